@@ -1,0 +1,1 @@
+"""Elastic data-parallel training of PyTorch and Keras models inside Apache Spark."""

@@ -1,0 +1,1 @@
+"""Pure values and decisions: no threads, sockets, clocks or logging. Time comes in as an argument."""

@@ -1,0 +1,157 @@
+"""What happened: facts in the past tense, the only input of the membership machine.
+
+An event of an unknown, older or already replaced agent or worker changes nothing, so repeats and late arrivals are
+harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from spark_elastic.core.topology import AgentId, Place, SlotId, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class JobStarted:
+    """The first event: the driver is up and can launch slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentJoined:
+    """An agent authenticated and said where it runs."""
+
+    agent: AgentId
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLost:
+    """An agent's channel closed, or it was silent too long; its worker is lost with it."""
+
+    agent: AgentId
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlotEnded:
+    """A slot's launch is over, whatever the cause; it can be launched again."""
+
+    slot: SlotId
+    why: str
+    delivered: WorkerId | None = None
+    """The finished worker whose result came back with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """A worker can train: process up, imports done, standing at a step boundary and waiting for a world."""
+
+    worker: WorkerId
+    round: int
+    """The last world it was in; 0: none."""
+    progress: int | None
+    """Optimizer steps applied in the state it holds; None: it holds no state."""
+    at_init: bool = False
+    """True in `init()`, before the user's code built anything; False in the elastic loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAlive:
+    """A heartbeat, with the progress so far (None: holds no state)."""
+
+    worker: WorkerId
+    progress: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AgentAlive:
+    agent: AgentId
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The worker's channel closed or its process exited before it finished the function."""
+
+    worker: WorkerId
+    why: str
+    exit_code: int | None = None
+    """Negative: killed by that signal; None: not known (only the channel closed)."""
+    stderr_tail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAbandoned:
+    """The user's function let a HorovodInternalError out: no bug, but the process has to start over."""
+
+    worker: WorkerId
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDone:
+    """The function returned and its result is with the agent."""
+
+    worker: WorkerId
+    in_loop: bool
+    """Whether it ever entered the elastic loop; a plain function cannot be resumed, only run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRaised:
+    """The user's function raised: a bug, which fails the job at once."""
+
+    worker: WorkerId
+    error_type: str
+    error: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorDecommissioned:
+    """Spark announced that the executor will go; its workers should leave at a step boundary."""
+
+    executor: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorLost:
+    executor: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostsObserved:
+    """What a host discovery allows: slots per host. None as `hosts`: no restriction."""
+
+    hosts: Mapping[str, int] | None = field(default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequested:
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; deadlines are looked at."""
+
+
+Event = (
+    JobStarted
+    | AgentJoined
+    | AgentLost
+    | AgentAlive
+    | SlotEnded
+    | WorkerReady
+    | WorkerAlive
+    | WorkerLost
+    | WorkerAbandoned
+    | WorkerDone
+    | WorkerRaised
+    | ExecutorDecommissioned
+    | ExecutorLost
+    | HostsObserved
+    | CancelRequested
+    | Tick
+)

@@ -1,0 +1,228 @@
+"""Every error that spark_elastic raises.
+
+::
+
+    SparkElasticError
+    ├── UsageError                   your call needs a change; nothing was run
+    │   ├── InvalidSettingsError       a value, or two that contradict each other   (also a ValueError)
+    │   ├── NotPicklableError          the function, its arguments or its result
+    │   ├── NoSparkContextError        no active SparkContext
+    │   ├── SparkConnectNotSupportedError
+    │   ├── JavaNotFoundError
+    │   ├── UnknownInterfaceError      a name in nics= that a host does not have
+    │   └── DiscoveryScriptError       the host discovery script cannot be used
+    ├── JobError                     the job ran and could not go on
+    │   ├── NotEnoughSlotsError        fewer slots than needed for too long
+    │   ├── ResetLimitError            the world changed more often than reset_limit
+    │   ├── StateLostError             every worker that held the state is gone
+    │   ├── WorkerStartError           workers exit before they can join
+    │   ├── UserFunctionError          your function raised; carries its traceback
+    │   ├── ResultError                a result could not be brought back
+    │   └── JobCancelledError          handle.cancel(), Ctrl-C, or the notebook's Cancel
+    ├── ProtocolError                a peer broke the wire protocol
+    │   ├── AuthenticationError
+    │   ├── FrameTooLargeError
+    │   └── ChannelClosedError
+    ├── HorovodInternalError         a collective failed: a peer is gone         (also a RuntimeError)
+    └── HostsUpdatedInterrupt        the world is about to change, at an agreed step
+
+All of them survive a pickle round trip, so they can cross from an executor to the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class SparkElasticError(Exception):
+    """Base of every error of this package.
+
+    Subclasses take keyword arguments only and build their message from them, so the numbers in the
+    message are also attributes, and pickling restores both.
+    """
+
+    def __init__(self, message: str = "", **fields: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self._fields = fields
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, self._fields))
+
+
+def _rebuild(cls: type[SparkElasticError], message: str, fields: dict[str, Any]) -> SparkElasticError:
+    error = cls.__new__(cls)
+    SparkElasticError.__init__(error, message, **fields)
+    return error
+
+
+# --- your call needs a change -------------------------------------------------------------------
+
+
+class UsageError(SparkElasticError):
+    """The call itself has to change; nothing was run."""
+
+
+class InvalidSettingsError(UsageError, ValueError):
+    """A setting has an impossible value, or two settings contradict each other."""
+
+
+class NotPicklableError(UsageError):
+    """The function, its arguments or its result cannot be serialised."""
+
+
+class NoSparkContextError(UsageError):
+    """There is no active SparkContext to run in."""
+
+
+class SparkConnectNotSupportedError(UsageError):
+    """A Spark Connect session has no scheduler on this side to run workers with."""
+
+
+class JavaNotFoundError(UsageError):
+    """Spark needs a Java runtime and none was found."""
+
+
+class UnknownInterfaceError(UsageError):
+    """A network interface in ``nics`` does not exist, or is down, on a host that needs it."""
+
+
+class DiscoveryScriptError(UsageError):
+    """The host discovery script is missing, not executable, or failed on its first call."""
+
+
+# --- the job ran and could not go on ------------------------------------------------------------
+
+
+class JobError(SparkElasticError):
+    """The job could not go on."""
+
+
+class NotEnoughSlotsError(JobError):
+    """Fewer slots than needed were available for longer than the timeout allows."""
+
+    def __init__(self, *, have: int, need: int, waited_s: float, setting: str, detail: str = "") -> None:
+        super().__init__(
+            f"{have} of {need} slots were available after {waited_s:.0f} s; add executors, lower "
+            f"min_num_proc (now {need}) or raise {setting}" + (f". {detail}" if detail else ""),
+            have=have,
+            need=need,
+            waited_s=waited_s,
+            setting=setting,
+            detail=detail,
+        )
+
+
+class ResetLimitError(JobError):
+    """The world was rebuilt more often than ``reset_limit`` allows."""
+
+    def __init__(self, *, resets: int, limit: int, last_reason: str) -> None:
+        super().__init__(
+            f"the world was rebuilt {resets} times and reset_limit is {limit} (last: {last_reason}); "
+            "raise reset_limit, or look into why workers are lost",
+            resets=resets,
+            limit=limit,
+            last_reason=last_reason,
+        )
+
+
+class StateLostError(JobError):
+    """No surviving worker holds the training state."""
+
+    def __init__(self, *, progress: int, last_reason: str) -> None:
+        super().__init__(
+            f"every worker that held the state is gone (last applied step: {progress}; last loss: {last_reason}); "
+            "start again from a checkpoint, and spread the workers over more hosts",
+            progress=progress,
+            last_reason=last_reason,
+        )
+
+
+class WorkerStartError(JobError):
+    """Worker processes exit before they can join the job."""
+
+    def __init__(self, *, attempts: int, reason: str, stderr_tail: str = "") -> None:
+        super().__init__(
+            f"{attempts} worker processes in a row exited before they could join (last: {reason})"
+            + (f"; the end of its stderr:\n{stderr_tail}" if stderr_tail else ""),
+            attempts=attempts,
+            reason=reason,
+            stderr_tail=stderr_tail,
+        )
+
+
+class UserFunctionError(JobError):
+    """The user's function raised. The message ends with the worker's own traceback."""
+
+    def __init__(self, *, rank: int | None, host: str, error_type: str, error: str, traceback: str) -> None:
+        who = "a worker that had no rank yet" if rank is None else f"rank {rank}"
+        super().__init__(
+            f"{who} on {host} raised {error_type}: {error}\n\n{traceback}",
+            rank=rank,
+            host=host,
+            error_type=error_type,
+            error=error,
+            traceback=traceback,
+        )
+
+
+class ResultError(JobError):
+    """A worker finished but what it returned could not be brought to the driver."""
+
+
+class JobCancelledError(JobError):
+    """The job was cancelled before it finished."""
+
+
+# --- the wire -----------------------------------------------------------------------------------
+
+
+class ProtocolError(SparkElasticError):
+    """A peer sent something the wire protocol does not allow; its connection is closed."""
+
+
+class AuthenticationError(ProtocolError):
+    """The peer does not hold this job's key, or a frame was altered on the way."""
+
+
+class FrameTooLargeError(ProtocolError):
+    """A frame announces more bytes than the limit; nothing was allocated for it."""
+
+    def __init__(self, *, size: int, limit: int) -> None:
+        super().__init__(f"a frame of {size} bytes was announced; the limit is {limit}", size=size, limit=limit)
+
+
+class ChannelClosedError(ProtocolError):
+    """The connection to the other side is gone."""
+
+
+# --- inside a worker ----------------------------------------------------------------------------
+
+
+class HorovodInternalError(SparkElasticError, RuntimeError):
+    """A collective failed because a peer is gone or was cut off. ``elastic.run`` recovers from it."""
+
+
+class HostsUpdatedInterrupt(SparkElasticError):
+    """The world is about to change; every member raises it at the same commit or check.
+
+    ``skip_sync`` is kept for code written for Horovod. Whether a sync is needed is decided from the
+    new membership itself.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the set of workers is about to change", skip_sync=skip_sync)
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The known name most like `name`, for "did you mean"; None if nothing is close."""
+    import difflib
+
+    matches = difflib.get_close_matches(name, known, n=1)
+    return matches[0] if matches else None

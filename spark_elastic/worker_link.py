@@ -1,0 +1,94 @@
+"""What a framework frontend (torch, tensorflow) knows of the job it runs in.
+
+`task.worker` installs the link before it calls the user's function. Without one (a plain Python process) a frontend
+runs as a world of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from spark_elastic.core.topology import WorkerId, World
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A world and what is needed to connect in it."""
+
+    world: World
+    worker: WorkerId
+    addresses: dict[WorkerId, str]
+    """The address that each member binds to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProvisionalPosition:
+    """The position a newcomer will probably get in a world that runs without it."""
+
+    rank: int
+    size: int
+
+
+class WorkerLink(Protocol):
+    """The worker's side of the channel to the driver. Every blocking call ends when the job does."""
+
+    @property
+    def worker(self) -> WorkerId: ...
+
+    def join_at_init(self) -> Assignment | ProvisionalPosition:
+        """Called by `init()`: blocks until a first world is published, or at once if one is running."""
+        ...
+
+    def join(self, round: int, progress: int | None) -> Assignment:
+        """Called by the elastic loop: says READY and blocks for the next world (of a higher round)."""
+        ...
+
+    def report_progress(self, progress: int) -> None:
+        """Optimizer steps applied in the state held here; sent with the next heartbeat, the first one at once."""
+        ...
+
+    def entered_loop(self) -> None:
+        """The elastic loop was entered: this worker's state can be recovered from now on."""
+        ...
+
+    def updates_seen(self) -> int:
+        """The newest hosts-updated sequence number (0: none). Cheap: no lock, no I/O."""
+        ...
+
+    def cut_round(self) -> int:
+        """The newest round that the driver ordered to cut (0: none). Cheap."""
+        ...
+
+    def on_cut(self, callback: Callable[[int, str], None] | None) -> None:
+        """Have `callback(round, why)` called from the channel thread the moment a cut arrives; None: no more.
+
+        Called at once if the cut of the newest round came before the registration.
+        """
+        ...
+
+    def kv_set(self, round: int, key: str, value: bytes) -> None: ...
+
+    def kv_get(self, round: int, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        """Blocks until every key is set.
+
+        Raises:
+            HorovodInternalError: the round was cut or replaced meanwhile.
+            TimeoutError: a key was not set within `timeout_s`.
+        """
+        ...
+
+
+_link: WorkerLink | None = None
+
+
+def install(link: WorkerLink | None) -> None:
+    """Make `link` the one that frontends in this process use."""
+    global _link
+    _link = link
+
+
+def current() -> WorkerLink | None:
+    """The link of this process; None outside of a job."""
+    return _link
