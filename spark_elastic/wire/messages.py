@@ -26,6 +26,8 @@ class AgentHello:
     place: Place
     pid: int
     addresses: dict[str, str]
+    probe_port: int
+    """Where it accepts (and at once closes) connections, so that others can see which addresses reach it; 0: nowhere."""
     cores: int
     accelerators: tuple[str, ...]
     python: str
@@ -56,10 +58,14 @@ class OutputLines:
 
 @dataclass(frozen=True, slots=True)
 class ResultStored:
-    """The agent holds the worker's result and will return it when the job finishes."""
+    """The function returned: the agent holds its result and will return it when the job finishes.
+
+    `in_loop`: whether the worker ever entered the elastic loop.
+    """
 
     worker: int
     size: int
+    in_loop: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +86,7 @@ class AgentWelcome:
 
 @dataclass(frozen=True, slots=True)
 class StartWorkerProcess:
-    """`address`: the local address that the worker's collectives bind to."""
-
     worker: int
-    address: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +133,6 @@ class Ready:
     round: int
     progress: int | None
     at_init: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The function returned; its result was handed to the agent."""
-
-    in_loop: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +217,11 @@ class KvValues:
 
 
 @dataclass(frozen=True, slots=True)
+class Pong:
+    """The driver's answer to a heartbeat, so that silence is noticed on both sides."""
+
+
+@dataclass(frozen=True, slots=True)
 class Goodbye:
     """The sender closes the channel next; not a loss."""
 
@@ -242,7 +243,6 @@ Message = (
     | WorkerHello
     | WorkerHeartbeat
     | Ready
-    | Done
     | Raised
     | Abandoned
     | KvSet
@@ -253,6 +253,7 @@ Message = (
     | HostsUpdated
     | Cut
     | KvValues
+    | Pong
     | Goodbye
 )
 

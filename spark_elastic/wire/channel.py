@@ -1,0 +1,133 @@
+"""The client's end of a channel: a blocking socket, one reader thread, `send` from any thread."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+
+from spark_elastic.clock import monotonic
+from spark_elastic.errors import ChannelClosedError, ProtocolError
+from spark_elastic.wire.framing import Connection
+from spark_elastic.wire.messages import Message, decode, encode
+
+logger = logging.getLogger(__name__)
+
+Address = tuple[str, int]
+_READ_BYTES = 256 * 1024
+
+
+def connect(addresses: Sequence[Address], key: bytes, *, timeout_s: float) -> Channel:
+    """Connect to the first of `addresses` that answers and authenticate both sides.
+
+    Raises:
+        ChannelClosedError: none answered within `timeout_s`; says what each attempt ended with.
+        AuthenticationError: one answered but does not hold the key.
+    """
+    deadline = monotonic() + timeout_s
+    failures = []
+    for number, address in enumerate(addresses):
+        share = max((deadline - monotonic()) / (len(addresses) - number), 0.1)
+        try:
+            sock = socket.create_connection(address, timeout=share)
+        except OSError as error:
+            failures.append(f"{address[0]}:{address[1]}: {error}")
+            continue
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return Channel(sock, _authenticate(sock, key))
+        except OSError as error:
+            sock.close()
+            failures.append(f"{address[0]}:{address[1]}: {error}")
+        except ProtocolError:
+            sock.close()
+            raise
+    raise ChannelClosedError("cannot reach the driver: " + "; ".join(failures))
+
+
+def _authenticate(sock: socket.socket, key: bytes) -> Connection:
+    connection = Connection(key, server=False)
+    sock.sendall(connection.start())
+    while not connection.authenticated:
+        data = sock.recv(_READ_BYTES)
+        if not data:
+            raise ChannelClosedError("the driver closed the connection during the handshake")
+        bodies, reply = connection.receive(data)
+        assert not bodies, "the server speaks first only after a hello"
+        if reply:
+            sock.sendall(reply)
+    return connection
+
+
+class Channel:
+    """An authenticated connection to the driver.
+
+    `start` hands every message to `on_message`, and the end to `on_closed(why)`, both on the reader thread.
+    """
+
+    def __init__(self, sock: socket.socket, connection: Connection) -> None:
+        self._socket = sock
+        self._connection = connection
+        self._send_lock = threading.Lock()
+        self._reader: threading.Thread | None = None
+        self._closing = False
+
+    @property
+    def local_address(self) -> str:
+        """The address of this machine that the connection uses."""
+        return str(self._socket.getsockname()[0])
+
+    def silence_limit(self, timeout_s: float) -> None:
+        """Treat the driver as gone after this long without a byte from it, or with a send that it does not take."""
+        self._socket.settimeout(timeout_s)
+
+    def start(
+        self, on_message: Callable[[Message], None], on_closed: Callable[[str], None], *, name: str = "channel"
+    ) -> None:
+        self._reader = threading.Thread(
+            target=self._read, args=(on_message, on_closed), name=f"spark_elastic-{name}", daemon=True
+        )
+        self._reader.start()
+
+    def send(self, message: Message) -> None:
+        """Raises: ChannelClosedError: the connection is gone."""
+        body = encode(message)
+        with self._send_lock:
+            try:
+                self._socket.sendall(self._connection.send(body))
+            except OSError as error:
+                raise ChannelClosedError(f"the connection to the driver is gone: {error}") from None
+
+    def close(self) -> None:
+        """Close the connection; `on_closed` is not called for it."""
+        self._closing = True
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other side was faster
+        self._socket.close()
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._reader.join(timeout=5.0)
+
+    def _read(self, on_message: Callable[[Message], None], on_closed: Callable[[str], None]) -> None:
+        why = self._read_until_closed(on_message)
+        if not self._closing:
+            on_closed(why)
+
+    def _read_until_closed(self, on_message: Callable[[Message], None]) -> str:
+        while True:
+            try:
+                data = self._socket.recv(_READ_BYTES)
+                if not data:
+                    return "the driver closed the connection"
+                bodies, _ = self._connection.receive(data)
+                messages = [decode(body) for body in bodies]
+            except TimeoutError:
+                return f"the driver was silent for {self._socket.gettimeout():.0f} s"
+            except OSError as error:
+                return f"the connection to the driver broke: {error}"
+            except ProtocolError as error:
+                return f"the driver broke the protocol: {error}"
+            for message in messages:
+                on_message(message)

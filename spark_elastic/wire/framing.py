@@ -1,0 +1,167 @@
+"""The channel's bytes, without any I/O: mutual authentication, then frames with a MAC and a sequence number.
+
+Bytes that arrived go into `receive`, bytes to send come out of it and of `send`; sockets are the callers' business.
+
+Handshake, with the job's random key K (it travels only inside Spark's own task serialisation, or through a pipe)::
+
+    client -> server   magic, nonce_c
+    server -> client   magic, nonce_s, HMAC(K, "server" nonce_c nonce_s)
+    client -> server   HMAC(K, "client" nonce_c nonce_s)
+
+Both then derive one key a direction. A frame is its length (4 bytes), 16 bytes of HMAC-SHA256 over the sequence
+number and the body, and the body. Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import struct
+
+from spark_elastic.errors import AuthenticationError, FrameTooLargeError, ProtocolError
+
+KEY_BYTES = 32
+MAGIC = b"SPEL1"
+MAX_FRAME_BYTES = 32 * 2**20
+"""Enough for any message; results and functions travel through Spark, not through here."""
+
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_MAC_BYTES = 16
+_LENGTH = struct.Struct(">I")
+_SEQUENCE = struct.Struct(">Q")
+
+
+def new_key() -> bytes:
+    """A fresh key for one job."""
+    return os.urandom(KEY_BYTES)
+
+
+def _hmac(key: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, b"".join(parts), hashlib.sha256)
+
+
+class Connection:
+    """One end of a channel. Not thread-safe: `send` and `receive` each need one caller at a time.
+
+    Any `ProtocolError` is final: the caller closes the connection.
+    """
+
+    def __init__(self, key: bytes, *, server: bool, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._key = key
+        self._server = server
+        self._max_frame_bytes = max_frame_bytes
+        self._buffer = bytearray()
+        self._nonce = os.urandom(_NONCE_BYTES)
+        self._send_key = b""
+        self._receive_key = b""
+        self._expected_proof = b""
+        self._sent = 0
+        self._received = 0
+        self.authenticated = False
+        """True once the peer has proved that it holds the key."""
+
+    def start(self) -> bytes:
+        """The first bytes to send: the client's greeting; nothing for a server."""
+        return b"" if self._server else MAGIC + self._nonce
+
+    def send(self, body: bytes) -> bytes:
+        """The frame that carries `body`.
+
+        Raises:
+            FrameTooLargeError: more than the peer would accept.
+        """
+        if not self.authenticated:
+            raise ProtocolError("a frame before the handshake is over")
+        if len(body) > self._max_frame_bytes:
+            raise FrameTooLargeError(size=len(body), limit=self._max_frame_bytes)
+        mac = _hmac(self._send_key, _SEQUENCE.pack(self._sent), body)[:_MAC_BYTES]
+        self._sent += 1
+        return _LENGTH.pack(len(body)) + mac + body
+
+    def receive(self, data: bytes) -> tuple[list[bytes], bytes]:
+        """Take bytes from the peer.
+
+        Returns: the complete bodies among them, in order, and the bytes to send back (handshake only).
+        Raises:
+            AuthenticationError: the peer does not hold the key, or a frame was altered, dropped or repeated.
+            FrameTooLargeError: a frame announces more than the limit.
+        """
+        self._buffer += data
+        reply = b""
+        if not self.authenticated:
+            reply = self._greet()
+            if not self.authenticated:
+                return [], reply
+        return self._bodies(), reply
+
+    def _greet(self) -> bytes:
+        if self._server:
+            return self._greet_client()
+        return self._greet_server()
+
+    def _greet_client(self) -> bytes:
+        reply = b""
+        if not self._expected_proof:
+            greeting = self._take(len(MAGIC) + _NONCE_BYTES)
+            if greeting is None:
+                return b""
+            nonces = greeting[len(MAGIC) :] + self._nonce
+            self._expected_proof = _hmac(self._key, b"client", nonces)
+            self._derive(nonces)
+            reply = MAGIC + self._nonce + _hmac(self._key, b"server", nonces)
+        proof = self._take(_PROOF_BYTES)
+        if proof is not None:
+            self._check(proof, self._expected_proof)
+        return reply
+
+    def _greet_server(self) -> bytes:
+        answer = self._take(len(MAGIC) + _NONCE_BYTES + _PROOF_BYTES)
+        if answer is None:
+            return b""
+        nonces = self._nonce + answer[len(MAGIC) : len(MAGIC) + _NONCE_BYTES]
+        self._check(answer[len(MAGIC) + _NONCE_BYTES :], _hmac(self._key, b"server", nonces))
+        self._derive(nonces)
+        return _hmac(self._key, b"client", nonces)
+
+    def _take(self, size: int) -> bytes | None:
+        """The next `size` bytes of the handshake; a wrong beginning is refused before the rest arrives."""
+        if self._buffer[: len(MAGIC)] != MAGIC[: len(self._buffer)] and not (self._server and self._expected_proof):
+            raise AuthenticationError("the peer does not speak this protocol")
+        if len(self._buffer) < size:
+            return None
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return taken
+
+    def _check(self, proof: bytes, expected: bytes) -> None:
+        if not hmac.compare_digest(proof, expected):
+            raise AuthenticationError("the peer does not hold this job's key")
+        self.authenticated = True
+
+    def _derive(self, nonces: bytes) -> None:
+        up, down = _hmac(self._key, b"client to server", nonces), _hmac(self._key, b"server to client", nonces)
+        self._send_key, self._receive_key = (down, up) if self._server else (up, down)
+
+    def _bodies(self) -> list[bytes]:
+        bodies = []
+        start = 0
+        header = _LENGTH.size + _MAC_BYTES
+        while len(self._buffer) - start >= header:
+            (size,) = _LENGTH.unpack_from(self._buffer, start)
+            if size > self._max_frame_bytes:
+                raise FrameTooLargeError(size=size, limit=self._max_frame_bytes)
+            end = start + header + size
+            if len(self._buffer) < end:
+                break
+            mac = bytes(self._buffer[start + _LENGTH.size : start + header])
+            body = bytes(self._buffer[start + header : end])
+            expected = _hmac(self._receive_key, _SEQUENCE.pack(self._received), body)[:_MAC_BYTES]
+            if not hmac.compare_digest(mac, expected):
+                raise AuthenticationError("a frame was altered, dropped or repeated on the way")
+            self._received += 1
+            bodies.append(body)
+            start = end
+        del self._buffer[:start]
+        return bodies
