@@ -27,7 +27,7 @@ class AgentHello:
     pid: int
     addresses: dict[str, str]
     probe_port: int
-    """Where it accepts (and at once closes) connections, so that others can see which addresses reach it; 0: nowhere."""
+    """Where it accepts connections and closes them, so that others see which addresses reach it; 0: nowhere."""
     cores: int
     accelerators: tuple[str, ...]
     python: str

@@ -1,0 +1,202 @@
+"""RendezvousServer: where agents and workers connect; serves worlds and the key-value store under Gloo.
+
+It authenticates peers, learns from their first message who they are, and hands the rest to its `Listener`. It lives
+on the driver's event loop; every method is called there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import Protocol
+
+from spark_elastic.core.topology import AgentId, WorkerId, World
+from spark_elastic.driver.key_value import RoundKeyValues
+from spark_elastic.errors import ProtocolError
+from spark_elastic.wire.messages import (
+    AgentHello,
+    AgentWelcome,
+    Goodbye,
+    KvGet,
+    KvSet,
+    KvValues,
+    Message,
+    WorkerHello,
+    WorkerWelcome,
+    WorldAssigned,
+)
+from spark_elastic.wire.stream import MessageStream
+
+logger = logging.getLogger(__name__)
+
+MAX_UNAUTHENTICATED = 64
+"""Connections that may be in their handshake at a time; further ones are dropped at once."""
+
+
+class Listener(Protocol):
+    """What the server tells the driver."""
+
+    def agent_joined(self, agent: AgentId, hello: AgentHello, address: str) -> None:
+        """`address`: the agent's own address, as the connection shows it."""
+        ...
+
+    def agent_said(self, agent: AgentId, message: Message) -> None: ...
+
+    def agent_gone(self, agent: AgentId, why: str) -> None: ...
+
+    def worker_expected(self, worker: WorkerId) -> bool:
+        """Whether such a worker was started and is not gone; any other is turned away."""
+        ...
+
+    def worker_said(self, worker: WorkerId, message: Message) -> None: ...
+
+    def worker_gone(self, worker: WorkerId, why: str) -> None: ...
+
+
+class RendezvousServer:
+    """Start it, close it; send to agents and workers by their ids."""
+
+    def __init__(
+        self, key: bytes, listener: Listener, *, heartbeat_interval_s: float, heartbeat_timeout_s: float
+    ) -> None:
+        self._key = key
+        self._listener = listener
+        self._agent_welcome = AgentWelcome(heartbeat_interval_s, heartbeat_timeout_s)
+        self._worker_welcome = WorkerWelcome(heartbeat_interval_s, heartbeat_timeout_s)
+        self._server: asyncio.Server | None = None
+        self._key_values = RoundKeyValues()
+        self._unauthenticated: set[MessageStream] = set()
+        self._unnamed: set[MessageStream] = set()
+        self._agents: dict[AgentId, MessageStream] = {}
+        self._workers: dict[WorkerId, MessageStream] = {}
+        self._agent_of: dict[MessageStream, AgentId] = {}
+        self._worker_of: dict[MessageStream, WorkerId] = {}
+        self._next_agent: AgentId = 1
+
+    async def start(self, sock: socket.socket) -> None:
+        """Serve on a bound socket."""
+        self._server = await asyncio.get_running_loop().create_server(self._accept, sock=sock, backlog=1024)
+
+    async def close(self) -> None:
+        """Stop listening and close every connection; nothing is reported for it."""
+        if self._server is None:
+            return
+        self._server.close()
+        streams = [*self._unauthenticated, *self._unnamed, *self._agent_of, *self._worker_of]
+        self._agent_of.clear()
+        self._worker_of.clear()
+        for stream in streams:
+            stream.close()
+        await asyncio.sleep(0)  # lets the transports write what they hold
+        for stream in streams:
+            stream.abort("the job is over")
+        self._server = None
+
+    # --- to peers -----------------------------------------------------------------------------------
+
+    def to_agent(self, agent: AgentId, message: Message) -> None:
+        """Send, or drop if the agent is gone (which has been reported)."""
+        if agent in self._agents:
+            self._agents[agent].send(message)
+
+    def to_worker(self, worker: WorkerId, message: Message) -> None:
+        """Send, or drop if the worker is gone (which has been reported)."""
+        if worker in self._workers:
+            self._workers[worker].send(message)
+
+    def publish(self, world: World, addresses: dict[WorkerId, str]) -> None:
+        """Send the world to its members and start its key-value space."""
+        self._key_values.begin(world.round)
+        message = WorldAssigned(world, {str(worker): address for worker, address in addresses.items()})
+        for member in world.members:
+            self.to_worker(member.worker, message)
+
+    def drop_agent(self, agent: AgentId, why: str) -> None:
+        """Close an agent's connection without another word; it is reported as gone."""
+        if agent in self._agents:
+            self._agents[agent].abort(why)
+
+    def drop_worker(self, worker: WorkerId, why: str) -> None:
+        """Say goodbye to a worker that is no longer wanted; nothing is reported for it."""
+        stream = self._workers.pop(worker, None)
+        if stream is not None:
+            del self._worker_of[stream]
+            stream.send(Goodbye(why))
+            stream.close()
+
+    # --- from peers ---------------------------------------------------------------------------------
+
+    def _accept(self) -> MessageStream:
+        stream = MessageStream(
+            self._key,
+            server=True,
+            on_open=self._opened,
+            on_message=self._received,
+            on_closed=self._closed,
+            on_unauthenticated=self._unauthenticated.discard,
+        )
+        if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+            asyncio.get_running_loop().call_soon(stream.abort, "too many connections in their handshake")
+        self._unauthenticated.add(stream)
+        return stream
+
+    def _opened(self, stream: MessageStream) -> None:
+        self._unauthenticated.discard(stream)
+        self._unnamed.add(stream)
+
+    def _received(self, stream: MessageStream, message: Message) -> None:
+        if stream in self._worker_of:
+            self._from_worker(stream, self._worker_of[stream], message)
+        elif stream in self._agent_of:
+            self._listener.agent_said(self._agent_of[stream], message)
+        elif stream in self._unnamed:
+            self._unnamed.discard(stream)
+            self._named(stream, message)
+
+    def _named(self, stream: MessageStream, message: Message) -> None:
+        if isinstance(message, AgentHello):
+            agent = self._next_agent
+            self._next_agent += 1
+            self._agents[agent] = stream
+            self._agent_of[stream] = agent
+            stream.send(self._agent_welcome)
+            self._listener.agent_joined(agent, message, stream.peer_address)
+        elif isinstance(message, WorkerHello):
+            if message.worker in self._workers or not self._listener.worker_expected(message.worker):
+                stream.send(Goodbye(f"worker {message.worker} is not expected (any more)"))
+                stream.close()
+                return
+            self._workers[message.worker] = stream
+            self._worker_of[stream] = message.worker
+            stream.send(self._worker_welcome)
+            self._listener.worker_said(message.worker, message)
+        else:
+            stream.abort(f"{type(message).__name__} before a hello")
+
+    def _from_worker(self, stream: MessageStream, worker: WorkerId, message: Message) -> None:
+        if isinstance(message, KvSet):
+            try:
+                self._key_values.set(message.round, message.key, message.payload)
+            except ProtocolError as error:
+                stream.abort(str(error))
+        elif isinstance(message, KvGet):
+            request = message.request
+            self._key_values.get(
+                message.round,
+                message.keys,
+                lambda values: stream.send(KvValues(request, tuple(len(v) for v in values), b"".join(values))),
+            )
+        else:
+            self._listener.worker_said(worker, message)
+
+    def _closed(self, stream: MessageStream, why: str) -> None:
+        self._unnamed.discard(stream)
+        agent = self._agent_of.pop(stream, None)
+        if agent is not None:
+            del self._agents[agent]
+            self._listener.agent_gone(agent, why)
+        worker = self._worker_of.pop(stream, None)
+        if worker is not None:
+            del self._workers[worker]
+            self._listener.worker_gone(worker, why)

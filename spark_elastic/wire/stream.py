@@ -1,0 +1,119 @@
+"""A channel on an asyncio event loop: the driver's end of every connection, and an agent's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+
+from spark_elastic.errors import ProtocolError
+from spark_elastic.wire.framing import Connection
+from spark_elastic.wire.messages import Message, decode, encode
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 5.0
+"""A peer that has not proved itself by then is dropped; a real one needs two round trips."""
+MAX_UNSENT_BYTES = 64 * 2**20
+"""A peer that lets this much pile up is not reading any more (stopped, or its link is down)."""
+
+
+class MessageStream(asyncio.Protocol):
+    """Authenticates, then turns bytes into messages and back. All calls on the loop's thread.
+
+    `on_open(stream)` once the peer is authenticated, `on_message(stream, message)` for each message,
+    `on_closed(stream, why)` exactly once, but only if `on_open` was called.
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        *,
+        server: bool,
+        on_open: Callable[[MessageStream], None],
+        on_message: Callable[[MessageStream, Message], None],
+        on_closed: Callable[[MessageStream, str], None],
+        on_unauthenticated: Callable[[MessageStream], None] | None = None,
+    ) -> None:
+        self._connection = Connection(key, server=server)
+        self._on_open = on_open
+        self._on_message = on_message
+        self._on_closed = on_closed
+        self._on_unauthenticated = on_unauthenticated
+        self._transport: asyncio.Transport | None = None
+        self._handshake_deadline: asyncio.TimerHandle | None = None
+        self._why = "the peer closed the connection"
+        self._open = False
+        self.peer_address = ""
+        self.local_address = ""
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    def send(self, message: Message) -> None:
+        """Queue a message; silently dropped if the stream is closed (its owner has been or will be told)."""
+        if not self._open or self._transport is None or self._transport.is_closing():
+            return
+        self._transport.write(self._connection.send(encode(message)))
+        if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self.abort("the peer does not read what is sent to it")
+
+    def close(self) -> None:
+        """Close after what is queued has been sent."""
+        if self._transport is not None:
+            self._why = "closed here"
+            self._transport.close()
+
+    def abort(self, why: str) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._why = why
+            self._transport.abort()
+
+    # --- called by asyncio ------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        sock: socket.socket = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.peer_address = str(transport.get_extra_info("peername")[0])
+        self.local_address = str(transport.get_extra_info("sockname")[0])
+        self._handshake_deadline = asyncio.get_running_loop().call_later(
+            HANDSHAKE_TIMEOUT_S, self.abort, "the peer did not authenticate in time"
+        )
+        if greeting := self._connection.start():
+            transport.write(greeting)
+
+    def data_received(self, data: bytes) -> None:
+        assert self._transport is not None
+        try:
+            bodies, reply = self._connection.receive(data)
+            if reply:
+                self._transport.write(reply)
+            if self._connection.authenticated and not self._open:
+                self._opened()
+            messages = [decode(body) for body in bodies]
+        except ProtocolError as error:
+            logger.warning("closing the connection from %s: %s", self.peer_address, error)
+            self.abort(f"the peer broke the protocol: {error}")
+            return
+        for message in messages:
+            self._on_message(self, message)
+
+    def _opened(self) -> None:
+        if self._handshake_deadline is not None:
+            self._handshake_deadline.cancel()
+        self._open = True
+        self._on_open(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._handshake_deadline is not None:
+            self._handshake_deadline.cancel()
+        if self._open:
+            self._open = False
+            self._on_closed(self, str(exc) if exc is not None else self._why)
+        elif self._on_unauthenticated is not None:
+            self._on_unauthenticated(self)
