@@ -1,0 +1,399 @@
+"""ElasticDriver: runs one job. One thread, one event loop as its inbox, one membership machine that decides.
+
+Everything that happens (a connection, a closed socket, a launch that ended, a deadline) becomes an event for the
+machine on this thread; every command of the machine becomes a message, a launch or a log line. No decision is taken
+here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from spark_elastic import clock
+from spark_elastic.core import commands as do
+from spark_elastic.core import events as seen
+from spark_elastic.core.membership import Membership
+from spark_elastic.core.timeline import JobEnded, PlaceCooledDown, Record, Waiting
+from spark_elastic.core.topology import AgentId, SlotId, WorkerId, World
+from spark_elastic.driver.addresses import AddressBook
+from spark_elastic.driver.launcher import Launcher
+from spark_elastic.driver.output import OutputPrinter
+from spark_elastic.driver.rendezvous_server import RendezvousServer
+from spark_elastic.errors import JobCancelledError, JobError, ResultError, SparkElasticError, UnknownInterfaceError
+from spark_elastic.settings import ElasticSettings
+from spark_elastic.wire import messages as wire
+from spark_elastic.wire.handover import AgentOrder, AgentOutcome
+
+logger = logging.getLogger(__name__)
+
+RESULTS_TIMEOUT_S = 300.0
+"""How long the finished workers' results may take to arrive through the launcher."""
+FAREWELL_TIMEOUT_S = 2.0
+"""How long agents get to end by themselves before their launches are ended for them."""
+CLOSE_TIMEOUT_S = 3.0
+
+
+class EventSource(Protocol):
+    """A discovery that feeds the machine: listeners, pollers."""
+
+    def start(self, post: PostEvent) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PostEvent(Protocol):
+    def __call__(self, event: seen.Event) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class JobStatus:
+    """What a job is doing."""
+
+    phase: str
+    round: int
+    """The current world's number; 0: none yet."""
+    size: int
+    """The current world's size; 0: none."""
+    progress: int | None
+    """The most optimizer steps known to be applied."""
+    waiting_for: str
+    """In words, empty when it waits for nothing."""
+
+
+class ElasticDriver:
+    """Runs a job on the calling thread until it finishes, fails or is cancelled."""
+
+    def __init__(
+        self,
+        order: AgentOrder,
+        settings: ElasticSettings,
+        launcher: Launcher,
+        listening: socket.socket,
+        *,
+        sources: Sequence[EventSource] = (),
+        printer: OutputPrinter,
+        verbose: int = 1,
+    ) -> None:
+        self._order = order
+        self._settings = settings
+        self._launcher = launcher
+        self._listening = listening
+        self._sources = sources
+        self._printer = printer
+        self._verbose = verbose
+        self._machine = Membership(settings)
+        self._server = RendezvousServer(
+            order.key,
+            self,
+            heartbeat_interval_s=settings.heartbeat_interval_s,
+            heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        )
+        self._addresses = AddressBook(order.nics)
+        self._agent_of: dict[WorkerId, AgentId] = {}
+        self._agents: set[AgentId] = set()
+        self._launched: set[SlotId] = set()
+        self._slot_of: dict[AgentId, SlotId] = {}
+        self._results: dict[WorkerId, bytes] = {}
+        self._world: World | None = None
+        self._waiting_for = ""
+        self._timeline: list[Record] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._ending = False
+        self._expected_results: tuple[WorkerId, ...] | None = None
+        self._failure: SparkElasticError | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended: asyncio.Event
+        self._slots_over: asyncio.Event
+        self._cancelled: str | None = None
+        self._cancel_lock = threading.Lock()
+
+    # --- from any thread ----------------------------------------------------------------------------
+
+    def post(self, event: seen.Event) -> None:
+        """Hand an event to the machine; harmless before the start and after the end."""
+        loop = self._loop
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(self._handle, event)
+            except RuntimeError:
+                pass  # the loop has closed: the job is over
+
+    def cancel(self, why: str) -> None:
+        """End the job; `run` raises JobCancelledError."""
+        with self._cancel_lock:
+            if self._loop is None:
+                self._cancelled = why
+        self.post(seen.CancelRequested(why))
+
+    def events(self) -> list[Record]:
+        """The membership timeline so far; `at` and other times are seconds since the epoch."""
+        return list(self._timeline)
+
+    def status(self) -> JobStatus:
+        world = self._world
+        return JobStatus(
+            phase=self._machine.phase,
+            round=world.round if world else 0,
+            size=world.size if world else 0,
+            progress=self._machine.max_progress,
+            waiting_for=self._waiting_for,
+        )
+
+    # --- the job's thread ---------------------------------------------------------------------------
+
+    def run(self) -> list[bytes]:
+        """Run the job.
+
+        Returns: what each worker of the last world returned, pickled, in rank order.
+        Raises:
+            JobError: why it could not go on.
+            UnknownInterfaceError: a host has none of the interfaces asked for.
+        """
+        return asyncio.run(self._main())
+
+    async def _main(self) -> list[bytes]:
+        self._ended = asyncio.Event()
+        self._slots_over = asyncio.Event()
+        with self._cancel_lock:
+            self._loop = asyncio.get_running_loop()
+            cancelled = self._cancelled
+        try:
+            await self._server.start(self._listening)
+            self._launcher.start(self._order, self._slot_ended_anywhere)
+            for source in self._sources:
+                source.start(self.post)
+            self._handle(seen.JobStarted())
+            if cancelled is not None:
+                self._handle(seen.CancelRequested(cancelled))
+            await self._ended.wait()
+            return await self._outcome()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            for source in self._sources:
+                await asyncio.to_thread(source.close)
+            await asyncio.to_thread(self._launcher.close, CLOSE_TIMEOUT_S)
+            await self._server.close()
+
+    async def _outcome(self) -> list[bytes]:
+        expected = self._expected_results
+        timeout = FAREWELL_TIMEOUT_S if expected is None else RESULTS_TIMEOUT_S
+        if self._launched:
+            try:
+                await asyncio.wait_for(self._slots_over.wait(), timeout)
+            except asyncio.TimeoutError:
+                logger.warning("slots %s did not end within %.0f s", sorted(self._launched), timeout)
+        if self._failure is not None:
+            raise self._failure
+        assert expected is not None
+        missing = [worker for worker in expected if worker not in self._results]
+        if missing:
+            logger.warning(
+                "the results of %d of %d workers were lost with their executors", len(missing), len(expected)
+            )
+        if len(missing) == len(expected):
+            raise ResultError(f"all {len(expected)} workers finished, but none of their results arrived")
+        return [self._results[worker] for worker in expected if worker in self._results]
+
+    # --- events in ----------------------------------------------------------------------------------
+
+    def _handle(self, event: seen.Event) -> None:
+        now = clock.monotonic()
+        try:
+            for command in self._machine.handle(event, now):
+                self._carry_out(command)
+        except Exception as error:  # a bug in here must end the job, not leave it waiting
+            logger.exception("the driver failed on %r", event)
+            self._fail(JobError(f"internal error in the driver on {event!r}: {error!r}"))
+        self._set_timer(now)
+
+    def _set_timer(self, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self._machine.next_deadline()
+        if deadline is not None and not self._ending:
+            assert self._loop is not None
+            self._timer = self._loop.call_later(max(deadline - now, 0.0), self._handle, seen.Tick())
+
+    def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None:
+        self._agents.add(agent)
+        self._slot_of[agent] = hello.place.slot
+        if self._ending:
+            self._server.to_agent(agent, wire.FinishAgent(False, "the job is over"))
+            return
+        try:
+            self._addresses.joined(agent, hello, address)
+        except UnknownInterfaceError as error:
+            self._fail(error)
+            return
+        for prober, targets in self._addresses.probes_for(agent):
+            self._server.to_agent(prober, wire.ProbePeers(targets))
+        self._handle(seen.AgentJoined(agent, hello.place))
+
+    def agent_said(self, agent: AgentId, message: wire.Message) -> None:
+        match message:
+            case wire.AgentHeartbeat():
+                self._server.to_agent(agent, wire.Pong())
+                self._handle(seen.AgentAlive(agent))
+            case wire.WorkerExited(worker, exit_code, stderr_tail):
+                if self._agent_of.pop(worker, None) == agent:
+                    self._server.drop_worker(worker, "its process is gone")
+                    self._handle(seen.WorkerLost(worker, _describe_exit(exit_code), exit_code, stderr_tail))
+            case wire.OutputLines(worker, stream, lines):
+                self._printer.worker_lines(self._name_of(worker, agent), stream, lines)
+            case wire.ResultStored(worker, _, in_loop):
+                self._handle(seen.WorkerDone(worker, in_loop))
+            case wire.PeersReachable(reachable):
+                self._addresses.answered(agent, reachable)
+            case _:
+                self._server.drop_agent(agent, f"an agent does not send {type(message).__name__}")
+
+    def agent_gone(self, agent: AgentId, why: str) -> None:
+        self._agents.discard(agent)
+        self._handle(seen.AgentLost(agent, why))
+        for worker in [w for w, a in self._agent_of.items() if a == agent]:
+            del self._agent_of[worker]
+            self._server.drop_worker(worker, "its agent is gone")
+        self._addresses.gone(agent)
+
+    def worker_expected(self, worker: WorkerId) -> bool:
+        return worker in self._agent_of
+
+    def worker_said(self, worker: WorkerId, message: wire.Message) -> None:
+        match message:
+            case wire.WorkerHello():
+                self._handle(seen.WorkerAlive(worker))
+            case wire.WorkerHeartbeat(progress):
+                self._server.to_worker(worker, wire.Pong())
+                self._handle(seen.WorkerAlive(worker, progress))
+            case wire.Ready(round, progress, at_init):
+                self._handle(seen.WorkerReady(worker, round, progress, at_init))
+            case wire.Raised(error_type, error, traceback):
+                self._handle(seen.WorkerRaised(worker, error_type, error, traceback))
+            case wire.Abandoned(why):
+                self._handle(seen.WorkerAbandoned(worker, why))
+            case _:
+                self._server.drop_worker(worker, f"a worker does not send {type(message).__name__}")
+                self._handle(seen.WorkerLost(worker, "it broke the protocol"))
+
+    def worker_gone(self, worker: WorkerId, why: str) -> None:
+        self._handle(seen.WorkerLost(worker, f"its connection closed ({why})"))
+
+    def _slot_ended_anywhere(self, slot: SlotId, why: str, outcome: AgentOutcome | None) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._slot_ended, slot, why, outcome)
+        except RuntimeError:
+            pass  # the loop has closed: the job is over
+
+    def _slot_ended(self, slot: SlotId, why: str, outcome: AgentOutcome | None) -> None:
+        self._launched.discard(slot)
+        delivered = None
+        if outcome is not None and outcome.worker is not None and outcome.result is not None:
+            delivered = outcome.worker
+            self._results[delivered] = outcome.result
+        self._handle(seen.SlotEnded(slot, why, delivered))
+        if not self._launched:
+            self._slots_over.set()
+
+    # --- commands out -------------------------------------------------------------------------------
+
+    def _carry_out(self, command: do.Command) -> None:
+        match command:
+            case do.LaunchSlot(slot):
+                self._launched.add(slot)
+                self._launcher.launch(slot)
+            case do.WithdrawSlot(slot, why):
+                self._launcher.withdraw(slot, why)
+            case do.StartWorker(agent, worker):
+                self._agent_of[worker] = agent
+                self._server.to_agent(agent, wire.StartWorkerProcess(worker))
+            case do.StopWorker(agent, worker, why):
+                self._server.to_agent(agent, wire.StopWorkerProcess(worker, why))
+                self._server.drop_worker(worker, why)
+            case do.AdmitProvisionally(worker, rank, size):
+                self._server.to_worker(worker, wire.Provisional(rank, size))
+            case do.PublishWorld(world):
+                self._publish(world)
+            case do.NotifyHostsUpdated(workers, sequence):
+                for worker in workers:
+                    self._server.to_worker(worker, wire.HostsUpdated(sequence))
+            case do.CutPeers(workers, round, why):
+                for worker in workers:
+                    self._server.to_worker(worker, wire.Cut(round, why))
+            case do.DismissAgent(agent, why):
+                self._server.to_agent(agent, wire.FinishAgent(False, why))
+            case do.FinishJob(workers):
+                self._expected_results = workers
+                self._end(keep_results=True, why="the job is done")
+            case do.FailJob(error):
+                self._fail(error)
+            case do.Announce(record):
+                self._announce(record)
+
+    def _publish(self, world: World) -> None:
+        self._world = world
+        agents = {member.worker: self._agent_of[member.worker] for member in world.members}
+        chosen = self._addresses.choose(tuple(agents.values()))
+        self._server.publish(world, {worker: chosen[agent] for worker, agent in agents.items()})
+
+    def _fail(self, error: SparkElasticError) -> None:
+        if self._failure is None and not self._ended.is_set():
+            self._failure = error
+            self._end(keep_results=False, why="the job was cancelled" if _is_cancel(error) else "the job failed")
+
+    def _end(self, *, keep_results: bool, why: str) -> None:
+        self._ending = True
+        for agent in self._agents:
+            self._server.to_agent(agent, wire.FinishAgent(keep_results, why))
+        with_agent = {self._slot_of[agent] for agent in self._agents}
+        for slot in self._launched - with_agent:
+            self._launcher.withdraw(slot, why)
+        self._ended.set()
+
+    # --- for people ---------------------------------------------------------------------------------
+
+    def _announce(self, record: Record) -> None:
+        to_wall = clock.wall() - clock.monotonic()
+        times = {"at": record.at + to_wall}
+        if isinstance(record, Waiting) and record.deadline is not None:
+            times["deadline"] = record.deadline + to_wall
+        if isinstance(record, PlaceCooledDown):
+            times["until"] = record.until + to_wall
+        self._timeline.append(dataclasses.replace(record, **times))
+        text = str(record)
+        if isinstance(record, Waiting):
+            self._waiting_for = record.reason
+        if isinstance(record, JobEnded):
+            self._waiting_for = ""
+        logger.info("%s: %s", self._order.job, text)
+        if self._verbose >= 1 and not isinstance(record, Waiting) or self._verbose >= 2:
+            self._printer.line(f"spark_elastic: {text}")
+
+    def _name_of(self, worker: WorkerId, agent: AgentId) -> str:
+        if self._world is not None and worker in self._world.workers:
+            return str(self._world.member(worker).rank)
+        return f"slot {self._slot_of[agent]}"
+
+
+def _describe_exit(exit_code: int) -> str:
+    if exit_code < 0:
+        try:
+            return f"killed by {signal.Signals(-exit_code).name}"
+        except ValueError:
+            return f"killed by signal {-exit_code}"
+    if exit_code == 0:
+        return "exited with code 0 before the function was finished"
+    return f"exited with code {exit_code}"
+
+
+def _is_cancel(error: SparkElasticError) -> bool:
+    return isinstance(error, JobCancelledError)
