@@ -375,7 +375,7 @@ class ElasticDriver:
         if isinstance(record, JobEnded):
             self._waiting_for = ""
         logger.info("%s: %s", self._order.job, text)
-        if self._verbose >= 1 and not isinstance(record, Waiting) or self._verbose >= 2:
+        if (self._verbose >= 1 and not isinstance(record, Waiting)) or self._verbose >= 2:
             self._printer.line(f"spark_elastic: {text}")
 
     def _name_of(self, worker: WorkerId, agent: AgentId) -> str:

@@ -52,6 +52,11 @@ class MessageStream(asyncio.Protocol):
     def is_open(self) -> bool:
         return self._open
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What is queued because the peer does not take it."""
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
     def send(self, message: Message) -> None:
         """Queue a message; silently dropped if the stream is closed (its owner has been or will be told)."""
         if not self._open or self._transport is None or self._transport.is_closing():

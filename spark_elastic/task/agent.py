@@ -1,0 +1,218 @@
+"""The agent: our code in a Spark task. Starts one worker process at a time, watches it, kills it.
+
+Single-threaded, on an event loop of its own. It ends when the driver says so, when the channel to the driver breaks
+or when the driver falls silent; in every case the worker is gone before the agent is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import sys
+
+from spark_elastic import clock
+from spark_elastic.core.topology import Place, SlotId
+from spark_elastic.task.place import TaskPlace, interface_addresses
+from spark_elastic.task.worker_process import WorkerProcess, worker_environment
+from spark_elastic.wire.handover import AgentOrder, AgentOutcome
+from spark_elastic.wire.messages import (
+    AgentHeartbeat,
+    AgentHello,
+    AgentWelcome,
+    FinishAgent,
+    Message,
+    OutputLines,
+    PeersReachable,
+    ProbePeers,
+    ResultStored,
+    StartWorkerProcess,
+    StopWorkerProcess,
+    WorkerExited,
+)
+from spark_elastic.wire.stream import MessageStream
+
+logger = logging.getLogger(__name__)
+
+RELEASE_TIMEOUT_S = 2.0
+"""How long a worker whose function has returned may take to flush and exit."""
+PROBE_TIMEOUT_S = 2.0
+MAX_UNSENT_OUTPUT_BYTES = 4 * 2**20
+
+
+def run_agent(order: AgentOrder, slot: SlotId, place: TaskPlace) -> AgentOutcome:
+    """Run one agent to its end, on the calling (main) thread.
+
+    Never raises for what happens to the job: the outcome says why there is no result. A task that failed would be
+    run again by Spark behind the driver's back.
+    """
+    return asyncio.run(_Agent(order, slot, place).run())
+
+
+class _Agent:
+    def __init__(self, order: AgentOrder, slot: SlotId, place: TaskPlace) -> None:
+        self._order = order
+        self._slot = slot
+        self._place = place
+        self._env = worker_environment(order, dict(os.environ), sys.path, place.cores, place.accelerators)
+        self._stream: MessageStream | None = None
+        self._process: WorkerProcess | None = None
+        self._finish: FinishAgent | None = None
+        self._over: asyncio.Event
+        self._process_gone: asyncio.Event
+        self._opened: asyncio.Event
+        self._heartbeat_timeout_s = float("inf")
+        self._last_heard = clock.monotonic()
+        self._probes: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> AgentOutcome:
+        self._over = asyncio.Event()
+        self._process_gone = asyncio.Event()
+        self._opened = asyncio.Event()
+        prober = await asyncio.start_server(self._close_probe, "0.0.0.0", 0)
+        try:
+            self._start_process()
+            await self._connect()
+            self._send(self._hello(prober.sockets[0].getsockname()[1]))
+            await self._over.wait()
+            return await self._end()
+        finally:
+            prober.close()
+            for probe in self._probes:
+                probe.cancel()
+            if self._process is not None and self._process.is_running:
+                self._process.kill()
+                await self._process_gone.wait()
+            if self._stream is not None:
+                self._stream.close()
+
+    async def _connect(self) -> None:
+        """Connect to the driver; if that fails, the agent is over."""
+        loop = asyncio.get_running_loop()
+        deadline = clock.monotonic() + self._order.connect_timeout_s
+        failures = []
+        for number, (host, port) in enumerate(self._order.driver_addresses):
+            share = max((deadline - clock.monotonic()) / (len(self._order.driver_addresses) - number), 0.1)
+            try:
+                await asyncio.wait_for(loop.create_connection(self._new_stream, host, port), share)
+                await asyncio.wait_for(self._opened.wait(), share)
+                return
+            except (OSError, asyncio.TimeoutError) as error:
+                failures.append(f"{host}:{port}: {error or 'no answer'}")
+        self._finished(f"cannot reach the driver from {self._place.host}: {'; '.join(failures)}")
+
+    def _new_stream(self) -> MessageStream:
+        self._stream = MessageStream(
+            self._order.key,
+            server=False,
+            on_open=lambda stream: self._opened.set(),
+            on_message=self._received,
+            on_closed=lambda stream, why: self._finished(f"the channel to the driver is gone: {why}"),
+        )
+        return self._stream
+
+    def _hello(self, probe_port: int) -> AgentHello:
+        return AgentHello(
+            place=Place(self._place.host, self._place.executor, self._slot),
+            pid=os.getpid(),
+            addresses=interface_addresses(),
+            probe_port=probe_port,
+            cores=self._place.cores,
+            accelerators=self._place.accelerators,
+            python=platform.python_version(),
+        )
+
+    def _finished(self, why: str) -> None:
+        if self._finish is None:
+            self._finish = FinishAgent(keep_result=False, why=why)
+            self._over.set()
+
+    async def _end(self) -> AgentOutcome:
+        assert self._finish is not None
+        process = self._process
+        if process is None or not self._finish.keep_result or process.result is None:
+            return AgentOutcome(self._slot, None, None, self._finish.why)
+        process.release()
+        try:
+            await asyncio.wait_for(self._process_gone.wait(), RELEASE_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            logger.warning("worker %s did not exit within %.0f s of its end", process.worker, RELEASE_TIMEOUT_S)
+        return AgentOutcome(self._slot, process.worker, process.result, self._finish.why)
+
+    # --- the driver's orders --------------------------------------------------------------------------
+
+    def _received(self, stream: MessageStream, message: Message) -> None:
+        self._last_heard = clock.monotonic()
+        match message:
+            case AgentWelcome(interval_s, timeout_s):
+                self._heartbeat_timeout_s = timeout_s
+                self._beat(interval_s)
+            case StartWorkerProcess(worker):
+                if self._process is None or self._process.worker is not None or not self._process.is_running:
+                    self._start_process()
+                assert self._process is not None
+                self._process.assign(worker, self._order)
+            case StopWorkerProcess(worker):
+                if self._process is not None and self._process.worker == worker:
+                    self._process.kill()
+            case ProbePeers(peers):
+                task = asyncio.get_running_loop().create_task(self._probe(peers))
+                self._probes.add(task)
+                task.add_done_callback(self._probes.discard)
+            case FinishAgent():
+                if self._finish is None:
+                    self._finish = message
+                    self._over.set()
+
+    def _beat(self, interval_s: float) -> None:
+        if self._finish is not None:
+            return
+        silence = clock.monotonic() - self._last_heard
+        if silence > self._heartbeat_timeout_s:
+            self._finished(f"the driver was silent for {silence:.0f} s")
+            return
+        self._send(AgentHeartbeat())
+        asyncio.get_running_loop().call_later(interval_s, self._beat, interval_s)
+
+    async def _probe(self, peers: tuple[str, ...]) -> None:
+        async def reachable(peer: str) -> bool:
+            host, _, port = peer.rpartition(":")
+            try:
+                _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), PROBE_TIMEOUT_S)
+            except (OSError, ValueError, asyncio.TimeoutError):
+                return False
+            writer.close()
+            return True
+
+        answers = await asyncio.gather(*(reachable(peer) for peer in peers))
+        self._send(PeersReachable(tuple(peer for peer, yes in zip(peers, answers, strict=True) if yes)))
+
+    async def _close_probe(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    def _send(self, message: Message) -> None:
+        if self._stream is not None:
+            self._stream.send(message)
+
+    # --- the worker process ---------------------------------------------------------------------------
+
+    def _start_process(self) -> None:
+        self._process_gone.clear()
+        self._process = WorkerProcess(self._order, self._env, self)
+
+    def output(self, process: WorkerProcess, stream: str, lines: tuple[str, ...]) -> None:
+        self._send(OutputLines(-1 if process.worker is None else process.worker, stream, lines))
+
+    def output_may_flow(self) -> bool:
+        return self._stream is None or self._stream.unsent_bytes < MAX_UNSENT_OUTPUT_BYTES
+
+    def result_stored(self, process: WorkerProcess) -> None:
+        if process.worker is not None and process.result is not None:
+            self._send(ResultStored(process.worker, len(process.result), process.in_loop))
+
+    def exited(self, process: WorkerProcess, exit_code: int) -> None:
+        if process is self._process:
+            self._process_gone.set()
+        if process.worker is not None:
+            self._send(WorkerExited(process.worker, exit_code, process.stderr_tail))

@@ -1,0 +1,277 @@
+"""One worker subprocess, from the agent's side: its pipes, its output, its result, its end.
+
+Lives on the agent's event loop; no thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from spark_elastic.core.topology import WorkerId
+from spark_elastic.wire.handover import AgentOrder
+
+STDERR_TAIL_LINES = 40
+MAX_LINE_BYTES = 64 * 1024
+"""A longer line is cut into several; progress bars and binary dumps must not pile up in here."""
+_READ_BYTES = 64 * 1024
+_POLL_S = 0.02
+
+
+class Watcher(Protocol):
+    """Who is told of what the process does."""
+
+    def output(self, process: WorkerProcess, stream: str, lines: tuple[str, ...]) -> None: ...
+
+    def output_may_flow(self) -> bool:
+        """False while the channel has too much to send; the worker's prints then block in its pipe."""
+        ...
+
+    def result_stored(self, process: WorkerProcess) -> None: ...
+
+    def exited(self, process: WorkerProcess, exit_code: int) -> None:
+        """Called once, when the process is gone and its pipes are read as far as they had been written."""
+        ...
+
+
+class WorkerProcess:
+    """A process that imports what workers need and then waits for its id.
+
+    It is started blank, so that the slow part of its start overlaps with everything else.
+    """
+
+    def __init__(self, order: AgentOrder, env: dict[str, str], watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._loop = asyncio.get_running_loop()
+        result_read, result_write = os.pipe()
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "spark_elastic.task.worker",
+                str(os.getpid()),
+                str(result_write),
+                *order.preimport,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[result_write],
+            env=env,
+        )
+        os.close(result_write)
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        self.worker: WorkerId | None = None
+        self.result: bytes | None = None
+        """The pickled result, once the function has returned."""
+        self.in_loop = False
+        self._result_buffer = bytearray()
+        self._result_size: int | None = None
+        self._partial = {"stdout": bytearray(), "stderr": bytearray()}
+        self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
+        self._pending_order = b""
+        self._exited = False
+        self._streams = {self._process.stdout.fileno(): "stdout", self._process.stderr.fileno(): "stderr"}
+        self._result_fd = result_read
+        for fd in (*self._streams, result_read):
+            os.set_blocking(fd, False)
+            self._loop.add_reader(fd, self._readable, fd)
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self._pidfd = os.pidfd_open(self._process.pid) if hasattr(os, "pidfd_open") else -1
+        if self._pidfd >= 0:
+            self._loop.add_reader(self._pidfd, self._gone)
+        else:
+            self._loop.call_later(_POLL_S, self._poll)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def stderr_tail(self) -> str:
+        """The last lines that it wrote to stderr."""
+        return "\n".join(self._stderr_tail)
+
+    @property
+    def is_running(self) -> bool:
+        return not self._exited
+
+    def assign(self, worker: WorkerId, order: AgentOrder) -> None:
+        """Give the process its id and the function; it connects to the driver and runs it."""
+        self.worker = worker
+        head = {
+            "worker": worker,
+            "job": order.job,
+            "driver_addresses": order.driver_addresses,
+            "key": order.key.hex(),
+            "connect_timeout_s": order.connect_timeout_s,
+            "function_bytes": len(order.function),
+        }
+        self._pending_order = json.dumps(head).encode() + b"\n" + order.function
+        self._write_order()
+
+    def kill(self) -> None:
+        """SIGKILL the process and everything it started that stayed in its group."""
+        if self._exited:
+            return
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass  # it has not made its own group yet
+        self._process.kill()
+
+    def release(self) -> None:
+        """Close its lifeline: a worker whose function has returned exits by itself."""
+        assert self._process.stdin is not None
+        self._stop_writing()
+        try:
+            self._process.stdin.close()
+        except OSError:
+            pass  # it is gone already
+
+    # --- pipes --------------------------------------------------------------------------------------
+
+    def _write_order(self) -> None:
+        assert self._process.stdin is not None
+        fd = self._process.stdin.fileno()
+        try:
+            written = os.write(fd, self._pending_order)
+        except BlockingIOError:
+            written = 0
+        except OSError:
+            self._stop_writing()
+            return  # it died; its exit is reported by the pidfd
+        self._pending_order = self._pending_order[written:]
+        if self._pending_order:
+            self._loop.add_writer(fd, self._write_order)
+        else:
+            self._loop.remove_writer(fd)
+
+    def _stop_writing(self) -> None:
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._loop.remove_writer(self._process.stdin.fileno())
+
+    def _readable(self, fd: int) -> None:
+        if fd != self._result_fd and not self._watcher.output_may_flow():
+            self._loop.remove_reader(fd)
+            self._loop.call_later(_POLL_S, self._resume, fd)
+            return
+        if not self._read(fd):
+            self._loop.remove_reader(fd)
+
+    def _resume(self, fd: int) -> None:
+        if not self._exited:
+            self._loop.add_reader(fd, self._readable, fd)
+
+    def _read(self, fd: int) -> bool:
+        """Read once; False at the end of the pipe or when there is nothing now."""
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if fd == self._result_fd:
+            self._take_result(data)
+        else:
+            self._take_output(self._streams[fd], data)
+        return bool(data)
+
+    def _take_output(self, stream: str, data: bytes) -> None:
+        partial = self._partial[stream]
+        partial += data
+        *whole, rest = bytes(partial).split(b"\n")
+        if len(rest) > MAX_LINE_BYTES or (not data and rest):
+            whole.append(rest)
+            rest = b""
+        partial[:] = rest
+        lines = tuple(line.rstrip(b"\r").decode(errors="replace") for line in whole)
+        if stream == "stderr":
+            self._stderr_tail.extend(lines)
+        if lines:
+            self._watcher.output(self, stream, lines)
+
+    def _take_result(self, data: bytes) -> None:
+        self._result_buffer += data
+        if self._result_size is None:
+            head, newline, rest = bytes(self._result_buffer[:4096]).partition(b"\n")
+            if not newline:
+                return
+            fields = json.loads(head)
+            self._result_size, self.in_loop = int(fields["size"]), bool(fields["in_loop"])
+            del self._result_buffer[: len(head) + 1]
+        if self.result is None and len(self._result_buffer) >= self._result_size:
+            self.result = bytes(self._result_buffer[: self._result_size])
+            self._result_buffer.clear()
+            self._watcher.result_stored(self)
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    def _poll(self) -> None:
+        if self._process.poll() is None:
+            self._loop.call_later(_POLL_S, self._poll)
+        else:
+            self._gone()
+
+    def _gone(self) -> None:
+        if self._exited:
+            return
+        exit_code = self._process.wait()
+        self._drain()
+        self._exited = True
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)  # what it had started and left behind
+        except (ProcessLookupError, PermissionError):
+            pass
+        self._close_pipes()
+        self._watcher.exited(self, exit_code)
+
+    def _drain(self) -> None:
+        for fd in (self._result_fd, *self._streams):
+            while True:
+                try:
+                    data = os.read(fd, _READ_BYTES)
+                except OSError:
+                    break
+                if fd == self._result_fd:
+                    self._take_result(data)
+                else:
+                    self._take_output(self._streams[fd], data)
+                if not data:
+                    break
+
+    def _close_pipes(self) -> None:
+        self._stop_writing()
+        for fd in (self._result_fd, *self._streams):
+            self._loop.remove_reader(fd)
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+        os.close(self._result_fd)
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:
+                    pass
+
+
+def worker_environment(
+    order: AgentOrder, base: dict[str, str], sys_path: Sequence[str], cores: int, accelerators: Sequence[str]
+) -> dict[str, str]:
+    """The environment of a worker process: the task's own, with threads and GPUs of this slot alone."""
+    env = {name: value for name, value in base.items() if not name.startswith("PYTHON_WORKER_FACTORY")}
+    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in sys_path if path))
+    env["PYTHONUNBUFFERED"] = "1"
+    env.setdefault("OMP_NUM_THREADS", str(max(cores, 1)))
+    if accelerators:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(accelerators)
+    env.update(order.env)
+    return env
