@@ -58,9 +58,11 @@ class _Agent:
         self._env = worker_environment(order, dict(os.environ), sys.path, place.cores, place.accelerators)
         self._stream: MessageStream | None = None
         self._process: WorkerProcess | None = None
+        self._running: set[WorkerProcess] = set()
+        """The current process and any killed one whose end has not been seen yet."""
         self._finish: FinishAgent | None = None
         self._over: asyncio.Event
-        self._process_gone: asyncio.Event
+        self._all_gone: asyncio.Event
         self._opened: asyncio.Event
         self._heartbeat_timeout_s = float("inf")
         self._last_heard = clock.monotonic()
@@ -68,7 +70,8 @@ class _Agent:
 
     async def run(self) -> AgentOutcome:
         self._over = asyncio.Event()
-        self._process_gone = asyncio.Event()
+        self._all_gone = asyncio.Event()
+        self._all_gone.set()
         self._opened = asyncio.Event()
         prober = await asyncio.start_server(self._close_probe, "0.0.0.0", 0)
         try:
@@ -81,9 +84,9 @@ class _Agent:
             prober.close()
             for probe in self._probes:
                 probe.cancel()
-            if self._process is not None and self._process.is_running:
-                self._process.kill()
-                await self._process_gone.wait()
+            for process in self._running:
+                process.kill()
+            await self._all_gone.wait()
             if self._stream is not None:
                 self._stream.close()
 
@@ -135,7 +138,7 @@ class _Agent:
             return AgentOutcome(self._slot, None, None, self._finish.why)
         process.release()
         try:
-            await asyncio.wait_for(self._process_gone.wait(), RELEASE_TIMEOUT_S)
+            await asyncio.wait_for(self._all_gone.wait(), RELEASE_TIMEOUT_S)
         except asyncio.TimeoutError:
             logger.warning("worker %s did not exit within %.0f s of its end", process.worker, RELEASE_TIMEOUT_S)
         return AgentOutcome(self._slot, process.worker, process.result, self._finish.why)
@@ -198,8 +201,9 @@ class _Agent:
     # --- the worker process ---------------------------------------------------------------------------
 
     def _start_process(self) -> None:
-        self._process_gone.clear()
         self._process = WorkerProcess(self._order, self._env, self)
+        self._running.add(self._process)
+        self._all_gone.clear()
 
     def output(self, process: WorkerProcess, stream: str, lines: tuple[str, ...]) -> None:
         self._send(OutputLines(-1 if process.worker is None else process.worker, stream, lines))
@@ -212,7 +216,8 @@ class _Agent:
             self._send(ResultStored(process.worker, len(process.result), process.in_loop))
 
     def exited(self, process: WorkerProcess, exit_code: int) -> None:
-        if process is self._process:
-            self._process_gone.set()
+        self._running.discard(process)
+        if not self._running:
+            self._all_gone.set()
         if process.worker is not None:
             self._send(WorkerExited(process.worker, exit_code, process.stderr_tail))

@@ -67,7 +67,9 @@ class WorkerProcess:
             env=env,
         )
         os.close(result_write)
-        assert self._process.stdin and self._process.stdout and self._process.stderr
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
         self.worker: WorkerId | None = None
         self.result: bytes | None = None
         """The pickled result, once the function has returned."""
@@ -201,7 +203,7 @@ class WorkerProcess:
     def _take_result(self, data: bytes) -> None:
         self._result_buffer += data
         if self._result_size is None:
-            head, newline, rest = bytes(self._result_buffer[:4096]).partition(b"\n")
+            head, newline, _ = bytes(self._result_buffer[:4096]).partition(b"\n")
             if not newline:
                 return
             fields = json.loads(head)

@@ -1,0 +1,112 @@
+"""LocalLauncher: agents as plain processes on this machine, without Spark.
+
+For development, tests and benchmarks: the driver, the agents and the workers are the very same as in Spark.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+from spark_elastic import clock
+from spark_elastic.core.topology import SlotId
+from spark_elastic.driver.launcher import SlotEndedCallback
+from spark_elastic.wire.handover import AgentOrder, AgentOutcome
+
+logger = logging.getLogger(__name__)
+
+
+class LocalLauncher:
+    """Implements `launcher.Launcher`.
+
+    Args:
+        hosts: names that the agents report as their hosts, slot by slot in turn. Any address of this machine
+            (such as 127.0.0.2) makes a second host out of it.
+        cores: cores for each worker; its default number of threads.
+    """
+
+    def __init__(self, hosts: Sequence[str] = ("127.0.0.1",), cores: int = 1) -> None:
+        self._hosts = tuple(hosts)
+        self._cores = cores
+        self._lock = threading.Lock()
+        self._processes: dict[SlotId, subprocess.Popen[bytes]] = {}
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+        self._order: AgentOrder
+        self._on_ended: SlotEndedCallback
+
+    def start(self, order: AgentOrder, on_ended: SlotEndedCallback) -> None:
+        self._order = order
+        self._on_ended = on_ended
+
+    def launch(self, slot: SlotId) -> None:
+        thread = threading.Thread(target=self._run, args=(slot,), name=f"spark_elastic-slot-{slot}", daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+
+    def withdraw(self, slot: SlotId, why: str) -> None:
+        with self._lock:
+            process = self._processes.get(slot)
+        if process is not None:
+            _kill(process)
+
+    def agent_pids(self) -> dict[SlotId, int]:
+        """The process id of each slot's agent."""
+        with self._lock:
+            return {slot: process.pid for slot, process in self._processes.items()}
+
+    def close(self, timeout_s: float) -> None:
+        deadline = clock.monotonic() + timeout_s
+        with self._lock:
+            self._closed = True
+            threads = list(self._threads)
+            processes = list(self._processes.values())
+        for process in processes:
+            _kill(process)
+        for thread in threads:
+            thread.join(max(deadline - clock.monotonic(), 0.0))
+            if thread.is_alive():
+                logger.warning("%s did not end within %.0f s", thread.name, timeout_s)
+
+    def _run(self, slot: SlotId) -> None:
+        try:
+            why, outcome = self._run_agent(slot)
+        except Exception as error:
+            why, outcome = f"the local agent could not be run: {error}", None
+        with self._lock:
+            self._processes.pop(slot, None)
+            self._threads.discard(threading.current_thread())
+        self._on_ended(slot, why, outcome)
+
+    def _run_agent(self, slot: SlotId) -> tuple[str, AgentOutcome | None]:
+        host = self._hosts[slot % len(self._hosts)]
+        env = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+        with self._lock:
+            if self._closed:
+                return "the launcher was closed", None
+            process = subprocess.Popen(
+                [sys.executable, "-m", "spark_elastic.task.local_agent", str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=env,
+            )
+            self._processes[slot] = process
+        out, _ = process.communicate(pickle.dumps((self._order, slot, host, self._cores)))
+        if process.returncode != 0:
+            return f"the local agent ended with code {process.returncode}", None
+        outcome: AgentOutcome = pickle.loads(out)
+        return outcome.why, outcome
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.send_signal(signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # it has just ended

@@ -1,0 +1,236 @@
+"""A worker's link to the driver: worlds, notifications and key-value pairs over its channel.
+
+One condition guards what the channel's reader thread writes and the training thread reads. When the channel is gone
+the process ends: nobody would know of what it does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from spark_elastic import clock
+from spark_elastic.core.topology import WorkerId
+from spark_elastic.errors import ChannelClosedError, HorovodInternalError
+from spark_elastic.wire.channel import Channel
+from spark_elastic.wire.messages import (
+    Abandoned,
+    Cut,
+    Goodbye,
+    HostsUpdated,
+    KvGet,
+    KvSet,
+    KvValues,
+    Message,
+    Provisional,
+    Raised,
+    Ready,
+    WorkerHeartbeat,
+    WorkerHello,
+    WorkerWelcome,
+    WorldAssigned,
+)
+from spark_elastic.worker_link import Assignment, ProvisionalPosition
+
+EXIT_CHANNEL_LOST = 79
+"""Exit code of a worker whose channel to the driver broke."""
+
+
+class ChannelLink:
+    """Implements `worker_link.WorkerLink`."""
+
+    def __init__(self, worker: WorkerId, channel: Channel) -> None:
+        self._worker = worker
+        self._channel = channel
+        self._changed = threading.Condition()
+        self._assignment: Assignment | None = None
+        self._provisional: ProvisionalPosition | None = None
+        self._updates_seen = 0
+        self._cut_round = 0
+        self._cut_why = ""
+        self._cut_callback: Callable[[int, str], None] | None = None
+        self._replies: dict[int, KvValues] = {}
+        self._next_request = 0
+        self._progress: int | None = None
+        self._in_loop = False
+        self._ending = False
+        self._beat_now = threading.Event()
+
+    def start(self) -> None:
+        """Say hello and begin to listen and to send heartbeats."""
+        self._channel.start(self._received, self._closed, name="link")
+        self._channel.send(WorkerHello(self._worker, os.getpid()))
+
+    # --- WorkerLink -----------------------------------------------------------------------------------
+
+    @property
+    def worker(self) -> WorkerId:
+        return self._worker
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether the elastic loop was ever entered."""
+        return self._in_loop
+
+    def join_at_init(self) -> Assignment | ProvisionalPosition:
+        with self._changed:
+            self._provisional = None
+            after = self._newest_round()
+        self._send(Ready(round=0, progress=None, at_init=True))
+        with self._changed:
+            while self._newest_round() <= after and self._provisional is None:
+                self._changed.wait()
+            if self._newest_round() > after:
+                assert self._assignment is not None
+                return self._assignment
+            assert self._provisional is not None
+            return self._provisional
+
+    def join(self, round: int, progress: int | None) -> Assignment:
+        self._progress = progress
+        self._send(Ready(round=round, progress=progress, at_init=False))
+        with self._changed:
+            while self._newest_round() <= round:
+                self._changed.wait()
+            assert self._assignment is not None
+            return self._assignment
+
+    def report_progress(self, progress: int) -> None:
+        first = not self._progress
+        self._progress = progress
+        if first and progress:
+            self._beat_now.set()
+
+    def entered_loop(self) -> None:
+        self._in_loop = True
+
+    def updates_seen(self) -> int:
+        return self._updates_seen
+
+    def cut_round(self) -> int:
+        return self._cut_round
+
+    def on_cut(self, callback: Callable[[int, str], None] | None) -> None:
+        with self._changed:
+            self._cut_callback = callback
+            round, why = self._cut_round, self._cut_why
+            missed = callback is not None and round > 0 and round == self._newest_round()
+        if missed and callback is not None:
+            callback(round, why)
+
+    def kv_set(self, round: int, key: str, value: bytes) -> None:
+        self._send(KvSet(round, key, value))
+
+    def kv_get(self, round: int, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        with self._changed:
+            self._next_request += 1
+            request = self._next_request
+        self._send(KvGet(round, request, tuple(keys)))
+        deadline = clock.monotonic() + timeout_s
+        with self._changed:
+            while request not in self._replies:
+                if self._cut_round >= round or self._newest_round() > round:
+                    raise HorovodInternalError(f"round {round} ended while it was being set up: {self._cut_why}")
+                left = deadline - clock.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"no value for {list(keys)} within {timeout_s:.0f} s in round {round}")
+                self._changed.wait(left)
+            reply = self._replies.pop(request)
+        values, start = [], 0
+        for size in reply.sizes:
+            values.append(reply.payload[start : start + size])
+            start += size
+        return values
+
+    # --- the end of the function ----------------------------------------------------------------------
+
+    def raised(self, error: BaseException, traceback: str) -> None:
+        """Report a bug in the user's function."""
+        self._send(Raised(type(error).__name__, str(error), traceback))
+
+    def abandoned(self, why: str) -> None:
+        """Report that the function has to be run again from its start."""
+        self._send(Abandoned(why))
+
+    def ending(self) -> None:
+        """The function is over: a closed channel is no reason to hurry any more."""
+        self._ending = True
+
+    @property
+    def is_ending(self) -> bool:
+        return self._ending
+
+    # --- threads --------------------------------------------------------------------------------------
+
+    def _newest_round(self) -> int:
+        return self._assignment.world.round if self._assignment is not None else 0
+
+    def _received(self, message: Message) -> None:
+        match message:
+            case WorkerWelcome(interval_s, timeout_s):
+                self._channel.silence_limit(timeout_s)
+                beats = threading.Thread(target=self._beat, args=(interval_s,), name="spark_elastic-beat", daemon=True)
+                beats.start()
+            case Cut(round, why):
+                self._cut(round, why)
+            case Goodbye(why):
+                self._closed(why)
+            case _:
+                with self._changed:
+                    self._note(message)
+                    self._changed.notify_all()
+
+    def _note(self, message: Message) -> None:
+        match message:
+            case WorldAssigned(world, addresses):
+                by_worker = {int(worker): address for worker, address in addresses.items()}
+                self._assignment = Assignment(world, self._worker, by_worker)
+                self._replies.clear()
+            case Provisional(rank, size):
+                self._provisional = ProvisionalPosition(rank, size)
+            case HostsUpdated(sequence):
+                self._updates_seen = max(self._updates_seen, sequence)
+            case KvValues(request):
+                self._replies[request] = message
+
+    def _cut(self, round: int, why: str) -> None:
+        with self._changed:
+            self._cut_round, self._cut_why = max(self._cut_round, round), why
+            callback = self._cut_callback
+            self._changed.notify_all()
+        if callback is not None:
+            callback(round, why)
+
+    def _beat(self, interval_s: float) -> None:
+        while not self._ending:
+            try:
+                self._channel.send(WorkerHeartbeat(self._progress))
+            except ChannelClosedError:
+                return  # the reader thread sees it too and acts
+            self._beat_now.wait(interval_s)
+            self._beat_now.clear()
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._channel.send(message)
+        except ChannelClosedError as error:
+            self._closed(str(error))
+
+    def _closed(self, why: str) -> None:
+        if not self._ending:
+            exit_now(EXIT_CHANNEL_LOST, f"spark_elastic: worker {self._worker} ends: {why}")
+
+
+def exit_now(code: int, why: str = "") -> NoReturn:
+    """End the process from any thread, with what was printed so far."""
+    if why:
+        print(why, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass  # the pipe is gone with its reader
+    os._exit(code)

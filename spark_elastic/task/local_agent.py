@@ -1,0 +1,28 @@
+"""An agent as a plain process: ``python -m spark_elastic.task.local_agent``, started by the local launcher.
+
+The order arrives pickled on stdin and the outcome leaves pickled on stdout: pipes to and from the launcher itself.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+
+from spark_elastic.task.agent import run_agent
+from spark_elastic.task.place import TaskPlace
+from spark_elastic.task.worker import _die_with
+
+
+def main() -> None:
+    launcher = int(sys.argv[1])
+    _die_with(launcher)
+    order, slot, host, cores = pickle.load(sys.stdin.buffer)
+    out = sys.stdout.buffer
+    sys.stdout = sys.stderr  # stdout carries the outcome alone
+    outcome = run_agent(order, slot, TaskPlace(host=host, executor=f"local-{slot}", cores=cores))
+    pickle.dump(outcome, out)
+    out.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The worker process: imports what training needs, waits for its order, runs the user's function.
+
+Started by the agent as ``python -m spark_elastic.task.worker PARENT_PID RESULT_FD [module ...]``. The order and the
+function come through stdin, which afterwards is the lifeline: when it closes, the process ends. The result leaves
+through RESULT_FD.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from typing import Any, BinaryIO
+
+import cloudpickle
+
+from spark_elastic import worker_link
+from spark_elastic.errors import HorovodInternalError, NotPicklableError
+from spark_elastic.task.link import ChannelLink, exit_now
+from spark_elastic.wire.channel import connect
+
+EXIT_RAISED = 1
+EXIT_ABANDONED = 75
+EXIT_ORPHANED = 76
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str]) -> None:
+    parent, result_fd, modules = int(argv[0]), int(argv[1]), argv[2:]
+    _die_with(parent)
+    faulthandler.enable()
+    for module in modules:
+        with contextlib.suppress(ImportError):  # what the function really needs, it imports itself
+            importlib.import_module(module)
+    order = json.loads(sys.stdin.buffer.readline() or b"null")
+    if order is None:
+        exit_now(EXIT_ORPHANED)
+    function = sys.stdin.buffer.read(order["function_bytes"])
+    released = threading.Event()
+    lifeline = threading.Thread(
+        target=_hold, args=(sys.stdin.buffer, released), name="spark_elastic-lifeline", daemon=True
+    )
+    lifeline.start()
+    addresses = [(str(host), int(port)) for host, port in order["driver_addresses"]]
+    channel = connect(addresses, bytes.fromhex(order["key"]), timeout_s=order["connect_timeout_s"])
+    link = ChannelLink(order["worker"], channel)
+    worker_link.install(link)
+    link.start()
+    result = _run(link, function)
+    _hand_over(result_fd, result, link.in_loop)
+    link.ending()
+    _flush()
+    released.wait()
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
+    exit_now(0)
+
+
+def _hold(lifeline: BinaryIO, released: threading.Event) -> None:
+    """Wait for the end of the lifeline; before the function is over, that means the agent is gone."""
+    lifeline.read()
+    link = worker_link.current()
+    if isinstance(link, ChannelLink) and link.is_ending:
+        released.set()
+    else:
+        exit_now(EXIT_ORPHANED)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process with its agent, and put it in a group of its own for the agent to kill."""
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        exit_now(EXIT_ORPHANED)
+
+
+def _run(link: ChannelLink, pickled: bytes) -> bytes:
+    """Call the user's function; reports and exits if it does not return. Returns: its pickled result."""
+    try:
+        function, args, kwargs = cloudpickle.loads(pickled)
+        value = function(*args, **kwargs)
+    except HorovodInternalError as error:
+        link.abandoned(f"a collective failed outside of an elastic loop: {error}")
+        traceback.print_exc()
+        exit_now(EXIT_ABANDONED)
+    except BaseException as error:  # SystemExit too: leaving is not finishing
+        text = "".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__)))
+        link.raised(error, text)
+        exit_now(EXIT_RAISED, text)
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:
+        problem = NotPicklableError(f"the function returned a {type(value).__name__} that cannot be pickled: {error}")
+        link.raised(problem, "".join(traceback.format_exception(error)))
+        exit_now(EXIT_RAISED, str(problem))
+
+
+def _users_part(frames: Any) -> Any:
+    """The traceback without this module's own frame."""
+    return frames.tb_next if frames is not None and frames.tb_next is not None else frames
+
+
+def _hand_over(fd: int, result: bytes, in_loop: bool) -> None:
+    with os.fdopen(fd, "wb") as pipe:
+        pipe.write(json.dumps({"size": len(result), "in_loop": in_loop}).encode() + b"\n")
+        pipe.write(result)
+
+
+def _flush() -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
