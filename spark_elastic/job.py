@@ -1,0 +1,101 @@
+"""ElasticJob: the handle of a running job."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+from spark_elastic.core.timeline import Record
+from spark_elastic.driver.elastic_driver import ElasticDriver, JobStatus
+
+_running: weakref.WeakSet[ElasticJob] = weakref.WeakSet()
+EXIT_TIMEOUT_S = 5.0
+
+
+class ElasticJob:
+    """A job that runs on a thread of its own. Made by `spark_elastic.run_async`.
+
+    If the interpreter exits while it runs, it is cancelled.
+    """
+
+    def __init__(self, name: str, driver: ElasticDriver, prepare: Callable[[], None], clean_up: Callable[[], None]):
+        """`prepare` runs before the driver (waits for slots), `clean_up` after it, both on the job's thread."""
+        self.name = name
+        self._driver = driver
+        self._prepare = prepare
+        self._clean_up = clean_up
+        self._results: list[Any] | None = None
+        self._error: BaseException | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"spark_elastic-job-{name}", daemon=True)
+        _running.add(self)
+        self._thread.start()
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """Wait for the end.
+
+        Args:
+            timeout: seconds; None: as long as it takes.
+        Returns: what the function returned in each worker, by rank.
+        Raises:
+            TimeoutError: it still runs after `timeout`; the job goes on.
+            SparkElasticError: why it failed; `UserFunctionError` carries the traceback of the function.
+        """
+        if not self._over.wait(timeout):
+            raise TimeoutError(f"{self.name} still runs after {timeout} s: {self.status().phase}")
+        if self._error is not None:
+            raise self._error
+        assert self._results is not None
+        return self._results
+
+    def cancel(self, why: str = "cancelled by the caller", timeout: float = 5.0) -> None:
+        """End the job and wait until its tasks, processes, sockets and threads are gone, at most `timeout` seconds.
+
+        `result` then raises JobCancelledError. No effect on a job that is over.
+        """
+        self._driver.cancel(why)
+        self._over.wait(timeout)
+
+    def done(self) -> bool:
+        """Whether it is over, in whatever way."""
+        return self._over.is_set()
+
+    def status(self) -> JobStatus:
+        """What it is doing now."""
+        return self._driver.status()
+
+    def events(self) -> list[Record]:
+        """The membership timeline so far: typed records, times in seconds since the epoch."""
+        return self._driver.events()
+
+    def _run(self) -> None:
+        try:
+            self._prepare()
+            pickled = self._driver.run()
+            self._results = [cloudpickle.loads(result) for result in pickled]
+        except BaseException as error:
+            self._error = error
+        finally:
+            try:
+                self._clean_up()
+            finally:
+                _running.discard(self)
+                self._over.set()
+
+    def __repr__(self) -> str:
+        status = self.status()
+        return f"<ElasticJob {self.name}: {status.phase}, {status.size} workers in round {status.round}>"
+
+
+@atexit.register
+def _cancel_all() -> None:
+    """At the interpreter's exit: no job may outlive the driver that decides for it."""
+    for job in list(_running):
+        job._driver.cancel("the driver program is exiting")
+    for job in list(_running):
+        job._over.wait(EXIT_TIMEOUT_S)
