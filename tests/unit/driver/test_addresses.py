@@ -1,0 +1,64 @@
+import pytest
+
+from spark_elastic.core.topology import Place
+from spark_elastic.driver.addresses import AddressBook
+from spark_elastic.errors import UnknownInterfaceError
+from spark_elastic.wire.messages import AgentHello
+
+
+def hello(host, slot=0, port=9, **addresses):
+    return AgentHello(Place(host, f"e{slot}", slot), 1, addresses, port, 1, (), "3.11")
+
+
+def test_the_address_of_the_channel_comes_first():
+    book = AddressBook()
+    book.joined(1, hello("a", eth0="10.0.0.1", eth1="192.168.0.1"), "192.168.0.1")
+    book.joined(2, hello("b", eth0="10.0.0.2"), "10.0.0.2")
+    assert book.choose([1, 2]) == {1: "192.168.0.1", 2: "10.0.0.2"}
+
+
+def test_loopback_is_the_last_resort_between_hosts():
+    book = AddressBook()
+    book.joined(1, hello("a", lo="127.0.0.1", eth0="10.0.0.1"), "172.16.0.9")
+    book.joined(2, hello("b", lo="127.0.0.1"), "127.0.0.1")
+    assert book.choose([1, 2]) == {1: "10.0.0.1", 2: "127.0.0.1"}
+
+
+def test_an_address_that_others_could_not_reach_is_avoided():
+    book = AddressBook()
+    book.joined(1, hello("a", eth0="10.0.0.1", eth1="192.168.0.1"), "10.0.0.1")
+    book.joined(2, hello("b", eth0="10.0.0.2"), "10.0.0.2")
+    probes = dict(book.probes_for(2))
+    assert probes == {2: ("10.0.0.1:9", "192.168.0.1:9"), 1: ("10.0.0.2:9",)}
+    book.answered(2, ["192.168.0.1:9"])
+    book.answered(1, ["10.0.0.2:9"])
+    assert book.choose([1, 2]) == {1: "192.168.0.1", 2: "10.0.0.2"}
+
+
+def test_agents_on_one_host_are_not_probed():
+    book = AddressBook()
+    book.joined(1, hello("a", 0, eth0="10.0.0.1"), "10.0.0.1")
+    book.joined(2, hello("a", 1, eth0="10.0.0.1"), "10.0.0.1")
+    assert book.probes_for(2) == []
+
+
+def test_an_unanswered_probe_rules_nothing_out():
+    book = AddressBook()
+    book.joined(1, hello("a", eth0="10.0.0.1"), "10.0.0.1")
+    book.joined(2, hello("b", eth0="10.0.0.2"), "10.0.0.2")
+    book.probes_for(2)
+    assert book.choose([1, 2]) == {1: "10.0.0.1", 2: "10.0.0.2"}
+
+
+def test_nics_narrow_the_choice():
+    book = AddressBook(nics=["eth1"])
+    book.joined(1, hello("a", eth0="10.0.0.1", eth1="192.168.0.1"), "10.0.0.1")
+    assert book.choose([1]) == {1: "192.168.0.1"}
+
+
+def test_a_host_without_the_interface_is_named_with_what_it_has():
+    book = AddressBook(nics=["ib0"])
+    with pytest.raises(
+        UnknownInterfaceError, match=r"host a has no interface 'ib0' that is up; it has eth0 \(10.0.0.1\)"
+    ):
+        book.joined(1, hello("a", eth0="10.0.0.1"), "10.0.0.1")

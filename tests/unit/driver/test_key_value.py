@@ -1,0 +1,47 @@
+import pytest
+
+from spark_elastic.driver.key_value import MAX_ROUND_BYTES, RoundKeyValues
+from spark_elastic.errors import ProtocolError
+
+
+@pytest.fixture
+def store():
+    store = RoundKeyValues()
+    store.begin(1)
+    return store
+
+
+def test_a_request_is_answered_at_once_if_all_its_keys_are_there(store):
+    store.set(1, "a", b"1")
+    store.set(1, "b", b"2")
+    answers = []
+    store.get(1, ["b", "a"], answers.append)
+    assert answers == [[b"2", b"1"]]
+
+
+def test_a_request_waits_for_its_last_key(store):
+    answers = []
+    store.get(1, ["a", "b"], answers.append)
+    store.set(1, "a", b"1")
+    assert answers == []
+    store.set(1, "b", b"2")
+    assert answers == [[b"1", b"2"]]
+
+
+def test_a_new_round_forgets_values_and_requests_of_the_old_one(store):
+    answers = []
+    store.set(1, "a", b"old")
+    store.get(1, ["b"], answers.append)
+    store.begin(2)
+    store.set(1, "b", b"late")
+    store.get(2, ["a"], answers.append)
+    assert answers == []
+    store.set(2, "a", b"new")
+    assert answers == [[b"new"]]
+
+
+def test_a_round_cannot_be_filled_without_bound(store):
+    store.set(1, "a", bytes(MAX_ROUND_BYTES - 1))
+    store.set(1, "a", bytes(10))  # replacing frees what was there
+    with pytest.raises(ProtocolError, match="more than"):
+        store.set(1, "b", bytes(MAX_ROUND_BYTES))

@@ -1,0 +1,119 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spark_elastic.errors import AuthenticationError, FrameTooLargeError, ProtocolError
+from spark_elastic.wire.framing import Connection, new_key
+
+
+def connected(key=None, **limits):
+    key = key or new_key()
+    client, server = Connection(key, server=False, **limits), Connection(key, server=True, **limits)
+    _, answer = server.receive(client.start())
+    _, proof = client.receive(answer)
+    server.receive(proof)
+    return client, server
+
+
+def test_both_ends_are_authenticated_after_one_round_trip_and_a_half():
+    client, server = connected()
+    assert client.authenticated
+    assert server.authenticated
+
+
+def test_bodies_arrive_in_order_in_both_directions():
+    client, server = connected()
+    assert server.receive(client.send(b"one") + client.send(b""))[0] == [b"one", b""]
+    assert client.receive(server.send(b"two"))[0] == [b"two"]
+
+
+@given(bodies=st.lists(st.binary(max_size=300), max_size=8), cuts=st.lists(st.integers(1, 60), min_size=1, max_size=40))
+def test_any_cut_of_the_byte_stream_gives_the_same_bodies(bodies, cuts):
+    client, server = connected()
+    stream = b"".join(client.send(body) for body in bodies)
+    got, start = [], 0
+    while start < len(stream):
+        step = cuts[start % len(cuts)]
+        got += server.receive(stream[start : start + step])[0]
+        start += step
+    assert got == bodies
+
+
+def test_a_client_without_the_key_is_refused():
+    client, server = Connection(new_key(), server=False), Connection(new_key(), server=True)
+    _, answer = server.receive(client.start())
+    with pytest.raises(AuthenticationError, match="does not hold this job's key"):
+        client.receive(answer)
+    with pytest.raises(AuthenticationError, match="does not hold this job's key"):
+        server.receive(bytes(32))
+    assert not server.authenticated
+
+
+def test_a_server_that_only_repeats_what_it_was_sent_is_refused():
+    client = Connection(new_key(), server=False)
+    greeting = client.start()
+    with pytest.raises(AuthenticationError):
+        client.receive(greeting + bytes(32))
+
+
+def test_bytes_of_another_protocol_are_refused_at_their_beginning():
+    server = Connection(new_key(), server=True)
+    with pytest.raises(AuthenticationError, match="does not speak this protocol"):
+        server.receive(b"GET / HTTP/1.1\r\n")
+
+
+def test_an_altered_frame_is_refused():
+    client, server = connected()
+    frame = bytearray(client.send(b"pay 1"))
+    frame[-1] ^= 1
+    with pytest.raises(AuthenticationError, match="altered"):
+        server.receive(bytes(frame))
+
+
+def test_a_repeated_frame_is_refused():
+    client, server = connected()
+    frame = client.send(b"once")
+    server.receive(frame)
+    with pytest.raises(AuthenticationError, match="repeated"):
+        server.receive(frame)
+
+
+def test_a_dropped_frame_is_noticed_at_the_next_one():
+    client, server = connected()
+    client.send(b"lost")
+    with pytest.raises(AuthenticationError, match="dropped"):
+        server.receive(client.send(b"next"))
+
+
+def test_a_frame_reflected_to_its_sender_is_refused():
+    client, _ = connected()
+    with pytest.raises(AuthenticationError):
+        client.receive(client.send(b"mirror"))
+
+
+def test_a_length_over_the_limit_is_refused_before_the_body_arrives():
+    _, server = connected(max_frame_bytes=100)
+    with pytest.raises(FrameTooLargeError, match="a frame of 1073741824 bytes was announced; the limit is 100"):
+        server.receive((1 << 30).to_bytes(4, "big") + bytes(16))
+
+
+def test_sending_more_than_the_limit_is_an_error_here_and_not_at_the_peer():
+    client, _ = connected(max_frame_bytes=100)
+    with pytest.raises(FrameTooLargeError):
+        client.send(bytes(101))
+
+
+def test_nothing_can_be_sent_before_the_handshake():
+    with pytest.raises(ProtocolError, match="before the handshake"):
+        Connection(new_key(), server=False).send(b"early")
+
+
+@given(st.binary(max_size=200))
+def test_rubbish_never_authenticates(data):
+    server = Connection(new_key(), server=True)
+    try:
+        bodies, _ = server.receive(data)
+    except ProtocolError:
+        return
+    assert bodies == []
+    assert not server.authenticated

@@ -1,0 +1,78 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spark_elastic.core.topology import Member, Place, World
+from spark_elastic.errors import ProtocolError
+from spark_elastic.wire import messages as wire
+
+PLACE = Place("127.0.0.2", "3", 5)
+WORLD = World(4, (Member(7, PLACE, 0, 0, 1, 0, 1),), 0, None, True)
+
+EXAMPLES = [
+    wire.AgentHello(PLACE, 42, {"eth0": "10.0.0.1"}, 4711, 2, ("0", "1"), "3.11.7"),
+    wire.WorkerExited(7, -9, "Traceback é\n"),
+    wire.OutputLines(7, "stdout", ("a", "", "b")),
+    wire.Ready(3, None, False),
+    wire.Ready(3, 12, True),
+    wire.KvSet(3, "key", b'\x00\n{"binary":1}'),
+    wire.KvValues(9, (0, 3), b"abc"),
+    wire.WorldAssigned(WORLD, {"7": "10.0.0.1"}),
+    wire.AgentWelcome(2.0, 30.0),
+    wire.Pong(),
+]
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_a_message_survives_the_wire(message):
+    assert wire.decode(wire.encode(message)) == message
+
+
+def test_a_whole_number_is_accepted_where_seconds_are_expected():
+    data = wire.encode(wire.AgentWelcome(2.5, 30.0)).replace(b"2.5", b"2")
+    assert wire.decode(data) == wire.AgentWelcome(2.0, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("head", "complaint"),
+    [
+        (b"{}", "unknown message type None"),
+        (b"[]", "not an object"),
+        (b"{", "not JSON"),
+        (b'{"type":"Nope"}', "unknown message type 'Nope'"),
+        (b'{"type":"Pong","more":1}', "unknown fields"),
+        (b'{"type":"Ready","round":1,"progress":null}', "missing fields"),
+        (b'{"type":"Ready","round":"1","progress":null,"at_init":false}', "expected int, got str"),
+        (b'{"type":"Ready","round":true,"progress":null,"at_init":false}', "expected int, got bool"),
+        (b'{"type":"OutputLines","worker":1,"stream":"stdout","lines":"x"}', "expected a list"),
+        (b'{"type":"KvSet","round":1,"key":"k","payload":"x"}', "payload in the head"),
+        (b"[" * 100_000, "not JSON"),
+    ],
+)
+def test_rubbish_is_a_protocol_error_that_says_what_is_wrong(head, complaint):
+    with pytest.raises(ProtocolError, match=complaint):
+        wire.decode(head + b"\n")
+
+
+def test_bytes_behind_a_message_without_payload_are_refused():
+    with pytest.raises(ProtocolError, match="3 bytes behind"):
+        wire.decode(wire.encode(wire.Pong()) + b"abc")
+
+
+@given(st.binary(max_size=400))
+def test_random_bytes_never_raise_anything_but_a_protocol_error(data):
+    with pytest.raises(ProtocolError):
+        wire.decode(data)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)
+    )
+)
+def test_random_json_under_a_real_type_never_raises_anything_but_a_protocol_error(value):
+    head = {"type": "WorldAssigned", "world": value, "addresses": value}
+    with pytest.raises(ProtocolError):
+        wire.decode(json.dumps(head).encode() + b"\n")
