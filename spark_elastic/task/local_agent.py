@@ -10,12 +10,12 @@ import sys
 
 from spark_elastic.task.agent import run_agent
 from spark_elastic.task.place import TaskPlace
-from spark_elastic.task.worker import _die_with
+from spark_elastic.task.worker import die_with
 
 
 def main() -> None:
     launcher = int(sys.argv[1])
-    _die_with(launcher)
+    die_with(launcher)
     order, slot, host, cores = pickle.load(sys.stdin.buffer)
     out = sys.stdout.buffer
     sys.stdout = sys.stderr  # stdout carries the outcome alone

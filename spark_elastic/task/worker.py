@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import faulthandler
 import importlib
+import io
 import json
 import logging
 import os
@@ -36,20 +37,18 @@ _PR_SET_PDEATHSIG = 1
 
 def main(argv: list[str]) -> None:
     parent, result_fd, modules = int(argv[0]), int(argv[1]), argv[2:]
-    _die_with(parent)
+    die_with(parent)
     faulthandler.enable()
+    control = _take_stdin()
     for module in modules:
         with contextlib.suppress(ImportError):  # what the function really needs, it imports itself
             importlib.import_module(module)
-    order = json.loads(sys.stdin.buffer.readline() or b"null")
+    order = json.loads(control.readline() or b"null")
     if order is None:
         exit_now(EXIT_ORPHANED)
-    function = sys.stdin.buffer.read(order["function_bytes"])
+    function = control.read(order["function_bytes"])
     released = threading.Event()
-    lifeline = threading.Thread(
-        target=_hold, args=(sys.stdin.buffer, released), name="spark_elastic-lifeline", daemon=True
-    )
-    lifeline.start()
+    threading.Thread(target=_hold, args=(control, released), name="spark_elastic-lifeline", daemon=True).start()
     addresses = [(str(host), int(port)) for host, port in order["driver_addresses"]]
     channel = connect(addresses, bytes.fromhex(order["key"]), timeout_s=order["connect_timeout_s"])
     link = ChannelLink(order["worker"], channel)
@@ -75,13 +74,25 @@ def _hold(lifeline: BinaryIO, released: threading.Event) -> None:
         exit_now(EXIT_ORPHANED)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have the kernel kill this process with its agent, and put it in a group of its own for the agent to kill."""
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         exit_now(EXIT_ORPHANED)
+
+
+def _take_stdin() -> BinaryIO:
+    """The pipe from the agent, out of the user's reach; their stdin is empty, their lines leave whole."""
+    control = os.fdopen(os.dup(0), "rb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    return control
 
 
 def _run(link: ChannelLink, pickled: bytes) -> bytes:

@@ -271,7 +271,6 @@ def worker_environment(
     """The environment of a worker process: the task's own, with threads and GPUs of this slot alone."""
     env = {name: value for name, value in base.items() if not name.startswith("PYTHON_WORKER_FACTORY")}
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in sys_path if path))
-    env["PYTHONUNBUFFERED"] = "1"
     env.setdefault("OMP_NUM_THREADS", str(max(cores, 1)))
     if accelerators:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(accelerators)

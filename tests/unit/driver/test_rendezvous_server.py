@@ -1,0 +1,183 @@
+import asyncio
+import socket
+import threading
+
+import pytest
+
+from spark_elastic.core.topology import Member, Place, World
+from spark_elastic.driver.rendezvous_server import MAX_UNAUTHENTICATED, RendezvousServer
+from spark_elastic.errors import ChannelClosedError, ProtocolError
+from spark_elastic.wire import messages as wire
+from spark_elastic.wire.channel import connect
+from spark_elastic.wire.framing import MAGIC, new_key
+
+PLACE = Place("127.0.0.1", "1", 0)
+HELLO = wire.AgentHello(PLACE, 1, {"lo": "127.0.0.1"}, 0, 1, (), "3.11")
+
+
+class Recorder:
+    """A listener that notes what it is told and lets tests wait for it."""
+
+    def __init__(self):
+        self.told = []
+        self.expected = set()
+        self.changed = threading.Condition()
+
+    def __getattr__(self, name):
+        def note(*args):
+            with self.changed:
+                self.told.append((name, *args))
+                self.changed.notify_all()
+
+        return note
+
+    def worker_expected(self, worker):
+        return worker in self.expected
+
+    def wait_for(self, *prefix):
+        def found():
+            return any(told[: len(prefix)] == prefix for told in self.told)
+
+        with self.changed:
+            assert self.changed.wait_for(found, timeout=5), f"{prefix} not in {self.told}"
+
+
+class Served:
+    """A server on a loop of its own thread."""
+
+    def __init__(self):
+        self.key, self.listener = new_key(), Recorder()
+        sock = socket.create_server(("127.0.0.1", 0))
+        self.address = sock.getsockname()
+        self.server = RendezvousServer(self.key, self.listener, heartbeat_interval_s=1.0, heartbeat_timeout_s=5.0)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+        self.run(self.server.start(sock))
+        self.channels = []
+
+    def run(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(5)
+
+    def call(self, function, *args):
+        async def inside():
+            return function(*args)
+
+        return self.run(inside())
+
+    def client(self, hello):
+        channel = connect([self.address], self.key, timeout_s=5)
+        self.channels.append(channel)
+        inbox = Recorder()
+        channel.start(inbox.message, inbox.closed)
+        channel.send(hello)
+        return channel, inbox
+
+    def close(self):
+        for channel in self.channels:
+            channel.close()
+        self.run(self.server.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(5)
+        self.loop.close()
+
+
+@pytest.fixture
+def served():
+    served = Served()
+    yield served
+    served.close()
+
+
+def test_an_agent_is_welcomed_and_reported_with_its_address(served):
+    _, inbox = served.client(HELLO)
+    inbox.wait_for("message", wire.AgentWelcome(1.0, 5.0))
+    served.listener.wait_for("agent_joined", 1, HELLO, "127.0.0.1")
+
+
+def test_a_closed_connection_is_reported_at_once(served):
+    channel, inbox = served.client(HELLO)
+    inbox.wait_for("message")
+    channel.close()
+    served.listener.wait_for("agent_gone", 1)
+
+
+def test_a_worker_that_nobody_started_is_turned_away(served):
+    _, inbox = served.client(wire.WorkerHello(5, 1))
+    inbox.wait_for("message", wire.Goodbye("worker 5 is not expected (any more)"))
+    inbox.wait_for("closed")
+
+
+def test_a_second_connection_of_the_same_worker_is_turned_away(served):
+    served.listener.expected.add(5)
+    _, first = served.client(wire.WorkerHello(5, 1))
+    first.wait_for("message", wire.WorkerWelcome(1.0, 5.0))
+    _, second = served.client(wire.WorkerHello(5, 1))
+    second.wait_for("closed")
+    assert not any(told[0] == "closed" for told in first.told)
+
+
+def test_the_key_value_space_joins_two_workers_of_a_round(served):
+    served.listener.expected |= {1, 2}
+    one, _ = served.client(wire.WorkerHello(1, 1))
+    two, inbox = served.client(wire.WorkerHello(2, 1))
+    served.listener.wait_for("worker_said", 1)
+    served.listener.wait_for("worker_said", 2)
+    world = World(1, (Member(1, PLACE, 0, 0, 2, 0, 1), Member(2, PLACE, 1, 1, 2, 0, 1)), 0, None, True)
+    served.call(served.server.publish, world, {1: "127.0.0.1", 2: "127.0.0.1"})
+    two.send(wire.KvGet(1, 77, ("a", "b")))
+    one.send(wire.KvSet(1, "a", b"x"))
+    one.send(wire.KvSet(1, "b", b"yz"))
+    inbox.wait_for("message", wire.KvValues(77, (1, 2), b"xyz"))
+
+
+def test_a_message_before_the_hello_ends_the_connection(served):
+    _, inbox = served.client(wire.Pong())
+    inbox.wait_for("closed")
+
+
+def test_rubbish_after_the_handshake_ends_that_connection_only(served):
+    _, good = served.client(HELLO)
+    good.wait_for("message")
+    bad = connect([served.address], served.key, timeout_s=5)
+    served.channels.append(bad)
+    bad._socket.sendall(b"\0" * 64)
+    inbox = Recorder()
+    bad.start(inbox.message, inbox.closed)
+    inbox.wait_for("closed")
+    assert not any(told[0] == "closed" for told in good.told)
+
+
+def test_a_peer_without_the_key_gets_nothing_but_the_greeting(served):
+    with pytest.raises((ProtocolError, ChannelClosedError)):
+        connect([served.address], new_key(), timeout_s=5)
+    assert served.listener.told == []
+
+
+def test_silent_connections_over_the_budget_are_dropped_and_real_ones_still_served(served):
+    strangers = [socket.create_connection(served.address) for _ in range(MAX_UNAUTHENTICATED + 8)]
+    for stranger in strangers[-8:]:
+        stranger.settimeout(5)
+        try:
+            assert stranger.recv(1) == b""
+        except ConnectionResetError:
+            pass
+    for stranger in strangers:
+        stranger.close()
+    _, inbox = served.client(HELLO)
+    inbox.wait_for("message", wire.AgentWelcome(1.0, 5.0))
+
+
+def test_a_stranger_who_sends_half_a_greeting_costs_the_server_nothing(served):
+    stranger = socket.create_connection(served.address)
+    stranger.sendall(MAGIC)
+    _, inbox = served.client(HELLO)
+    inbox.wait_for("message", wire.AgentWelcome(1.0, 5.0))
+    stranger.close()
+
+
+def test_closing_the_server_closes_every_connection(served):
+    _, inbox = served.client(HELLO)
+    inbox.wait_for("message")
+    served.run(served.server.close())
+    inbox.wait_for("closed")
