@@ -1,0 +1,85 @@
+"""Who is there: slots, agents and workers, and how they belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from spark_elastic.core.states import WORKERS, WorkerState
+from spark_elastic.core.topology import AgentId, Place, SlotId, WorkerId
+
+
+@dataclass(slots=True)
+class Slot:
+    id: SlotId
+    launched: bool = True  # its job is pending or running; otherwise it waits for its cooldown
+    agent: AgentId | None = None  # the agent of the current launch, while it is there
+    excused: bool = False  # whatever ends this launch next was counted already, or is nobody's fault
+
+
+@dataclass(slots=True)
+class Agent:
+    id: AgentId
+    place: Place
+    worker: WorkerId | None = None  # never one that is GONE
+    leaving: str = ""  # why its place is not to be used any more; empty: it may be used
+    retiring: bool = False  # Spark takes its executor away: dismissed as soon as it has no member
+
+
+@dataclass(slots=True)
+class Worker:
+    id: WorkerId
+    agent: AgentId
+    place: Place
+    state: WorkerState = WorkerState.BOOTING
+    round: int = 0  # the last world it was published in; 0: none
+    rank: int | None = None  # its rank there
+    progress: int | None = None  # steps applied as last reported; None: holds no state, or not known yet
+    introduced: bool = False  # WorkerJoined was announced
+
+
+@dataclass(slots=True)
+class Roster:
+    """Only records of what is alive: whoever is gone is forgotten, so a long job does not grow.
+
+    `states` lists the workers by their state, in the order in which they entered it.
+    """
+
+    slots: dict[SlotId, Slot] = field(default_factory=dict)
+    agents: dict[AgentId, Agent] = field(default_factory=dict)
+    workers: dict[WorkerId, Worker] = field(default_factory=dict)
+    states: dict[WorkerState, dict[WorkerId, Worker]] = field(
+        default_factory=lambda: {state: {} for state in WorkerState}
+    )
+
+    def add(self, worker: Worker) -> None:
+        self.workers[worker.id] = worker
+        self.states[worker.state][worker.id] = worker
+        self.agents[worker.agent].worker = worker.id
+
+    def enter(self, worker: Worker, state: WorkerState) -> None:
+        """Move the worker to another state; GONE takes it off the roster and frees its agent."""
+        WORKERS.check(worker.state, state)
+        del self.states[worker.state][worker.id]
+        worker.state = state
+        if state is WorkerState.GONE:
+            del self.workers[worker.id]
+            self.agents[worker.agent].worker = None
+        else:
+            self.states[state][worker.id] = worker
+
+    def count(self, state: WorkerState) -> int:
+        return len(self.states[state])
+
+    def worker_of(self, agent: Agent) -> Worker | None:
+        return None if agent.worker is None else self.workers[agent.worker]
+
+    def on_host(self, host: str) -> list[Agent]:
+        return [agent for agent in self.agents.values() if agent.place.host == host]
+
+    def on_executor(self, executor: str) -> list[Agent]:
+        return [agent for agent in self.agents.values() if agent.place.executor == executor]
+
+    def in_state(self, *states: WorkerState) -> Iterator[Worker]:
+        for state in states:
+            yield from self.states[state].values()
