@@ -22,6 +22,9 @@ class WorkerJoined(Record):
     worker: WorkerId
     place: Place
 
+    def __str__(self) -> str:
+        return f"worker {self.worker} is ready on {self.place.host} (executor {self.place.executor})"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeft(Record):
@@ -32,6 +35,11 @@ class WorkerLeft(Record):
     rank: int | None
     why: str
     graceful: bool
+
+    def __str__(self) -> str:
+        who = f"worker {self.worker}" if self.rank is None else f"rank {self.rank}"
+        how = "left" if self.graceful else "is lost"
+        return f"{who} on {self.place.host} (executor {self.place.executor}) {how}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,11 @@ class WorldStarted(Record):
     pause_s: float | None
     why: str
 
+    def __str__(self) -> str:
+        state = "" if self.progress is None else f" at step {self.progress}"
+        pause = "" if self.pause_s is None else f" after a pause of {self.pause_s * 1000:.0f} ms"
+        return f"round {self.round}: {self.size} workers{state}{pause} ({self.why})"
+
 
 @dataclass(frozen=True, slots=True)
 class WorldBroken(Record):
@@ -54,6 +67,9 @@ class WorldBroken(Record):
     round: int
     size: int
     why: str
+
+    def __str__(self) -> str:
+        return f"round {self.round} of {self.size} workers is broken: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +81,9 @@ class PlaceCooledDown(Record):
     failures: int
     until: float
 
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name} failed {self.failures} times and rests for {self.until - self.at:.1f} s"
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting(Record):
@@ -73,6 +92,9 @@ class Waiting(Record):
     reason: str
     deadline: float | None
 
+    def __str__(self) -> str:
+        return self.reason
+
 
 @dataclass(frozen=True, slots=True)
 class JobEnded(Record):
@@ -80,3 +102,6 @@ class JobEnded(Record):
 
     outcome: str
     why: str
+
+    def __str__(self) -> str:
+        return f"the job {self.outcome}: {self.why}"

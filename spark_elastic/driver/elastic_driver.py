@@ -137,12 +137,12 @@ class ElasticDriver:
         return list(self._timeline)
 
     def status(self) -> JobStatus:
-        world = self._world
+        known = self._machine.status()
         return JobStatus(
-            phase=self._machine.phase,
-            round=world.round if world else 0,
-            size=world.size if world else 0,
-            progress=self._machine.max_progress,
+            phase=known["phase"],
+            round=known["round"],
+            size=known["size"],
+            progress=known["progress"],
             waiting_for=self._waiting_for,
         )
 

@@ -99,10 +99,10 @@ class ChannelLink:
             return self._assignment
 
     def report_progress(self, progress: int) -> None:
-        first = not self._progress
+        before = self._progress
         self._progress = progress
-        if first and progress:
-            self._beat_now.set()
+        if before is None or (before == 0 and progress > 0):
+            self._beat_now.set()  # from here on there is a state to lose, and the driver should know
 
     def entered_loop(self) -> None:
         self._in_loop = True
