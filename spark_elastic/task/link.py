@@ -6,6 +6,7 @@ the process ends: nobody would know of what it does.
 
 from __future__ import annotations
 
+import hmac
 import os
 import sys
 import threading
@@ -42,8 +43,9 @@ EXIT_CHANNEL_LOST = 79
 class ChannelLink:
     """Implements `worker_link.WorkerLink`."""
 
-    def __init__(self, worker: WorkerId, channel: Channel) -> None:
+    def __init__(self, worker: WorkerId, channel: Channel, key: bytes) -> None:
         self._worker = worker
+        self._key = key
         self._channel = channel
         self._changed = threading.Condition()
         self._assignment: Assignment | None = None
@@ -76,18 +78,12 @@ class ChannelLink:
         return self._in_loop
 
     def join_at_init(self) -> Assignment | ProvisionalPosition:
-        with self._changed:
-            self._provisional = None
-            after = self._newest_round()
         self._send(Ready(round=0, progress=None, at_init=True))
         with self._changed:
-            while self._newest_round() <= after and self._provisional is None:
-                self._changed.wait()
-            if self._newest_round() > after:
-                assert self._assignment is not None
-                return self._assignment
-            assert self._provisional is not None
-            return self._provisional
+            self._changed.wait_for(lambda: self._assignment is not None or self._provisional is not None)
+            position = self._assignment or self._provisional
+        assert position is not None
+        return position
 
     def join(self, round: int, progress: int | None) -> Assignment:
         self._progress = progress
@@ -120,6 +116,9 @@ class ChannelLink:
             missed = callback is not None and round > 0 and round == self._newest_round()
         if missed and callback is not None:
             callback(round, why)
+
+    def derive_key(self, purpose: str) -> bytes:
+        return hmac.digest(self._key, f"derived for {purpose}".encode(), "sha256")
 
     def kv_set(self, round: int, key: str, value: bytes) -> None:
         self._send(KvSet(round, key, value))
@@ -187,7 +186,7 @@ class ChannelLink:
         match message:
             case WorldAssigned(world, addresses):
                 by_worker = {int(worker): address for worker, address in addresses.items()}
-                self._assignment = Assignment(world, self._worker, by_worker)
+                self._assignment = Assignment(world, self._worker, by_worker, self._updates_seen)
                 self._replies.clear()
             case Provisional(rank, size):
                 self._provisional = ProvisionalPosition(rank, size)

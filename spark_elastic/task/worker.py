@@ -50,8 +50,9 @@ def main(argv: list[str]) -> None:
     released = threading.Event()
     threading.Thread(target=_hold, args=(control, released), name="spark_elastic-lifeline", daemon=True).start()
     addresses = [(str(host), int(port)) for host, port in order["driver_addresses"]]
-    channel = connect(addresses, bytes.fromhex(order["key"]), timeout_s=order["connect_timeout_s"])
-    link = ChannelLink(order["worker"], channel)
+    key = bytes.fromhex(order["key"])
+    channel = connect(addresses, key, timeout_s=order["connect_timeout_s"])
+    link = ChannelLink(order["worker"], channel, key)
     worker_link.install(link)
     link.start()
     result = _run(link, function)
