@@ -1,0 +1,33 @@
+"""What the driver asks of whoever starts agents: Spark, or plain processes on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from spark_elastic.core.outcome import AgentOutcome
+from spark_elastic.core.topology import SlotId
+
+OnEnded = Callable[[SlotId, str, AgentOutcome | None], None]
+"""Called from any thread, exactly once for each `launch`, when it is over: the slot, why in words, and what the agent
+returned (None: it was lost, failed, or never began). By then the slot can be launched again."""
+
+
+class Launcher(Protocol):
+    """Starts one agent per slot. No call blocks on a cluster; everything comes back through `OnEnded`."""
+
+    def launch(self, slot: SlotId) -> None:
+        """Start the slot's agent.
+
+        Raises:
+            ValueError: if the slot's previous launch is not over.
+        """
+        ...
+
+    def withdraw(self, slot: SlotId, why: str) -> None:
+        """End the slot's launch, pending or running; nothing if it is over already."""
+        ...
+
+    def close(self, deadline_s: float) -> None:
+        """End everything and wait up to `deadline_s` for it. Later launches end at once. Repeats are harmless."""
+        ...
