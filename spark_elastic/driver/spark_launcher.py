@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -130,6 +131,7 @@ class SparkLauncher:
             why = _reason_of_error(error)
         if outcome is None and launch.stop_why is not None:
             why = launch.stop_why  # "cancelled" is only how it was done
+        _close_connection(self._sc)
         with self._changed:
             del self._running[launch.slot]
             self._changed.notify_all()
@@ -140,9 +142,9 @@ class SparkLauncher:
         payload = self._payload_for_slot(launch.slot)
         # Local properties belong to the JVM thread that pinned mode gives this thread; a fresh one has none.
         _jvm_context(sc).setLocalProperties(self._properties.clone())
-        # interruptOnCancel interrupts the executor's thread at once, instead of leaving the Python process to
-        # spark.python.task.killTimeout. HDFS-1208, for which it is off by default, concerns tasks that read HDFS.
-        sc.setJobGroup(launch.group, f"{self._description}: slot {launch.slot}", interruptOnCancel=True)
+        # Not interruptOnCancel: an interrupt does not reach the Python process any sooner. Either way the executor
+        # kills it 2-4 s after the cancellation (spark.python.task.killTimeout), so agents are told to end first.
+        sc.setJobGroup(launch.group, f"{self._description}: slot {launch.slot}")
         task = _task_of(self._agent_entry, launch.slot, payload)
         rows = sc.parallelize([0], 1).mapPartitions(task).collect()
         worker, result, why = rows[0]
@@ -152,6 +154,12 @@ class SparkLauncher:
 
     def _watch(self) -> None:
         """Cancels what has to stop until it has stopped, and stops what Spark would silently run again."""
+        try:
+            self._watch_until_closed()
+        finally:
+            _close_connection(self._sc)
+
+    def _watch_until_closed(self) -> None:
         next_look = time.monotonic() + self._watch_interval_s
         while True:
             with self._changed:
@@ -221,6 +229,7 @@ def _failure_of_stage(sc: SparkContext, stage_id: int) -> str:
 
 def _reason_of_error(error: Exception) -> str:
     from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
+    from pyspark.errors import PySparkException
 
     if isinstance(error, Py4JJavaError):
         try:
@@ -229,9 +238,25 @@ def _reason_of_error(error: Exception) -> str:
             return "the connection to Spark's JVM is gone"
     if isinstance(error, (Py4JNetworkError, ConnectionError)):
         return "the connection to Spark's JVM is gone"
-    if isinstance(error, Py4JError):
+    if isinstance(error, (Py4JError, PySparkException)):
         return reason_of(str(error))
     return f"{type(error).__name__}: {reason_of(str(error))}"
+
+
+def _close_connection(sc: SparkContext) -> None:
+    """Close this thread's connection to the JVM; to be called before the thread ends.
+
+    Py4J would do it from a finalizer after the thread's end, where its log call leaves a stale entry behind in
+    `threading.enumerate()`.
+    """
+    client: Any = getattr(sc._gateway, "_gateway_client", None)
+    connection = client.get_thread_connection() if hasattr(client, "get_thread_connection") else None
+    if connection is None:
+        return
+    with contextlib.suppress(ValueError):
+        client.deque.remove(connection)
+    with contextlib.suppress(Exception):
+        connection.close()
 
 
 def _jvm_context(sc: SparkContext) -> Any:

@@ -12,9 +12,10 @@ _EXECUTOR_LOST = re.compile(r"ExecutorLostFailure \(executor (\S+) (.*?)\)(?: Re
 _MODULE_MISSING = re.compile(r"ModuleNotFoundError: No module named '([^']+)'")
 _PYTHON_VERSION = re.compile(r"PYTHON_VERSION_MISMATCH\]?.*|Python in worker has different version.*")
 _PYTHON_NOT_RUN = re.compile(r'Cannot run program "([^"]*)".*')
-_EXCEPTION_LINE = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)?): (.+)$")
 _MOST_RECENT = re.compile(r"[Mm]ost recent failure: (?:Lost task [^:]*: )?(.*)", re.DOTALL)
-_RESULT_SIZE = re.compile(r"(?:Total size of serialized results|serialized results of).*?spark\.driver\.maxResultSize[^\n]*")
+_RESULT_SIZE = re.compile(
+    r"(?:Total size of serialized results|serialized results of).*?spark\.driver\.maxResultSize[^\n]*"
+)
 _CANCELLED = re.compile(r"Job \d+ cancelled(?: part of cancelled job group \S+| because (.*)|(.*))")
 
 
@@ -66,12 +67,12 @@ def _module_missing(module: str) -> str:
 
 
 def _last_exception(message: str) -> str:
-    """The exception that a Python traceback ends with; the last traceback is the one that got out."""
-    python_part = message.split("\n\tat ")[0]
-    for line in reversed(python_part.splitlines()):
-        if match := _EXCEPTION_LINE.match(line.strip()):
-            name, text = match.groups()
-            return f"{name.rpartition('.')[2]}: {text}"
+    """The exception that the last Python traceback ends with: the first line after it that is not indented."""
+    lines = message.rpartition("Traceback (most recent call last)")[2].splitlines()
+    for line in lines[1:]:
+        if line.strip() and not line[0].isspace():
+            name, colon, text = line.partition(": ")
+            return f"{name.rpartition('.')[2]}{colon}{text}"
     return "an exception"
 
 
