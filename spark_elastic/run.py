@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from spark_elastic.driver.elastic_driver import ElasticDriver, EventSource
-from spark_elastic.driver.launcher import Launcher
+from spark_elastic.driver.local_launcher import LocalLauncher
 from spark_elastic.driver.output import OutputPrinter
+from spark_elastic.driver.preflight import pickled
 from spark_elastic.job import ElasticJob
-from spark_elastic.pickling import pickle_function
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.framing import new_key
 from spark_elastic.wire.handover import AgentOrder
@@ -25,7 +25,7 @@ def local_job(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    launcher: Launcher,
+    launcher: LocalLauncher,
     settings: ElasticSettings,
     env: Mapping[str, str] | None = None,
     stdout: TextIO | None = None,
@@ -34,7 +34,7 @@ def local_job(
     sources: Sequence[EventSource] = (),
     bind: str = "127.0.0.1",
 ) -> ElasticJob:
-    function = pickle_function(fn, args, kwargs)
+    function = pickled(fn, tuple(args), kwargs)
     listening = socket.create_server((bind, 0), backlog=1024)
     name = f"{os.getpid()}-{next(_job_numbers)}"
     order = AgentOrder(
@@ -46,7 +46,15 @@ def local_job(
         env=dict(env or {}),
     )
     printer = OutputPrinter(stdout, stderr)
-    driver = ElasticDriver(order, settings, launcher, listening, sources=sources, printer=printer, verbose=verbose)
+    driver = ElasticDriver(
+        order,
+        settings,
+        lambda on_ended: launcher.bind(order, on_ended),
+        listening,
+        sources=sources,
+        printer=printer,
+        verbose=verbose,
+    )
 
     def clean_up() -> None:
         listening.close()

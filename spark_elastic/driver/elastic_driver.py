@@ -13,23 +13,24 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from spark_elastic import clock
 from spark_elastic.core import commands as do
 from spark_elastic.core import events as seen
 from spark_elastic.core.membership import Membership
+from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.timeline import JobEnded, PlaceCooledDown, Record, Waiting
 from spark_elastic.core.topology import AgentId, SlotId, WorkerId, World
 from spark_elastic.driver.addresses import AddressBook
-from spark_elastic.driver.launcher import Launcher
+from spark_elastic.driver.launcher import Launcher, OnEnded
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.rendezvous_server import RendezvousServer
 from spark_elastic.errors import JobCancelledError, JobError, ResultError, SparkElasticError, UnknownInterfaceError
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire import messages as wire
-from spark_elastic.wire.handover import AgentOrder, AgentOutcome
+from spark_elastic.wire.handover import AgentOrder
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class ElasticDriver:
         self,
         order: AgentOrder,
         settings: ElasticSettings,
-        launcher: Launcher,
+        make_launcher: Callable[[OnEnded], Launcher],
         listening: socket.socket,
         *,
         sources: Sequence[EventSource] = (),
@@ -83,7 +84,7 @@ class ElasticDriver:
     ) -> None:
         self._order = order
         self._settings = settings
-        self._launcher = launcher
+        self._launcher = make_launcher(self._slot_ended_anywhere)
         self._listening = listening
         self._sources = sources
         self._printer = printer
@@ -166,7 +167,6 @@ class ElasticDriver:
             cancelled = self._cancelled
         try:
             await self._server.start(self._listening)
-            self._launcher.start(self._order, self._slot_ended_anywhere)
             for source in self._sources:
                 source.start(self.post)
             self._handle(seen.JobStarted())

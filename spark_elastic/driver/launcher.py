@@ -1,32 +1,33 @@
-"""What brings an agent up in a slot: Spark jobs, or plain processes on this machine."""
+"""What the driver asks of whoever starts agents: Spark, or plain processes on this machine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
+from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.topology import SlotId
-from spark_elastic.wire.handover import AgentOrder, AgentOutcome
 
-SlotEndedCallback = Callable[[SlotId, str, AgentOutcome | None], None]
-"""(slot, why, what the agent returned if it did return): a launch is over. Called from any thread."""
+OnEnded = Callable[[SlotId, str, AgentOutcome | None], None]
+"""Called from any thread, exactly once for each `launch`, when it is over: the slot, why in words, and what the agent
+returned (None: it was lost, failed, or never began). By then the slot can be launched again."""
 
 
 class Launcher(Protocol):
-    """Launches agents. Every method returns at once, except `close`."""
-
-    def start(self, order: AgentOrder, on_ended: SlotEndedCallback) -> None:
-        """What to launch, and whom to tell; before the first `launch`."""
-        ...
+    """Starts one agent per slot. No call blocks on a cluster; everything comes back through `OnEnded`."""
 
     def launch(self, slot: SlotId) -> None:
-        """Bring up an agent in the slot. Ends with exactly one call of `on_ended`."""
+        """Start the slot's agent.
+
+        Raises:
+            ValueError: if the slot's previous launch is not over.
+        """
         ...
 
     def withdraw(self, slot: SlotId, why: str) -> None:
-        """End the slot's launch, pending or running."""
+        """End the slot's launch, pending or running; nothing if it is over already."""
         ...
 
-    def close(self, timeout_s: float) -> None:
-        """End every launch and wait for its threads and processes; nothing of it is left."""
+    def close(self, deadline_s: float) -> None:
+        """End everything and wait up to `deadline_s` for it. Later launches end at once. Repeats are harmless."""
         ...

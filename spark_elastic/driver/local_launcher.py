@@ -15,9 +15,10 @@ import threading
 from collections.abc import Sequence
 
 from spark_elastic import clock
+from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.topology import SlotId
-from spark_elastic.driver.launcher import SlotEndedCallback
-from spark_elastic.wire.handover import AgentOrder, AgentOutcome
+from spark_elastic.driver.launcher import OnEnded
+from spark_elastic.wire.handover import AgentOrder
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +40,13 @@ class LocalLauncher:
         self._threads: set[threading.Thread] = set()
         self._closed = False
         self._order: AgentOrder
-        self._on_ended: SlotEndedCallback
+        self._on_ended: OnEnded
 
-    def start(self, order: AgentOrder, on_ended: SlotEndedCallback) -> None:
+    def bind(self, order: AgentOrder, on_ended: OnEnded) -> LocalLauncher:
+        """Say what to launch and whom to tell; before the first `launch`, once for each job."""
         self._order = order
         self._on_ended = on_ended
+        return self
 
     def launch(self, slot: SlotId) -> None:
         thread = threading.Thread(target=self._run, args=(slot,), name=f"spark_elastic-slot-{slot}", daemon=True)
@@ -62,8 +65,8 @@ class LocalLauncher:
         with self._lock:
             return {slot: process.pid for slot, process in self._processes.items()}
 
-    def close(self, timeout_s: float) -> None:
-        deadline = clock.monotonic() + timeout_s
+    def close(self, deadline_s: float) -> None:
+        deadline = clock.monotonic() + deadline_s
         with self._lock:
             self._closed = True
             threads = list(self._threads)
@@ -73,7 +76,7 @@ class LocalLauncher:
         for thread in threads:
             thread.join(max(deadline - clock.monotonic(), 0.0))
             if thread.is_alive():
-                logger.warning("%s did not end within %.0f s", thread.name, timeout_s)
+                logger.warning("%s did not end within %.0f s", thread.name, deadline_s)
 
     def _run(self, slot: SlotId) -> None:
         try:
@@ -82,8 +85,9 @@ class LocalLauncher:
             why, outcome = f"the local agent could not be run: {error}", None
         with self._lock:
             self._processes.pop(slot, None)
-            self._threads.discard(threading.current_thread())
         self._on_ended(slot, why, outcome)
+        with self._lock:
+            self._threads.discard(threading.current_thread())
 
     def _run_agent(self, slot: SlotId) -> tuple[str, AgentOutcome | None]:
         host = self._hosts[slot % len(self._hosts)]

@@ -13,10 +13,11 @@ import platform
 import sys
 
 from spark_elastic import clock
+from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.topology import Place, SlotId
 from spark_elastic.task.place import TaskPlace, interface_addresses
 from spark_elastic.task.worker_process import WorkerProcess, worker_environment
-from spark_elastic.wire.handover import AgentOrder, AgentOutcome
+from spark_elastic.wire.handover import AgentOrder
 from spark_elastic.wire.messages import (
     AgentHeartbeat,
     AgentHello,
@@ -135,13 +136,13 @@ class _Agent:
         assert self._finish is not None
         process = self._process
         if process is None or not self._finish.keep_result or process.result is None:
-            return AgentOutcome(self._slot, None, None, self._finish.why)
+            return AgentOutcome(None, None, self._finish.why)
         process.release()
         try:
             await asyncio.wait_for(self._all_gone.wait(), RELEASE_TIMEOUT_S)
         except asyncio.TimeoutError:
             logger.warning("worker %s did not exit within %.0f s of its end", process.worker, RELEASE_TIMEOUT_S)
-        return AgentOutcome(self._slot, process.worker, process.result, self._finish.why)
+        return AgentOutcome(process.worker, process.result, self._finish.why)
 
     # --- the driver's orders --------------------------------------------------------------------------
 

@@ -1,13 +1,8 @@
-"""What travels with a slot's launch into the Spark task, and what comes back as the task's result.
-
-Both go through Spark's own serialisation (or the local launcher's pipe), never through our sockets.
-"""
+"""What travels with a slot's launch: through Spark's own serialisation or a launcher's pipe, never our sockets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-from spark_elastic.core.topology import SlotId, WorkerId
 
 
 @dataclass(frozen=True)
@@ -29,13 +24,3 @@ class AgentOrder:
     """Network interfaces that may carry collectives; None: any."""
     preimport: tuple[str, ...] = ("torch",)
     """Modules that a worker imports while it waits."""
-
-
-@dataclass(frozen=True)
-class AgentOutcome:
-    """What an agent returns: the finished worker and its pickled result, or why there is none."""
-
-    slot: SlotId
-    worker: WorkerId | None
-    result: bytes | None
-    why: str

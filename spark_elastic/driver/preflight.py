@@ -1,0 +1,251 @@
+"""What can be known to be wrong before anything runs: no Spark, no Java, a function that cannot travel."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from spark_elastic.errors import (
+    InvalidSettingsError,
+    JavaNotFoundError,
+    NoSparkContextError,
+    NotPicklableError,
+    SparkConnectNotSupportedError,
+)
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+_JAVA_MAJOR = 17
+_PARTS_LOOKED_AT = 200
+
+
+def check_spark(spark: Any = None) -> SparkContext:
+    """The SparkContext to run in: that of `spark` (a SparkSession or SparkContext), or the active one.
+
+    Raises:
+        NoSparkContextError: there is none, or it was stopped.
+        SparkConnectNotSupportedError: `spark`, or the active session, is a Spark Connect session.
+        JavaNotFoundError: there is no context, and no Java to start one with either.
+        InvalidSettingsError: the context has settings under which slots cannot be run.
+    """
+    try:
+        from pyspark import SparkContext
+    except ImportError:
+        raise NoSparkContextError(
+            "pyspark is not installed; pip install 'spark-elastic[spark]', or use the local launcher"
+        ) from None
+    if spark is None:
+        context = SparkContext._active_spark_context
+        if context is None:
+            if _connect_is_active():
+                raise _connect_error()
+            check_java()
+            raise NoSparkContextError(
+                "there is no active SparkContext; create one first "
+                "(SparkSession.builder.master('local[4]').getOrCreate()) or pass spark="
+            )
+    elif isinstance(spark, SparkContext):
+        context = spark
+    elif _is_connect(spark):
+        raise _connect_error()
+    else:
+        context = getattr(spark, "sparkContext", None)
+        if not isinstance(context, SparkContext):
+            raise NoSparkContextError(f"spark= must be a SparkSession or a SparkContext, not {type(spark).__name__}")
+    if context._jsc is None:
+        raise NoSparkContextError("the SparkContext was stopped; create a new one")
+    _check_threads(context)
+    _check_speculation(context)
+    return context
+
+
+def _is_connect(spark: Any) -> bool:
+    return any(cls.__module__.startswith("pyspark.sql.connect") for cls in type(spark).__mro__)
+
+
+def _connect_is_active() -> bool:
+    session_module = sys.modules.get("pyspark.sql.connect.session")
+    if session_module is None:
+        return "SPARK_REMOTE" in os.environ
+    try:
+        return session_module.SparkSession.getActiveSession() is not None
+    except Exception:  # it raises in various ways where there is none
+        return False
+
+
+def _connect_error() -> SparkConnectNotSupportedError:
+    return SparkConnectNotSupportedError(
+        "this is a Spark Connect session: its scheduler is on the server, out of reach from here; run the driver "
+        "program on the cluster (spark-submit, or a classic session: SparkSession.builder.master(...))"
+    )
+
+
+def _check_threads(sc: SparkContext) -> None:
+    from py4j.clientserver import ClientServer
+
+    # Without pinned threads a job group set in one thread may land on another thread's job, so that stopping one slot
+    # would stop another one or none.
+    if not isinstance(sc._gateway, ClientServer):
+        raise InvalidSettingsError("PYSPARK_PIN_THREAD=false is not supported; unset it and start the session again")
+
+
+def _check_speculation(sc: SparkContext) -> None:
+    conf = sc.getConf()
+    threshold = conf.get("spark.speculation.task.duration.threshold")
+    if conf.get("spark.speculation", "false") == "true" and threshold is not None:
+        raise InvalidSettingsError(
+            f"spark.speculation.task.duration.threshold={threshold} would have Spark run a second copy of every worker "
+            "that trains for longer; remove it, or set spark.speculation=false"
+        )
+
+
+# --- Java ---------------------------------------------------------------------------------------
+
+
+def check_java() -> str:
+    """The path of the `java` that Spark would use.
+
+    Raises:
+        JavaNotFoundError: with the command that installs one.
+    """
+    home = os.environ.get("JAVA_HOME")
+    java = os.path.join(home, "bin", "java") if home else shutil.which("java")
+    if home and not os.access(java or "", os.X_OK):
+        raise JavaNotFoundError(
+            f"JAVA_HOME={home} has no bin/java; unset JAVA_HOME, or let it name a Java {_JAVA_MAJOR} or newer. "
+            + _how_to_install_java(sys.platform)
+        )
+    if java is None:
+        raise JavaNotFoundError(
+            f"Spark needs Java {_JAVA_MAJOR} or newer and there is no `java`. {_how_to_install_java(sys.platform)}"
+        )
+    try:
+        said = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise JavaNotFoundError(f"{java} cannot be run ({error}). {_how_to_install_java(sys.platform)}") from None
+    text = said.stderr + said.stdout
+    if said.returncode != 0:  # macOS has a `java` that only says that there is none
+        raise JavaNotFoundError(f"{java} does not run: {text.strip()[:200]}. {_how_to_install_java(sys.platform)}")
+    major = java_major_version(text)
+    if major is not None and major < _JAVA_MAJOR:
+        raise JavaNotFoundError(
+            f"{java} is Java {major} and {_JAVA_MAJOR} or newer is needed. {_how_to_install_java(sys.platform)}"
+        )
+    return java
+
+
+def java_major_version(said: str) -> int | None:
+    """The major version in what `java -version` prints; None if it is not there. "1.8.0_292" is 8."""
+    found = re.search(r'version "(\d+)(?:\.(\d+))?', said)
+    if found is None:
+        return None
+    major = int(found.group(1))
+    return int(found.group(2) or 0) if major == 1 else major
+
+
+def _how_to_install_java(platform: str) -> str:
+    if platform == "darwin":
+        return f"On macOS: brew install openjdk@{_JAVA_MAJOR}"
+    return (
+        f"On Debian and Ubuntu: sudo apt-get install -y openjdk-{_JAVA_MAJOR}-jre-headless; "
+        f"on Fedora: sudo dnf install java-{_JAVA_MAJOR}-openjdk-headless; on macOS: brew install openjdk@{_JAVA_MAJOR}"
+    )
+
+
+# --- the function -------------------------------------------------------------------------------
+
+
+def pickled(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> bytes:
+    """The call as bytes: cloudpickle of `(fn, args, kwargs)`.
+
+    Raises:
+        NotPicklableError: naming the object inside that cannot be pickled, by the path to it (`fn → model → lock`).
+    """
+    import cloudpickle  # type: ignore[import-untyped, unused-ignore]
+
+    call = (fn, tuple(args), dict(kwargs or {}))
+    try:
+        return bytes(cloudpickle.dumps(call))
+    except Exception as error:
+        path, culprit, reason = _find_culprit(call, error)
+        raise NotPicklableError(
+            f"{path} cannot be sent to the workers: {type(culprit).__name__} cannot be pickled ({reason}); create it "
+            "inside the function, or pass what it is made from",
+            path=path,
+            type_name=type(culprit).__name__,
+        ) from None
+
+
+def _find_culprit(call: tuple[Any, Any, Any], error: Exception) -> tuple[str, Any, str]:
+    fn, args, kwargs = call
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    roots: list[tuple[str, Any]] = [(f"function {name}", fn)]
+    roots += [(f"args[{index}]", value) for index, value in enumerate(args)]
+    roots += [(f"kwargs[{key!r}]", value) for key, value in kwargs.items()]
+    for path, root in roots:
+        if (reason := _why_not(root)) is not None:
+            return _deepest(path, root, reason)
+    return f"function {name}", fn, _short(error)  # only together
+
+
+def _deepest(path: str, culprit: Any, reason: str) -> tuple[str, Any, str]:
+    """Follow the part that cannot be pickled as far down as it goes."""
+    seen: set[int] = set()
+    while True:
+        seen.add(id(culprit))
+        for count, (name, part) in enumerate(_parts(culprit)):
+            if count >= _PARTS_LOOKED_AT or id(part) in seen:
+                continue
+            if (why := _why_not(part)) is not None:
+                path, culprit, reason = f"{path} → {name}", part, why
+                break
+        else:
+            return path, culprit, reason
+
+
+def _why_not(value: Any) -> str | None:
+    import cloudpickle  # type: ignore[import-untyped, unused-ignore]
+
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:
+        return _short(error)
+    return None
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a value is made of, with the name that its author knows it by."""
+    if inspect.ismethod(value):
+        yield "self", value.__self__
+        value = value.__func__
+    if inspect.isfunction(value):
+        captured = inspect.getclosurevars(value)
+        yield from captured.nonlocals.items()
+        yield from captured.globals.items()
+        yield from ((f"default of {n}", p.default) for n, p in _defaults(value))
+    elif isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
+    elif hasattr(value, "func") and hasattr(value, "keywords"):  # functools.partial
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from ((f".{name}", item) for name, item in vars(value).items())
+
+
+def _defaults(fn: Any) -> Iterator[tuple[str, inspect.Parameter]]:
+    for name, parameter in inspect.signature(fn).parameters.items():
+        if parameter.default is not inspect.Parameter.empty:
+            yield name, parameter
+
+
+def _short(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0][:200] if text else type(error).__name__

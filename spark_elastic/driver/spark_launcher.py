@@ -1,0 +1,271 @@
+"""Starts agents in Spark: one ordinary job with one task per slot, so that a lost executor takes one slot with it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from spark_elastic.core.outcome import AgentOutcome
+from spark_elastic.core.topology import SlotId
+from spark_elastic.driver.launcher import OnEnded
+from spark_elastic.driver.spark_reasons import reason_of
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+AgentEntry = Callable[[SlotId, bytes], AgentOutcome]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Launch:
+    """One job of one slot, from `launch` to `on_ended`. Guarded by the launcher's lock."""
+
+    slot: SlotId
+    group: str
+    """Spark's job group; a new one for each launch, because Spark can remember a cancelled group."""
+    stop_why: str | None = None
+    """Set once the job has to end. A thread may not have submitted its job yet, so this is looked at before, and the
+    watcher repeats the cancellation until the thread has ended."""
+    thread: threading.Thread | None = field(default=None, repr=False)
+
+
+class SparkLauncher:
+    """A `Launcher` whose agents run in Spark tasks.
+
+    Build it in the thread that called `run`: the jobs inherit that thread's local properties (its scheduler pool).
+
+    Args:
+        agent_entry: runs in the task as `agent_entry(slot, payload)`. Pickled by reference, so its module must be
+            importable on the executors.
+        payload_for_slot: what the slot's agent is given, called at each launch. It travels in Spark's own task
+            serialisation.
+        on_ended: see `launcher.OnEnded`.
+        description: what people see in Spark's UI, before ": slot 3".
+        watch_interval_s: how often running jobs are looked at for a task that failed and that Spark would run again.
+    """
+
+    def __init__(
+        self,
+        sc: SparkContext,
+        agent_entry: AgentEntry,
+        payload_for_slot: Callable[[SlotId], bytes],
+        on_ended: OnEnded,
+        *,
+        description: str = "spark_elastic",
+        watch_interval_s: float = 1.0,
+    ) -> None:
+        self._sc = sc
+        self._agent_entry = agent_entry
+        self._payload_for_slot = payload_for_slot
+        self._on_ended = on_ended
+        self._description = description
+        self._watch_interval_s = watch_interval_s
+        self._group_prefix = f"spark_elastic-{uuid.uuid4().hex[:12]}"
+        self._properties: Any = _jvm_context(sc).getLocalProperties().clone()
+        self._changed = threading.Condition()
+        self._running: dict[SlotId, _Launch] = {}
+        self._launches = 0
+        self._closed = False
+        self._watcher: threading.Thread | None = None
+
+    def launch(self, slot: SlotId) -> None:
+        with self._changed:
+            if slot in self._running:
+                raise ValueError(f"slot {slot} is still running; wait for its end before the next launch")
+            self._launches += 1
+            launch = _Launch(slot, f"{self._group_prefix}-{slot}-{self._launches}")
+            if self._closed:
+                launch.stop_why = "the launcher is closed"
+            self._running[slot] = launch
+            launch.thread = threading.Thread(
+                target=self._run, args=(launch,), name=f"spark_elastic slot {slot}", daemon=True
+            )
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch, name="spark_elastic launcher", daemon=True)
+                self._watcher.start()
+            launch.thread.start()
+
+    def withdraw(self, slot: SlotId, why: str) -> None:
+        with self._changed:
+            launch = self._running.get(slot)
+            if launch is not None and launch.stop_why is None:
+                launch.stop_why = why
+                self._changed.notify_all()
+
+    def close(self, deadline_s: float) -> None:
+        until = time.monotonic() + deadline_s
+        with self._changed:
+            self._closed = True
+            for launch in self._running.values():
+                launch.stop_why = launch.stop_why or "the job is over"
+            threads = [launch.thread for launch in self._running.values() if launch.thread is not None]
+            if self._watcher is not None:
+                threads.append(self._watcher)
+            self._changed.notify_all()
+        for thread in threads:
+            if thread is not threading.current_thread():  # on_ended may close
+                thread.join(max(until - time.monotonic(), 0.0))
+        left = [thread.name for thread in threads if thread.is_alive() and thread is not threading.current_thread()]
+        if left:
+            log.warning("still running %.0f s after they were told to end: %s", deadline_s, ", ".join(left))
+
+    # --- the slot's own thread ------------------------------------------------------------------
+
+    def _run(self, launch: _Launch) -> None:
+        outcome: AgentOutcome | None = None
+        try:
+            if launch.stop_why is not None:
+                why = launch.stop_why
+            else:
+                outcome = self._submit(launch)
+                why = outcome.why
+        except Exception as error:
+            why = _reason_of_error(error)
+        if outcome is None and launch.stop_why is not None:
+            why = launch.stop_why  # "cancelled" is only how it was done
+        _close_connection(self._sc)
+        with self._changed:
+            del self._running[launch.slot]
+            self._changed.notify_all()
+        self._on_ended(launch.slot, why, outcome)
+
+    def _submit(self, launch: _Launch) -> AgentOutcome:
+        sc = self._sc
+        payload = self._payload_for_slot(launch.slot)
+        # Local properties belong to the JVM thread that pinned mode gives this thread; a fresh one has none.
+        _jvm_context(sc).setLocalProperties(self._properties.clone())
+        # Not interruptOnCancel: an interrupt does not reach the Python process any sooner. Either way the executor
+        # kills it 2-4 s after the cancellation (spark.python.task.killTimeout), so agents are told to end first.
+        sc.setJobGroup(launch.group, f"{self._description}: slot {launch.slot}")
+        task = _task_of(self._agent_entry, launch.slot, payload)
+        rows = sc.parallelize([0], 1).mapPartitions(task).collect()
+        worker, result, why = rows[0]
+        return AgentOutcome(worker, result, why)
+
+    # --- the watcher's thread -------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Cancels what has to stop until it has stopped, and stops what Spark would silently run again."""
+        try:
+            self._watch_until_closed()
+        finally:
+            _close_connection(self._sc)
+
+    def _watch_until_closed(self) -> None:
+        next_look = time.monotonic() + self._watch_interval_s
+        while True:
+            with self._changed:
+                stopping = any(launch.stop_why is not None for launch in self._running.values())
+                if self._closed and not self._running:
+                    return
+                self._changed.wait(0.05 if stopping else max(next_look - time.monotonic(), 0.0))
+                launches = list(self._running.values())
+            try:
+                for launch in launches:
+                    if launch.stop_why is not None:
+                        _jvm_context(self._sc).cancelJobGroup(launch.group)
+                if time.monotonic() >= next_look:
+                    next_look = time.monotonic() + self._watch_interval_s
+                    for launch in launches:
+                        self._stop_if_failed(launch)
+            except Exception as error:  # the context is stopping, or its JVM is gone: the jobs end by that
+                log.debug("could not look at the slots' jobs: %s", error)
+
+    def _stop_if_failed(self, launch: _Launch) -> None:
+        """Spark runs a failed task again, up to spark.task.maxFailures times, perhaps only when a slot is free.
+
+        A second run would be an agent that nobody asked for, so the first failure ends the job.
+        """
+        if launch.stop_why is not None:
+            return
+        reason = _first_failure(self._sc, launch.group)
+        if reason is not None:
+            self.withdraw(launch.slot, reason)
+
+
+def _task_of(agent_entry: AgentEntry, slot: SlotId, payload: bytes) -> Callable[[Any], Any]:
+    """The function that Spark runs. It is pickled by value, so it may use nothing of this module."""
+
+    def task(_rows: Any) -> Any:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        if context is not None and context.attemptNumber() > 0:
+            # Spark's own second try: the driver starts the slot again itself. Returning ends the job without a third.
+            return [(None, None, "the first run of the slot's task was lost")]
+        outcome = agent_entry(slot, payload)
+        return [(outcome.worker, outcome.result, outcome.why)]
+
+    return task
+
+
+def _first_failure(sc: SparkContext, group: str) -> str | None:
+    tracker = sc.statusTracker()
+    for job_id in tracker.getJobIdsForGroup(group):
+        job = tracker.getJobInfo(job_id)
+        for stage_id in job.stageIds if job is not None else ():
+            stage = tracker.getStageInfo(stage_id)
+            if stage is not None and stage.numFailedTasks > 0:
+                return _failure_of_stage(sc, stage_id)
+    return None
+
+
+def _failure_of_stage(sc: SparkContext, stage_id: int) -> str:
+    tasks = _jvm_context(sc).statusStore().taskList(stage_id, 0, 10)
+    for index in range(tasks.size()):
+        message = tasks.apply(index).errorMessage()
+        if message.isDefined():
+            return reason_of(str(message.get()))
+    return "the slot's task failed"
+
+
+def _reason_of_error(error: Exception) -> str:
+    from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
+    from pyspark.errors import PySparkException
+
+    if isinstance(error, Py4JJavaError):
+        try:
+            return reason_of(str(error.java_exception.getMessage()))
+        except Exception:
+            return "the connection to Spark's JVM is gone"
+    if isinstance(error, (Py4JNetworkError, ConnectionError)):
+        return "the connection to Spark's JVM is gone"
+    if isinstance(error, (Py4JError, PySparkException)):
+        return reason_of(str(error))
+    return f"{type(error).__name__}: {reason_of(str(error))}"
+
+
+def _close_connection(sc: SparkContext) -> None:
+    """Close this thread's connection to the JVM; to be called before the thread ends.
+
+    Py4J would do it from a finalizer after the thread's end, where its log call leaves a stale entry behind in
+    `threading.enumerate()`.
+    """
+    client: Any = getattr(sc._gateway, "_gateway_client", None)
+    connection = client.get_thread_connection() if hasattr(client, "get_thread_connection") else None
+    if connection is None:
+        return
+    with contextlib.suppress(ValueError):
+        client.deque.remove(connection)
+    with contextlib.suppress(Exception):
+        connection.close()
+
+
+def _jvm_context(sc: SparkContext) -> Any:
+    """The Scala SparkContext.
+
+    Raises:
+        RuntimeError: after `sc.stop()`.
+    """
+    java_context = sc._jsc
+    if java_context is None:
+        raise RuntimeError("the SparkContext was stopped")
+    return java_context.sc()

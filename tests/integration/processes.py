@@ -1,0 +1,76 @@
+"""Which processes a test started, however deep, also when their parents are gone: by a mark in their environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+MARK = "SPARK_ELASTIC_TEST_MARK"
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Pid → command line of the living processes whose environment carries the mark."""
+    needle = f"{MARK}={mark}".encode()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if needle in (entry / "environ").read_bytes().split(b"\0"):
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                if command:  # a zombie has none
+                    found[int(entry.name)] = command
+        except OSError:  # it ended while we looked, or is not ours
+            continue
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """Living descendants of a process, parents first."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except OSError:
+                continue
+            state, parent = stat.rpartition(")")[2].split()[:2]
+            if state != "Z":
+                parents.setdefault(int(parent), []).append(int(entry.name))
+    found: list[int] = []
+    queue = [pid]
+    while queue:
+        below = parents.get(queue.pop(0), [])
+        found += below
+        queue += below
+    return found
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> float:
+    """Poll every 10 ms; returns the seconds it took. Raises AssertionError naming `what` at the deadline."""
+    start = time.monotonic()
+    while not condition():
+        if time.monotonic() - start > timeout_s:
+            raise AssertionError(f"{what}: not within {timeout_s} s")
+        time.sleep(0.01)
+    return time.monotonic() - start
+
+
+def assert_gone(processes: Callable[[], dict[int, str]], timeout_s: float) -> None:
+    """Raises AssertionError with the command lines of what is left at the deadline, after killing it."""
+    start = time.monotonic()
+    left = processes()
+    while left and time.monotonic() - start < timeout_s:
+        time.sleep(0.05)
+        left = processes()
+    for pid in left:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    if left:
+        lines = "\n".join(f"  {pid} {command[:200]}" for pid, command in left.items())
+        raise AssertionError(f"still there {timeout_s} s after the end:\n{lines}")

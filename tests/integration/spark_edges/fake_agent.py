@@ -1,0 +1,53 @@
+"""An agent that does as its payload says, and a recorder for the ends of launches."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spark_elastic.core.outcome import AgentOutcome
+from tests.integration.processes import wait_until
+
+
+def fake_agent(slot: int, payload: bytes) -> AgentOutcome:
+    """Payload "verb argument": return TEXT | big BYTES | raise TEXT | exit CODE | missing MODULE | stay FOLDER."""
+    verb, _, argument = payload.decode().partition(" ")
+    if verb == "return":
+        return AgentOutcome(slot, argument.encode(), "done")
+    if verb == "big":
+        return AgentOutcome(slot, bytes(int(argument)), "done")
+    if verb == "raise":
+        raise ArithmeticError(argument)
+    if verb == "exit":
+        os._exit(int(argument))
+    if verb == "missing":
+        raise ModuleNotFoundError(f"No module named '{argument}'", name=argument)
+    started = Path(argument) / f"slot-{slot}-{time.time_ns()}"
+    started.write_text(str(os.getpid()))
+    time.sleep(600)
+    raise AssertionError("nobody ended the fake agent")
+
+
+@dataclass
+class Ends:
+    """Collects what `on_ended` is told."""
+
+    seen: list[tuple[int, str, AgentOutcome | None, float]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, slot: int, why: str, outcome: AgentOutcome | None) -> None:
+        with self.lock:
+            self.seen.append((slot, why, outcome, time.monotonic()))
+
+    def wait_for(self, count: int, timeout_s: float = 30.0) -> list[tuple[int, str, AgentOutcome | None, float]]:
+        wait_until(lambda: len(self.seen) >= count, timeout_s, f"{count} ends (had {self.seen})")
+        return list(self.seen)
+
+
+def started(folder: Path, count: int, timeout_s: float = 30.0) -> dict[int, int]:
+    """Slot → pid, once `count` agents stay."""
+    wait_until(lambda: len(list(folder.glob("slot-*"))) >= count, timeout_s, f"{count} agents are up")
+    return {int(path.name.split("-")[1]): int(path.read_text() or 0) for path in folder.glob("slot-*")}

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import functools
+import threading
+
+import pytest
+
+from spark_elastic.driver import preflight
+from spark_elastic.errors import (
+    JavaNotFoundError,
+    NoSparkContextError,
+    NotPicklableError,
+    SparkConnectNotSupportedError,
+)
+
+LOCK = threading.Lock()
+
+
+class Model:
+    def __init__(self) -> None:
+        self.layers = [1, threading.Lock()]
+
+
+def test_without_a_context_the_error_shows_how_to_create_one(monkeypatch):
+    monkeypatch.setattr("pyspark.SparkContext._active_spark_context", None)
+    monkeypatch.setattr(preflight, "check_java", lambda: "/usr/bin/java")
+    with pytest.raises(NoSparkContextError, match="no active SparkContext; create one"):
+        preflight.check_spark()
+
+
+def test_without_a_context_and_without_java_the_missing_java_is_what_is_reported(monkeypatch):
+    monkeypatch.setattr("pyspark.SparkContext._active_spark_context", None)
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(JavaNotFoundError, match="apt-get install -y openjdk-17-jre-headless"):
+        preflight.check_spark()
+
+
+def test_something_that_is_no_session_is_named():
+    with pytest.raises(NoSparkContextError, match="not str"):
+        preflight.check_spark("local[4]")
+
+
+def test_connect_session_is_refused_with_the_way_out():
+    session = type("SparkSession", (), {"__module__": "pyspark.sql.connect.session"})()
+    with pytest.raises(SparkConnectNotSupportedError, match=r"Spark Connect session.*spark-submit"):
+        preflight.check_spark(session)
+
+
+def test_java_home_that_has_no_java_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    with pytest.raises(JavaNotFoundError, match=f"JAVA_HOME={tmp_path} has no bin/java"):
+        preflight.check_java()
+
+
+def fake_java(folder, says, code=0):
+    java = folder / "bin" / "java"
+    java.parent.mkdir()
+    java.write_text(f"#!/bin/sh\necho '{says}' >&2\nexit {code}\n")
+    java.chmod(0o755)
+    return str(folder)
+
+
+def test_java_that_is_too_old_is_refused_with_both_versions(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAVA_HOME", fake_java(tmp_path, 'openjdk version "11.0.2" 2019-01-15'))
+    with pytest.raises(JavaNotFoundError, match="is Java 11 and 17 or newer is needed"):
+        preflight.check_java()
+
+
+def test_java_stub_of_macos_counts_as_no_java(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAVA_HOME", fake_java(tmp_path, "Unable to locate a Java Runtime.", code=1))
+    with pytest.raises(JavaNotFoundError, match="Unable to locate a Java Runtime"):
+        preflight.check_java()
+
+
+@pytest.mark.parametrize(
+    ("said", "major"),
+    [
+        ('openjdk version "17.0.15" 2025-04-15', 17),
+        ('java version "1.8.0_292"', 8),
+        ('openjdk version "25"', 25),
+        ("?", None),
+    ],
+)
+def test_java_major_version_is_read_in_the_old_and_the_new_form(said, major):
+    assert preflight.java_major_version(said) == major
+
+
+def test_call_that_can_be_pickled_comes_back_as_it_was():
+    import cloudpickle
+
+    factor = 3
+    fn, args, kwargs = cloudpickle.loads(preflight.pickled(lambda x, y: x * y * factor, (2,), {"y": 5}))
+    assert fn(*args, **kwargs) == 30
+
+
+def test_captured_object_that_cannot_be_pickled_is_named_by_its_path():
+    model = Model()
+
+    def train():
+        return model
+
+    with pytest.raises(NotPicklableError) as caught:
+        preflight.pickled(train)
+    assert caught.value.path.endswith("train → model → .layers → [1]")
+    assert caught.value.type_name == "lock"
+
+
+def test_global_that_a_local_function_uses_is_named():
+    def train():
+        return LOCK
+
+    train.__module__ = "__main__"  # as in a notebook: pickled by value, with the globals that it uses
+    with pytest.raises(NotPicklableError, match="train → LOCK cannot be sent to the workers: lock"):
+        preflight.pickled(train)
+
+
+def test_argument_that_cannot_be_pickled_is_named():
+    with pytest.raises(NotPicklableError, match=r"args\[1\] → \['f'\]"):
+        preflight.pickled(print, (1, {"f": threading.Lock()}))
+    with pytest.raises(NotPicklableError, match=r"kwargs\['lock'\]"):
+        preflight.pickled(print, kwargs={"lock": threading.Lock()})
+
+
+def test_partial_and_bound_method_are_looked_into():
+    with pytest.raises(NotPicklableError, match="keywords"):
+        preflight.pickled(functools.partial(print, file=threading.Lock()))
+    with pytest.raises(NotPicklableError, match=r"→ self → \.layers"):
+        preflight.pickled(BoundTrain().train)
+
+
+class BoundTrain(Model):
+    def train(self):
+        return self.layers
+
+
+def test_object_that_contains_itself_does_not_trap_the_search():
+    knot: list[object] = [threading.Lock()]
+    knot.insert(0, knot)
+    with pytest.raises(NotPicklableError, match=r"args\[0\] → \[1\]"):
+        preflight.pickled(print, (knot,))

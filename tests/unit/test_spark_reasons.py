@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.driver.spark_reasons import reason_of
+
+PYTHON_EXCEPTION = """\
+Job aborted due to stage failure: Task 0 in stage 2.0 failed 4 times, most recent failure: Lost task 0.3 in stage 2.0 \
+(TID 9) (127.0.0.2 executor 1): org.apache.spark.api.python.PythonException: [PYTHON_EXCEPTION] An exception was \
+thrown from the Python worker: Traceback (most recent call last):
+  File "/x/pyspark/worker.py", line 4327, in invoke_udf
+    run_process()
+  File "/x/agent.py", line 23, in run_agent
+    raise ValueError(argument)
+{error}
+ SQLSTATE: 38000
+
+\tat org.apache.spark.api.python.BasePythonRunner$ReaderIterator.handlePythonException(PythonRunner.scala:586)
+Caused by: java.io.IOException
+"""
+
+
+def test_lost_executor_is_named_with_its_exit_code():
+    message = (
+        "Job aborted due to stage failure: Task 0 in stage 5.0 failed 4 times, most recent failure: Lost task 0.3 in "
+        "stage 5.0 (TID 11) (127.0.0.2 executor 7): ExecutorLostFailure (executor 7 exited caused by one of the "
+        "running tasks) Reason: Command exited with code 137\nDriver stacktrace:"
+    )
+    assert reason_of(message) == "executor 7 was lost: Command exited with code 137"
+
+
+def test_lost_executor_without_a_reason_says_how_it_was_lost():
+    message = "ExecutorLostFailure (executor 3 exited unrelated to the running tasks)"
+    assert reason_of(message) == "executor 3 was lost: exited unrelated to the running tasks"
+
+
+def test_exception_in_the_agent_is_the_last_line_of_its_traceback():
+    assert (
+        reason_of(PYTHON_EXCEPTION.format(error="ValueError: bad: value")) == "the agent raised ValueError: bad: value"
+    )
+
+
+def test_module_of_ours_that_is_missing_on_the_executors_comes_with_both_remedies():
+    reason = reason_of(PYTHON_EXCEPTION.format(error="ModuleNotFoundError: No module named 'spark_elastic.task'"))
+    assert "cannot import spark_elastic" in reason
+    assert "install it" in reason
+    assert "sc.addPyFile" in reason
+
+
+def test_other_missing_modules_are_named():
+    reason = reason_of(PYTHON_EXCEPTION.format(error="ModuleNotFoundError: No module named 'torch'"))
+    assert (
+        reason == "the executors cannot import torch: install it into the Python that they run (spark.pyspark.python)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("Job 3 cancelled part of cancelled job group spark_elastic-1-0-1", "the slot's job was cancelled"),
+        ("Job 12 cancelled because SparkContext was shut down", "the SparkContext was stopped"),
+        ("Cannot call methods on a stopped SparkContext.\nThis stopped...", "the SparkContext was stopped"),
+        ("Python worker exited unexpectedly (crashed)", "the agent's Python process died"),
+        ('Cannot run program "/no/python3": error=2', "the executor has no program '/no/python3'"),
+        ("[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.9", "another Python than the driver"),
+        (
+            "Total size of serialized results of 1 tasks (8.6 MiB) is bigger than spark.driver.maxResultSize (4.0 MiB)",
+            "raise spark.driver.maxResultSize",
+        ),
+    ],
+)
+def test_known_messages_become_one_readable_line(message, expected):
+    assert expected in reason_of(message)
+
+
+def test_unknown_message_falls_through_to_its_most_recent_failure():
+    message = (
+        "Job aborted due to stage failure: Task 0 in stage 1.0 failed 1 times, most recent failure: Lost task 0.0 in "
+        "stage 1.0 (TID 1) (h executor driver): java.lang.IllegalStateException: odd\n\tat x.y.Z"
+    )
+    assert reason_of(message).endswith("java.lang.IllegalStateException: odd")
+
+
+def test_empty_message_still_says_something():
+    assert reason_of("  ") == "Spark gave no reason"
+
+
+def test_very_long_lines_are_cut():
+    assert len(reason_of("x" * 5000)) == 500
