@@ -1,1 +1,47 @@
-"""Elastic data-parallel training of PyTorch and Keras models inside Apache Spark."""
+"""Elastic data-parallel training of PyTorch and Keras models inside Apache Spark.
+
+`run` and `run_async` start a job; `spark_elastic.torch` is what the function in it uses.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spark_elastic.driver.host_discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
+    from spark_elastic.driver.local_launcher import LocalLauncher
+    from spark_elastic.job import ElasticJob
+    from spark_elastic.runner import run, run_async
+
+__version__ = "0.1.0"
+
+# Resolved on first use: a worker imports this package too, and needs none of the driver's side.
+_HOMES = {
+    "run": "spark_elastic.runner",
+    "run_async": "spark_elastic.runner",
+    "ElasticJob": "spark_elastic.job",
+    "LocalLauncher": "spark_elastic.driver.local_launcher",
+    "FixedHosts": "spark_elastic.driver.host_discovery",
+    "HostDiscovery": "spark_elastic.driver.host_discovery",
+    "HostDiscoveryScript": "spark_elastic.driver.host_discovery",
+}
+
+__all__ = [
+    "ElasticJob",
+    "FixedHosts",
+    "HostDiscovery",
+    "HostDiscoveryScript",
+    "LocalLauncher",
+    "run",
+    "run_async",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value

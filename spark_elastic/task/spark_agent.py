@@ -1,0 +1,15 @@
+"""The agent as the body of a Spark task: what the Spark launcher runs on executors."""
+
+from __future__ import annotations
+
+import pickle
+
+from spark_elastic.core.outcome import AgentOutcome
+from spark_elastic.core.topology import SlotId
+from spark_elastic.task.agent import run_agent
+from spark_elastic.task.spark_task import task_place
+
+
+def run_in_task(slot: SlotId, payload: bytes) -> AgentOutcome:
+    """Run the agent of a slot. `payload`: a pickled `AgentOrder`, which Spark's own serialisation brought here."""
+    return run_agent(pickle.loads(payload), slot, task_place())
