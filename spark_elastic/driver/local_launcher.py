@@ -5,6 +5,7 @@ For development, tests and benchmarks: the driver, the agents and the workers ar
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import pickle
@@ -30,11 +31,15 @@ class LocalLauncher:
         hosts: names that the agents report as their hosts, slot by slot in turn. Any address of this machine
             (such as 127.0.0.2) makes a second host out of it.
         cores: cores for each worker; its default number of threads.
+        preimport: modules that a worker imports while it waits for its order.
     """
 
-    def __init__(self, hosts: Sequence[str] = ("127.0.0.1",), cores: int = 1) -> None:
+    def __init__(
+        self, hosts: Sequence[str] = ("127.0.0.1",), cores: int = 1, preimport: Sequence[str] = ("torch",)
+    ) -> None:
         self._hosts = tuple(hosts)
         self._cores = cores
+        self._preimport = tuple(preimport)
         self._lock = threading.Lock()
         self._processes: dict[SlotId, subprocess.Popen[bytes]] = {}
         self._threads: set[threading.Thread] = set()
@@ -44,7 +49,7 @@ class LocalLauncher:
 
     def bind(self, order: AgentOrder, on_ended: OnEnded) -> LocalLauncher:
         """Say what to launch and whom to tell; before the first `launch`, once for each job."""
-        self._order = order
+        self._order = dataclasses.replace(order, preimport=self._preimport)
         self._on_ended = on_ended
         return self
 

@@ -1,0 +1,54 @@
+"""Training functions on the bare link: they step through worlds by key-value exchange, without a framework."""
+
+import os
+import time
+from pathlib import Path
+
+
+def rank_and_size():
+    from spark_elastic import worker_link
+
+    link = worker_link.current()
+    assignment = link.join_at_init()
+    return assignment.world.member(assignment.worker).rank, assignment.world.size
+
+
+def steps(folder, until):
+    """Count to `until` together: a step is applied when every member of the world has said it; returns the count.
+
+    Writes `pid-RANK-ROUND` at each new world and `step-N` at each applied step, so that a test can wait for them.
+    """
+    from spark_elastic import worker_link
+    from spark_elastic.errors import HorovodInternalError
+    from spark_elastic.worker_link import Assignment
+
+    link = worker_link.current()
+    position = link.join_at_init()
+    link.entered_loop()
+    if not isinstance(position, Assignment):
+        position = link.join(0, None)
+    done = 0
+    while True:
+        world = position.world
+        rank = world.member(position.worker).rank
+        try:
+            link.kv_set(world.round, f"state-{rank}", str(done).encode())
+            held = link.kv_get(world.round, [f"state-{r}" for r in range(world.size)], 30)
+            done = int(held[world.root])
+            link.report_progress(done)
+            Path(folder, f"pid-{rank}-{world.round}").write_text(str(os.getpid()))
+            while done < until:
+                seen = "1" if link.updates_seen() > position.updates_seen else ""
+                link.kv_set(world.round, f"{rank}-{done}", seen.encode())
+                said = link.kv_get(world.round, [f"{r}-{done}" for r in range(world.size)], 30)
+                done += 1
+                link.report_progress(done)
+                Path(folder, f"step-{done}").touch()
+                if any(said):
+                    break
+                time.sleep(0.01)
+            else:
+                return done
+        except HorovodInternalError:
+            pass
+        position = link.join(world.round, done)

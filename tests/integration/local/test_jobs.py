@@ -1,0 +1,271 @@
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from spark_elastic.core.timeline import WorkerLeft, WorldStarted
+from spark_elastic.errors import (
+    JobCancelledError,
+    NotEnoughSlotsError,
+    NotPicklableError,
+    ResetLimitError,
+    StateLostError,
+    UserFunctionError,
+    WorkerStartError,
+)
+from tests.integration.local import loops
+from tests.integration.processes import wait_until
+
+WAIT_S = 30
+
+
+def pid_of(folder, rank, round):
+    path = Path(folder, f"pid-{rank}-{round}")
+    wait_until(lambda: path.exists() and path.read_text(), WAIT_S, f"rank {rank} in round {round}")
+    return int(path.read_text())
+
+
+def worlds(job):
+    return [record for record in job.events() if isinstance(record, WorldStarted)]
+
+
+def wait_for_round(job, round, size):
+    wait_until(
+        lambda: any(w.round >= round and w.size == size for w in worlds(job)), WAIT_S, f"round {round} of {size}"
+    )
+
+
+def test_results_come_by_rank(start_job):
+    assert start_job(loops.rank_and_size, num_proc=3).result(60) == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_a_big_result_comes_whole(start_job):
+    def big():
+        loops.rank_and_size()
+        return bytes(50_000_000)
+
+    (result,) = start_job(big, num_proc=1).result(60)
+    assert len(result) == 50_000_000
+
+
+def test_survivors_go_on_from_the_last_step_when_a_worker_is_killed(start_job, tmp_path):
+    job = start_job(loops.steps, (str(tmp_path), 150), num_proc=3, min_num_proc=2)
+    victim = pid_of(tmp_path, 1, 1)
+    wait_until(Path(tmp_path, "step-20").exists, WAIT_S, "step 20")
+    os.kill(victim, signal.SIGKILL)
+    assert job.result(60)[:2] == [150, 150]
+    broken = worlds(job)[1]
+    assert broken.size == 2
+    assert broken.progress >= 20
+    assert broken.pause_s < 5
+
+
+def test_the_killed_worker_comes_back_and_joins_without_a_restart_of_the_others(start_job, tmp_path):
+    job = start_job(loops.steps, (str(tmp_path), 2000), num_proc=2, min_num_proc=1)
+    survivor, victim = pid_of(tmp_path, 0, 1), pid_of(tmp_path, 1, 1)
+    os.kill(victim, signal.SIGKILL)
+    wait_for_round(job, 3, 2)
+    assert pid_of(tmp_path, 0, 3) == survivor
+    assert pid_of(tmp_path, 1, 3) != victim
+    job.cancel()
+    with pytest.raises(JobCancelledError):
+        job.result(1)
+
+
+def test_a_killed_agent_takes_its_worker_along_and_is_replaced(start_job, tmp_path):
+    job = start_job(loops.steps, (str(tmp_path), 2000), num_proc=2, min_num_proc=1)
+    pid_of(tmp_path, 0, 1), pid_of(tmp_path, 1, 1)
+    slot, agent = next(iter(job._driver._launcher.agent_pids().items()))
+    os.kill(agent, signal.SIGKILL)
+    wait_for_round(job, 3, 2)
+    assert job._driver._launcher.agent_pids()[slot] != agent
+
+
+def test_a_stopped_worker_is_removed_after_the_heartbeat_timeout(start_job, tmp_path):
+    job = start_job(loops.steps, (str(tmp_path), 100_000), num_proc=2, min_num_proc=1, heartbeat_timeout=1.0)
+    victim = pid_of(tmp_path, 1, 1)
+    os.kill(victim, signal.SIGSTOP)
+    wait_for_round(job, 2, 1)
+    left = next(record for record in job.events() if isinstance(record, WorkerLeft))
+    assert "silent" in left.why
+    wait_until(lambda: not Path(f"/proc/{victim}/cmdline").exists(), WAIT_S, "the stopped worker is killed")
+
+
+def test_all_workers_lost_at_once_is_a_clear_error(start_job, tmp_path):
+    job = start_job(loops.steps, (str(tmp_path), 100_000), num_proc=2, min_num_proc=1)
+    pids = [pid_of(tmp_path, rank, 1) for rank in range(2)]
+    wait_until(Path(tmp_path, "step-5").exists, WAIT_S, "step 5")
+    wait_until(lambda: (job.status().progress or 0) >= 1, WAIT_S, "progress reported")
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(StateLostError, match="every worker that held the state is gone"):
+        job.result(30)
+
+
+def test_too_many_resets_end_the_job(start_job, tmp_path):
+    job = start_job(loops.steps, (str(tmp_path), 100_000), num_proc=2, min_num_proc=1, reset_limit=0)
+    os.kill(pid_of(tmp_path, 1, 1), signal.SIGKILL)
+    with pytest.raises(ResetLimitError, match="reset_limit is 0"):
+        job.result(30)
+
+
+def test_below_the_minimum_the_job_waits_and_then_says_what_it_had(start_job, tmp_path):
+    def once(folder):
+        marker = Path(folder, "rank-1-was-here")
+        if marker.exists():  # the replacement never gets ready
+            threading.Event().wait()
+        return loops.steps(folder, 100_000)
+
+    job = start_job(once, (str(tmp_path),), num_proc=2, elastic_timeout=1.5)
+    victim = pid_of(tmp_path, 1, 1)
+    Path(tmp_path, "rank-1-was-here").touch()
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(NotEnoughSlotsError, match=r"1 of 2 slots were available after 2 s; .* raise elastic_timeout"):
+        job.result(30)
+
+
+def test_a_bug_in_the_function_fails_the_job_once_with_its_traceback(start_job):
+    def buggy():
+        rank, _ = loops.rank_and_size()
+        if rank == 1:
+            raise ValueError("no such column: 'lable'")
+        threading.Event().wait()
+
+    with pytest.raises(
+        UserFunctionError, match=r"rank 1 on 127\.0\.0\.1 raised ValueError: no such column: 'lable'"
+    ) as error:
+        start_job(buggy).result(30)
+    assert "in buggy" in error.value.traceback
+    assert "spark_elastic/task" not in error.value.traceback
+
+
+def test_leaving_by_sys_exit_is_not_finishing(start_job):
+    def leaves():
+        loops.rank_and_size()
+        sys.exit(0)
+
+    with pytest.raises(UserFunctionError, match="SystemExit: 0"):
+        start_job(leaves).result(30)
+
+
+def test_a_process_that_exits_with_0_is_not_a_success(start_job):
+    def vanishes():
+        os._exit(0)
+
+    with pytest.raises(WorkerStartError, match="exited with code 0 before the function was finished"):
+        start_job(vanishes).result(30)
+
+
+def test_workers_that_cannot_start_fail_the_job_with_their_stderr(start_job):
+    def crashes():
+        print("libfoo.so: cannot open shared object file", file=sys.stderr)
+        os._exit(127)
+
+    with pytest.raises(WorkerStartError, match=r"libfoo.so: cannot open") as error:
+        start_job(crashes).result(30)
+    assert error.value.attempts == 3
+
+
+def test_a_result_that_cannot_be_pickled_says_so(start_job):
+    def unpicklable():
+        loops.rank_and_size()
+        return threading.Lock()
+
+    with pytest.raises(UserFunctionError, match="returned a lock that cannot be pickled"):
+        start_job(unpicklable).result(30)
+
+
+def test_a_function_that_cannot_be_pickled_is_refused_before_anything_runs(start_job):
+    lock = threading.Lock()
+
+    def captures():
+        return lock
+
+    with pytest.raises(NotPicklableError, match="lock"):
+        start_job(captures)
+
+
+def test_cancel_ends_everything_within_seconds(start_job, tmp_path):
+    job = start_job(loops.steps, (str(tmp_path), 100_000))
+    pid_of(tmp_path, 0, 1)
+    job.cancel("enough")
+    assert job.done()
+    with pytest.raises(JobCancelledError, match="enough"):
+        job.result(0)
+
+
+def test_cancel_before_the_workers_are_up(start_job, tmp_path):
+    job = start_job(loops.steps, (str(tmp_path), 100_000))
+    job.cancel("changed my mind")
+    with pytest.raises(JobCancelledError):
+        job.result(0)
+
+
+def test_two_jobs_at_once_do_not_disturb_each_other(start_job, tmp_path):
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    jobs = [start_job(loops.steps, (str(folder), 60), num_proc=2, min_num_proc=1) for folder in folders]
+    os.kill(pid_of(folders[0], 1, 1), signal.SIGKILL)
+    assert jobs[1].result(60) == [60, 60]
+    assert jobs[0].result(60)[0] == 60
+    assert len(worlds(jobs[1])) == 1
+
+
+def test_output_arrives_line_by_line_with_its_rank(start_job, capsys):
+    def talks():
+        rank, _ = loops.rank_and_size()
+        print(f"I am {rank}")
+        print("x" * 100_000)
+        print("no newline at the end", end="", file=sys.stderr)
+
+    start_job(talks).result(30)
+    captured = capsys.readouterr()
+    assert "[1]<stdout>:I am 1\n" in captured.out
+    assert sum(line.count("x") for line in captured.out.splitlines() if "I am" not in line) == 200_000
+    assert "[0]<stderr>:no newline at the end\n" in captured.err
+
+
+def test_the_environment_reaches_the_workers(start_job):
+    def reads():
+        loops.rank_and_size()
+        return os.environ["GREETING"], os.environ["OMP_NUM_THREADS"]
+
+    assert start_job(reads, env={"GREETING": "hi"}).result(30) == [("hi", "1")] * 2
+
+
+def test_no_key_is_visible_from_outside(start_job):
+    def inspects():
+        loops.rank_and_size()
+        places = [
+            Path(f"/proc/{pid}/{what}").read_bytes()
+            for pid in ("self", os.getppid())
+            for what in ("environ", "cmdline")
+        ]
+        from spark_elastic import worker_link
+
+        key = worker_link.current()._key
+        return any(key in place or key.hex().encode() in place for place in places)
+
+    assert start_job(inspects).result(30) == [False, False]
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_workers_are_gone_when_the_driver_process_is_killed(tmp_path, name):
+    import subprocess
+
+    code = f"""
+import sys; sys.path.insert(0, {os.getcwd()!r})
+from spark_elastic import LocalLauncher, run
+from tests.integration.local import loops
+run(loops.steps, ({str(tmp_path)!r}, 10**6), num_proc=2, launcher=LocalLauncher(preimport=()))
+"""
+    driver = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    pids = [pid_of(tmp_path, rank, 1) for rank in range(2)]
+    driver.send_signal(getattr(signal, name))
+    driver.wait(10)
+    for pid in pids:
+        wait_until(lambda pid=pid: not Path(f"/proc/{pid}/cmdline").exists(), 5, f"worker {pid} is gone")
