@@ -57,7 +57,6 @@ class Series:
     target_p50: float | None = None
     target_p99: float | None = None
     target_max: float | None = None
-    note: str = ""
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -71,16 +70,12 @@ class Series:
             "max": max(self.values),
             "targets": {"p50": self.target_p50, "p99": self.target_p99, "max": self.target_max},
             "reached": self.reached(),
-            "note": self.note,
         }
 
     def reached(self) -> bool | None:
         """Whether every target was met; None: there is none."""
-        bounds = [
-            (statistics.median(self.values), self.target_p50),
-            (percentile(self.values, 0.99), self.target_p99),
-            (max(self.values), self.target_max),
-        ]
+        p50, p99, worst = statistics.median(self.values), percentile(self.values, 0.99), max(self.values)
+        bounds = ((p50, self.target_p50), (p99, self.target_p99), (worst, self.target_max))
         checked = [value <= bound for value, bound in bounds if bound is not None]
         return all(checked) if checked else None
 
@@ -157,8 +152,6 @@ def _first_line(command: Sequence[str]) -> str | None:
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
