@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,40 +27,23 @@ def spark_session(
         JavaNotFoundError: no Java.
     """
     try:
-        from pyspark import SparkConf
         from pyspark.sql import SparkSession
     except ImportError:
         raise UsageError("pyspark is not installed: pip install 'spark-elastic[spark]'") from None
 
+    wanted = {"spark.ui.showConsoleProgress": "false", "spark.app.name": name, **dict(conf)}
     # set by spark-submit for the Python program that it starts
-    submitted = "PYSPARK_GATEWAY_PORT" in os.environ
-    wanted = {"spark.ui.showConsoleProgress": "false", **dict(conf)}
-    if not submitted:
-        _choose_python(master, wanted)
-    try:
-        present = SparkConf()
-    except Exception as error:  # pyspark raises a type of its own that has moved between versions
-        if "JAVA_GATEWAY" in str(error) or "Java gateway" in str(error):
-            raise JavaNotFoundError(
-                "Spark did not start; it needs Java 17 or newer: install it, or set JAVA_HOME"
-            ) from error
-        raise
-
-    if submitted:
-        if master is not None and master != present.get("spark.master"):
-            _note(f"--master {master} is ignored: spark-submit chose {present.get('spark.master')}")
-        for key in [key for key in wanted if present.contains(key)]:
-            value = wanted.pop(key)
-            if value != present.get(key) and key in dict(conf):
-                _note(f"--conf {key}={value} is ignored: spark-submit set it to {present.get(key)}")
+    if "PYSPARK_GATEWAY_PORT" in os.environ:
+        _give_way_to_submitted(wanted, master, dict(conf))
     else:
-        wanted["spark.master"] = master or _local_master(present.get("spark.master", "local[*]"), slots)
-    wanted.setdefault("spark.app.name", name)
+        _choose_python(master, wanted)
+        wanted["spark.master"] = master or _local_master(slots)
 
     builder = SparkSession.builder
     for key, value in wanted.items():
         builder = builder.config(key, value)
-    session = builder.getOrCreate()
+    with _java_is_to_blame():
+        session = builder.getOrCreate()
     try:
         if quiet:
             session.sparkContext.setLogLevel("ERROR")
@@ -68,12 +52,45 @@ def spark_session(
         session.stop()
 
 
-def _local_master(configured: str | None, slots: int | None) -> str:
+def _give_way_to_submitted(wanted: dict[str, str], master: str | None, asked_for: dict[str, str]) -> None:
+    """Take out of `wanted` what spark-submit was told, and say so where the command line asked for something else."""
+    from pyspark import SparkConf, SparkContext
+
+    # without the JVM, which is there already, a SparkConf knows nothing of what was submitted
+    SparkContext._ensure_initialized()
+    submitted = SparkConf()
+    named_after_us = submitted.get("spark.app.name") == os.path.basename(sys.argv[0])
+    if master is not None and master != submitted.get("spark.master"):
+        _note(f"--master {master} is ignored: spark-submit chose {submitted.get('spark.master')}")
+    for key in [key for key in wanted if submitted.contains(key)]:
+        if key == "spark.app.name" and named_after_us:
+            continue
+        value = wanted.pop(key)
+        if key in asked_for and value != submitted.get(key):
+            _note(f"--conf {key}={value} is ignored: spark-submit set it to {submitted.get(key)}")
+
+
+@contextmanager
+def _java_is_to_blame() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # pyspark raises a type of its own that has moved between versions
+        if "JAVA_GATEWAY" not in str(error) and "Java gateway" not in str(error):
+            raise
+        home = os.environ.get("JAVA_HOME")
+        # looked at only now: Spark's own configuration may know of a Java that is not on the PATH
+        if shutil.which("java", path=os.path.join(home, "bin") if home else None) is not None:
+            found = "see the lines above"
+        else:
+            found = f"JAVA_HOME is {home}, where there is none" if home else "there is none on the PATH"
+        raise JavaNotFoundError(
+            f"Spark did not start. It needs Java 17 or newer ({found}): install one, or set JAVA_HOME"
+        ) from error
+
+
+def _local_master(slots: int | None) -> str:
     """``local[*]`` has as many slots as cores; who asks for more workers than that on one machine gets them."""
-    if configured not in (None, "local[*]"):
-        return str(configured)
-    cores = os.cpu_count() or 1
-    return f"local[{slots}]" if slots is not None and slots > cores else "local[*]"
+    return f"local[{slots}]" if slots is not None and slots > (os.cpu_count() or 1) else "local[*]"
 
 
 def _choose_python(master: str | None, conf: dict[str, str]) -> None:
