@@ -14,18 +14,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from spark_elastic import runner
 from spark_elastic.cli import options as command_line
 from spark_elastic.cli.check_build import check_build
 from spark_elastic.cli.local_modules import collect
 from spark_elastic.cli.rank_files import RankFiles
 from spark_elastic.cli.spark_session import spark_session
-from spark_elastic.errors import (
-    InvalidSettingsError,
-    JobCancelledError,
-    SparkElasticError,
-    UsageError,
-    UserFunctionError,
-)
+from spark_elastic.driver.local_launcher import LocalLauncher
+from spark_elastic.errors import JobCancelledError, SparkElasticError, UsageError, UserFunctionError
 from spark_elastic.task.script import Script, ScriptExit, run_script
 
 FINISHED, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
@@ -49,10 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.script is None:
         parser.error("name the script to run; --help shows how")
 
-    from spark_elastic import run
-
     _end_on_sigterm()
-    return execute(options, run=run, open_session=spark_session)
+    return execute(options, run=runner.run, open_session=spark_session)
 
 
 def execute(options: argparse.Namespace, *, run: Run, open_session: OpenSession) -> int:
@@ -69,9 +63,14 @@ def execute(options: argparse.Namespace, *, run: Run, open_session: OpenSession)
                     arguments[stream] = files
             if options.host_discovery_script is not None:
                 arguments["discovery"] = _discovery(options)
-            slots = options.max_num_proc or options.num_proc
-            session = open_session(script.name, options.master, options.conf, slots=slots, quiet=not options.verbose)
-            arguments["spark"] = closing.enter_context(session)
+            if options.launcher == "local":
+                arguments["launcher"] = LocalLauncher()
+            else:
+                slots = options.max_num_proc or options.num_proc
+                session = open_session(
+                    script.name, options.master, options.conf, slots=slots, quiet=not options.verbose
+                )
+                arguments["spark"] = closing.enter_context(session)
             run(run_script, args=(script,), **arguments)
     except (KeyboardInterrupt, JobCancelledError):
         return _say("interrupted", INTERRUPTED)
@@ -79,7 +78,7 @@ def execute(options: argparse.Namespace, *, run: Run, open_session: OpenSession)
         exit_code = _exit_code(error)
         who = f"{os.path.basename(options.script)}: " if exit_code is None else ""
         return _say(f"{who}{error}", FAILED if exit_code is None else exit_code)
-    except (UsageError, InvalidSettingsError) as error:
+    except UsageError as error:
         return _say(f"error: {error}", WRONG_USE)
     except SparkElasticError as error:
         return _say(f"error: {error}", FAILED)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import os
 import platform
-import shutil
-import subprocess
 from importlib import metadata
+
+from spark_elastic.driver.preflight import check_java
+from spark_elastic.errors import JavaNotFoundError
 
 
 def check_build() -> tuple[str, bool]:
@@ -30,11 +30,11 @@ def check_build() -> tuple[str, bool]:
     missing = "not installed; pip install 'spark-elastic[spark]', or run under the cluster's own spark-submit"
     lines.append(f"[{_mark(spark is not None)}] PySpark {spark or ': ' + missing}")
 
-    java = _java()
-    usable = usable and java is not None
-    lines.append(
-        f"[{_mark(java is not None)}] Java: {java or 'not found; install version 17 or newer, or set JAVA_HOME'}"
-    )
+    try:
+        lines.append(f"[X] Java: {check_java()}")
+    except JavaNotFoundError as error:
+        usable = False
+        lines.append(f"[ ] Java: {error}")
 
     keras = _version("tensorflow") or _version("tensorflow-cpu")
     lines.append(f"[{_mark(keras is not None)}] TensorFlow {keras or '(optional)'}")
@@ -57,15 +57,3 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _java() -> str | None:
-    home = os.environ.get("JAVA_HOME")
-    java = os.path.join(home, "bin", "java") if home else shutil.which("java")
-    if java is None:
-        return None
-    try:
-        told = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=True).stderr
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return next(iter(told.splitlines()), None)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from spark_elastic import __version__
 from spark_elastic.errors import nearest
 
 DESCRIPTION = """\
@@ -26,13 +26,6 @@ exit codes:
   2  the command has to change; nothing was run
   130  interrupted
 """
-
-
-def version() -> str:
-    try:
-        return metadata.version("spark-elastic")
-    except metadata.PackageNotFoundError:  # run from a source tree that was never installed
-        return "unknown"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -102,8 +95,14 @@ def parser() -> _Parser:
         help="pause before a place that failed is used again; 0 0: none",
     )
 
-    spark = made.add_argument_group("Spark")
+    spark = made.add_argument_group("where to run")
     spark.add_argument("--master", default=None, metavar="URL", help="default: local[*]; under spark-submit, its own")
+    spark.add_argument(
+        "--launcher",
+        choices=["spark", "local"],
+        default="spark",
+        help="local: plain processes of this machine, no Spark",
+    )
     spark.add_argument("--conf", type=_pair, action="append", default=[], metavar="K=V", help="a Spark setting")
 
     output = made.add_argument_group("output")
@@ -117,7 +116,7 @@ def parser() -> _Parser:
     about = made.add_argument_group("about")
     about.add_argument("--check-build", action="store_true", help="what is installed here and what is missing")
     about.add_argument("--submit-file", action="store_true", help="print the file to hand to spark-submit")
-    about.add_argument("--version", action="version", version=f"spark-elastic {version()}")
+    about.add_argument("--version", action="version", version=f"spark-elastic {__version__}")
     return made
 
 

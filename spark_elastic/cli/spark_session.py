@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from spark_elastic.driver.preflight import check_java
 from spark_elastic.errors import JavaNotFoundError, UsageError
 
 
@@ -75,17 +75,11 @@ def _java_is_to_blame() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # pyspark raises a type of its own that has moved between versions
+        # looked at only now: Spark's own configuration may know of a Java that is not on the PATH
         if "JAVA_GATEWAY" not in str(error) and "Java gateway" not in str(error):
             raise
-        home = os.environ.get("JAVA_HOME")
-        # looked at only now: Spark's own configuration may know of a Java that is not on the PATH
-        if shutil.which("java", path=os.path.join(home, "bin") if home else None) is not None:
-            found = "see the lines above"
-        else:
-            found = f"JAVA_HOME is {home}, where there is none" if home else "there is none on the PATH"
-        raise JavaNotFoundError(
-            f"Spark did not start. It needs Java 17 or newer ({found}): install one, or set JAVA_HOME"
-        ) from error
+        check_java()
+        raise JavaNotFoundError("Spark did not start, though there is a Java; the lines above say why") from error
 
 
 def _local_master(slots: int | None) -> str:

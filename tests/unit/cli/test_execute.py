@@ -5,6 +5,7 @@ import pytest
 
 from spark_elastic.cli import execute
 from spark_elastic.cli.options import parser
+from spark_elastic.driver.local_launcher import LocalLauncher
 from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError, UserFunctionError
 from spark_elastic.task.script import run_script
 
@@ -66,6 +67,14 @@ def test_the_script_is_run_in_the_session_with_the_settings(script):
     assert fn is run_script
     assert (sent.path, sent.args) == (script, ("--lr", "1"))
     assert settings == {"num_proc": 2, "max_num_proc": 5, "verbose": 1, "spark": "the session"}
+
+
+def test_the_local_launcher_needs_no_spark(script):
+    run, session = FakeRun(), FakeSession()
+    assert run_cli("--launcher", "local", "-np", "2", script, run=run, session=session) == 0
+    assert session.opened is None
+    [(_, _, settings)] = run.calls
+    assert isinstance(settings["launcher"], LocalLauncher)
 
 
 def test_a_missing_script_is_said_before_spark_starts(capsys):
