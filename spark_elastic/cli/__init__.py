@@ -76,8 +76,9 @@ def execute(options: argparse.Namespace, *, run: Run, open_session: OpenSession)
         return _say("interrupted", INTERRUPTED)
     except UserFunctionError as error:
         exit_code = _exit_code(error)
-        who = f"{os.path.basename(options.script)}: " if exit_code is None else ""
-        return _say(f"{who}{error}", FAILED if exit_code is None else exit_code)
+        if exit_code is None:
+            return _say(f"{os.path.basename(options.script)}: {error}", FAILED)
+        return _say(f"{os.path.basename(options.script)}: {str(error).partition(chr(10))[0]}", exit_code)
     except UsageError as error:
         return _say(f"error: {error}", WRONG_USE)
     except SparkElasticError as error:

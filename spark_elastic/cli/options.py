@@ -101,7 +101,7 @@ def parser() -> _Parser:
         "--launcher",
         choices=["spark", "local"],
         default="spark",
-        help="local: plain processes of this machine, no Spark",
+        help="local: plain processes here, no Spark",
     )
     spark.add_argument("--conf", type=_pair, action="append", default=[], metavar="K=V", help="a Spark setting")
 
