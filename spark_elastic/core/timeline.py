@@ -82,7 +82,8 @@ class PlaceCooledDown(Record):
     until: float
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.name} failed {self.failures} times and rests for {self.until - self.at:.1f} s"
+        times = "once" if self.failures == 1 else f"{self.failures} times"
+        return f"{self.kind} {self.name} failed {times} and rests for {self.until - self.at:.1f} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,4 +105,5 @@ class JobEnded(Record):
     why: str
 
     def __str__(self) -> str:
-        return f"the job {self.outcome}: {self.why}"
+        # an error of the user's function ends with its whole traceback, which whoever catches the error gets to see
+        return f"the job {self.outcome}: {self.why.partition(chr(10))[0]}"

@@ -1,0 +1,127 @@
+"""``spark-elastic``: run a training script elastically inside Spark."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from spark_elastic import runner
+from spark_elastic.cli import options as command_line
+from spark_elastic.cli.check_build import check_build
+from spark_elastic.cli.local_modules import collect
+from spark_elastic.cli.rank_files import RankFiles
+from spark_elastic.cli.spark_session import spark_session
+from spark_elastic.driver.local_launcher import LocalLauncher
+from spark_elastic.errors import JobCancelledError, SparkElasticError, UsageError, UserFunctionError
+from spark_elastic.task.script import Script, ScriptExit, run_script
+
+FINISHED, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+
+Run = Callable[..., Any]
+"""`spark_elastic.run`."""
+OpenSession = Callable[..., AbstractContextManager[Any]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns: the exit code."""
+    parser = command_line.parser()
+    options = parser.parse(sys.argv[1:] if argv is None else argv)
+    if options.check_build:
+        report, usable = check_build()
+        print(report)
+        return FINISHED if usable else FAILED
+    if options.submit_file:
+        print(Path(__file__).resolve().parent.parent / "__main__.py")
+        return FINISHED
+    if options.script is None:
+        parser.error("name the script to run; --help shows how")
+
+    _end_on_sigterm()
+    return execute(options, run=runner.run, open_session=spark_session)
+
+
+def execute(options: argparse.Namespace, *, run: Run, open_session: OpenSession) -> int:
+    """Run the script that `options` name. Returns: the exit code; what went wrong is on stderr."""
+    try:
+        script = _script(options)
+        arguments = command_line.run_arguments(options)
+        _check_discovery(options)
+        with contextlib.ExitStack() as closing:
+            if options.output_filename is not None:
+                for stream in ("stdout", "stderr"):
+                    files = RankFiles(options.output_filename, getattr(sys, stream))
+                    closing.callback(files.close)
+                    arguments[stream] = files
+            if options.host_discovery_script is not None:
+                arguments["discovery"] = _discovery(options)
+            if options.launcher == "local":
+                arguments["launcher"] = LocalLauncher()
+            else:
+                slots = options.max_num_proc or options.num_proc
+                session = open_session(
+                    script.name, options.master, options.conf, slots=slots, quiet=not options.verbose
+                )
+                arguments["spark"] = closing.enter_context(session)
+            run(run_script, args=(script,), **arguments)
+    except (KeyboardInterrupt, JobCancelledError):
+        return _say("interrupted", INTERRUPTED)
+    except UserFunctionError as error:
+        exit_code = _exit_code(error)
+        if exit_code is None:
+            return _say(f"{os.path.basename(options.script)}: {error}", FAILED)
+        return _say(f"{os.path.basename(options.script)}: {str(error).partition(chr(10))[0]}", exit_code)
+    except UsageError as error:
+        return _say(f"error: {error}", WRONG_USE)
+    except SparkElasticError as error:
+        return _say(f"error: {error}", FAILED)
+    return FINISHED
+
+
+def _script(options: argparse.Namespace) -> Script:
+    if re.fullmatch(r"python[0-9.]*", os.path.basename(options.script)) and options.script_args:
+        raise UsageError(f"give the script itself, without {options.script} before it")
+    return collect(options.script, options.script_args)
+
+
+def _check_discovery(options: argparse.Namespace) -> None:
+    if options.slots_per_host is not None and options.host_discovery_script is None:
+        raise UsageError("--slots-per-host says how to read --host-discovery-script, which was not given")
+
+
+def _discovery(options: argparse.Namespace) -> object:
+    from spark_elastic.driver.host_discovery import HostDiscoveryScript
+
+    return HostDiscoveryScript(options.host_discovery_script, options.slots_per_host or 1)
+
+
+def _exit_code(error: UserFunctionError) -> int | None:
+    """The code that the script itself exited with; None: it raised something."""
+    fields = error.__dict__
+    if fields["error_type"].rpartition(".")[2] != ScriptExit.__name__:
+        return None
+    told = re.match(re.escape(ScriptExit.MESSAGE).replace(r"\{\}", r"(\d+)"), fields["error"])
+    return int(told.group(1)) & 0xFF or FAILED if told else FAILED
+
+
+def _say(text: str, code: int) -> int:
+    print(f"spark-elastic: {text}", file=sys.stderr)
+    return code
+
+
+def _end_on_sigterm() -> None:
+    """A terminated command ends its job as an interrupted one does, instead of leaving it to notice."""
+
+    def interrupt(signal_number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(ValueError):  # not the main thread: whoever it is decides about signals
+        signal.signal(signal.SIGTERM, interrupt)

@@ -1,0 +1,147 @@
+"""The command line of ``spark-elastic``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spark_elastic import __version__
+from spark_elastic.errors import nearest
+
+DESCRIPTION = """\
+Run a training script elastically inside Spark: on --master, or in the application that spark-submit started.
+"""
+
+EPILOG = """\
+examples:
+  spark-elastic -np 4 --min-np 2 train.py --epochs 10
+  spark-elastic --master spark://host:7077 --conf spark.executor.memory=4g -np 8 train.py
+  spark-submit --master yarn "$(spark-elastic --submit-file)" -np 8 --min-np 4 train.py
+
+exit codes:
+  0  the script finished on every worker
+  1  it raised, or the job could not go on (a script that exits with a code of its own: that code)
+  2  the command has to change; nothing was run
+  130  interrupted
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Stops at the script: what follows it belongs to the script, whatever it looks like."""
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Raises: SystemExit(2): with a message on stderr, for anything that cannot be right."""
+        ours, script = self._split(argv)
+        options = self.parse_args(ours)
+        options.script, options.script_args = (script[0], tuple(script[1:])) if script else (None, ())
+        return options
+
+    def _split(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+        at = 0
+        while at < len(argv):
+            word = argv[at]
+            if word == "--":
+                return list(argv[:at]), list(argv[at + 1 :])
+            if not word.startswith("-") or word == "-":
+                return list(argv[:at]), list(argv[at:])
+            name, with_value, _ = word.partition("=")
+            action = self._option_string_actions.get("-v" if set(name[1:]) == {"v"} else name)
+            if action is None:
+                known = nearest(name, list(self._option_string_actions))
+                self.error(f"unknown option {name}" + (f"; did you mean {known}?" if known else ""))
+            takes = 1 if action.nargs is None else action.nargs
+            at += 1 if with_value else 1 + int(takes)
+        return list(argv), []
+
+
+def parser() -> _Parser:
+    made = _Parser(
+        prog="spark-elastic",
+        usage="spark-elastic [options] script.py [arguments of the script]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    workers = made.add_argument_group("workers")
+    count: dict[str, Any] = {"type": int, "metavar": "N", "default": None}
+    workers.add_argument("-np", "--num-proc", help="workers to start with (default: the task slots there are)", **count)
+    workers.add_argument("--min-np", "--min-num-proc", dest="min_num_proc", help="fewest to go on with", **count)
+    workers.add_argument("--max-np", "--max-num-proc", dest="max_num_proc", help="most to grow to", **count)
+    workers.add_argument("--reset-limit", help="how often the world may change before the job fails", **count)
+    workers.add_argument("--env", type=_pair, action="append", default=[], metavar="K=V", help="for every worker")
+
+    places = made.add_argument_group("places")
+    places.add_argument("--host-discovery-script", metavar="FILE", help="prints the hosts to use: host or host:slots")
+    places.add_argument("--slots-per-host", help="for hosts that the discovery script names without a number", **count)
+    places.add_argument(
+        "--nics", "--network-interfaces", type=_names, default=None, metavar="A,B", help="interfaces for collectives"
+    )
+
+    waiting = made.add_argument_group("timeouts, in seconds")
+    seconds: dict[str, Any] = {"type": float, "metavar": "S", "default": None}
+    waiting.add_argument("--start-timeout", help="for the first workers to be ready", **seconds)
+    waiting.add_argument("--elastic-timeout", help="for new workers when too few are left", **seconds)
+    waiting.add_argument("--heartbeat-timeout", help="silence after which a worker counts as lost", **seconds)
+    waiting.add_argument(
+        "--cooldown-range",
+        "--blacklist-cooldown-range",
+        nargs=2,
+        type=float,
+        default=None,
+        metavar=("MIN", "MAX"),
+        help="pause before a place that failed is used again; 0 0: none",
+    )
+
+    spark = made.add_argument_group("where to run")
+    spark.add_argument("--master", default=None, metavar="URL", help="default: local[*]; under spark-submit, its own")
+    spark.add_argument(
+        "--launcher",
+        choices=["spark", "local"],
+        default="spark",
+        help="local: plain processes here, no Spark",
+    )
+    spark.add_argument("--conf", type=_pair, action="append", default=[], metavar="K=V", help="a Spark setting")
+
+    output = made.add_argument_group("output")
+    output.add_argument(
+        "-v", "--verbose", action="count", default=0, help="more about what it waits for, and Spark's log"
+    )
+    output.add_argument(
+        "--output-filename", type=Path, default=None, metavar="DIR", help="also write DIR/rank.N/stdout and stderr"
+    )
+
+    about = made.add_argument_group("about")
+    about.add_argument("--check-build", action="store_true", help="what is installed here and what is missing")
+    about.add_argument("--submit-file", action="store_true", help="print the file to hand to spark-submit")
+    about.add_argument("--version", action="version", version=f"spark-elastic {__version__}")
+    return made
+
+
+def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments for `spark_elastic.run`, only those that were given: the defaults are its own."""
+    plain = ["num_proc", "min_num_proc", "max_num_proc", "reset_limit", "nics"]
+    plain += ["start_timeout", "elastic_timeout", "heartbeat_timeout"]
+    given = {name: getattr(options, name) for name in plain if getattr(options, name) is not None}
+    if options.cooldown_range is not None:
+        given["cooldown_range"] = tuple(options.cooldown_range) if any(options.cooldown_range) else None
+    if options.env:
+        given["env"] = dict(options.env)
+    given["verbose"] = 1 + options.verbose
+    return given
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, not {text!r}")
+    return key, value
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError("expected names separated by commas")
+    return names

@@ -1,0 +1,155 @@
+import contextlib
+import sys
+
+import pytest
+
+from spark_elastic.cli import execute
+from spark_elastic.cli.options import parser
+from spark_elastic.driver.local_launcher import LocalLauncher
+from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError, UserFunctionError
+from spark_elastic.task.script import run_script
+
+
+class FakeRun:
+    """Stands for `spark_elastic.run`: remembers what it was called with, and ends as told."""
+
+    def __init__(self, error=None, prints=()):
+        self.calls = []
+        self.error = error
+        self.prints = prints
+
+    def __call__(self, fn, args=(), **settings):
+        self.calls.append((fn, args, settings))
+        for stream, text in self.prints:
+            settings.get(stream, sys.stderr).write(text + "\n")
+        if self.error is not None:
+            raise self.error
+
+
+class FakeSession:
+    """Stands for the Spark session; knows what it was opened with and whether it was closed."""
+
+    def __init__(self):
+        self.opened = None
+        self.closed = False
+
+    @contextlib.contextmanager
+    def __call__(self, name, master, conf, **more):
+        self.opened = (name, master, conf, more)
+        try:
+            yield "the session"
+        finally:
+            self.closed = True
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("print('training')\n")
+    return str(path)
+
+
+def run_cli(*words, run, session=None):
+    return execute(parser().parse(words), run=run, open_session=session or FakeSession())
+
+
+def raised(error_type="ValueError", error="bad", rank=1):
+    return UserFunctionError(rank=rank, host="h", error_type=error_type, error=error, traceback="Traceback: ...")
+
+
+def test_the_script_is_run_in_the_session_with_the_settings(script):
+    run, session = FakeRun(), FakeSession()
+    words = ["--master", "local[3]", "--conf", "spark.a=b", "-np", "2", "--max-np", "5", script, "--lr", "1"]
+    assert run_cli(*words, run=run, session=session) == 0
+    assert session.opened == ("train.py", "local[3]", [("spark.a", "b")], {"slots": 5, "quiet": True})
+    assert session.closed
+    [(fn, (sent,), settings)] = run.calls
+    assert fn is run_script
+    assert (sent.path, sent.args) == (script, ("--lr", "1"))
+    assert settings == {"num_proc": 2, "max_num_proc": 5, "verbose": 1, "spark": "the session"}
+
+
+def test_the_local_launcher_needs_no_spark(script):
+    run, session = FakeRun(), FakeSession()
+    assert run_cli("--launcher", "local", "-np", "2", script, run=run, session=session) == 0
+    assert session.opened is None
+    [(_, _, settings)] = run.calls
+    assert isinstance(settings["launcher"], LocalLauncher)
+
+
+def test_a_missing_script_is_said_before_spark_starts(capsys):
+    session = FakeSession()
+    assert run_cli("no_such.py", run=FakeRun(), session=session) == 2
+    assert "cannot read the script no_such.py: No such file or directory" in capsys.readouterr().err
+    assert session.opened is None
+
+
+def test_a_script_with_a_syntax_error_is_said_before_spark_starts(tmp_path, capsys):
+    path = tmp_path / "bad.py"
+    path.write_text("def (:\n")
+    assert run_cli(str(path), run=FakeRun()) == 2
+    assert "bad.py is not a Python script" in capsys.readouterr().err
+
+
+def test_python_before_the_script_is_explained(capsys):
+    assert run_cli("python3", "train.py", run=FakeRun()) == 2
+    assert "give the script itself, without python3 before it" in capsys.readouterr().err
+
+
+def test_slots_per_host_without_a_discovery_script_is_refused(script, capsys):
+    assert run_cli("--slots-per-host", "2", script, run=FakeRun()) == 2
+    assert "--host-discovery-script" in capsys.readouterr().err
+
+
+def test_a_bug_in_the_script_ends_with_its_traceback_and_exit_code_1(script, capsys):
+    session = FakeSession()
+    assert run_cli(script, run=FakeRun(raised()), session=session) == 1
+    told = capsys.readouterr().err
+    assert "rank 1 on h raised ValueError: bad" in told
+    assert "Traceback: ..." in told
+    assert session.closed
+
+
+@pytest.mark.parametrize(
+    ("message", "code"), [("exited with code 3", 3), ("exited with code 1: no data", 1), ("exited with code 256", 1)]
+)
+def test_a_script_that_exits_with_a_code_gives_the_command_that_code(script, message, code):
+    for error_type in ("ScriptExit", "spark_elastic.task.script.ScriptExit"):
+        assert run_cli(script, run=FakeRun(raised(error_type, message))) == code
+
+
+def test_a_job_that_cannot_go_on_says_why_without_a_traceback(script, capsys):
+    error = NotEnoughSlotsError(have=1, need=2, waited_s=60, setting="start_timeout")
+    assert run_cli(script, run=FakeRun(error)) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("spark-elastic: error: 1 of 2 slots")
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), JobCancelledError("cancelled")])
+def test_an_interrupted_job_exits_with_130_and_closes_the_session(script, error):
+    session = FakeSession()
+    assert run_cli(script, run=FakeRun(error), session=session) == 130
+    assert session.closed
+
+
+def test_each_rank_prints_into_files_of_its_own_and_to_the_terminal(script, tmp_path, capsys):
+    prints = [
+        ("stdout", "[0]<stdout>:loss 1.5"),
+        ("stdout", "[1]<stdout>:loss [2]<x>:"),
+        ("stderr", "[0]<stderr>:careful"),
+        ("stderr", "[slot 2]<stderr>:no rank yet"),
+        ("stderr", "spark_elastic: a line of the job's own"),
+    ]
+    folder = tmp_path / "out"
+    assert run_cli("--output-filename", str(folder), script, run=FakeRun(prints=prints)) == 0
+    found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    assert found == {
+        "rank.0/stdout": "loss 1.5\n",
+        "rank.1/stdout": "loss [2]<x>:\n",
+        "rank.0/stderr": "careful\n",
+        "slot.2/stderr": "no rank yet\n",
+    }
+    shown = capsys.readouterr()
+    assert shown.out == "[0]<stdout>:loss 1.5\n[1]<stdout>:loss [2]<x>:\n"
+    assert "a line of the job's own" in shown.err

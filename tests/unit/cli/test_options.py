@@ -1,0 +1,78 @@
+import pytest
+
+from spark_elastic.cli.options import parser, run_arguments
+
+
+def parse(line):
+    return parser().parse(line.split())
+
+
+def refused(line, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        parse(line)
+    assert leaving.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_what_follows_the_script_belongs_to_the_script():
+    options = parse("-np 2 train.py --num-proc 7 -v --lr=0.1 -- x")
+    assert (options.script, options.script_args) == ("train.py", ("--num-proc", "7", "-v", "--lr=0.1", "--", "x"))
+    assert options.num_proc == 2
+    assert options.verbose == 0
+
+
+def test_two_dashes_end_the_options():
+    assert parse("-np 2 -- --odd-name.py -x").script == "--odd-name.py"
+
+
+@pytest.mark.parametrize("line", ["-np 3 t.py", "--num-proc 3 t.py", "--num-proc=3 t.py"])
+def test_the_number_of_workers_can_be_written_as_in_horovod(line):
+    assert run_arguments(parse(line))["num_proc"] == 3
+
+
+def test_only_what_was_given_is_passed_on():
+    assert run_arguments(parse("train.py")) == {"verbose": 1}
+
+
+def test_every_setting_reaches_run_under_its_own_name():
+    line = (
+        "-np 4 --min-np 2 --max-num-proc 8 --reset-limit 9 --elastic-timeout 60 --start-timeout 30.5 "
+        "--heartbeat-timeout 5 --cooldown-range 1 20 --nics eth0,eth1 --env A=1 --env B=x=y -vv train.py"
+    )
+    assert run_arguments(parse(line)) == {
+        "num_proc": 4,
+        "min_num_proc": 2,
+        "max_num_proc": 8,
+        "reset_limit": 9,
+        "elastic_timeout": 60.0,
+        "start_timeout": 30.5,
+        "heartbeat_timeout": 5.0,
+        "cooldown_range": (1.0, 20.0),
+        "nics": ["eth0", "eth1"],
+        "env": {"A": "1", "B": "x=y"},
+        "verbose": 3,
+    }
+
+
+def test_a_cooldown_range_of_zeros_means_none():
+    assert run_arguments(parse("--cooldown-range 0 0 train.py"))["cooldown_range"] is None
+
+
+def test_an_unknown_option_names_the_nearest(capsys):
+    assert "unknown option --num-prc; did you mean --num-proc?" in refused("--num-prc 4 train.py", capsys)
+
+
+def test_an_option_like_no_other_is_just_unknown(capsys):
+    assert "unknown option --zzzzzzzz\n" in refused("--zzzzzzzz train.py", capsys)
+
+
+def test_a_word_where_a_number_belongs_is_refused(capsys):
+    assert "-np" in refused("-np four train.py", capsys)
+
+
+def test_a_setting_without_a_value_is_refused(capsys):
+    assert "expected NAME=VALUE, not 'spark.x'" in refused("--conf spark.x train.py", capsys)
+
+
+def test_an_option_whose_value_is_missing_is_refused(capsys):
+    assert "--reset-limit" in refused("--reset-limit", capsys)
