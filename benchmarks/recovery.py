@@ -1,0 +1,171 @@
+"""How long training stands still when a worker is killed, stopped, or joins; and whether a step is lost.
+
+    python benchmarks/recovery.py                        # SIGKILL of workers, 3 -> 2 and 2 -> 1, plain processes
+    python benchmarks/recovery.py --on standalone --fault executor
+    python benchmarks/recovery.py --fault stop
+
+Every number comes from what the workers wrote down at their own optimizer steps. "kill → next step" runs from just
+before the signal is sent to the next optimizer step of the *last* survivor. "join" is the longest gap between two
+steps that a running worker had when the replacement came in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from _harness import Series, parser, report
+from _training import StepLog, is_alive, train
+
+import spark_elastic
+from spark_elastic.core.timeline import WorldStarted
+from tests.integration.processes import children
+
+HEARTBEAT_TIMEOUT_S = 2.0
+
+
+@dataclass
+class Figures:
+    """In milliseconds, except where it says otherwise."""
+
+    to_next_step: dict[str, list[float]] = field(default_factory=dict)
+    from_worker_death: list[float] = field(default_factory=list)
+    worker_outlives_jvm: list[float] = field(default_factory=list)
+    join_pause: list[float] = field(default_factory=list)
+    full_strength_s: list[float] = field(default_factory=list)
+    lost_steps: int = 0
+    false_evictions: int = 0
+
+
+@contextlib.contextmanager
+def running_job(on: str, folder: str, size: int, hidden: int) -> Iterator[tuple[Any, Callable[[int], int]]]:
+    """A job of `size` workers, and a function from a worker's pid to its executor's JVM."""
+    common = {
+        "num_proc": size,
+        "min_num_proc": 1,
+        "heartbeat_timeout": HEARTBEAT_TIMEOUT_S,
+        "cooldown_range": (0.01, 0.02),
+        "verbose": 0,
+    }
+    arguments = (folder, hidden, 3000.0)
+    if on == "processes":
+        job = spark_elastic.run_async(train, arguments, launcher=spark_elastic.LocalLauncher(), **common)
+        try:
+            yield job, lambda pid: 0
+        finally:
+            job.cancel()
+        return
+    from tests.integration import clusters
+
+    starts = {
+        "local": lambda: clusters.local(size),
+        "local-cluster": lambda: clusters.local_cluster(size, 1),
+        "standalone": lambda: clusters.standalone(workers=size, cores=1),
+        "namespaces": lambda: clusters.namespaced(workers=size, cores=1),
+    }
+    with starts[on]() as cluster:
+
+        def jvm_of(pid: int) -> int:
+            return next(jvm for jvm in cluster.executors().values() if pid in children(jvm))
+
+        job = spark_elastic.run_async(train, arguments, spark=cluster.spark, **common)
+        try:
+            yield job, jvm_of
+        finally:
+            job.cancel()
+
+
+def one_kill(log: StepLog, fault: str, size: int, jvm_of: Callable[[int], int], figures: Figures, rng: random.Random):
+    """Kill one of `size` workers, wait for the survivors' next steps, then for the replacement."""
+    members = log.wait_for_world(size, _newest_round(log) - 1)
+    round = _newest_round(log)
+    time.sleep(rng.uniform(0.05, 0.15))  # anywhere in a step
+    victim = rng.choice(sorted(members))
+    survivors = [pid for pid in members if pid != victim]
+    target = jvm_of(victim) if fault == "executor" else victim
+    start = time.monotonic()
+    os.kill(target, signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+    died = start
+    if fault == "executor":
+        while is_alive(victim):
+            time.sleep(0.0005)
+        died = time.monotonic()
+        figures.worker_outlives_jvm.append((died - start) * 1000)
+    firsts = log.wait(
+        lambda read: (f := [read.first_step(pid, round + 1) for pid in survivors]) and all(f) and f,
+        60,
+        "the survivors' next step",
+    )
+    last = max(step.at for step in firsts)
+    figures.to_next_step.setdefault(f"{size} -> {size - 1}", []).append((last - start) * 1000)
+    if fault == "executor":
+        figures.from_worker_death.append(max(last - died, 0.0) * 1000)
+    log.wait_for_world(size, round + 1, 120.0)
+    joined = _newest_round(log)
+    figures.full_strength_s.append(max(step.at for step in log.newest().values() if step.round == joined) - start)
+    for pid in survivors:
+        before, after = log.last_step_before(pid, joined), log.first_step(pid, joined)
+        if before is not None and after is not None:
+            figures.join_pause.append((after.at - before.at) * 1000)
+
+
+def _newest_round(log: StepLog) -> int:
+    log.read()
+    return max((step.round for step in log.newest().values()), default=0)
+
+
+def main() -> None:
+    arguments = parser(__doc__, repeat=50)
+    arguments.add_argument(
+        "--on", choices=["processes", "local", "local-cluster", "standalone", "namespaces"], default="processes"
+    )
+    arguments.add_argument("--fault", choices=["worker", "executor", "stop"], default="worker")
+    arguments.add_argument("--sizes", type=int, nargs="+", default=[3, 2])
+    arguments.add_argument("--hidden", type=int, default=128, help="128: 102 k parameters, 0.8 MB with momentum")
+    args = arguments.parse_args()
+    repeat = 3 if args.quick else args.repeat
+    rng = random.Random(7)
+    figures = Figures()
+    rounds = 0
+    for size in args.sizes:
+        with tempfile.TemporaryDirectory() as folder, running_job(args.on, folder, size, args.hidden) as (job, jvm_of):
+            log = StepLog(Path(folder))
+            log.wait_for_world(size, 0, 180.0)
+            for number in range(repeat):
+                one_kill(log, args.fault, size, jvm_of, figures, rng)
+                print(f"\r{size}: {number + 1}/{repeat}", end="", file=sys.stderr, flush=True)
+            log.read()
+            figures.lost_steps += log.lost_steps()
+            rounds = sum(isinstance(record, WorldStarted) for record in job.events())
+            figures.false_evictions += rounds - 1 - 2 * repeat
+    limit = {"worker": (150.0, 500.0), "executor": (None, None), "stop": (HEARTBEAT_TIMEOUT_S * 1000 + 500, None)}
+    p50, p99 = limit[args.fault]
+    series = [
+        Series(f"{args.fault} -> next step, {kind}", values, "ms", target_p50=p50, target_p99=p99)
+        for kind, values in figures.to_next_step.items()
+    ]
+    if figures.from_worker_death:
+        series.append(Series("JVM's death -> worker's death", figures.worker_outlives_jvm, "ms", target_max=300.0))
+        series.append(Series("worker's death -> next step", figures.from_worker_death, "ms", target_p50=100.0))
+    series.append(Series("newcomer joins: pause", figures.join_pause, "ms", target_p50=100.0))
+    series.append(Series("fault -> full strength", figures.full_strength_s, "s"))
+    series.append(Series("applied steps lost", [float(figures.lost_steps)], "steps", target_max=0.0))
+    series.append(Series("worlds that no fault explains", [float(figures.false_evictions)], "worlds", target_max=0.0))
+    report(f"recovery-{args.fault}-{args.on}", args, *series, raw=dict(vars(figures)))
+    print(f"median pause at a join: {statistics.median(figures.join_pause):.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
