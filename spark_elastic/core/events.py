@@ -19,7 +19,7 @@ class JobStarted:
 
 @dataclass(frozen=True, slots=True)
 class AgentJoined:
-    """An agent authenticated and said where it runs."""
+    """An agent authenticated and said where it runs. A slot's later agent has the higher id."""
 
     agent: AgentId
     place: Place
@@ -35,7 +35,7 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True)
 class SlotEnded:
-    """A slot's launch is over, whatever the cause; it can be launched again."""
+    """A slot's launch is over, whatever the cause; it can be launched again. Comes exactly once a launch."""
 
     slot: SlotId
     why: str

@@ -173,9 +173,7 @@ class Membership:
             case ExecutorDecommissioned(executor):
                 self._withdraw_places(self._places.decommission(executor), now)
             case ExecutorLost(executor, why):
-                for agent_on_it in self._roster.on_executor(executor):
-                    self._send_home(agent_on_it, f"executor {executor} is lost: {why}", now)
-                self._places.executor_gone(executor)
+                self._on_executor_lost(executor, f"executor {executor} is lost: {why}", now)
             case HostsObserved(hosts):
                 if self._places.observe(hosts):
                     self._review(None, now)
@@ -294,9 +292,9 @@ class Membership:
     # --- agents and slots -------------------------------------------------------------------------
 
     def _on_agent_joined(self, event: AgentJoined, now: float) -> None:
-        if event.agent in self._roster.agents:
-            return
         slot = self._roster.slots.get(event.place.slot)
+        if slot is not None and event.agent <= slot.newest:
+            return  # a repeat, or an agent that was lost or replaced already
         if slot is not None and slot.agent is not None:
             # Spark ran the task again before the first attempt's channel was seen to close
             self._send_home(self._roster.agents[slot.agent], "a newer agent has its slot", now)
@@ -313,6 +311,11 @@ class Membership:
         if slot.agent is not None:
             self._lose_agent(slot.agent, f"its task ended: {event.why}", now)
         self._places.slot_ended(slot, now)
+
+    def _on_executor_lost(self, executor: str, why: str, now: float) -> None:
+        agents = self._places.executor_gone(executor)
+        for agent in agents:
+            self._send_home(agent, why, now)
 
     def _lose_agent(self, agent_id: AgentId, why: str, now: float) -> None:
         agent = self._roster.agents.get(agent_id)

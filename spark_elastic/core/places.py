@@ -68,6 +68,7 @@ class Places:
         if slot is None or not slot.launched:
             self._out.append(DismissAgent(agent_id, f"slot {place.slot} is not launched"))
             return None
+        slot.newest = agent_id
         agent = Agent(agent_id, place)
         self._roster.agents[agent_id] = agent
         slot.agent = agent_id
@@ -96,7 +97,7 @@ class Places:
 
     def fill(self, agent: Agent, now: float) -> None:
         """Start a worker on the agent: now, or when its place has cooled down."""
-        if agent.worker is not None or agent.leaving:
+        if agent.worker is not None or agent.leaving or agent.doomed:
             return
         due = self._cooldown.ready_at(agent.place)
         if due > now:
@@ -145,19 +146,28 @@ class Places:
             self._timers.cancel(("fill", agent.id))
         return news
 
-    def executor_gone(self, executor: str) -> None:
+    def executor_gone(self, executor: str) -> list[Agent]:
+        """The executor is lost: nothing starts on it any more. Returns: its agents, which are now to be given up."""
+        agents = self._roster.on_executor(executor)
+        for agent in agents:
+            agent.doomed = True
         self._decommissioned.discard(executor)
+        return agents
 
     def review(self, host: str | None = None) -> list[Agent]:
         """Compare agents (of one host) with what is allowed. Returns: those whose `leaving` changed."""
         if self._allowed is None:
-            changed = [agent for agent in self._roster.agents.values() if agent.leaving and not agent.retiring]
+            changed = [
+                agent
+                for agent in self._roster.agents.values()
+                if agent.leaving and not (agent.retiring or agent.doomed)
+            ]
             for agent in changed:
                 agent.leaving = ""
             return changed
         by_host: dict[str, list[Agent]] = {}
         for agent in self._roster.agents.values():
-            if host is None or agent.place.host == host:
+            if not agent.doomed and (host is None or agent.place.host == host):
                 by_host.setdefault(agent.place.host, []).append(agent)
         return [agent for name, agents in by_host.items() for agent in self._review_host(name, agents)]
 

@@ -14,6 +14,7 @@ class Slot:
     id: SlotId
     launched: bool = True  # its job is pending or running; otherwise it waits for its cooldown
     agent: AgentId | None = None  # the agent of the current launch, while it is there
+    newest: AgentId = 0  # the newest agent it ever had; older ones come too late
     excused: bool = False  # whatever ends this launch next was counted already, or is nobody's fault
 
 
@@ -23,6 +24,7 @@ class Agent:
     place: Place
     worker: WorkerId | None = None  # never one that is GONE
     leaving: str = ""  # why its place is not to be used any more; empty: it may be used
+    doomed: bool = False  # its executor is lost, and it is about to be given up
     retiring: bool = False  # Spark takes its executor away: dismissed as soon as it has no member
 
 

@@ -65,6 +65,7 @@ class Rounds:
         self._gather_since = 0.0
         self._gather_setting = "start_timeout"
         self._enough_since: float | None = None  # STARTING: since when min_num_proc are ready
+        self._noticed_progress = 0  # INTERRUPTED: `furthest` when the members were last asked
         self._stall_due = 0.0  # BROKEN: when survivors that have not come are removed
         self._paused_at: float | None = None  # when the newest world broke, or its first member stopped
         self._change = "the job starts"  # why the next world is built
@@ -202,6 +203,8 @@ class Rounds:
         """Ask a running world to stop at an agreed step, if somebody is ready to join it or can be let go."""
         if self.phase is not Phase.RUNNING or self._done:
             return  # where some are done already, the job is about to end: nobody joins any more
+        if not self._elastic:
+            return  # a plain function has no step to stop at
         limit = self._settings.reset_limit
         if limit is not None and self.round > limit:
             return  # the next world would end the job: only a loss is worth that
@@ -217,8 +220,10 @@ class Rounds:
         self._enter(Phase.INTERRUPTED)
         self._paused_at = None
         self._notices += 1
+        self._noticed_progress = self.furthest
         self._timers.set(("notice", 0), now + self._settings.stall_timeout_s)
         self._out.append(NotifyHostsUpdated(tuple(self._roster.states[TRAINING]), self._notices))
+        self._say_interrupted(self._roster.count(TRAINING), now)
 
     def _leaving_reason(self, candidate: Candidate) -> str:
         worker = self._roster.workers[candidate.worker]
@@ -247,10 +252,14 @@ class Rounds:
         """The members were asked to stop and not all did."""
         if self.phase is not Phase.INTERRUPTED:
             return
-        if self._paused_at is None:
-            # Nobody reached a commit: they train on, and nobody waits for them but newcomers.
+        limit_s = self._settings.stall_timeout_s
+        if self._paused_at is None and self.furthest > self._noticed_progress:
+            # nobody reached a commit, but they train on: only newcomers wait for them
             self._waiting_key = ()
-            self._timers.set(("notice", 0), now + self._settings.stall_timeout_s)
+            self._noticed_progress = self.furthest
+            self._timers.set(("notice", 0), now + limit_s)
+        elif self._paused_at is None:
+            self._break(f"no step in {limit_s:g} s since the workers were asked to stop", now)
         else:
             behind = self._roster.count(TRAINING)
             self._break(f"{behind} workers did not stop at the step where the others did", now)

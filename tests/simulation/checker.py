@@ -1,0 +1,399 @@
+"""The invariants, checked after every event against a bookkeeping of its own: events, commands and the truth.
+
+It reads nothing of the machine but its phase, its world and its next deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from spark_elastic import errors
+from spark_elastic.core import commands as c
+from spark_elastic.core import events as e
+from spark_elastic.core import timeline as t
+from spark_elastic.core.states import Phase
+from spark_elastic.core.topology import Place, World
+from spark_elastic.settings import ElasticSettings
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise Violation(what)
+
+
+class Checker:
+    def __init__(self, settings: ElasticSettings, cluster: Cluster) -> None:
+        self.settings, self.cluster = settings, cluster
+        self.places: dict[int, Place] = {}  # agents that exist
+        self.joined: dict[int, Place] = {}  # agents the machine knows
+        self.ever_joined: set[int] = set()
+        self.on_agent: dict[int, int] = {}  # worker -> agent
+        self.gone: set[int] = set()  # workers the machine knows to be gone, or had killed
+        self.done: dict[int, bool] = {}  # -> in_loop
+        self.stands: dict[int, tuple[bool, int | None]] = {}  # worker that waits -> (at_init, progress)
+        self.admitted: set[int] = set()
+        self.last_round: dict[int, int] = {}
+        self.launched: set[int] = set()
+        self.world: World | None = None
+        self.notified_round = 0
+        self.sequence = 0
+        self.furthest = 0  # the most steps that any event reported
+        self.decommissioned: set[str] = set()
+        self.hosts: dict[str, int] | None = None
+        self.below_since: float | None = None
+        self.slot_failed_at: dict[int, float] = {}
+        self.deaths: dict[int, int] = {}  # slot -> deaths of its workers and agents
+        self.counted: dict[int, int] = {}  # slot -> failures announced
+        self.shaken = False  # something that breaks a world was part of the event
+        self.waiting: t.Waiting | None = None
+        self.paused = False  # a member stopped after a notice
+        self.stats: dict[str, int] = {}
+
+    def agent_started(self, agent: int, place: Place) -> None:
+        self.places[agent] = place
+
+    def cut_off(self, slot: int) -> None:
+        """The slot's agent cannot be reached any more."""
+
+    # --- what the event says ----------------------------------------------------------------------
+
+    def before(self, event: e.Event, now: float) -> None:
+        self.shaken = False
+        if isinstance(event, e.AgentJoined):
+            if event.agent in self.ever_joined:
+                return
+            self.ever_joined.add(event.agent)
+            older = [a for a, place in self.joined.items() if place.slot == event.place.slot]
+            for agent in older:
+                self._agent_gone(agent, now)
+            self.joined[event.agent] = event.place
+            if event.place.executor in self.decommissioned:
+                self._died(event.place.slot, now)  # sent away again, which counts against the slot
+        elif isinstance(event, e.AgentLost):
+            self._agent_gone(event.agent, now)
+        elif isinstance(event, e.SlotEnded):
+            for agent in [a for a, place in self.joined.items() if place.slot == event.slot]:
+                self._agent_gone(agent, now)
+            self._died(event.slot, now)
+        elif isinstance(event, e.ExecutorLost):
+            for agent in [a for a, place in self.joined.items() if place.executor == event.executor]:
+                self._agent_gone(agent, now)
+        elif isinstance(event, e.WorkerLost):
+            if event.worker not in self.done:
+                self._worker_gone(event.worker, now)
+        elif isinstance(event, e.WorkerAbandoned):
+            if self._is_live(event.worker) and event.worker not in self.done:
+                self.gone.add(event.worker)
+                self.stands.pop(event.worker, None)
+                self.shaken = True
+        elif isinstance(event, e.WorkerReady):
+            self._ready(event)
+        elif isinstance(event, e.WorkerAlive):
+            if event.progress is not None and self._is_live(event.worker) and event.worker not in self.done:
+                self.furthest = max(self.furthest, event.progress)
+        elif isinstance(event, e.WorkerDone):
+            if self._is_live(event.worker) and event.worker not in self.stands:
+                self.done.setdefault(event.worker, event.in_loop)
+        elif isinstance(event, e.ExecutorDecommissioned):
+            self.decommissioned.add(event.executor)
+        elif isinstance(event, e.HostsObserved):
+            self.hosts = None if event.hosts is None else dict(event.hosts)
+
+    def _ready(self, event: e.WorkerReady) -> None:
+        worker = event.worker
+        if not self._is_live(worker) or event.round != self.last_round.get(worker, 0) or worker in self.done:
+            return
+        if event.at_init and (worker in self.admitted or worker in self.stands):
+            return
+        if worker in self.stands and not self.stands[worker][0]:
+            return
+        if event.progress is not None:
+            self.furthest = max(self.furthest, event.progress)
+        self.stands[worker] = (event.at_init, event.progress)
+        if event.round > 0 and self.notified_round != event.round:
+            self.shaken = True
+
+    def _is_live(self, worker: int) -> bool:
+        return worker in self.on_agent and worker not in self.gone
+
+    def _worker_gone(self, worker: int, now: float) -> None:
+        if not self._is_live(worker):
+            return
+        self.gone.add(worker)
+        self.stands.pop(worker, None)
+        if self.world is not None and worker in self.world.workers:
+            self.shaken = True
+        self._died(self.places[self.on_agent[worker]].slot, now)
+
+    def _agent_gone(self, agent: int, now: float) -> None:
+        if agent not in self.joined:
+            return
+        place = self.joined.pop(agent)
+        for worker in [w for w, a in self.on_agent.items() if a == agent and w not in self.gone]:
+            self.gone.add(worker)
+            self.done.pop(worker, None)
+            self.stands.pop(worker, None)
+            self.shaken = True
+        self._died(place.slot, now)
+
+    def _died(self, slot: int, now: float) -> None:
+        self.deaths[slot] = self.deaths.get(slot, 0) + 1
+
+    # --- what the machine made of it --------------------------------------------------------------
+
+    def after(self, event: e.Event, commands: Sequence[c.Command], now: float, machine: Any) -> None:
+        if isinstance(event, e.WorkerRaised) and self._is_live(event.worker) and event.worker not in self.done:
+            failed = any(isinstance(x, c.FailJob) and isinstance(x.error, errors.UserFunctionError) for x in commands)
+            require(failed, "a bug in the user's function did not fail the job at once")
+        for command in commands:
+            name = type(command).__name__
+            self.stats[name] = self.stats.get(name, 0) + 1
+            getattr(self, f"_on_{name}")(command, event, now)
+        if machine.phase in (Phase.FINISHED, Phase.FAILED):
+            require(machine.next_deadline() is None, "an ended job has a deadline")
+            require(machine.handle(e.Tick(), now) == [], "an ended job is not silent")
+            return
+        due = machine.next_deadline()
+        require(due is not None, f"{machine.phase} waits without a deadline")
+        if isinstance(event, e.Tick):
+            require(due > now, f"the deadline {due} is past after a Tick at {now}")
+        if machine.phase in (Phase.STARTING, Phase.WAITING, Phase.INTERRUPTED, Phase.BROKEN):
+            require(self.waiting is not None, f"{machine.phase} does not say what it waits for")
+        self._check_progress_is_made(machine)
+
+    def _check_progress_is_made(self, machine: Any) -> None:
+        """Nothing waits for what is already there."""
+        members = self._members()
+        training = [w for w in members if w not in self.stands and w not in self.done]
+        if machine.phase is Phase.BROKEN:
+            require(bool(training), "all survivors stand, and the broken world is not replaced")
+        if machine.phase is Phase.RUNNING and self.world is not None:
+            require(bool(training), "all members are done, and the job is not finished")
+            newcomer = any(not at_init and w not in self.world.workers for w, (at_init, _) in self.stands.items())
+            limited = self.settings.reset_limit is not None and self.world.round > self.settings.reset_limit
+            if newcomer and not limited:
+                require(any(w in self.done for w in self.done if w in self._everdone()), "a newcomer is ignored")
+
+    def _everdone(self) -> set[int]:
+        return {w for w in self.done if w not in self.gone and self.last_round.get(w, 0) > 0}
+
+    def _members(self) -> list[int]:
+        return [] if self.world is None else [m.worker for m in self.world.members if m.worker not in self.gone]
+
+    # --- one check a command ----------------------------------------------------------------------
+
+    def _on_LaunchSlot(self, command: c.LaunchSlot, event: e.Event, now: float) -> None:
+        slot = command.slot
+        require(0 <= slot < self.settings.max_num_proc, f"slot {slot} is out of range")
+        require(slot not in self.cluster.running, f"slot {slot} was launched twice")
+        self._not_too_early(slot, now)
+
+    def _on_WithdrawSlot(self, command: c.WithdrawSlot, event: e.Event, now: float) -> None:
+        require(isinstance(event, e.Tick), "slots are withdrawn after deadlines only")
+
+    def _on_StartWorker(self, command: c.StartWorker, event: e.Event, now: float) -> None:
+        require(command.agent in self.joined, f"agent {command.agent} is not there")
+        require(command.worker not in self.on_agent, f"worker id {command.worker} was used before")
+        busy = [w for w, a in self.on_agent.items() if a == command.agent and w not in self.gone]
+        require(not busy, f"agent {command.agent} already has worker {busy}")
+        place = self.joined[command.agent]
+        require(place.executor not in self.decommissioned, "a worker starts on a decommissioned executor")
+        if self.hosts is not None:
+            members = self._members()  # those that have to leave stay until their world can spare them
+            started = [w for w, a in self.on_agent.items() if self.places[a].host == place.host]
+            used = sum(1 for w in started if w not in self.gone and w not in members)
+            require(used < self.hosts.get(place.host, 0), f"{place.host} has {used} workers already")
+        self._not_too_early(place.slot, now)
+        self.on_agent[command.worker] = command.agent
+
+    def _not_too_early(self, slot: int, now: float) -> None:
+        if self.settings.cooldown_range_s is not None and slot in self.slot_failed_at:
+            require(now >= self.slot_failed_at[slot] - 1e-9, f"slot {slot} is used before its cooldown ends")
+
+    def _on_StopWorker(self, command: c.StopWorker, event: e.Event, now: float) -> None:
+        require(self.on_agent.get(command.worker) == command.agent, "the worker is not that agent's")
+        if command.worker not in self.gone:
+            self.shaken = True
+            self.deaths[self.places[command.agent].slot] = self.deaths.get(self.places[command.agent].slot, 0) + 1
+        self.gone.add(command.worker)
+        self.done.pop(command.worker, None)
+        self.stands.pop(command.worker, None)
+
+    def _on_DismissAgent(self, command: c.DismissAgent, event: e.Event, now: float) -> None:
+        if command.agent in self.joined:
+            workers = [w for w, a in self.on_agent.items() if a == command.agent and w not in self.gone]
+            if not isinstance(event, e.Tick | e.ExecutorLost | e.AgentJoined):
+                spare = all(w not in self._members() or w in self.stands for w in workers)
+                require(spare, f"agent {command.agent} was dismissed under a training member")
+            self._agent_gone(command.agent, now)
+
+    def _on_AdmitProvisionally(self, command: c.AdmitProvisionally, event: e.Event, now: float) -> None:
+        require(self.stands.get(command.worker, (False, None))[0], "only a worker in init() can be let out of it")
+        require(0 <= command.rank < command.size <= self.settings.max_num_proc, f"impossible position {command}")
+        del self.stands[command.worker]
+        self.admitted.add(command.worker)
+
+    def _on_NotifyHostsUpdated(self, command: c.NotifyHostsUpdated, event: e.Event, now: float) -> None:
+        assert self.world is not None
+        require(command.sequence > self.sequence, "the hosts-updated sequence does not grow")
+        self.sequence = command.sequence
+        require(self.notified_round < self.world.round, "a world is notified twice")
+        self.notified_round = self.world.round
+        expected = {w for w in self._members() if w not in self.done}
+        require(set(command.workers) == expected, f"notified {command.workers}, training {sorted(expected)}")
+        newcomer = any(not at_init for at_init, _ in self.stands.values())
+        leaving = any(self._is_leaving(w) for w in self._members())
+        require(newcomer or leaving, "a world is interrupted for nobody")
+
+    def _is_leaving(self, worker: int) -> bool:
+        place = self.places[self.on_agent[worker]]
+        return place.executor in self.decommissioned or self.hosts is not None
+
+    def _on_CutPeers(self, command: c.CutPeers, event: e.Event, now: float) -> None:
+        assert self.world is not None
+        require(command.round == self.world.round, "a round that is over is cut")
+        late = isinstance(event, e.Tick) and self.notified_round == self.world.round
+        require(self.shaken or late, "a healthy world is cut")
+        expected = {w for w in self._members() if w not in self.stands and w not in self.done}
+        require(expected <= set(command.workers), f"cut {command.workers}, training {sorted(expected)}")
+
+    def _on_PublishWorld(self, command: c.PublishWorld, event: e.Event, now: float) -> None:
+        world, settings = command.world, self.settings
+        previous = self.world
+        require(world.round == (1 if previous is None else previous.round + 1), "rounds are not consecutive")
+        if settings.reset_limit is not None:
+            require(world.round - 1 <= settings.reset_limit, "more worlds than reset_limit allows")
+        workers = [member.worker for member in world.members]
+        require(len(set(workers)) == len(workers), "a worker has two ranks")
+        finished = sum(1 for w in self._everdone() if w not in workers)
+        require(len(workers) + finished >= settings.min_num_proc, f"{len(workers)} workers are below the minimum")
+        require(len(workers) <= settings.max_num_proc, "more workers than the maximum")
+        for worker in workers:
+            require(self._is_live(worker), f"worker {worker} is in the world and gone")
+            require(worker in self.stands, f"worker {worker} is in a world it does not wait for")
+        for worker in self._members():
+            accounted = worker in self.stands or worker in self.done
+            require(accounted, f"worker {worker} still trains in round {world.round - 1}")
+        self._check_ranks(world, previous)
+        self._check_state(world)
+        for worker in workers:
+            at_init, _ = self.stands.pop(worker)
+            require(not at_init or world.progress is None, "training waits for a worker that has no model yet")
+            self.last_round[worker] = world.round
+            self.admitted.discard(worker)
+        self.world = world
+        self.waiting = None
+
+    def _check_ranks(self, world: World, previous: World | None) -> None:
+        members = world.members
+        require([m.rank for m in members] == list(range(len(members))), "ranks are not 0..size-1 in order")
+        hosts = [m.place.host for m in members]
+        blocks = [h for i, h in enumerate(hosts) if i == 0 or hosts[i - 1] != h]
+        require(len(blocks) == len(set(blocks)), f"a host's ranks are apart: {hosts}")
+        if previous is not None:
+            old = [m.worker for m in previous.members]
+            survivors = [m.worker for m in members if m.worker in previous.workers]
+            require(survivors == sorted(survivors, key=old.index), "survivors changed their order")
+            if survivors:
+                first = members[0].place.host == self.places[self.on_agent[survivors[0]]].host
+                require(first, "a host of newcomers goes first")
+        for host in blocks:
+            block = [m for m in members if m.place.host == host]
+            require([m.local_rank for m in block] == list(range(len(block))), "local ranks are wrong")
+            require({m.local_size for m in block} == {len(block)}, "local sizes are wrong")
+            if previous is not None:
+                new = [m.worker not in previous.workers for m in block]
+                require(new == sorted(new), "a newcomer goes before a survivor of its host")
+        for local_rank in range(max(hosts.count(h) for h in blocks)):
+            column = [m for m in members if m.local_rank == local_rank]
+            require([m.cross_rank for m in column] == list(range(len(column))), "cross ranks are wrong")
+            require({m.cross_size for m in column} == {len(column)}, "cross sizes are wrong")
+
+    def _check_state(self, world: World) -> None:
+        progress = {m.worker: self.stands[m.worker][1] for m in world.members}
+        known = [p for p in progress.values() if p is not None]
+        best = max(known, default=None)
+        require(world.progress == best, f"the world starts at {world.progress}, its best member is at {best}")
+        if best is None:
+            require(self.furthest == 0, f"the world starts over although step {self.furthest} was applied")
+            require(world.sync, "a first world is not synchronised")
+        else:
+            root = world.members[world.root].worker
+            require(progress[root] == best, "the root is not the most advanced")
+            if self.world is not None:
+                ahead = [
+                    m.worker for m in self.world.members if progress.get(m.worker) == best and m.worker in progress
+                ]
+                require(root == ahead[0], "the root is not the oldest of the most advanced")
+            require(world.sync == (set(progress.values()) != {best}), f"sync={world.sync} for {progress}")
+        for worker in self.cluster.workers.values():  # the truth
+            if worker.alive and self._is_live(worker.id) and worker.id not in self.done and worker.progress:
+                if worker.id in progress or self.cluster.plan.plain:
+                    continue
+                require(worker.progress <= (best or 0), f"step {worker.progress} of worker {worker.id} is lost")
+
+    def _on_FinishJob(self, command: c.FinishJob, event: e.Event, now: float) -> None:
+        members = self._members()
+        if self.world is not None:
+            require(all(w in self.done for w in members), "the job finishes under a training member")
+            require(set(command.workers) == self._everdone(), "results of the wrong workers")
+            order = [w for w in command.workers if w in self.world.workers]
+            require(order == [m for m in members if m in order], "results are not in rank order")
+            if not self.cluster.plan.plain:
+                for worker in command.workers:
+                    reached = self.cluster.workers[worker].progress or 0
+                    require(reached >= self.cluster.plan.steps, "the job finishes before its last step")
+        require(bool(command.workers), "a job without results is finished")
+
+    def _on_FailJob(self, command: c.FailJob, event: e.Event, now: float) -> None:
+        error, plan = command.error, self.cluster.plan
+        holders = [
+            w
+            for w in self.cluster.workers.values()
+            if w.alive and self._is_live(w.id) and w.progress is not None and w.id not in self.done
+        ]
+        if isinstance(error, errors.StateLostError):
+            require(not holders, f"the state is not lost: workers {[w.id for w in holders]} hold it")
+        elif isinstance(error, errors.NotEnoughSlotsError):
+            require(error.have < self.settings.min_num_proc, "there are enough workers")
+            limit = {"start_timeout": self.settings.start_timeout_s, "elastic_timeout": self.settings.elastic_timeout_s}
+            require(error.waited_s >= limit[error.setting] - 1e-6, f"gave up after {error.waited_s} s")
+        elif isinstance(error, errors.ResetLimitError):
+            assert self.world is not None
+            require(self.world.round - 1 == self.settings.reset_limit, "the reset limit is not reached")
+            require(self.notified_round < self.world.round or self.shaken_since_notice(), "failed for a newcomer")
+        elif isinstance(error, errors.WorkerStartError):
+            require(plan.boot_crash > 0 or bool(plan.faults), "no worker failed to start")
+            require(error.attempts >= self.settings.boot_failure_limit, "too few attempts")
+        else:
+            require(isinstance(error, errors.UserFunctionError), f"unexpected {error!r}")
+
+    def shaken_since_notice(self) -> bool:
+        return True
+
+    def _on_Announce(self, command: c.Announce, event: e.Event, now: float) -> None:
+        record = command.record
+        if isinstance(record, t.Waiting):
+            require(record.deadline is not None and record.deadline > now, f"{record.reason!r} has no deadline ahead")
+            require(self.waiting != record, "the same reason is announced twice")
+            self.waiting = record
+        elif isinstance(record, t.PlaceCooledDown) and record.kind == "slot":
+            assert self.settings.cooldown_range_s is not None
+            slot = int(record.name)
+            self.counted[slot] = self.counted.get(slot, 0) + 1
+            require(self.counted[slot] <= self.deaths.get(slot, 0), f"slot {slot} failed more often than it died")
+            low, high = self.settings.cooldown_range_s
+            expected = min(high, low * 2 ** (record.failures - 1))
+            require(abs(record.until - now - expected) < 1e-6, f"cooldown of {record.until - now} s")
+            self.slot_failed_at[slot] = record.until
+
+    def at_end(self, cluster: Cluster) -> None:
+        require(cluster.outcome is not None, f"the job neither finished nor failed by {cluster.now:.0f} s")

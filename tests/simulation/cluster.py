@@ -1,0 +1,332 @@
+"""A simulated cluster around the real membership machine: executors, agents, workers and a network, in virtual time.
+
+Everything random comes from one seed. Messages of one channel keep their order, those of different channels do not,
+and some arrive twice. `tests.simulation.training` has the workers.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spark_elastic.core import commands as c
+from spark_elastic.core import events as e
+from spark_elastic.core.topology import Place
+from spark_elastic.settings import ElasticSettings
+from tests.simulation.checker import Checker
+from tests.simulation.training import SimWorker, SimWorld
+
+
+@dataclass
+class Executor:
+    name: str
+    host: str
+    cores: int
+    alive: bool = True
+    draining: bool = False
+    reachable: bool = True
+    slots: set[int] = field(default_factory=set)
+
+
+@dataclass
+class SimAgent:
+    id: int
+    place: Place
+    executor: Executor
+    alive: bool = True
+    worker: SimWorker | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one seed does."""
+
+    settings: ElasticSettings
+    steps: int
+    commit_every: int
+    plain: bool
+    hosts: int
+    cores: int
+    faults: tuple[tuple[float, str], ...]
+    raises_at: int | None
+    boot_crash: float
+    unlucky: float
+    """How likely a worker is killed right after the driver decided something about it."""
+    limit_s: float = 5000.0
+
+
+class Cluster:
+    def __init__(self, machine: Any, plan: Plan, rng: random.Random) -> None:
+        self.plan, self.rng, self.machine = plan, rng, machine
+        self.now = 0.0
+        self.checker = Checker(plan.settings, self)
+        self.ended = False
+        self.outcome: c.FinishJob | c.FailJob | None = None
+        self.workers: dict[int, SimWorker] = {}
+        self.worlds: dict[int, SimWorld] = {}
+        self.events = 0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._ids = itertools.count(1)
+        self._tick_at = float("inf")
+        self._channels: dict[tuple[str, int], float] = {}
+        self.executors: list[Executor] = []
+        self.agents: dict[int, SimAgent] = {}
+        self.running: dict[int, SimAgent | None] = {}  # launched slots
+        self._pending: list[int] = []
+        for host in range(plan.hosts):
+            self._add_executor(f"host{host}")
+
+    # --- time and network -------------------------------------------------------------------------
+
+    def after(self, delay: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now + delay, next(self._ids), action))
+
+    def run(self) -> None:
+        self._to_machine(e.JobStarted())
+        for at, fault in self.plan.faults:
+            self.after(at, lambda fault=fault: self.fault(fault))
+        while self._queue and not self.ended:
+            self.now, _, action = heapq.heappop(self._queue)
+            if self.now > self.plan.limit_s:
+                break
+            action()
+        self.checker.at_end(self)
+
+    def tell_driver(self, channel: tuple[str, int], event: e.Event, delay: float | None = None) -> None:
+        """Events of one channel arrive in order; now and then one comes again, later."""
+        delay = self.rng.uniform(0.0005, 0.03) if delay is None else delay
+        due = max(self.now + delay, self._channels.get(channel, 0.0))
+        self._channels[channel] = due
+        self.after(due - self.now, lambda: self._to_machine(event))
+        if channel[0] != "slot" and self.rng.random() < 0.02:
+            self.after(due - self.now + self.rng.uniform(0, 2), lambda: self._to_machine(event))
+
+    def _to_machine(self, event: e.Event) -> None:
+        if self.ended:
+            return
+        self.events += 1
+        self.checker.before(event, self.now)
+        commands = self.machine.handle(event, self.now)
+        self.checker.after(event, commands, self.now, self.machine)
+        for command in commands:
+            self._carry_out(command)
+        due = self.machine.next_deadline()
+        if due is not None and due < self._tick_at:
+            self._tick_at = due
+            # a driver is not always on time, and sometimes it was stopped for a while
+            late = 6.0 if self.rng.random() < 0.005 else self.rng.uniform(0, 0.01)
+            self.after(max(0.0, due - self.now) + late, self._tick)
+
+    def _tick(self) -> None:
+        self._tick_at = float("inf")
+        self._to_machine(e.Tick())
+
+    # --- commands ---------------------------------------------------------------------------------
+
+    def _carry_out(self, command: c.Command) -> None:
+        if isinstance(command, c.FinishJob | c.FailJob):
+            self.ended, self.outcome = True, command
+        elif isinstance(command, c.LaunchSlot):
+            self.running[command.slot] = None
+            self._pending.append(command.slot)
+            self.after(self.rng.uniform(0.05, 0.5), self._schedule)
+        elif isinstance(command, c.WithdrawSlot):
+            agent = self.running.get(command.slot)
+            if agent is not None and self._hears(agent):
+                self.end_agent(agent, "withdrawn")
+            self._end_slot(command.slot, agent, "withdrawn")
+        elif isinstance(command, c.StartWorker):
+            agent = self.agents[command.agent]
+            worker = SimWorker(self, command.worker, agent.id, agent.place)
+            self.workers[worker.id] = worker
+            if self._hears(agent):
+                self.after(self.rng.uniform(0.001, 0.02), lambda: self._start(agent, worker))
+        elif isinstance(command, c.StopWorker):
+            agent = self.agents[command.agent]
+            if self._hears(agent):
+                self.after(self.rng.uniform(0.001, 0.02), lambda: self._stop(agent, command.worker))
+        elif isinstance(command, c.DismissAgent):
+            agent = self.agents[command.agent]
+            if self._hears(agent):
+                self.after(self.rng.uniform(0.001, 0.05), lambda: self.end_agent(agent, "dismissed"))
+        elif isinstance(command, c.PublishWorld):
+            self._bad_luck([member.worker for member in command.world.members], 2.5)
+            world = SimWorld(self, command.world)
+            self.worlds[world.round] = world
+            for member in command.world.members:
+                self._tell_worker(member.worker, lambda w, world=world: w.on_world(world))
+        elif isinstance(command, c.AdmitProvisionally):
+            self._tell_worker(command.worker, lambda w: w.on_admitted())
+        elif isinstance(command, c.NotifyHostsUpdated):
+            self._bad_luck(command.workers, 0.7)
+            for worker in command.workers:
+                self._tell_worker(worker, lambda w: w.on_notice(command.sequence))
+        elif isinstance(command, c.CutPeers):
+            self._bad_luck(command.workers, 0.1)
+            for worker in command.workers:
+                self._tell_worker(worker, lambda w: w.on_cut(command.round))
+
+    def _bad_luck(self, workers: Sequence[int], within_s: float) -> None:
+        if self.rng.random() < self.plan.unlucky:
+            victim = self.workers[self.rng.choice(list(workers))]
+            self.after(self.rng.uniform(0, within_s), lambda: self.kill(victim, report=True))
+
+    def _tell_worker(self, worker_id: int, what: Callable[[SimWorker], None]) -> None:
+        worker = self.workers[worker_id]
+        if worker.alive and self.agents[worker.agent].executor.reachable:
+            due = max(self.now + self.rng.uniform(0.0005, 0.02), self._channels.get(("to", worker_id), 0.0))
+            self._channels[("to", worker_id)] = due
+            self.after(due - self.now, lambda: worker.receive(what))
+
+    def _hears(self, agent: SimAgent) -> bool:
+        return agent.alive and agent.executor.reachable
+
+    # --- executors, slots, agents -----------------------------------------------------------------
+
+    def _add_executor(self, host: str) -> None:
+        if not self.ended:
+            self.executors.append(Executor(f"exec{next(self._ids)}", host, self.plan.cores))
+            self._schedule()
+
+    def _schedule(self) -> None:
+        for slot in list(self._pending):
+            free = [x for x in self.executors if x.alive and not x.draining and x.reachable and len(x.slots) < x.cores]
+            if not free:
+                return
+            executor = self.rng.choice(free)
+            executor.slots.add(slot)
+            self._pending.remove(slot)
+            agent = SimAgent(next(self._ids), Place(executor.host, executor.name, slot), executor)
+            self.after(self.rng.uniform(0.1, 1.0), lambda agent=agent: self._agent_starts(agent))
+
+    def _agent_starts(self, agent: SimAgent) -> None:
+        slot = agent.place.slot
+        if not agent.executor.alive or slot not in agent.executor.slots:
+            self._end_slot(slot, None, "executor lost before the task ran")
+            return
+        self.agents[agent.id] = agent
+        self.running[slot] = agent
+        self.checker.agent_started(agent.id, agent.place)
+        self.tell_driver(("agent", agent.id), e.AgentJoined(agent.id, agent.place))
+        self._agent_heartbeat(agent)
+
+    def _agent_heartbeat(self, agent: SimAgent) -> None:
+        if not agent.alive or self.ended:
+            return
+        if agent.executor.reachable:
+            self.tell_driver(("agent", agent.id), e.AgentAlive(agent.id))
+        self.after(self.plan.settings.heartbeat_interval_s, lambda: self._agent_heartbeat(agent))
+
+    def _start(self, agent: SimAgent, worker: SimWorker) -> None:
+        if agent.alive:
+            if agent.worker is not None:
+                self.kill(agent.worker, report=True)
+            agent.worker = worker
+            worker.boot()
+
+    def _stop(self, agent: SimAgent, worker_id: int) -> None:
+        if agent.worker is not None and agent.worker.id == worker_id:
+            self.kill(agent.worker, report=True)
+
+    def kill(self, worker: SimWorker, *, report: bool, exit_code: int = -9) -> None:
+        """The process is gone: its channel closes at once, its agent (if it lives) reports the exit, in any order."""
+        if not worker.alive:
+            return
+        worker.die()
+        agent = self.agents[worker.agent]
+        if not agent.executor.reachable:
+            return
+        if worker.said_hello:
+            self.tell_driver(("worker", worker.id), e.WorkerLost(worker.id, "channel closed"))
+        if report and agent.alive:
+            event = e.WorkerLost(worker.id, "process exited", exit_code, "the end of its stderr")
+            self.tell_driver(("agent", agent.id), event, self.rng.uniform(0.001, 0.2))
+
+    def end_agent(self, agent: SimAgent, why: str, *, told: bool = True) -> None:
+        """The agent's process ends (and with it its worker and its task)."""
+        if not agent.alive:
+            return
+        agent.alive = False
+        if agent.worker is not None:
+            self.kill(agent.worker, report=False)
+        if told and agent.executor.reachable:
+            self.tell_driver(("agent", agent.id), e.AgentLost(agent.id, why), self.rng.uniform(0.001, 0.5))
+            self._end_slot(agent.place.slot, agent, why)
+
+    def _end_slot(self, slot: int, agent: SimAgent | None, why: str) -> None:
+        if slot not in self.running or self.running[slot] is not agent:
+            return
+        del self.running[slot]
+        if slot in self._pending:
+            self._pending.remove(slot)
+        for executor in self.executors:
+            executor.slots.discard(slot)
+        if agent is not None:
+            agent.executor.slots.discard(slot)
+        self.tell_driver(("slot", slot), e.SlotEnded(slot, why), self.rng.uniform(0.01, 1.0))
+        self.after(0.1, self._schedule)
+
+    # --- faults -----------------------------------------------------------------------------------
+
+    def fault(self, kind: str) -> None:
+        live = [w for w in self.workers.values() if w.alive and self.agents[w.agent].executor.reachable]
+        executors = [x for x in self.executors if x.alive and x.reachable]
+        if kind in ("kill worker", "stop worker", "hang worker", "kill agent"):
+            if not live:
+                return
+            worker = self.rng.choice(live)
+            if kind == "kill worker":
+                self.kill(worker, report=True)
+            elif kind == "stop worker":
+                worker.stopped = True
+                if self.rng.random() < 0.5:
+                    self.after(self.rng.uniform(0.5, 30), worker.resume)
+            elif kind == "hang worker":
+                worker.hung = True
+                # nobody but its user can tell a hang of the only member from work; they would stop it in the end
+                self.after(800.0, lambda: self.kill(worker, report=True))
+            else:
+                self.end_agent(self.agents[worker.agent], "channel closed")
+        elif kind == "narrow hosts":
+            hosts = {x.host: self.rng.randint(0, self.plan.cores) for x in executors}
+            if sum(hosts.values()) < self.plan.settings.min_num_proc:
+                return
+            self.tell_driver(("discovery", 0), e.HostsObserved(hosts))
+            self.after(self.rng.uniform(5, 60), lambda: self.tell_driver(("discovery", 0), e.HostsObserved(None)))
+        elif kind == "new executor":
+            self._add_executor(f"host{self.rng.randint(0, self.plan.hosts)}")
+        elif executors:
+            executor = self.rng.choice(executors)
+            back = self.rng.uniform(1, 40)
+            if kind == "kill executor":
+                self._lose_executor(executor)
+            elif kind == "drain executor":
+                executor.draining = True
+                self.tell_driver(("spark", 0), e.ExecutorDecommissioned(executor.name))
+                self.after(self.rng.uniform(5, 60), lambda: self._lose_executor(executor))
+            elif kind == "cut off executor":
+                executor.reachable = False
+                for slot in executor.slots:
+                    self.checker.cut_off(slot)
+                self.after(self.rng.uniform(15, 60), lambda: self._lose_executor(executor))
+            self.after(back, lambda: self._add_executor(executor.host))
+
+    def _lose_executor(self, executor: Executor) -> None:
+        if not executor.alive:
+            return
+        executor.alive = False
+        why = "killed"
+        agents = [agent for agent in self.agents.values() if agent.executor is executor and agent.alive]
+        for agent in agents:
+            self.end_agent(agent, why, told=executor.reachable and self.rng.random() < 0.9)
+        for slot in sorted(executor.slots):  # Spark notices, whatever the network does
+            agent = self.running.get(slot)
+            if agent is not None and agent.executor is executor:
+                self.after(self.rng.uniform(0.01, 1.5), lambda s=slot, a=agent: self._end_slot(s, a, why))
+        if self.rng.random() < 0.8 or not executor.reachable:
+            lost = e.ExecutorLost(executor.name, why)
+            self.tell_driver(("spark", 0), lost, self.rng.uniform(0.01, 1.0))

@@ -1,0 +1,66 @@
+"""What a seed does, and how to run it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from spark_elastic.settings import ElasticSettings
+from tests.simulation.cluster import Cluster, Plan
+
+FAULTS = (
+    ["kill worker"] * 6
+    + ["kill executor"] * 3
+    + ["drain executor"] * 3
+    + ["new executor"] * 2
+    + ["kill agent", "stop worker", "stop worker", "hang worker", "cut off executor", "narrow hosts"]
+)
+
+
+def plan_of(rng: random.Random) -> Plan:
+    """A job and its bad luck."""
+    hosts, cores = rng.randint(1, 4), rng.randint(1, 3)
+    max_num_proc = rng.randint(1, 7)
+    num_proc = rng.randint(1, max_num_proc)
+    settings = ElasticSettings(
+        num_proc=num_proc,
+        min_num_proc=rng.randint(1, num_proc),
+        max_num_proc=max_num_proc,
+        start_timeout_s=120.0,
+        elastic_timeout_s=rng.choice([20.0, 120.0]),
+        start_grace_s=rng.choice([0.0, 3.0, 10.0]),
+        heartbeat_timeout_s=10.0,
+        stall_timeout_s=40.0,
+        reset_limit=rng.choice([None] * 8 + [0, 3]),
+        cooldown_range_s=rng.choice([(0.5, 60.0), (0.5, 60.0), (0.1, 2.0), None]),
+        boot_failure_limit=3,
+    )
+    steps = rng.choice([rng.randint(3, 40), rng.randint(20, 120)])
+    horizon = steps * 0.4 + 8
+    faults = [(rng.uniform(0, horizon), rng.choice(FAULTS)) for _ in range(rng.choice([0, 1, 2, 3, 5, 8, 12]))]
+    if faults and rng.random() < 0.3:  # bad luck comes in pairs
+        faults += [(faults[0][0] + rng.uniform(0, 0.1), "kill worker")]
+    return Plan(
+        settings=settings,
+        steps=steps,
+        commit_every=rng.choice([1, 1, 1, 5]),
+        plain=rng.random() < 0.15,
+        hosts=hosts,
+        cores=cores,
+        faults=tuple(faults),
+        raises_at=rng.randint(1, steps) if rng.random() < 0.05 else None,
+        unlucky=rng.choice([0.0, 0.0, 0.1, 0.3]),
+        boot_crash=rng.choice([0.0] * 9 + [0.3]),
+    )
+
+
+def simulate(seed: int, machine_class: Any) -> Cluster:
+    """Run one seed to its end.
+
+    Raises: Violation, or whatever the machine itself raises, if an invariant does not hold.
+    """
+    rng = random.Random(seed)
+    plan = plan_of(rng)
+    cluster = Cluster(machine_class(plan.settings), plan, rng)
+    cluster.run()
+    return cluster
