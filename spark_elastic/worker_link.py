@@ -21,6 +21,8 @@ class Assignment:
     worker: WorkerId
     addresses: dict[WorkerId, str]
     """The address that each member binds to."""
+    updates_seen: int = 0
+    """`updates_seen()` at the moment this world arrived: those updates are part of it already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,10 @@ class ProvisionalPosition:
 
 
 class WorkerLink(Protocol):
-    """The worker's side of the channel to the driver. Every blocking call ends when the job does."""
+    """The worker's side of the channel to the driver. Every blocking call ends when the job does.
+
+    `kv_set` and `kv_get` are called from more than one thread.
+    """
 
     @property
     def worker(self) -> WorkerId: ...
@@ -65,6 +70,13 @@ class WorkerLink(Protocol):
         """Have `callback(round, why)` called from the channel thread the moment a cut arrives; None: no more.
 
         Called at once if the cut of the newest round came before the registration.
+        """
+        ...
+
+    def derive_key(self, purpose: str) -> bytes:
+        """32 bytes that only this job's workers know: HMAC-SHA256 of the job's key over `purpose`.
+
+        Pickled objects that travel between workers carry a MAC under it, so none is loaded that came from elsewhere.
         """
         ...
 
