@@ -1,0 +1,65 @@
+"""From where training goes on after a collective failed: the decision alone, without any state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Recovery(Enum):
+    """Which values the next world starts from."""
+
+    RESUME_POINT = "resume point"
+    """Live tensors; plain values of the last resume point. No optimizer has stepped since, so they belong together."""
+    LIVE = "live"
+    """Everything as it is: the loop stood at the entry of an optimizer step."""
+    COMMIT = "commit"
+    """The snapshot of the last commit, tensors and plain values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What is known when a collective has failed inside the elastic loop.
+
+    steps: for each optimizer in the state, the steps it has applied since the last resume point (a commit, a check for
+        updated hosts, or the entry of the loop).
+    in_reduction: the failed collective was the gradient reduction of a `DistributedOptimizer`.
+    mid_update: an optimizer had begun to change parameters and did not finish.
+    """
+
+    steps: Sequence[int]
+    in_reduction: bool
+    mid_update: bool = False
+
+
+def decide(failure: Failure) -> tuple[Recovery, str]:
+    """Where to go on from, and why, in words.
+
+    Without an optimizer nothing tells when the model changes, so only the commit is safe. With several, the entry of
+    one's step is a boundary of the whole loop only if all have applied equally many.
+    """
+    if not failure.steps:
+        return Recovery.COMMIT, "no optimizer in the state says when the model changes"
+    if failure.mid_update:
+        return Recovery.COMMIT, "an optimizer had begun to change the parameters"
+    if not any(failure.steps):
+        return Recovery.RESUME_POINT, "no step was applied since the last resume point"
+    if not failure.in_reduction:
+        return Recovery.COMMIT, f"a collective outside the optimizer failed {max(failure.steps)} steps after a commit"
+    if len(set(failure.steps)) > 1:
+        return Recovery.COMMIT, f"the optimizers stand at different steps {list(failure.steps)} since the last commit"
+    return Recovery.LIVE, "the gradients of the next step were being reduced"
+
+
+def records_to_keep(records: int, steps: int, passes: int = 1) -> int:
+    """Batches that a sampler may count as done, of those recorded since `steps` was 0.
+
+    A loop may record a batch before or after the optimizer's step. At the entry of step `steps + 1` everything beyond
+    `steps * passes` batches belongs to the step that is done again. A sampler whose records do not follow the steps
+    (none recorded, or far more) is left alone.
+
+    records: batches recorded. passes: backward passes per optimizer step.
+    """
+    applied = steps * passes
+    return applied if applied < records <= applied + passes else records

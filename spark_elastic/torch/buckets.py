@@ -1,0 +1,116 @@
+"""Fused gradient buckets: one flat buffer for many gradients, reduced while backward still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from spark_elastic.torch.compression import Compressor, NoneCompressor, _CastCompressor
+
+BUCKET_BYTES = 25 << 20
+"""Largest bucket. Buckets are filled in the order in which backward usually finishes gradients: last layer first."""
+FIRST_BUCKET_BYTES = 1 << 20
+
+
+class Bucket:
+    """Gradients of one type that are reduced together.
+
+    flat: all of them, and in the flagged bucket one element more behind them: whether this member has been told of a
+    coming world. views: the gradients' places in it, shaped like their parameters.
+    """
+
+    __slots__ = ("_wire", "compression", "flag", "flat", "params", "ready", "views")
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], compression: type[Compressor], flagged: bool) -> None:
+        self.params = list(params)
+        self.compression = compression
+        self.ready = 0
+        sizes = [param.numel() for param in params]
+        first = params[0]
+        self.flat = torch.zeros(sum(sizes) + flagged, dtype=first.dtype, device=first.device)
+        self.flag = self.flat[-1] if flagged else None
+        pieces = self.flat[: sum(sizes)].split(sizes)
+        self.views = [_shaped(piece, param) for piece, param in zip(pieces, params, strict=True)]
+        self._wire: torch.Tensor | None = None
+
+    def pack(self) -> torch.Tensor:
+        """What is sent: the bucket itself, or its compressed form."""
+        if self.compression is NoneCompressor:
+            return self.flat
+        if issubclass(self.compression, _CastCompressor):
+            if self._wire is None:
+                self._wire = torch.empty_like(self.flat, dtype=self.compression.dtype)
+            return self._wire.copy_(self.flat)
+        self._wire, context = self.compression.compress(self.flat)
+        self._wire = self._wire.contiguous()
+        self._context = context  # type: ignore[misc]
+        return self._wire
+
+    def unpack(self) -> None:
+        """Put what was received into the bucket."""
+        if self._wire is None:
+            return
+        if issubclass(self.compression, _CastCompressor):
+            self.flat.copy_(self._wire)
+        else:
+            self.flat.copy_(self.compression.decompress(self._wire, self._context))
+
+
+def _shaped(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The piece as a tensor of the parameter's shape and memory layout, so that optimizers run at full speed."""
+    if param.is_contiguous():
+        return piece.view(param.shape)
+    if param.numel() == 0 or not param.is_non_overlapping_and_dense():  # type: ignore[attr-defined]
+        return piece.view(param.shape)
+    return piece.as_strided(param.shape, param.stride())
+
+
+def partition(
+    params: Sequence[torch.nn.Parameter], groups: int | Sequence[Sequence[torch.nn.Parameter]] | None
+) -> list[list[torch.nn.Parameter]]:
+    """Which parameters share a bucket.
+
+    params: in the order of their registration. groups: None: filled last layer first up to the bucket size; a number
+    of about equal buckets; or lists of parameters, those not named forming buckets by size.
+
+    Returns: lists of parameters of one type and device each, in the order in which they are reduced.
+    """
+    if groups is None:
+        return _by_size(list(reversed(params)))
+    if isinstance(groups, int):
+        ordered = list(reversed(params))
+        quotient, rest = divmod(len(ordered), groups)
+        cuts = [i * quotient + min(i, rest) for i in range(groups + 1)]
+        chosen = [ordered[a:b] for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+    else:
+        known = {id(param) for param in params}
+        chosen = [[param for param in group if id(param) in known] for group in groups]
+        named = {id(param) for group in chosen for param in group}
+        chosen += _by_size([param for param in reversed(params) if id(param) not in named])
+    return [part for group in chosen for part in _by_kind(group)]
+
+
+def _by_kind(params: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+    for param in params:
+        kinds.setdefault((param.dtype, param.device), []).append(param)
+    return list(kinds.values())
+
+
+def _by_size(params: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    out: list[list[torch.nn.Parameter]] = []
+    for kind in _by_kind(params):
+        bucket: list[torch.nn.Parameter] = []
+        filled = 0
+        for param in kind:
+            size = param.numel() * param.element_size()
+            limit = BUCKET_BYTES if out else FIRST_BUCKET_BYTES
+            if bucket and filled + size > limit:
+                out.append(bucket)
+                bucket, filled = [], 0
+            bucket.append(param)
+            filled += size
+        if bucket:
+            out.append(bucket)
+    return out

@@ -1,0 +1,166 @@
+"""A sampler that can be dealt out again, to any number of ranks, in the middle of an epoch."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any
+
+import numpy as np
+import torch.utils.data
+
+from spark_elastic.core.recovery import records_to_keep
+from spark_elastic.core.sampling import EpochOrder, Indices, needs_padding, rows_done, share
+from spark_elastic.torch.process import process
+
+_CHUNK = 8192
+"""Rows whose places in the order are computed at a time."""
+_HISTORY = 256
+"""Records that can be taken back."""
+
+
+class ElasticSampler(torch.utils.data.Sampler[int]):
+    """Deals the rows of a dataset out to the ranks, each once an epoch, however often the world changes.
+
+    Record each batch with `record_batch`, put the sampler into the `TorchState`, and call `set_epoch` at the end of
+    an epoch. The state is (epoch, rows done): the order is computed, not stored, and is the same for every world
+    size.
+
+    Ranks take rows in turns, so their shares differ by at most one row and the last batches may be short. If a share
+    ends one whole batch before that of other ranks, which have one row each left for a last step, this rank sees one
+    row a second time in that step, because no collective could complete without it: fewer rows than ranks, never more
+    than once an epoch. That needs the batch size; a `DataLoader`'s is found by itself, otherwise give `batch_size`.
+
+    Args:
+        dataset: anything with a length, which must not change.
+        shuffle: a different order each epoch.
+        seed: of the order; the same on all ranks.
+        batch_size: rows a rank takes a step, if the sampler is not used through a `DataLoader`.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0, batch_size: int | None = None) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.batch_size = batch_size
+        self.epoch = 0
+        self._done = 0
+        self.reset()
+
+    # --- where it stands ----------------------------------------------------------------------
+
+    @property
+    def processed_num(self) -> int:
+        """Rows of this epoch that are done, on all ranks together."""
+        return rows_done(self._rows, self._base, self._taken, self.rank, self.num_replicas, self._padded)
+
+    @property
+    def total_size(self) -> int:
+        """Rows that were left when the world last changed, or the epoch began."""
+        return self._rows - self._base
+
+    @property
+    def num_samples(self) -> int:
+        """The largest share of any rank: the same everywhere, so that loops over it make equally many steps."""
+        return -(-self.total_size // self.num_replicas)
+
+    @property
+    def remaining_indices(self) -> list[int]:
+        """The rows that are left, of all ranks, in order."""
+        return self._order[np.arange(self._base, self._rows)].tolist()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch. An epoch that is already under way is not begun again: its rows stay done."""
+        if epoch == self.epoch and 0 < self.processed_num < self._rows:
+            return
+        self.epoch = epoch
+        self._done = 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """All ranks have processed one more batch, this one with `batch_size` rows."""
+        self._record(batch_size)
+
+    def record_indices(self, indices: Sequence[int]) -> None:
+        """This rank has processed these rows, the next ones of its share, and the others as many."""
+        self._record(len(indices))
+
+    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
+        """This rank's rows of one batch, counted from the last change of the world or the epoch's beginning."""
+        start = batch_idx * batch_size
+        stop = min(start + batch_size, self._share + self._padded)
+        return self._rows_of(start, stop).tolist() if stop > start else []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epoch = state_dict["epoch"]
+        self._done = state_dict["processed_num"]
+        self._redeal()
+
+    def reset(self) -> None:
+        """Deal out what is left to the ranks there are now."""
+        if hasattr(self, "_base"):
+            self._done = self.processed_num if self._base == self._done else self._done
+        self._redeal()
+
+    def _redeal(self) -> None:
+        position = process.require()
+        self.rank, self.num_replicas = position.rank, position.size
+        self._rows = len(self.dataset)
+        self._base = min(self._done, self._rows)
+        self._order = EpochOrder(self._rows, self.seed, self.epoch, self.shuffle)
+        self._share = share(self.total_size, self.rank, self.num_replicas)
+        self._padded = needs_padding(self.total_size, self.rank, self.num_replicas, self.batch_size)
+        self._taken = 0
+        self.records = 0
+        self._history: deque[tuple[int, int]] = deque([(0, 0)], maxlen=_HISTORY)
+
+    # --- records that belong to a step which is done again --------------------------------------
+
+    def _record(self, rows: int) -> None:
+        self._taken = min(self._taken + rows, self._share + self._padded)
+        self.records += 1
+        self._history.append((self.records, self._taken))
+
+    def start_counting(self) -> None:
+        """Count records from here: the state stands at a resume point."""
+        self.records = 0
+        self._history.clear()
+        self._history.append((0, self._taken))
+
+    def drop_records_beyond(self, steps: int, passes: int = 1) -> None:
+        """Take back the records that belong to the optimizer step after `steps`, counted as the records are."""
+        keep = records_to_keep(self.records, steps, passes)
+        if keep == self.records:
+            return
+        for number, taken in self._history:
+            if number == keep:
+                self.records, self._taken = number, taken
+                return
+
+    # --- rows -----------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[int]:
+        self._learn_batch_size(sys._getframe(1))
+        stop = self._share + self._padded
+        for start in range(0, stop, _CHUNK):
+            yield from self._rows_of(start, min(stop, start + _CHUNK)).tolist()
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def _rows_of(self, start: int, stop: int) -> Indices:
+        positions = np.arange(start, stop, dtype=np.int64) * self.num_replicas + self.rank
+        if self._padded and stop > self._share:
+            positions[-1] = self.rank % self.total_size
+        return self._order[positions + self._base]
+
+    def _learn_batch_size(self, caller: Any) -> None:
+        """Ask who iterates: a `DataLoader` does not tell its sampler the batch size, but its `BatchSampler` has it."""
+        owner = caller.f_locals.get("self")
+        if isinstance(owner, torch.utils.data.BatchSampler) and owner.sampler is self and not owner.drop_last:
+            self.batch_size = owner.batch_size
+            self._padded = needs_padding(self.total_size, self.rank, self.num_replicas, self.batch_size)

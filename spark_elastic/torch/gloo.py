@@ -1,0 +1,270 @@
+"""A Gloo process group of our own over the link's key-value store: made, cut and closed as the world changes.
+
+It is no `torch.distributed` default group, so a user may have groups of their own beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo
+
+from spark_elastic.errors import HorovodInternalError
+from spark_elastic.torch.sockets import GroupSockets, open_descriptors
+from spark_elastic.worker_link import WorkerLink
+
+CONNECT_TIMEOUT_S = 20.0
+"""For the members of a new world to connect to one another. They are all alive and waiting when it is published."""
+COLLECTIVE_TIMEOUT_S = 1800.0
+"""Gloo's own last resort. Deaths and hangs are seen much earlier by the driver, which then orders a cut."""
+
+_CONNECTION_WORDS = (
+    "connection",
+    "timed out",
+    "timeout",
+    "socket",
+    "broken pipe",
+    "reset by peer",
+    "closed",
+    "connect",
+    "network",
+    "pair.cc",
+    "unbound_buffer",
+)
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether Gloo means by this that a peer is gone, rather than that the call was wrong.
+
+    It raises a plain RuntimeError for both; "enforce fail" is its assertion about arguments.
+    """
+    text = str(error).lower()
+    return "enforce fail" not in text and any(word in text for word in _CONNECTION_WORDS)
+
+
+class LinkStore(dist.Store):
+    """The rendezvous under a group: keys of one round and one group, in the driver's key-value store."""
+
+    def __init__(self, link: WorkerLink, round: int, prefix: str, keys: Sequence[str]) -> None:
+        super().__init__()
+        self._link = link
+        self._round = round
+        self._prefix = prefix
+        self._expected = [prefix + key for key in keys]
+        self._values: dict[str, bytes] = {}
+        self.error: BaseException | None = None
+        """The link's own error: on its way through Gloo an exception loses its type."""
+
+    def set(self, key: str, value: Any) -> None:  # type: ignore[override]
+        self._guarded(self._link.kv_set, self._round, self._prefix + key, bytes(value))
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self._fetch([key], CONNECT_TIMEOUT_S)[0]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        self._fetch(keys, timeout.total_seconds() if timeout else CONNECT_TIMEOUT_S)
+
+    def check(self, keys: list[str]) -> bool:  # type: ignore[override]
+        return all(self._prefix + key in self._values for key in keys)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def announced(self) -> list[bytes]:
+        return list(self._values.values())
+
+    def _fetch(self, keys: list[str], timeout_s: float) -> list[bytes]:
+        """Gloo asks for one member after the other; one question to the driver for all of them saves the trips."""
+        wanted = [self._prefix + key for key in keys]
+        missing = [key for key in wanted if key not in self._values]
+        if missing:
+            every = [key for key in self._expected if key not in self._values]
+            ask = every if set(missing) <= set(every) else missing
+            values = self._guarded(self._link.kv_get, self._round, ask, timeout_s)
+            self._values.update(zip(ask, values, strict=True))
+        return [self._values[key] for key in wanted]
+
+    def _guarded(self, call: Any, *args: Any) -> Any:
+        try:
+            return call(*args)
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+class GlooGroup:
+    """Processes of one round, connected by `connect`. One thread uses it; `cut` may come from another.
+
+    Args:
+        name: tells the groups of a round apart in the key-value store.
+        addresses: what the members bind to, in the order of their ranks in this group.
+    """
+
+    def __init__(self, link: WorkerLink, round: int, name: str, rank: int, addresses: Sequence[str]) -> None:
+        self.round = round
+        self.rank = rank
+        self.size = len(addresses)
+        self.name = name
+        self.objects = 0
+        """Object collectives so far; part of what their seal covers, so that none can be played again."""
+        self._addresses = list(addresses)
+        self._link = link
+        self._why: str | None = None
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._failure: BaseException | None = None
+        self._sockets: GroupSockets | None = None
+        self.pg: ProcessGroupGloo | None = None
+
+    def connect(self) -> None:
+        """Connect all members to one another; all of them call this.
+
+        Raises:
+            HorovodInternalError: not done within `CONNECT_TIMEOUT_S`, or the round was cut.
+        """
+        # Gloo cannot be interrupted while it connects, and a peer that dies then is waited for until the timeout. So
+        # another thread connects, and a cut leaves it behind: it ends by itself and takes what it made with it.
+        threading.Thread(target=self._connect, name="spark-elastic-connect", daemon=True).start()
+        self._over.wait()
+        with self._lock:
+            if self._why is not None or self._failure is not None:
+                self._abandoned = True
+        if self._abandoned:
+            failure, self._failure, why = self._failure, None, self._why
+            self.close()
+            raise HorovodInternalError(
+                f"the members of round {self.round} could not be connected: {why or failure}"
+            ) from failure
+        _groups.add(self)
+
+    def _connect(self) -> None:
+        keys = [f"0/{rank}" for rank in range(self.size)]
+        store = LinkStore(self._link, self.round, f"gloo/{self.name}/", keys)
+        pg: ProcessGroupGloo | None = None
+        sockets: GroupSockets | None = None
+        failure: BaseException | None = None
+        try:
+            before = open_descriptors()
+            options = ProcessGroupGloo._Options()
+            options._devices = [ProcessGroupGloo.create_device(hostname=self._addresses[self.rank])]
+            options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+            options._threads = 2
+            pg = ProcessGroupGloo(store, self.rank, self.size, options)
+            pg._set_default_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+            sockets = GroupSockets(before, set(self._addresses), store.announced())
+        except BaseException as error:  # handed to the thread that waits for it
+            failure = store.error or error
+        with self._lock:
+            if self._abandoned:
+                if sockets is not None:
+                    sockets.shutdown()
+                    sockets.close()
+            else:
+                self.pg, self._sockets, self._failure = pg, sockets, failure
+        self._over.set()
+
+    def cut(self, why: str) -> None:
+        """End it now, from any thread: blocked and later collectives raise HorovodInternalError."""
+        with self._lock:
+            if self._why is None:
+                self._why = why
+        self._over.set()
+        if self._sockets is not None:
+            self._sockets.shutdown()
+
+    def check_alive(self) -> None:
+        """Raises: HorovodInternalError: the group was cut or closed."""
+        if self._why is not None:
+            raise HorovodInternalError(f"round {self.round} is over: {self._why}")
+        if self._link.cut_round() >= self.round:
+            raise HorovodInternalError(f"round {self.round} was cut off by the driver")
+
+    def translate(self, error: Exception) -> Exception:
+        """What to raise for an error that a collective of this group ended with."""
+        if isinstance(error, HorovodInternalError):
+            return error
+        if self._why is not None or self._link.cut_round() >= self.round:
+            return HorovodInternalError(f"round {self.round} is over: {self._why or 'cut off by the driver'}")
+        if isinstance(error, RuntimeError) and is_connection_error(error):
+            return HorovodInternalError(f"a collective failed: {error}")
+        return error
+
+    # --- collectives: launched in the same order on every member, waited for in any ---------------
+
+    def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
+        options = dist.AllreduceOptions()
+        options.reduceOp = op  # type: ignore[assignment]
+        return self._launch("allreduce", [tensor], options)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> dist.Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self._launch("broadcast", [tensor], options)
+
+    def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
+        """`out`: the equally large tensors of all members, one after the other."""
+        return self._launch("_allgather_base", out, tensor)
+
+    def alltoall(self, out: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]) -> dist.Work:
+        """`received`, `sent`: rows of the first dimension from and to each member."""
+        return self._launch("alltoall_base", out, tensor, received, sent)
+
+    def wait(self, work: dist.Work) -> None:
+        """Block until a launched collective is done.
+
+        Raises:
+            HorovodInternalError: a peer is gone, or the group was cut.
+        """
+        try:
+            work.wait()
+        except Exception as error:
+            raise self.translate(error) from error
+
+    def _launch(self, name: str, *args: Any) -> dist.Work:
+        self.check_alive()
+        try:
+            return getattr(self.pg, name)(*args)  # type: ignore[no-any-return]
+        except Exception as error:
+            raise self.translate(error) from error
+
+    def close(self) -> None:
+        """Disconnect and free everything; safe to repeat. What is still in flight fails."""
+        with self._lock:
+            if self._why is None:
+                self._why = "the group was closed"
+            pg, self.pg = self.pg, None
+            sockets, self._sockets = self._sockets, None
+        if sockets is not None:
+            sockets.shutdown()
+        del pg  # joins Gloo's threads, which the shutdown has set free
+        if sockets is not None:
+            sockets.close()
+        _groups.discard(self)
+
+    def _close_in_child(self) -> None:
+        _kept_in_child.append(self.pg)  # its destructor would wait for threads that a child does not have
+        self._why = "this is a forked child"
+        if self._sockets is not None:
+            self._sockets.close_in_child()
+
+
+_groups: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
+_kept_in_child: list[Any] = []
+
+
+def _close_all_in_child() -> None:
+    for group in list(_groups):
+        group._close_in_child()
+
+
+# A data loader's forked worker would otherwise hold the connections of its parent open when the parent is killed, and
+# the parent's peers would see nothing until that worker ends too.
+os.register_at_fork(after_in_child=_close_all_in_child)

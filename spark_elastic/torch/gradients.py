@@ -1,0 +1,303 @@
+"""Reducing the gradients of one optimizer: hooks that fill the buckets, and the order in which buckets are sent."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spark_elastic.errors import HorovodInternalError, SparkElasticError
+from spark_elastic.torch.buckets import Bucket, partition
+from spark_elastic.torch.collectives import allgather_async
+from spark_elastic.torch.compression import Compressor
+from spark_elastic.torch.gloo import GlooGroup
+from spark_elastic.torch.process import process
+from spark_elastic.torch.process_sets import ProcessSet
+from spark_elastic.torch.reduction import Average, Max, ReduceOp
+
+
+class Slot:
+    """One parameter's place. left: backward passes until its gradient is due; bucket: None if it is gathered."""
+
+    __slots__ = ("bucket", "left", "param", "view")
+
+    def __init__(self, param: torch.nn.Parameter, passes: int) -> None:
+        self.param = param
+        self.left = passes
+        self.bucket: Bucket | None = None
+        self.view: torch.Tensor | None = None
+
+
+class GradientReducer:
+    """Averages the gradients of `params` over the members; `finish` completes one step's reduction.
+
+    A gradient is scaled into its bucket the moment backward has accumulated it, while it is in the cache, and the
+    parameter's `grad` becomes its place there. Buckets are sent in one order on every member, each as soon as it and
+    all before it are full. The last carries one element more: whether this member knows of a coming world.
+
+    The first step in each world begins with a small extra reduction, in which the members agree on the parameters
+    whose gradients are sparse: a member that has none for such a parameter cannot know.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        names: dict[int, str],
+        *,
+        compression: type[Compressor],
+        passes: int,
+        op: ReduceOp,
+        predivide: float,
+        groups: int | Sequence[Sequence[torch.nn.Parameter]] | None,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        self.passes = passes
+        self.launched = 0
+        """Buckets sent in the present step; not 0 between backward and the end of the reduction."""
+        self._names = names
+        self._compression = compression
+        self._op = op
+        self._predivide = predivide
+        self._groups = groups
+        self._sparse_as_dense = sparse_as_dense
+        self._process_set = process_set
+        self._slots: list[Slot] = []
+        self._sparse: set[int] = set()
+        self._buckets: list[Bucket] = []
+        self._works: list[dist.Work] = []
+        self._group: GlooGroup | None = None
+        self._active = False
+        self._agreed_on: GlooGroup | None = None
+        self._failure: SparkElasticError | None = None
+        self._before = 1.0
+        self._after = 1.0
+        self.add(params)
+
+    def add(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Reduce these as well from now on."""
+        for param in params:
+            if param.requires_grad:
+                slot = Slot(param, self.passes)
+                self._slots.append(slot)
+                param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
+        self._buckets = []
+        self._agreed_on = None
+
+    def set_passes(self, passes: int) -> None:
+        self.passes = passes
+        for slot in self._slots:
+            slot.left = passes
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether gradients of some but not all backward passes of a step are held here."""
+        return any(slot.left != self.passes for slot in self._slots)
+
+    # --- while backward runs ------------------------------------------------------------------
+
+    def accumulated(self, slot: Slot) -> None:
+        """Backward has added to the gradient of this parameter."""
+        slot.left -= 1
+        if slot.left:
+            if slot.left < 0:
+                raise AssertionError(
+                    f"the gradient of {self._names.get(id(slot.param), 'a parameter')} was computed more than "
+                    f"backward_passes_per_step={self.passes} times before step(); raise backward_passes_per_step"
+                )
+            return
+        if not self._active:
+            self._begin()
+        bucket = slot.bucket
+        if bucket is None:
+            return
+        self._fill(slot)
+        bucket.ready += 1
+        if bucket.ready == len(bucket.params):
+            self._send_full()
+
+    def _begin(self) -> None:
+        """The first gradient of a step is due: look at the world it will be reduced in."""
+        self._active = True
+        try:
+            group = self._process_set.group()
+        except SparkElasticError as error:  # raised by `finish`, not through autograd
+            self._failure = error
+            return
+        if group is not self._group or (group is not None and not self._buckets):
+            self._plan(group)
+
+    def _plan(self, group: GlooGroup | None) -> None:
+        self._group = group
+        self._buckets = []
+        for slot in self._slots:
+            slot.bucket = slot.view = None
+        if group is None or group is not self._agreed_on:
+            return
+        by_id = {id(slot.param): slot for slot in self._slots}
+        dense = [slot.param for slot in self._slots if id(slot.param) not in self._sparse]
+        parts = partition(dense, self._groups)
+        for number, part in enumerate(parts):
+            bucket = Bucket(part, self._compression, flagged=number == len(parts) - 1)
+            self._buckets.append(bucket)
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                slot = by_id[id(param)]
+                slot.bucket, slot.view = bucket, view
+        divisor = group.size if self._op is Average else 1
+        # without a predivide factor the division is part of filling the bucket and costs nothing
+        folded = self._predivide == 1.0
+        self._before = 1.0 / (divisor if folded else self._predivide)
+        self._after = 1.0 if folded else self._predivide / divisor
+
+    def _fill(self, slot: Slot) -> None:
+        param, view = slot.param, slot.view
+        assert view is not None
+        grad = param.grad
+        if grad is None:
+            view.zero_()
+        elif grad is view:
+            if self._before != 1.0:
+                view.mul_(self._before)
+            return
+        elif grad.layout is not torch.strided:
+            torch.mul(grad.to_dense(), self._before, out=view)
+        else:
+            torch.mul(grad, self._before, out=view)
+        param.grad = view
+
+    def _send_full(self) -> None:
+        buckets = self._buckets
+        while self.launched < len(buckets):
+            bucket = buckets[self.launched]
+            if bucket.ready < len(bucket.params) or self._failure is not None:
+                return
+            try:
+                self._send(bucket)
+            except HorovodInternalError as error:
+                self._failure = error
+                return
+
+    def _send(self, bucket: Bucket) -> None:
+        assert self._group is not None
+        if bucket.flag is not None:
+            bucket.flag.fill_(process.update_pending)
+        self.launched += 1
+        self._works.append(self._group.allreduce(bucket.pack(), self._op.gloo))
+
+    # --- at the end of the step ---------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Complete the reduction: every gradient is the average over the members when this returns.
+
+        Raises:
+            HorovodInternalError: a peer is gone. The gradients are dropped; nothing else has changed.
+        """
+        try:
+            self._finish()
+        except BaseException as error:
+            self.abandon()
+            if isinstance(error, HorovodInternalError):
+                error.in_reduction = True  # type: ignore[attr-defined]
+            raise
+
+    def _finish(self) -> None:
+        if not self._active:
+            self._begin()
+        if self._failure is not None:
+            raise self._failure
+        group = self._process_set.group()
+        if group is not self._group:
+            raise HorovodInternalError("the world has changed between backward and step")
+        if group is None:
+            process.saw_update(process.update_pending)
+        else:
+            if group is not self._agreed_on:
+                self._agree(group)
+            self._reduce(group)
+        self._rearm()
+
+    def _agree(self, group: GlooGroup) -> None:
+        mask = torch.zeros(len(self._slots), dtype=torch.uint8)
+        if not self._sparse_as_dense:
+            for number, slot in enumerate(self._slots):
+                grad = slot.param.grad
+                mask[number] = id(slot.param) in self._sparse or (grad is not None and grad.is_sparse)
+        group.wait(group.allreduce(mask, Max.gloo))
+        self._sparse = {id(slot.param) for slot, sparse in zip(self._slots, mask.tolist(), strict=True) if sparse}
+        self._agreed_on = group
+        self._plan(group)
+
+    def _reduce(self, group: GlooGroup) -> None:
+        if self.launched < len(self._buckets):
+            self._fill_missing()
+            for bucket in self._buckets[self.launched :]:
+                self._send(bucket)
+        gathered = [self._gather(slot) for slot in self._slots if id(slot.param) in self._sparse]
+        for bucket, work in zip(self._buckets, self._works, strict=True):
+            group.wait(work)
+            bucket.unpack()
+            if self._after != 1.0:
+                bucket.flat.mul_(self._after)
+            if bucket.flag is not None:
+                process.saw_update(bool(bucket.flag.item()))
+        for complete in gathered:
+            complete()
+
+    def _fill_missing(self) -> None:
+        for bucket in self._buckets[self.launched :]:
+            if bucket.ready == len(bucket.params):
+                continue
+            for slot in self._slots:
+                if slot.bucket is bucket and (slot.left or slot.param.grad is not slot.view):
+                    self._fill(slot)
+
+    def _gather(self, slot: Slot) -> Callable[[], None]:
+        """Sparse gradients are the members' entries one after the other; equal indices add up."""
+        param = slot.param
+        grad = param.grad if param.grad is not None else torch.sparse_coo_tensor(size=param.shape, dtype=param.dtype)
+        if not grad.is_sparse:
+            grad = grad.to_sparse(1)
+        grad = grad.coalesce()
+        assert self._group is not None
+        divisor = self._group.size if self._op is Average else 1
+        indices = allgather_async(grad.indices().t().contiguous(), process_set=self._process_set)
+        values = allgather_async(grad.values() / divisor, process_set=self._process_set)
+
+        def complete() -> None:
+            param.grad = torch.sparse_coo_tensor(indices.wait().t(), values.wait(), param.shape).coalesce()
+
+        return complete
+
+    def _rearm(self) -> None:
+        self._active = False
+        self._failure = None
+        self.launched = 0
+        self._works.clear()
+        for bucket in self._buckets:
+            bucket.ready = 0
+        passes = self.passes
+        for slot in self._slots:
+            slot.left = passes
+
+    def abandon(self) -> None:
+        """Drop the present step's gradients. What is in flight keeps its own buffers; new ones are made."""
+        if self.launched:
+            self._buckets = []
+            self._group = None
+        self._works = []
+        self._rearm()
+        for slot in self._slots:
+            slot.param.grad = None
+
+
+def _hook(reducer: weakref.ref[GradientReducer], slot: Slot) -> Callable[[torch.Tensor], None]:
+    # weak: the hooks of an optimizer that was thrown away must not go on sending
+    def hook(_: Any) -> None:
+        owner = reducer()
+        if owner is not None:
+            owner.accumulated(slot)
+
+    return hook

@@ -1,0 +1,225 @@
+"""DistributedOptimizer: gradients are averaged over the world before each step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from spark_elastic.errors import HorovodInternalError, UsageError
+from spark_elastic.torch.compression import Compression, Compressor
+from spark_elastic.torch.gradients import GradientReducer
+from spark_elastic.torch.process_sets import ProcessSet, global_process_set
+from spark_elastic.torch.reduction import Adasum, Average, ReduceOp, Sum
+
+
+class DistributedOptimizerMixin:
+    """What `DistributedOptimizer` puts in front of an optimizer's own class."""
+
+    _reducer: GradientReducer
+    _inner: torch.optim.Optimizer
+
+    def _wrap(self, inner: torch.optim.Optimizer, reducer: GradientReducer) -> None:
+        # The inner optimizer's lists and dictionaries are shared, not copied: a learning rate scheduler made for
+        # either works on both. A scheduler leaves a patched `step` on the instance; that one belongs to the inner.
+        self.__dict__.update({key: value for key, value in inner.__dict__.items() if key != "step"})
+        self._inner = inner
+        self._reducer = reducer
+        self._should_synchronize = True
+        self._synchronized = False
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        return self._reducer.passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Backward passes whose gradients are added up before they are reduced."""
+        self._reducer.set_passes(_positive(passes))
+
+    def synchronize(self) -> None:
+        """Finish the reduction, so that every `param.grad` is the average; for clipping and the like before `step`.
+
+        Raises:
+            HorovodInternalError: a peer is gone. No parameter has been touched; the gradients are dropped.
+        """
+        self._reducer.finish()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Have `step` not reduce again what `synchronize` has reduced."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce the gradients unless that was done, then step.
+
+        With a closure, the gradients are reduced after each of its evaluations.
+
+        Raises:
+            HorovodInternalError: a peer is gone. No parameter has been touched, unless the optimizer evaluates its
+                closure more than once.
+        """
+        if closure is not None:
+            return self._step_with(closure)
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() reduces the gradients again after optimizer.synchronize(); "
+                    "put it inside `with optimizer.skip_synchronize():`",
+                    stacklevel=2,
+                )
+            self._reducer.finish()
+        self._synchronized = False
+        return super().step()  # type: ignore[misc]
+
+    step.hooked = True  # type: ignore[attr-defined]  # the inner class's step runs torch's step hooks, once
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        evaluations = 0
+
+        def reduced() -> Any:
+            nonlocal evaluations
+            with torch.enable_grad():
+                loss = closure()
+            try:
+                self._reducer.finish()
+            except HorovodInternalError as error:
+                error.mid_update = evaluations > 0  # type: ignore[attr-defined]
+                raise
+            evaluations += 1
+            return loss
+
+        self._synchronized = False
+        return super().step(reduced)  # type: ignore[misc]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. Raises: AssertionError: between `backward` and `step`, when gradients are being reduced."""
+        if self._reducer.launched:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(): gradients are being reduced"
+            )
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)  # type: ignore[misc]
+        if "_reducer" in self.__dict__:
+            self._reducer.add(param_group["params"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        self._inner.__dict__["state"] = self.__dict__["state"]
+        self._inner.__dict__["param_groups"] = self.__dict__["param_groups"]
+        self._reducer.abandon()
+        self._synchronized = False
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The same optimizer, stepping with the gradients of all members.
+
+    The result is an instance of a subclass of the optimizer's class and shares its state and parameter groups.
+    Gradients are reduced in fused buckets while backward runs; after `step` each `param.grad` is the reduced one.
+    A parameter without a gradient on this rank takes part with zeros.
+
+    Args:
+        optimizer: any torch optimizer.
+        named_parameters: names for error messages; every parameter of the optimizer must be named, once.
+        compression: of what is sent.
+        backward_passes_per_step: passes whose gradients are added up before they are reduced.
+        op: Average or Sum.
+        gradient_predivide_factor: gradients are divided by this before the sum and by size / factor after it.
+        num_groups: older name of `groups`.
+        groups: a number of buckets, or lists of parameters that share one; default: by size.
+        sparse_as_dense: reduce sparse gradients as dense ones instead of gathering them.
+        process_set: the processes to reduce over.
+
+    Raises:
+        UsageError: arguments that contradict each other.
+    """
+    if op is Adasum:
+        _ = op.gloo
+    if op not in (Average, Sum):
+        raise UsageError(f"DistributedOptimizer reduces with op=hvd.Average or op=hvd.Sum, not {op}")
+    if gradient_predivide_factor != 1.0 and op is not Average:
+        raise UsageError("gradient_predivide_factor needs op=hvd.Average")
+    if num_groups:
+        warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    if isinstance(groups, int) and groups <= 0:
+        groups = None
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    names = _names(params, named_parameters)
+    _check_groups(groups)
+    reducer = GradientReducer(
+        params,
+        names,
+        compression=compression,
+        passes=_positive(backward_passes_per_step),
+        op=op,
+        predivide=gradient_predivide_factor,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+    )
+    kind = type(optimizer)
+    wrapped = type(kind.__name__, (DistributedOptimizerMixin, kind), {"__module__": kind.__module__})
+    instance: Any = wrapped.__new__(wrapped)
+    instance._wrap(optimizer, reducer)
+    return instance
+
+
+def _positive(passes: int) -> int:
+    if passes < 1:
+        raise UsageError(f"backward_passes_per_step must be at least 1, not {passes}")
+    return passes
+
+
+def _names(params: Sequence[torch.Tensor], named: Iterable[Any] | None) -> dict[int, str]:
+    if named is None:
+        return {id(param): f"parameter {index}" for index, param in enumerate(params)}
+    pairs = list(named)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise UsageError("named_parameters must be (name, parameter) pairs, as model.named_parameters() gives them")
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise UsageError(f"named_parameters has these names more than once: {', '.join(twice)}")
+    out = {id(param): name for name, param in pairs}
+    unnamed = sum(id(param) not in out for param in params)
+    if unnamed:
+        raise UsageError(
+            f"{unnamed} of the optimizer's {len(params)} parameters are not in named_parameters; pass those of every "
+            "model that the optimizer trains"
+        )
+    return out
+
+
+def _check_groups(groups: Any) -> None:
+    if groups is None or isinstance(groups, int):
+        return
+    seen: set[int] = set()
+    for group in groups:
+        for param in group:
+            if not isinstance(param, torch.Tensor):
+                raise UsageError(f"groups must be a number or lists of parameters, not of {type(param).__name__}")
+            if id(param) in seen:
+                raise UsageError("a parameter is in groups twice")
+            seen.add(id(param))

@@ -1,0 +1,80 @@
+"""Reduction operators, and what they mean for each data type."""
+
+from __future__ import annotations
+
+import warnings
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+
+from spark_elastic.errors import UsageError
+
+_Gloo = dist.ReduceOp.RedOpType
+
+
+class ReduceOp(Enum):
+    Average = "average"
+    Sum = "sum"
+    Min = "min"
+    Max = "max"
+    Product = "product"
+    Adasum = "adasum"
+
+    @property
+    def gloo(self) -> dist.ReduceOp.RedOpType:
+        """Gloo's operator below it; an average is a sum that is divided."""
+        if self is ReduceOp.Adasum:
+            raise UsageError("Adasum is not supported; use op=hvd.Average (and scale the learning rate by hvd.size())")
+        return _GLOO[self]
+
+
+_GLOO = {
+    ReduceOp.Average: _Gloo.SUM,
+    ReduceOp.Sum: _Gloo.SUM,
+    ReduceOp.Min: _Gloo.MIN,
+    ReduceOp.Max: _Gloo.MAX,
+    ReduceOp.Product: _Gloo.PRODUCT,
+}
+
+Average = ReduceOp.Average
+Sum = ReduceOp.Sum
+Min = ReduceOp.Min
+Max = ReduceOp.Max
+Product = ReduceOp.Product
+Adasum = ReduceOp.Adasum
+
+_WIDENED = {torch.int16: torch.int32}
+"""Types that Gloo does not reduce, and the type they are reduced in."""
+
+
+def wire_type(dtype: torch.dtype) -> torch.dtype:
+    """The type that values of `dtype` are reduced in.
+
+    Raises: UsageError: for types that have no sensible reduction.
+    """
+    if dtype.is_complex:
+        raise UsageError(f"{dtype} tensors cannot be reduced; reduce torch.view_as_real(tensor)")
+    return _WIDENED.get(dtype, dtype)
+
+
+def chosen(op: ReduceOp | None, average: bool | None) -> ReduceOp:
+    """The operator of a call; `average` is Horovod's older way to say it.
+
+    Raises: ValueError: if both are given.
+    """
+    if average is None:
+        return op or Average
+    if op is not None:
+        raise ValueError("give either op or average, not both; op replaces average")
+    warnings.warn("average= is deprecated; use op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
+    return Average if average else Sum
+
+
+def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply in place; integers are multiplied as real numbers and cut off, as an integer average is."""
+    if factor == 1.0:
+        return tensor
+    if tensor.dtype.is_floating_point:
+        return tensor.mul_(factor)
+    return tensor.copy_((tensor.double() * factor + 0.0).trunc_())
