@@ -20,6 +20,7 @@ def train(folder: str, hidden: int, seconds: float) -> int:
     import torch
 
     import spark_elastic.torch as hvd
+    from spark_elastic.torch.process import process
 
     hvd.init()
     torch.manual_seed(1)
@@ -39,7 +40,7 @@ def train(folder: str, hidden: int, seconds: float) -> int:
             torch.nn.functional.cross_entropy(model(data), target).backward()
             optimizer.step()
             state.step += 1
-            line = f"{hvd.elastic.round()} {hvd.rank()} {state.step} {time.monotonic():.6f}\n"
+            line = f"{process.assignment.world.round} {hvd.rank()} {state.step} {time.monotonic():.6f}\n"
             os.write(log, line.encode())
             ended = torch.tensor([float(time.monotonic() > until or stop.exists())]) if state.step % 20 == 0 else None
             if ended is not None and float(hvd.allreduce(ended, op=hvd.Max)) > 0:
