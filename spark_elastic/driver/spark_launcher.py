@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.topology import SlotId
+from spark_elastic.driver.jvm import close_connection, jvm_context, reason_of_error
 from spark_elastic.driver.launcher import OnEnded
 from spark_elastic.driver.spark_reasons import reason_of
 
@@ -69,7 +69,7 @@ class SparkLauncher:
         self._description = description
         self._watch_interval_s = watch_interval_s
         self._group_prefix = f"spark_elastic-{uuid.uuid4().hex[:12]}"
-        self._properties: Any = _jvm_context(sc).getLocalProperties().clone()
+        self._properties: Any = jvm_context(sc).getLocalProperties().clone()
         self._changed = threading.Condition()
         self._running: dict[SlotId, _Launch] = {}
         self._launches = 0
@@ -128,10 +128,10 @@ class SparkLauncher:
                 outcome = self._submit(launch)
                 why = outcome.why
         except Exception as error:
-            why = _reason_of_error(error)
+            why = reason_of_error(error)
         if outcome is None and launch.stop_why is not None:
             why = launch.stop_why  # "cancelled" is only how it was done
-        _close_connection(self._sc)
+        close_connection(self._sc)
         with self._changed:
             del self._running[launch.slot]
             self._changed.notify_all()
@@ -141,7 +141,7 @@ class SparkLauncher:
         sc = self._sc
         payload = self._payload_for_slot(launch.slot)
         # Local properties belong to the JVM thread that pinned mode gives this thread; a fresh one has none.
-        _jvm_context(sc).setLocalProperties(self._properties.clone())
+        jvm_context(sc).setLocalProperties(self._properties.clone())
         # Not interruptOnCancel: an interrupt does not reach the Python process any sooner. Either way the executor
         # kills it 2-4 s after the cancellation (spark.python.task.killTimeout), so agents are told to end first.
         sc.setJobGroup(launch.group, f"{self._description}: slot {launch.slot}")
@@ -157,7 +157,7 @@ class SparkLauncher:
         try:
             self._watch_until_closed()
         finally:
-            _close_connection(self._sc)
+            close_connection(self._sc)
 
     def _watch_until_closed(self) -> None:
         next_look = time.monotonic() + self._watch_interval_s
@@ -171,7 +171,7 @@ class SparkLauncher:
             try:
                 for launch in launches:
                     if launch.stop_why is not None:
-                        _jvm_context(self._sc).cancelJobGroup(launch.group)
+                        jvm_context(self._sc).cancelJobGroup(launch.group)
                 if time.monotonic() >= next_look:
                     next_look = time.monotonic() + self._watch_interval_s
                     for launch in launches:
@@ -219,53 +219,9 @@ def _first_failure(sc: SparkContext, group: str) -> str | None:
 
 
 def _failure_of_stage(sc: SparkContext, stage_id: int) -> str:
-    tasks = _jvm_context(sc).statusStore().taskList(stage_id, 0, 10)
+    tasks = jvm_context(sc).statusStore().taskList(stage_id, 0, 10)
     for index in range(tasks.size()):
         message = tasks.apply(index).errorMessage()
         if message.isDefined():
             return reason_of(str(message.get()))
     return "the slot's task failed"
-
-
-def _reason_of_error(error: Exception) -> str:
-    from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
-    from pyspark.errors import PySparkException
-
-    if isinstance(error, Py4JJavaError):
-        try:
-            return reason_of(str(error.java_exception.getMessage()))
-        except Exception:
-            return "the connection to Spark's JVM is gone"
-    if isinstance(error, (Py4JNetworkError, ConnectionError)):
-        return "the connection to Spark's JVM is gone"
-    if isinstance(error, (Py4JError, PySparkException)):
-        return reason_of(str(error))
-    return f"{type(error).__name__}: {reason_of(str(error))}"
-
-
-def _close_connection(sc: SparkContext) -> None:
-    """Close this thread's connection to the JVM; to be called before the thread ends.
-
-    Py4J would do it from a finalizer after the thread's end, where its log call leaves a stale entry behind in
-    `threading.enumerate()`.
-    """
-    client: Any = getattr(sc._gateway, "_gateway_client", None)
-    connection = client.get_thread_connection() if hasattr(client, "get_thread_connection") else None
-    if connection is None:
-        return
-    with contextlib.suppress(ValueError):
-        client.deque.remove(connection)
-    with contextlib.suppress(Exception):
-        connection.close()
-
-
-def _jvm_context(sc: SparkContext) -> Any:
-    """The Scala SparkContext.
-
-    Raises:
-        RuntimeError: after `sc.stop()`.
-    """
-    java_context = sc._jsc
-    if java_context is None:
-        raise RuntimeError("the SparkContext was stopped")
-    return java_context.sc()
