@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -10,18 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from spark_elastic.driver import preflight
-from spark_elastic.driver.elastic_driver import ElasticDriver, EventSource
+from spark_elastic.driver.elastic_driver import ElasticDriver, EventSource, PostEvent
 from spark_elastic.driver.launcher import Launcher, OnEnded
 from spark_elastic.driver.local_launcher import LocalLauncher
 from spark_elastic.driver.output import OutputPrinter
-from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.errors import InvalidSettingsError, NotEnoughSlotsError
 from spark_elastic.job import ElasticJob
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.framing import new_key
-from spark_elastic.wire.handover import AgentOrder
+from spark_elastic.wire.handover import AgentOrder, interpreter
 
 if TYPE_CHECKING:
+    from spark_elastic.driver.executor_watch import ExecutorWatch
     from spark_elastic.driver.host_discovery import HostDiscovery
+    from spark_elastic.driver.spark_discovery import SparkHostDiscovery
 
 CONNECT_TIMEOUT_S = 60.0
 
@@ -135,9 +138,8 @@ def run_async(
     """
     function = preflight.pickled(fn, tuple(args), kwargs)
     context = None if launcher is not None else preflight.check_spark(spark)
-    if launcher is not None and num_proc is None:
-        raise InvalidSettingsError("the local launcher has no slots to count; give num_proc")
-    want = num_proc if num_proc is not None else (max_num_proc or min_num_proc or _slots(context))
+    spark_slots = None if context is None else _spark_discovery(context)
+    want = num_proc if num_proc is not None else (max_num_proc or min_num_proc or _slots(spark_slots))
     settings = ElasticSettings(
         num_proc=want,
         min_num_proc=min_num_proc if min_num_proc is not None else want,
@@ -157,10 +159,13 @@ def run_async(
         key=new_key(),
         function=function,
         connect_timeout_s=min(start_timeout, CONNECT_TIMEOUT_S),
+        made_by=interpreter(),
         env={key: str(value) for key, value in (env or {}).items()},
         nics=(nics,) if isinstance(nics, str) else tuple(nics) if nics else None,
     )
     sources: list[EventSource] = []
+    if spark_slots is not None:
+        sources.append(_ExecutorEvents(spark_slots))
     if discovery is not None:
         from spark_elastic.driver.host_manager import HostManager
 
@@ -181,7 +186,8 @@ def run_async(
     driver = ElasticDriver(order, settings, make_launcher, listening, sources=sources, printer=printer, verbose=verbose)
 
     def prepare() -> None:
-        pass
+        if spark_slots is not None:
+            _wait_for_gang(spark_slots, settings, driver)
 
     def clean_up() -> None:
         listening.close()
@@ -197,5 +203,49 @@ def _driver_addresses(context: Any) -> tuple[str, str]:
     return conf.get("spark.driver.bindAddress", host), host
 
 
-def _slots(context: Any) -> int:
-    return int(context.defaultParallelism)
+def _spark_discovery(context: Any) -> SparkHostDiscovery:
+    from spark_elastic.driver.spark_discovery import SparkHostDiscovery
+    from spark_elastic.task.spark_task import slot_report
+
+    return SparkHostDiscovery(context, slot_report)
+
+
+def _slots(discovery: SparkHostDiscovery | None) -> int:
+    """The cluster's task slots, the number of workers if the caller names none."""
+    if discovery is None:
+        raise InvalidSettingsError("the local launcher has no slots to count; give num_proc")
+    now = discovery.slots().now
+    if now < 1:
+        raise InvalidSettingsError("the cluster has no task slot at the moment; give num_proc to wait for some")
+    return now
+
+
+def _wait_for_gang(discovery: SparkHostDiscovery, settings: ElasticSettings, driver: ElasticDriver) -> None:
+    """Hold the job back until its workers can be placed together: all of them soon, or the fewest it can live with.
+
+    Raises:
+        NotEnoughSlotsError: not even those within start_timeout.
+    """
+    stop = driver.stop_requested
+    if settings.num_proc > settings.min_num_proc:
+        with contextlib.suppress(NotEnoughSlotsError):
+            discovery.probe(settings.num_proc, min(settings.start_grace_s, settings.start_timeout_s), stop=stop)
+            return
+    probe = discovery.probe(settings.min_num_proc, settings.start_timeout_s, stop=stop)
+    if probe.refused:
+        driver.note_waiting(probe.why)
+
+
+class _ExecutorEvents:
+    """Spark's news of executors as a source of the driver's events."""
+
+    def __init__(self, discovery: SparkHostDiscovery) -> None:
+        self._discovery = discovery
+        self._watch: ExecutorWatch | None = None
+
+    def start(self, post: PostEvent) -> None:
+        self._watch = self._discovery.watch(post)
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()

@@ -114,6 +114,8 @@ class ElasticDriver:
         self._slots_over: asyncio.Event
         self._cancelled: str | None = None
         self._cancel_lock = threading.Lock()
+        self.stop_requested = threading.Event()
+        """Set by `cancel`, for what is waited for before `run`."""
 
     # --- from any thread ----------------------------------------------------------------------------
 
@@ -131,7 +133,12 @@ class ElasticDriver:
         with self._cancel_lock:
             if self._loop is None:
                 self._cancelled = why
+        self.stop_requested.set()
         self.post(seen.CancelRequested(why))
+
+    def note_waiting(self, reason: str) -> None:
+        """Show what is waited for before `run`."""
+        self._announce(Waiting(clock.monotonic(), reason, None))
 
     def events(self) -> list[Record]:
         """The membership timeline so far; `at` and other times are seconds since the epoch."""

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import platform
 import sys
 
 from spark_elastic import clock
 from spark_elastic.core.outcome import AgentOutcome
+from spark_elastic.core.slot_report import SlotReport
 from spark_elastic.core.topology import Place, SlotId
-from spark_elastic.task.place import TaskPlace, interface_addresses
 from spark_elastic.task.worker_process import WorkerProcess, worker_environment
 from spark_elastic.wire.handover import AgentOrder
 from spark_elastic.wire.messages import (
@@ -42,21 +41,26 @@ PROBE_TIMEOUT_S = 2.0
 MAX_UNSENT_OUTPUT_BYTES = 4 * 2**20
 
 
-def run_agent(order: AgentOrder, slot: SlotId, place: TaskPlace) -> AgentOutcome:
+def run_agent(order: AgentOrder, slot: SlotId, report: SlotReport, guardian: int | None = None) -> AgentOutcome:
     """Run one agent to its end, on the calling (main) thread.
+
+    Args:
+        report: where it runs and what it may use there.
+        guardian: a process without which the agent has no place to be (the executor's JVM); it ends when that does.
 
     Never raises for what happens to the job: the outcome says why there is no result. A task that failed would be
     run again by Spark behind the driver's back.
     """
-    return asyncio.run(_Agent(order, slot, place).run())
+    return asyncio.run(_Agent(order, slot, report, guardian).run())
 
 
 class _Agent:
-    def __init__(self, order: AgentOrder, slot: SlotId, place: TaskPlace) -> None:
+    def __init__(self, order: AgentOrder, slot: SlotId, report: SlotReport, guardian: int | None) -> None:
         self._order = order
         self._slot = slot
-        self._place = place
-        self._env = worker_environment(order, dict(os.environ), sys.path, place.cores, place.accelerators)
+        self._report = report
+        self._guardian = guardian
+        self._env = worker_environment(order, dict(os.environ), sys.path, report.cores, report.accelerators)
         self._stream: MessageStream | None = None
         self._process: WorkerProcess | None = None
         self._running: set[WorkerProcess] = set()
@@ -74,6 +78,7 @@ class _Agent:
         self._all_gone = asyncio.Event()
         self._all_gone.set()
         self._opened = asyncio.Event()
+        guardian_fd = self._watch_guardian()
         prober = await asyncio.start_server(self._close_probe, "0.0.0.0", 0)
         try:
             self._start_process()
@@ -82,6 +87,9 @@ class _Agent:
             await self._over.wait()
             return await self._end()
         finally:
+            if guardian_fd >= 0:
+                asyncio.get_running_loop().remove_reader(guardian_fd)
+                os.close(guardian_fd)
             prober.close()
             for probe in self._probes:
                 probe.cancel()
@@ -90,6 +98,17 @@ class _Agent:
             await self._all_gone.wait()
             if self._stream is not None:
                 self._stream.close()
+
+    def _watch_guardian(self) -> int:
+        """A descriptor that is readable when the guardian is gone; -1: there is none to watch, or no way to."""
+        if self._guardian is None or not hasattr(os, "pidfd_open"):
+            return -1
+        try:
+            descriptor = os.pidfd_open(self._guardian)
+        except OSError:
+            return -1  # an old kernel, or it is gone already, which the task's own end will show
+        asyncio.get_running_loop().add_reader(descriptor, self._finished, "the executor's JVM is gone")
+        return descriptor
 
     async def _connect(self) -> None:
         """Connect to the driver; if that fails, the agent is over."""
@@ -104,7 +123,7 @@ class _Agent:
                 return
             except (OSError, asyncio.TimeoutError) as error:
                 failures.append(f"{host}:{port}: {error or 'no answer'}")
-        self._finished(f"cannot reach the driver from {self._place.host}: {'; '.join(failures)}")
+        self._finished(f"cannot reach the driver from {self._report.host}: {'; '.join(failures)}")
 
     def _new_stream(self) -> MessageStream:
         self._stream = MessageStream(
@@ -118,13 +137,13 @@ class _Agent:
 
     def _hello(self, probe_port: int) -> AgentHello:
         return AgentHello(
-            place=Place(self._place.host, self._place.executor, self._slot),
+            place=Place(self._report.host, self._report.executor, self._slot),
             pid=os.getpid(),
-            addresses=interface_addresses(),
+            addresses=self._report.addresses,
             probe_port=probe_port,
-            cores=self._place.cores,
-            accelerators=self._place.accelerators,
-            python=platform.python_version(),
+            cores=self._report.cores,
+            accelerators=self._report.accelerators,
+            python=self._report.python,
         )
 
     def _finished(self, why: str) -> None:

@@ -6,11 +6,13 @@ The order arrives pickled on stdin and the outcome leaves pickled on stdout: pip
 from __future__ import annotations
 
 import pickle
+import platform
 import sys
 
+from spark_elastic.core.slot_report import SlotReport
 from spark_elastic.task.agent import run_agent
-from spark_elastic.task.place import TaskPlace
 from spark_elastic.task.worker import die_with
+from spark_elastic.wire.interfaces import interface_addresses
 
 
 def main() -> None:
@@ -19,7 +21,8 @@ def main() -> None:
     order, slot, host, cores = pickle.load(sys.stdin.buffer)
     out = sys.stdout.buffer
     sys.stdout = sys.stderr  # stdout carries the outcome alone
-    outcome = run_agent(order, slot, TaskPlace(host=host, executor=f"local-{slot}", cores=cores))
+    report = SlotReport(host, f"local-{slot}", interface_addresses(), cores, (), platform.python_version())
+    outcome = run_agent(order, slot, report)
     pickle.dump(outcome, out)
     out.flush()
 

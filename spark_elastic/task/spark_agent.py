@@ -7,9 +7,9 @@ import pickle
 from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.topology import SlotId
 from spark_elastic.task.agent import run_agent
-from spark_elastic.task.spark_task import task_place
+from spark_elastic.task.spark_task import jvm_pid_in_task, slot_report
 
 
 def run_in_task(slot: SlotId, payload: bytes) -> AgentOutcome:
     """Run the agent of a slot. `payload`: a pickled `AgentOrder`, which Spark's own serialisation brought here."""
-    return run_agent(pickle.loads(payload), slot, task_place())
+    return run_agent(pickle.loads(payload), slot, slot_report(), jvm_pid_in_task())

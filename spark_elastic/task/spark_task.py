@@ -82,6 +82,11 @@ def executor_id_of(jvm_command: Sequence[str] | None, environment: Mapping[str, 
     return LOCAL_EXECUTOR
 
 
+def jvm_pid_in_task() -> int | None:
+    """The process id of the executor's JVM (in local mode the driver's); None if it cannot be seen."""
+    return next((pid for pid, command in _processes_above() if Path(command[0]).name == "java"), None)
+
+
 def _option(command: Sequence[str], name: str) -> str | None:
     for index, word in enumerate(command[:-1]):
         if word == name:
@@ -91,13 +96,10 @@ def _option(command: Sequence[str], name: str) -> str | None:
 
 def _jvm_command() -> list[str] | None:
     """The command line of the nearest JVM above this process; None if there is none to be seen."""
-    for command in _commands_above():
-        if Path(command[0]).name == "java":
-            return command
-    return None
+    return next((command for _, command in _processes_above() if Path(command[0]).name == "java"), None)
 
 
-def _commands_above() -> Iterator[list[str]]:
+def _processes_above() -> Iterator[tuple[int, list[str]]]:
     pid = os.getppid()
     while pid > 1:
         seen = _process(pid)
@@ -105,7 +107,7 @@ def _commands_above() -> Iterator[list[str]]:
             return
         parent, command = seen
         if command:
-            yield command
+            yield pid, command
         pid = parent
 
 

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import importlib
 import io
 import json
@@ -20,6 +21,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import cloudpickle
@@ -28,6 +30,7 @@ from spark_elastic import worker_link
 from spark_elastic.errors import HorovodInternalError, NotPicklableError
 from spark_elastic.task.link import ChannelLink, exit_now
 from spark_elastic.wire.channel import connect
+from spark_elastic.wire.handover import interpreter
 
 EXIT_RAISED = 1
 EXIT_ABANDONED = 75
@@ -55,7 +58,7 @@ def main(argv: list[str]) -> None:
     link = ChannelLink(order["worker"], channel, key)
     worker_link.install(link)
     link.start()
-    result = _run(link, function)
+    result = _run(link, _load(link, function, order["made_by"]))
     _hand_over(result_fd, result, link.in_loop)
     link.ending()
     _flush()
@@ -96,11 +99,25 @@ def _take_stdin() -> BinaryIO:
     return control
 
 
-def _run(link: ChannelLink, pickled: bytes) -> bytes:
-    """Call the user's function; reports and exits if it does not return. Returns: its pickled result."""
+def _load(link: ChannelLink, pickled: bytes, made_by: str) -> Callable[[], Any]:
+    """The user's function with its arguments; reports and exits if it cannot be loaded here."""
     try:
         function, args, kwargs = cloudpickle.loads(pickled)
-        value = function(*args, **kwargs)
+    except Exception as error:
+        problem = NotPicklableError(
+            f"the function cannot be loaded in the worker: {type(error).__name__}: {error}. It was pickled by "
+            f"{made_by} and this is {interpreter()}: if they differ, let PYSPARK_PYTHON name the same Python for both; if a "
+            "module is missing, install it on the executors"
+        )
+        link.raised(problem, "".join(traceback.format_exception(error)))
+        exit_now(EXIT_RAISED, str(problem))
+    return functools.partial(function, *args, **kwargs)
+
+
+def _run(link: ChannelLink, function: Callable[[], Any]) -> bytes:
+    """Call the user's function; reports and exits if it does not return. Returns: its pickled result."""
+    try:
+        value = function()
     except HorovodInternalError as error:
         link.abandoned(f"a collective failed outside of an elastic loop: {error}")
         traceback.print_exc()

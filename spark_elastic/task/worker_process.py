@@ -114,6 +114,7 @@ class WorkerProcess:
             "driver_addresses": order.driver_addresses,
             "key": order.key.hex(),
             "connect_timeout_s": order.connect_timeout_s,
+            "made_by": order.made_by,
             "function_bytes": len(order.function),
         }
         self._pending_order = json.dumps(head).encode() + b"\n" + order.function

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from dataclasses import dataclass, field
+
+import cloudpickle
 
 
 @dataclass(frozen=True)
@@ -18,9 +22,16 @@ class AgentOrder:
     function: bytes = field(repr=False)
     """cloudpickle of (fn, args, kwargs)."""
     connect_timeout_s: float
+    made_by: str
+    """Python and cloudpickle of the driver, for the error if a worker's cannot load the function."""
     env: dict[str, str] = field(default_factory=dict)
     """Added to the worker's environment."""
     nics: tuple[str, ...] | None = None
     """Network interfaces that may carry collectives; None: any."""
     preimport: tuple[str, ...] = ("torch",)
     """Modules that a worker imports while it waits."""
+
+
+def interpreter() -> str:
+    """This process's Python and cloudpickle, in words."""
+    return f"Python {platform.python_version()} ({sys.executable}) with cloudpickle {cloudpickle.__version__}"
