@@ -30,8 +30,6 @@ class Probe:
     """The barrier probe's outcome. `reports` is empty when Spark refuses barrier mode; `why` then says so."""
 
     reports: tuple[SlotReport, ...]
-    hosts: tuple[str, ...]
-    """The hosts of the gang as Spark names them, in task order."""
     took_s: float
     why: str
 
@@ -117,7 +115,7 @@ class SparkHostDiscovery:
             JobCancelledError: `stop` was set.
         """
         if dynamic_allocation(self._sc):
-            return Probe((), (), 0.0, f"barrier mode is refused under dynamic allocation ([{_REFUSED}])")
+            return Probe((), 0.0, f"barrier mode is refused under dynamic allocation ([{_REFUSED}])")
         start = time.monotonic()
         self.wait_for_slots(num_proc, timeout_s, stop=stop)
         attempt = _Attempt(self._sc, self._report_slot, num_proc, f"{self._description}: discovery of {num_proc} slots")
@@ -138,11 +136,10 @@ class SparkHostDiscovery:
                 )
         took = time.monotonic() - start
         if attempt.error is None:
-            reports, hosts = zip(*attempt.rows, strict=True)
-            return Probe(tuple(reports), tuple(hosts), took, f"{num_proc} slots were placed together")
+            return Probe(tuple(attempt.reports), took, f"{num_proc} slots were placed together")
         reason = reason_of_error(attempt.error)
         if _REFUSED in str(attempt.error):
-            return Probe((), (), took, f"barrier mode is refused: {reason}")
+            return Probe((), took, f"barrier mode is refused: {reason}")
         raise NotEnoughSlotsError(have=0, need=num_proc, waited_s=took, setting="start_timeout", detail=reason)
 
     def _shape(self, count: SlotCount) -> str:
@@ -162,7 +159,7 @@ class _Attempt:
         self._group = f"spark_elastic-probe-{uuid.uuid4().hex[:12]}"
         self._properties: Any = jvm_context(sc).getLocalProperties().clone()
         self._cancelled = False
-        self.rows: list[tuple[SlotReport, str]] = []
+        self.reports: list[SlotReport] = []
         self.error: Exception | None = None
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, name="spark_elastic discovery", daemon=True)
@@ -181,7 +178,7 @@ class _Attempt:
             self._sc.setJobGroup(self._group, self._description)
             rows = self._sc.parallelize(range(self._width), self._width).barrier().mapPartitions(self._task())
             if not self._cancelled:
-                self.rows = rows.collect()
+                self.reports = rows.collect()
         except Exception as error:
             self.error = error
         finally:
@@ -191,11 +188,9 @@ class _Attempt:
     def _task(self) -> Callable[[Any], Any]:
         report_slot = self._report_slot
 
-        def task(_rows: Any) -> Any:  # pickled by value; no barrier() or allGather(): each would cost a second
-            from pyspark import BarrierTaskContext
-
-            context = BarrierTaskContext.get()
-            address = context.getTaskInfos()[context.partitionId()].address
-            return [(report_slot(), address.rpartition(":")[0] or address)]
+        # Pickled by value. No barrier() or allGather(), each of which would cost a second, and no getTaskInfos(): its
+        # addresses are what the driver's sockets saw, which on local-cluster is not what the executors listen on.
+        def task(_rows: Any) -> Any:
+            return [report_slot()]
 
         return task

@@ -54,7 +54,9 @@ def hosts_and_slots(sc: SparkContext) -> dict[str, int]:
         executor = str(summary.id())
         if executor == "driver" or summary.isExcluded() or not backend.isExecutorActive(executor):
             continue
-        host = str(summary.hostPort()).rpartition(":")[0]
+        host = str(summary.hostPort() or "").rpartition(":")[0]
+        if not host:  # registered this moment; its block manager, which brings the address, has not
+            continue
         # maxTasks knows the cores that the executor really has; the profile knows its GPUs.
         found[host] = found.get(host, 0) + min(int(summary.maxTasks()), max(per_executor, 1))
     return found

@@ -145,6 +145,7 @@ class Standalone(Cluster):
         *,
         network: Network | None = None,
         decommission: bool = False,
+        wait_for: int | None = None,
     ) -> None:
         self._mark = uuid.uuid4().hex
         self._network = network
@@ -168,7 +169,7 @@ class Standalone(Cluster):
                 settings = {"spark.decommission.enabled": "true", **settings}
             kind = "standalone" if network is None else "standalone in namespaces"
             super().__init__(kind, self.master_url, {"spark.executor.cores": str(cores), **settings}, host)
-            self.wait_for_executors(workers)
+            self.wait_for_executors(workers if wait_for is None else wait_for)
         except BaseException:
             self._end_daemons()
             raise

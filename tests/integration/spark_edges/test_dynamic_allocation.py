@@ -1,0 +1,57 @@
+"""The Spark edges where Spark itself adds and removes executors."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.driver.spark_discovery import SparkHostDiscovery
+from spark_elastic.driver.spark_launcher import SparkLauncher
+from spark_elastic.errors import NotEnoughSlotsError
+from spark_elastic.task.spark_task import slot_report
+from tests.integration.clusters import Standalone
+from tests.integration.spark_edges.fake_agent import Ends, fake_agent, started
+
+pytestmark = pytest.mark.cluster
+
+SETTINGS = {
+    "spark.dynamicAllocation.enabled": "true",
+    "spark.dynamicAllocation.shuffleTracking.enabled": "true",
+    "spark.dynamicAllocation.minExecutors": "0",
+    "spark.dynamicAllocation.maxExecutors": "2",
+    "spark.dynamicAllocation.schedulerBacklogTimeout": "200ms",
+    "spark.dynamicAllocation.executorIdleTimeout": "2s",
+}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Standalone(2, 1, SETTINGS, wait_for=0) as cluster:
+        yield cluster
+
+
+def test_what_may_come_is_counted_apart_from_what_is_there(cluster):
+    count = SparkHostDiscovery(cluster.sc, slot_report).slots()
+    assert count.most == 2
+    assert count.now <= 2
+
+
+def test_barrier_mode_is_refused_and_the_probe_says_so(cluster):
+    probe = SparkHostDiscovery(cluster.sc, slot_report).probe(2, 10.0)
+    assert probe.refused
+    assert "dynamic allocation" in probe.why
+
+
+def test_more_slots_than_dynamic_allocation_may_bring_are_refused_at_once(cluster):
+    with pytest.raises(NotEnoughSlotsError, match="maxExecutors allows no more"):
+        SparkHostDiscovery(cluster.sc, slot_report).wait_for_slots(3, 600.0)
+
+
+def test_pending_slots_are_the_demand_that_brings_executors(cluster, tmp_path):
+    launcher = SparkLauncher(cluster.sc, fake_agent, lambda slot: f"stay {tmp_path}".encode(), Ends(), description="t")
+    try:
+        launcher.launch(0)
+        launcher.launch(1)
+        started(tmp_path, 2, 60.0)
+        assert len(cluster.executors()) == 2
+    finally:
+        launcher.close(5.0)

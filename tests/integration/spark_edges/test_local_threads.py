@@ -1,0 +1,223 @@
+"""The Spark edges on `local[4]`: no executors, tasks in the driver's own JVM."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from spark_elastic.driver.preflight import check_spark
+from spark_elastic.driver.spark_discovery import SparkHostDiscovery
+from spark_elastic.driver.spark_launcher import SparkLauncher
+from spark_elastic.errors import JobCancelledError, NoSparkContextError, NotEnoughSlotsError, NotPicklableError
+from spark_elastic.task.spark_task import slot_report
+from tests.integration.clusters import local
+from tests.integration.processes import wait_until
+from tests.integration.spark_edges.fake_agent import Ends, fake_agent, started
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with local(4, spark_driver_maxResultSize="4m") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def launch(cluster):
+    """launch(payload) → (launcher, ends); everything is closed after the test, and nothing may be left of it."""
+    before = set(threading.enumerate())
+    launchers = []
+
+    def build(payload: str, on_ended=None):
+        ends = on_ended or Ends()
+        launcher = SparkLauncher(cluster.sc, fake_agent, lambda slot: payload.encode(), ends, description="test")
+        launchers.append(launcher)
+        return launcher, ends
+
+    yield build
+    for launcher in launchers:
+        start = time.monotonic()
+        launcher.close(5.0)
+        assert time.monotonic() - start < 5.0
+    assert set(threading.enumerate()) <= before
+    assert cluster.sc.statusTracker().getActiveJobsIds() == []
+
+
+def test_outcome_of_an_agent_comes_back_with_its_result(launch):
+    launcher, ends = launch("return forty-two")
+    launcher.launch(2)
+    [(slot, why, outcome, _)] = ends.wait_for(1)
+    assert (slot, why, outcome.worker, outcome.result) == (2, "done", 2, b"forty-two")
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        ("raise too warm", "the agent raised ArithmeticError: too warm"),
+        ("exit 3", "the agent's Python process died"),
+        ("missing spark_elastic.task", "the executors cannot import spark_elastic: install it"),
+        ("big 9000000", "raise spark.driver.maxResultSize"),
+    ],
+)
+def test_failure_of_an_agent_is_told_in_one_line(launch, payload, reason):
+    launcher, ends = launch(payload)
+    launcher.launch(0)
+    [(_, why, outcome, _)] = ends.wait_for(1)
+    assert reason in why
+    assert "\n" not in why
+    assert outcome is None
+
+
+def test_withdrawn_slot_ends_at_once_and_the_others_go_on(launch, tmp_path):
+    launcher, ends = launch(f"stay {tmp_path}")
+    launcher.launch(0)
+    launcher.launch(1)
+    started(tmp_path, 2)
+    launcher.withdraw(0, "host left the discovery")
+    launcher.withdraw(0, "and again")
+    [(slot, why, outcome, _)] = ends.wait_for(1, 2.0)
+    assert (slot, why, outcome) == (0, "host left the discovery", None)
+    launcher.withdraw(0, "over already")
+    assert len(ends.seen) == 1
+
+
+def test_slot_withdrawn_before_its_job_was_submitted_never_runs(launch, tmp_path):
+    launcher, ends = launch(f"stay {tmp_path}")
+    for slot in range(3):
+        launcher.launch(slot)
+        launcher.withdraw(slot, "changed my mind")
+    assert {why for _, why, _, _ in ends.wait_for(3, 5.0)} == {"changed my mind"}
+
+
+def test_slot_can_be_launched_again_from_its_end_but_not_before(launch):
+    again = threading.Event()
+    ends = Ends()
+
+    def relaunch(slot, why, outcome):
+        ends(slot, why, outcome)
+        if not again.is_set():
+            again.set()
+            launcher.launch(slot)
+
+    launcher, _ = launch("return x", relaunch)
+    launcher.launch(0)
+    with pytest.raises(ValueError, match="slot 0 is still running"):
+        launcher.launch(0)
+    assert [why for _, why, _, _ in ends.wait_for(2)] == ["done", "done"]
+
+
+def test_close_ends_running_and_pending_slots_and_later_launches(launch, tmp_path):
+    launcher, ends = launch(f"stay {tmp_path}")
+    for slot in range(6):  # two more than can run
+        launcher.launch(slot)
+    started(tmp_path, 4)
+    launcher.close(5.0)
+    launcher.close(5.0)
+    launcher.launch(7)
+    assert {why for _, why, _, _ in ends.wait_for(7, 1.0)} == {"the job is over", "the launcher is closed"}
+
+
+def test_jobs_carry_a_readable_description_and_the_callers_scheduler_pool(cluster, launch, tmp_path):
+    cluster.sc.setLocalProperty("spark.scheduler.pool", "training")
+    try:
+        launcher, _ = launch(f"stay {tmp_path}")
+    finally:
+        cluster.sc.setLocalProperty("spark.scheduler.pool", None)
+    thread = threading.Thread(target=launcher.launch, args=(3,))  # as the driver thread does
+    thread.start()
+    started(tmp_path, 1)
+    jobs = cluster.sc._jsc.sc().statusStore().jobsList(None)
+    assert jobs.apply(0).description().get() == "test: slot 3"
+    stage = cluster.sc._jsc.sc().statusStore().lastStageAttempt(jobs.apply(0).stageIds().apply(0))
+    assert stage.schedulingPool() == "training"
+
+
+def test_launches_leave_no_threads_and_no_descriptors(cluster, launch):
+    import psutil
+
+    me, jvm = psutil.Process(), psutil.Process(cluster.driver_jvm)
+    launcher, ends = launch("return x")
+    rounds = []
+    for _ in range(3):
+        before = len(ends.seen)
+        for slot in range(6):
+            launcher.launch(slot)
+        ends.wait_for(before + 6, 60.0)
+        rounds.append((me.num_fds(), len(threading.enumerate()), jvm.num_fds()))
+    assert rounds[2][0] <= rounds[0][0] + 1
+    assert rounds[2][1] == rounds[0][1]
+    assert rounds[2][2] <= rounds[0][2] + 6
+
+
+# --- discovery ----------------------------------------------------------------------------------
+
+
+def test_slots_are_the_threads_of_the_driver(cluster):
+    discovery = SparkHostDiscovery(cluster.sc, slot_report)
+    assert discovery.slots().now == discovery.slots().most == 4
+    assert discovery.find_available_hosts_and_slots() == {"127.0.0.1": 4}
+
+
+def test_probe_reports_the_driver_as_executor(cluster):
+    probe = SparkHostDiscovery(cluster.sc, slot_report).probe(4, 30.0)
+    assert [(r.executor, r.host, r.cores, r.accelerators) for r in probe.reports] == [
+        ("driver", "127.0.0.1", 1, ())
+    ] * 4
+    assert probe.reports[0].addresses["lo"] == "127.0.0.1"
+
+
+def test_too_few_slots_are_reported_with_the_numbers_after_the_timeout(cluster):
+    said: list[str] = []
+    discovery = SparkHostDiscovery(cluster.sc, slot_report)
+    with pytest.raises(NotEnoughSlotsError, match="4 of 5 slots were available after 0 s") as caught:
+        discovery.wait_for_slots(5, 0.3, on_wait=said.append)
+    assert "1 executor with 4 slots in all (spark.task.cpus=1)" in str(caught.value)
+    assert said == ["4 of 5 slots; waiting up to 0 s for more executors"]
+
+
+def test_probe_of_busy_slots_ends_at_its_deadline_and_leaves_no_job(cluster, launch, tmp_path):
+    launcher, _ = launch(f"stay {tmp_path}")
+    launcher.launch(0)
+    started(tmp_path, 1)
+    with pytest.raises(NotEnoughSlotsError, match="but never 4 free at the same time"):
+        SparkHostDiscovery(cluster.sc, slot_report).probe(4, 2.0)
+    wait_until(lambda: len(cluster.sc.statusTracker().getActiveJobsIds()) == 1, 5.0, "the probe's job is gone")
+
+
+def test_waits_end_when_told_to_stop(cluster):
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(JobCancelledError):
+        SparkHostDiscovery(cluster.sc, slot_report).wait_for_slots(9, 60.0, stop=stop)
+
+
+def test_watch_of_local_mode_starts_no_thread(cluster):
+    before = threading.active_count()
+    watch = SparkHostDiscovery(cluster.sc, slot_report).watch(lambda event: None)
+    assert threading.active_count() == before
+    watch.close()
+
+
+# --- preflight ----------------------------------------------------------------------------------
+
+
+def test_preflight_finds_the_context_of_a_session_a_context_and_of_nothing(cluster):
+    assert check_spark(cluster.spark) is check_spark(cluster.sc) is check_spark() is cluster.sc
+
+
+def test_preflight_names_a_captured_spark_session(cluster):
+    from spark_elastic.driver.preflight import pickled
+
+    session = cluster.spark
+    with pytest.raises(NotPicklableError, match="session"):
+        pickled(lambda: session.range(3))
+
+
+def test_stopped_context_is_told_apart_from_none(cluster):
+    stopped = object.__new__(type(cluster.sc))
+    stopped._jsc = None
+    with pytest.raises(NoSparkContextError, match="was stopped"):
+        check_spark(stopped)

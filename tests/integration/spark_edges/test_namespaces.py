@@ -1,0 +1,60 @@
+"""The Spark edges with each Worker in a network namespace of its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+
+from spark_elastic.core.events import ExecutorLost
+from spark_elastic.driver.spark_discovery import SparkHostDiscovery
+from spark_elastic.driver.spark_launcher import SparkLauncher
+from spark_elastic.task.spark_task import slot_report
+from tests.integration import network
+from tests.integration.clusters import namespaced
+from tests.integration.spark_edges.fake_agent import Ends, fake_agent, started
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(network.why_unavailable() is not None, reason=str(network.why_unavailable())),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with namespaced(workers=2, cores=1) as cluster:
+        yield cluster
+
+
+def test_each_slot_has_its_own_host_with_its_own_interface(cluster):
+    probe = SparkHostDiscovery(cluster.sc, slot_report).probe(2, 60.0)
+    assert {report.host for report in probe.reports} == set(cluster.worker_hosts())
+    for report in probe.reports:
+        assert sorted(report.addresses.values()) == sorted(["127.0.0.1", report.host])
+
+
+def test_silent_host_is_lost_after_sparks_own_timeout_and_close_does_not_wait_for_it(cluster, tmp_path):
+    events: queue.Queue[object] = queue.Queue()
+    ends = Ends()
+    discovery = SparkHostDiscovery(cluster.sc, slot_report)
+    launcher = SparkLauncher(cluster.sc, fake_agent, lambda slot: f"stay {tmp_path}".encode(), ends, description="test")
+    watch = discovery.watch(events.put)
+    host = cluster.worker_hosts()[0]
+    try:
+        launcher.launch(0)
+        launcher.launch(1)
+        started(tmp_path, 2)
+        cluster.link_down(host)
+        event = events.get(timeout=40.0)
+        assert isinstance(event, ExecutorLost)
+        assert "heartbeat" in event.why.lower() or "worker lost" in event.why.lower()
+        [(_, why, outcome, _)] = ends.wait_for(1, 5.0)
+        assert outcome is None
+        assert why
+        launcher.close(5.0)
+        assert not any(thread.name.startswith("spark_elastic slot") for thread in threading.enumerate())
+    finally:
+        cluster.link_up(host)
+        launcher.close(5.0)
+        watch.close()

@@ -1,0 +1,103 @@
+"""The Spark edges on a standalone Master with Workers on 127.0.0.2, .3, …"""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import psutil
+import pytest
+
+from spark_elastic.core.events import ExecutorDecommissioned, ExecutorLost
+from spark_elastic.driver.executor_listener import ExecutorAdded, ExecutorListener
+from spark_elastic.driver.executor_watch import ExecutorWatch
+from spark_elastic.driver.spark_discovery import SparkHostDiscovery
+from spark_elastic.driver.spark_launcher import SparkLauncher
+from spark_elastic.task.spark_task import slot_report
+from tests.integration.clusters import standalone
+from tests.integration.processes import wait_until
+from tests.integration.spark_edges.fake_agent import Ends, fake_agent, started
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with standalone(workers=2, cores=1, decommission=True) as cluster:
+        yield cluster
+
+
+def test_probe_reports_the_addresses_that_the_workers_were_given(cluster):
+    discovery = SparkHostDiscovery(cluster.sc, slot_report)
+    probe = discovery.probe(2, 60.0)
+    assert {report.host for report in probe.reports} == set(cluster.worker_hosts())
+    assert {report.executor for report in probe.reports} == set(cluster.executors())
+    assert discovery.find_available_hosts_and_slots() == dict.fromkeys(sorted(cluster.worker_hosts()), 1)
+
+
+def test_listeners_come_and_go_without_a_trace_in_either_process(cluster):
+    me, jvm = psutil.Process(), psutil.Process(cluster.driver_jvm)
+
+    def dispatchers():
+        names = [f"/proc/{jvm.pid}/task/{thread.id}/comm" for thread in jvm.threads()]
+        return sum(open(name).read().startswith("spark-listener-") for name in names)
+
+    def cycle():
+        listener = ExecutorListener(cluster.sc)
+        assert listener.poll(0.01) is None
+        listener.close()
+        listener.close()
+
+    cycle()
+    before = threading.enumerate(), me.num_fds(), dispatchers()
+    for _ in range(20):
+        cycle()
+    assert (threading.enumerate(), me.num_fds(), dispatchers()) == before
+
+
+def test_killed_executor_is_reported_once_with_its_exit_code_and_its_successor_is_added(cluster):
+    events, facts = queue.Queue(), queue.Queue()
+    watch = ExecutorWatch(cluster.sc, events.put, on_fact=facts.put)
+    try:
+        victim = sorted(cluster.executors())[0]
+        cluster.kill_executor(victim)
+        assert events.get(timeout=2.0) == ExecutorLost(victim, "Command exited with code 137")
+        added = facts.get(timeout=30.0)
+        while not isinstance(added, ExecutorAdded):
+            added = facts.get(timeout=30.0)
+        assert added.host in cluster.worker_hosts()
+        assert added.cores == 1
+        assert events.empty()
+    finally:
+        watch.close()
+
+
+def test_executor_of_a_new_worker_adds_to_the_slots(cluster):
+    host = cluster.add_worker()
+    discovery = SparkHostDiscovery(cluster.sc, slot_report)
+    assert discovery.wait_for_slots(3, 30.0).now == 3
+    wait_until(lambda: host in discovery.find_available_hosts_and_slots(), 10.0, "the new host is listed")
+
+
+def test_decommissioned_executor_is_announced_while_its_agent_still_runs(cluster, tmp_path):
+    events = queue.Queue()
+    ends = Ends()
+    launcher = SparkLauncher(cluster.sc, fake_agent, lambda slot: f"stay {tmp_path}".encode(), ends, description="test")
+    watch = ExecutorWatch(cluster.sc, events.put)
+    try:
+        for slot in range(3):
+            launcher.launch(slot)
+        started(tmp_path, 3)
+        discovery = SparkHostDiscovery(cluster.sc, slot_report)
+        host = cluster.worker_hosts()[-1]
+        cluster.decommission(host)
+        event = events.get(timeout=3.0)
+        assert isinstance(event, ExecutorDecommissioned)
+        assert ends.seen == []
+        assert host not in discovery.find_available_hosts_and_slots()
+        launcher.close(5.0)
+        assert events.get(timeout=30.0).executor == event.executor  # gone after its task; said once each
+    finally:
+        launcher.close(5.0)
+        watch.close()
+    assert not any(thread.name.startswith("spark_elastic") for thread in threading.enumerate())
