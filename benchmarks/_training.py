@@ -62,8 +62,9 @@ class Step:
 class StepLog:
     """Reads the workers' lines as they come."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, job: Any) -> None:
         self._folder = folder
+        self._job = job
         self._offsets: dict[Path, int] = {}
         self.steps: dict[int, list[Step]] = {}
         """By pid, in order."""
@@ -91,6 +92,8 @@ class StepLog:
             self.read()
             if found := condition(self):
                 return found
+            if self._job.done():
+                raise RuntimeError(f"the job ended: {self._job.result()}")
             if time.monotonic() > until:
                 raise TimeoutError(f"{what}: not within {timeout_s} s; newest: {self.newest()}")
             time.sleep(0.002)

@@ -2,7 +2,8 @@
 
     python benchmarks/recovery.py                        # SIGKILL of workers, 3 -> 2 and 2 -> 1, plain processes
     python benchmarks/recovery.py --on standalone --fault executor
-    python benchmarks/recovery.py --fault stop
+    python benchmarks/recovery.py --fault stop           # SIGSTOP, seen by the missing heartbeats
+    python benchmarks/recovery.py --on namespaces --fault link
 
 Every number comes from what the workers wrote down at their own optimizer steps. "kill → next step" runs from just
 before the signal is sent to the next optimizer step of the *last* survivor. "join" is the longest gap between two
@@ -26,14 +27,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import _training
+import cloudpickle
 from _harness import Series, parser, report
 from _training import StepLog, is_alive, train
 
 import spark_elastic
 from spark_elastic.core.timeline import WorldStarted
+from tests.integration import clusters
 from tests.integration.processes import children
 
 HEARTBEAT_TIMEOUT_S = 2.0
+
+cloudpickle.register_pickle_by_value(_training)  # executors do not have this folder
 
 
 @dataclass
@@ -50,8 +56,8 @@ class Figures:
 
 
 @contextlib.contextmanager
-def running_job(on: str, folder: str, size: int, hidden: int) -> Iterator[tuple[Any, Callable[[int], int]]]:
-    """A job of `size` workers, and a function from a worker's pid to its executor's JVM."""
+def running_job(on: str, folder: str, size: int, hidden: int) -> Iterator[tuple[Any, Any]]:
+    """A job of `size` workers, and the Spark cluster under it (None: plain processes)."""
     common = {
         "num_proc": size,
         "min_num_proc": 1,
@@ -63,12 +69,10 @@ def running_job(on: str, folder: str, size: int, hidden: int) -> Iterator[tuple[
     if on == "processes":
         job = spark_elastic.run_async(train, arguments, launcher=spark_elastic.LocalLauncher(), **common)
         try:
-            yield job, lambda pid: 0
+            yield job, None
         finally:
             job.cancel()
         return
-    from tests.integration import clusters
-
     starts = {
         "local": lambda: clusters.local(size),
         "local-cluster": lambda: clusters.local_cluster(size, 1),
@@ -76,27 +80,40 @@ def running_job(on: str, folder: str, size: int, hidden: int) -> Iterator[tuple[
         "namespaces": lambda: clusters.namespaced(workers=size, cores=1),
     }
     with starts[on]() as cluster:
-
-        def jvm_of(pid: int) -> int:
-            return next(jvm for jvm in cluster.executors().values() if pid in children(jvm))
-
         job = spark_elastic.run_async(train, arguments, spark=cluster.spark, **common)
         try:
-            yield job, jvm_of
+            yield job, cluster
         finally:
             job.cancel()
 
 
-def one_kill(log: StepLog, fault: str, size: int, jvm_of: Callable[[int], int], figures: Figures, rng: random.Random):
-    """Kill one of `size` workers, wait for the survivors' next steps, then for the replacement."""
+def strike(fault: str, victim: int, cluster: Any) -> Callable[[], None]:
+    """Do it to the worker with this pid; returns what undoes it."""
+    if fault == "worker":
+        os.kill(victim, signal.SIGKILL)
+    elif fault == "stop":
+        os.kill(victim, signal.SIGSTOP)
+    else:
+        jvm = next(jvm for jvm in cluster.executors().values() if victim in children(jvm))
+        if fault == "executor":
+            os.kill(jvm, signal.SIGKILL)
+        else:
+            words = Path(f"/proc/{jvm}/cmdline").read_text().split("\0")
+            host = words[words.index("--hostname") + 1]
+            cluster.link_down(host)
+            return lambda: cluster.link_up(host)
+    return lambda: None
+
+
+def one_fault(log: StepLog, fault: str, size: int, cluster: Any, figures: Figures, rng: random.Random) -> None:
+    """Strike one of `size` workers, wait for the survivors' next steps, then for the replacement."""
     members = log.wait_for_world(size, _newest_round(log) - 1)
     round = _newest_round(log)
     time.sleep(rng.uniform(0.05, 0.15))  # anywhere in a step
     victim = rng.choice(sorted(members))
     survivors = [pid for pid in members if pid != victim]
-    target = jvm_of(victim) if fault == "executor" else victim
     start = time.monotonic()
-    os.kill(target, signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+    undo = strike(fault, victim, cluster)
     died = start
     if fault == "executor":
         while is_alive(victim):
@@ -112,7 +129,8 @@ def one_kill(log: StepLog, fault: str, size: int, jvm_of: Callable[[int], int], 
     figures.to_next_step.setdefault(f"{size} -> {size - 1}", []).append((last - start) * 1000)
     if fault == "executor":
         figures.from_worker_death.append(max(last - died, 0.0) * 1000)
-    log.wait_for_world(size, round + 1, 120.0)
+    undo()
+    log.wait_for_world(size, round + 1, 180.0)
     joined = _newest_round(log)
     figures.full_strength_s.append(max(step.at for step in log.newest().values() if step.round == joined) - start)
     for pid in survivors:
@@ -131,7 +149,7 @@ def main() -> None:
     arguments.add_argument(
         "--on", choices=["processes", "local", "local-cluster", "standalone", "namespaces"], default="processes"
     )
-    arguments.add_argument("--fault", choices=["worker", "executor", "stop"], default="worker")
+    arguments.add_argument("--fault", choices=["worker", "executor", "stop", "link"], default="worker")
     arguments.add_argument("--sizes", type=int, nargs="+", default=[3, 2])
     arguments.add_argument("--hidden", type=int, default=128, help="128: 102 k parameters, 0.8 MB with momentum")
     args = arguments.parse_args()
@@ -140,20 +158,21 @@ def main() -> None:
     figures = Figures()
     rounds = 0
     for size in args.sizes:
-        with tempfile.TemporaryDirectory() as folder, running_job(args.on, folder, size, args.hidden) as (job, jvm_of):
-            log = StepLog(Path(folder))
+        with tempfile.TemporaryDirectory() as folder, running_job(args.on, folder, size, args.hidden) as (job, cluster):
+            log = StepLog(Path(folder), job)
             log.wait_for_world(size, 0, 180.0)
             for number in range(repeat):
-                one_kill(log, args.fault, size, jvm_of, figures, rng)
+                one_fault(log, args.fault, size, cluster, figures, rng)
                 print(f"\r{size}: {number + 1}/{repeat}", end="", file=sys.stderr, flush=True)
             log.read()
             figures.lost_steps += log.lost_steps()
             rounds = sum(isinstance(record, WorldStarted) for record in job.events())
             figures.false_evictions += rounds - 1 - 2 * repeat
-    limit = {"worker": (150.0, 500.0), "executor": (None, None), "stop": (HEARTBEAT_TIMEOUT_S * 1000 + 500, None)}
-    p50, p99 = limit[args.fault]
+    silent = (None, None, HEARTBEAT_TIMEOUT_S * 1000 + 500)
+    limits = {"worker": (150.0, 500.0, None), "executor": (None, None, None), "stop": silent, "link": silent}
+    p50, p99, most = limits[args.fault]
     series = [
-        Series(f"{args.fault} -> next step, {kind}", values, "ms", target_p50=p50, target_p99=p99)
+        Series(f"{args.fault} -> next step, {kind}", values, "ms", target_p50=p50, target_p99=p99, target_max=most)
         for kind, values in figures.to_next_step.items()
     ]
     if figures.from_worker_death:
