@@ -162,7 +162,8 @@ class Rounds:
 
     def remove(self, worker: Worker, why: str, now: float, *, graceful: bool = False) -> None:
         """Take the worker off the roster; a world that needed it breaks."""
-        was = worker.state
+        # the others would have to run a plain function again with it, to bring back its result
+        needed = worker.state is TRAINING or worker.id in self._plain
         self._roster.enter(worker, GONE)
         self._heard.forget(worker.id)
         for kind in ("boot", "stall"):
@@ -175,7 +176,7 @@ class Rounds:
             if worker.round == self.round:
                 self._futility.lost()
             self._last_loss = f"worker {worker.id} on {worker.place.host}: {why}"
-        if was is TRAINING:
+        if needed:
             self._break(f"rank {worker.rank} on {worker.place.host} is gone: {why}", now)
 
     def restart(self, worker: Worker, why: str, now: float) -> None:

@@ -49,6 +49,10 @@ class Plan:
     steps: int
     commit_every: int
     plain: bool
+    no_init: bool
+    """A plain function that never asks for a world."""
+    come_back: float
+    """How likely a lost executor is replaced."""
     hosts: int
     cores: int
     faults: tuple[tuple[float, str], ...]
@@ -322,7 +326,7 @@ class Cluster:
             elif kind == "cut off executor":
                 executor.reachable = False
                 self.after(self.rng.uniform(15, 60), lambda: self._lose_executor(executor))
-            if self.rng.random() < 0.8:
+            if self.rng.random() < self.plan.come_back:
                 self.after(back, lambda: self._add_executor(executor.host))
 
     def _lose_executor(self, executor: Executor) -> None:

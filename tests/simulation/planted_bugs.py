@@ -57,7 +57,12 @@ BUGS = (
         "        if training:\n            self._out",
         "        if not training:\n            self._out",
     ),
-    Bug("a loss does not break the world", "rounds", "        if was is TRAINING:", "        if was is READY:"),
+    Bug(
+        "a loss does not break the world",
+        "rounds",
+        "        needed = worker.state is TRAINING",
+        "        needed = worker.state is READY",
+    ),
     Bug("stalled survivors are waited for", "rounds", 'self._timers.set(("stall", survivor), self._stall_due)', "pass"),
     Bug(
         "only one member is notified",

@@ -9,7 +9,7 @@ from tests.simulation.planted_bugs import BUGS, Bug, machine_with
 from tests.simulation.seeds import simulate
 
 CHUNK = 250
-SEEDS_FOR_A_BUG = 600
+SEEDS_FOR_A_BUG = 1000
 
 
 @pytest.mark.parametrize("first", range(0, 2000, CHUNK))

@@ -65,7 +65,10 @@ class SimWorker:
         self.said_hello = True
         self.state = "init"
         self._beat()
-        self.tell(e.WorkerReady(self.id, 0, None, at_init=True))
+        if self.cluster.plan.no_init:
+            self.later(0.0, 2.0, self.finish)
+        else:
+            self.tell(e.WorkerReady(self.id, 0, None, at_init=True))
 
     def _beat(self) -> None:
         if not self.alive or self.cluster.ended or self.state == "done":
@@ -185,7 +188,7 @@ class SimWorld:
         elif len(self.here) == len(self.members) and self.world.sync:
             state = self.members[self.world.root].progress or 0
             for worker in lucky:  # the broadcast had reached these
-                if worker.moving:
+                if worker.moving and worker.state == "training":
                     worker.progress = state
         where = self.members.index(dead)
         for neighbour in {self.members[where - 1], self.members[(where + 1) % len(self.members)]}:
