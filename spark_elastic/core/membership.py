@@ -363,7 +363,7 @@ class Membership:
             agent = self._roster.agents.get(agent_id)
             if agent is None:
                 continue  # dismissed meanwhile
-            self._send_home(agent, f"its agent was silent for {timeout:g} s", now)
+            self._send_home(agent, f"silent for {timeout:g} s", now)
             self._places.withdraw(agent.place.slot, f"the agent was silent for {timeout:g} s", now)
         for worker_id in self._workers_heard.expired(now):
             self._evict(worker_id, f"silent for {timeout:g} s", now)
