@@ -159,6 +159,7 @@ class Membership:
             case WorkerDone(worker, in_loop):
                 record = self._roster.workers.get(worker)
                 if record is not None and record.state in (BOOTING, ADMITTED, TRAINING):  # else: a repeat
+                    self._workers_can_start()
                     self._rounds.done(record, in_loop, now)
             case WorkerAbandoned():
                 self._on_worker_abandoned(event, now)
@@ -205,9 +206,7 @@ class Membership:
         if worker is None or worker.state is DONE:
             return
         self._workers_heard.heard(worker.id, now)
-        self._ever_ready = True
-        self._boot_evidence = None
-        self._timers.cancel(("verdict", 0))
+        self._workers_can_start()
         if event.round != worker.round or worker.state is READY:
             return  # of an older round, or a repeat
         if worker.state is BOOTING and event.at_init:
@@ -216,6 +215,12 @@ class Membership:
             if event.progress is not None:
                 self._rounds.note_progress(event.progress, now)
             self._rounds.ready(worker, event.progress, now)
+
+    def _workers_can_start(self) -> None:
+        """One came up: from now on an exit is a failure of its place, not of the way workers are started."""
+        self._ever_ready = True
+        self._boot_evidence = None
+        self._timers.cancel(("verdict", 0))
 
     def _on_worker_lost(self, event: WorkerLost, now: float) -> None:
         why = event.why if event.exit_code is None else f"{event.why} (exit code {event.exit_code})"
@@ -358,7 +363,7 @@ class Membership:
             agent = self._roster.agents.get(agent_id)
             if agent is None:
                 continue  # dismissed meanwhile
-            self._send_home(agent, f"its agent was silent for {timeout:g} s", now)
+            self._send_home(agent, f"silent for {timeout:g} s", now)
             self._places.withdraw(agent.place.slot, f"the agent was silent for {timeout:g} s", now)
         for worker_id in self._workers_heard.expired(now):
             self._evict(worker_id, f"silent for {timeout:g} s", now)

@@ -16,6 +16,7 @@ from spark_elastic.core.commands import (
 )
 from spark_elastic.core.deadlines import Silence, Timers
 from spark_elastic.core.decide import Candidate, Decision
+from spark_elastic.core.futility import Futility
 from spark_elastic.core.places import Places, TimerKey
 from spark_elastic.core.roster import Roster, Worker
 from spark_elastic.core.states import PHASES, Phase, WorkerState
@@ -58,6 +59,9 @@ class Rounds:
         self.waiting: tuple[str, float | None] = ("", None)  # what is waited for, until when
 
         self._elastic = False  # somebody showed a state, so the function has an elastic loop
+        self._futility = Futility(
+            settings.cooldown_range_s, young_s=settings.stall_timeout_s, give_up_s=settings.elastic_timeout_s
+        )
         self._done: dict[WorkerId, tuple[int, int]] = {}  # -> (last rank, last round)
         self._plain: set[WorkerId] = set()  # of those, the ones that never entered an elastic loop
         self._notices = 0  # hosts-updated sequence numbers given out
@@ -158,7 +162,8 @@ class Rounds:
 
     def remove(self, worker: Worker, why: str, now: float, *, graceful: bool = False) -> None:
         """Take the worker off the roster; a world that needed it breaks."""
-        was = worker.state
+        # the others would have to run a plain function again with it, to bring back its result
+        needed = worker.state is TRAINING or worker.id in self._plain
         self._roster.enter(worker, GONE)
         self._heard.forget(worker.id)
         for kind in ("boot", "stall"):
@@ -168,8 +173,10 @@ class Rounds:
         rank = worker.rank if worker.round == self.round else None
         self._out.append(Announce(WorkerLeft(now, worker.id, worker.place, rank, why, graceful)))
         if not graceful and worker.round > 0:
+            if worker.round == self.round:
+                self._futility.lost()
             self._last_loss = f"worker {worker.id} on {worker.place.host}: {why}"
-        if was is TRAINING:
+        if needed:
             self._break(f"rank {worker.rank} on {worker.place.host} is gone: {why}", now)
 
     def restart(self, worker: Worker, why: str, now: float) -> None:
@@ -237,6 +244,7 @@ class Rounds:
         if self._paused_at is None:
             self._paused_at = now
         self._change = why
+        self._futility.broke(self.furthest, now)
         self._timers.cancel(("notice", 0))
         training = tuple(self._roster.states[TRAINING])
         if training:
@@ -291,6 +299,8 @@ class Rounds:
             self._give_up(ready, now)
         elif not decision.go:
             self._wait(decision, ready, now)
+        elif ready and self._futility.retry_at > now:
+            self._wait(self._pause(now), ready, now)
         elif ready:
             self._change = f"{self._change}: {decision.reason}"
             self._publish(self._candidates(AT_INIT, READY), now)
@@ -320,6 +330,8 @@ class Rounds:
         members = decide.select(ready, len(self._done), self._settings.min_num_proc)
         have = len(members) + len(self._done)
         decision = decide.regroup(have, self._settings, now, deadline=self._gather_until)
+        if decision.go and self._futility.retry_at > now:
+            decision = self._pause(now)
         if decision.go:
             self._publish(members, now)
             return
@@ -330,6 +342,15 @@ class Rounds:
             self._give_up(have, now)
         else:
             self._wait(decision, have, now)
+
+    def _pause(self, now: float) -> Decision:
+        until = self._futility.retry_at
+        return Decision(
+            False,
+            f"{self._futility.count} worlds in a row broke before a step, with no worker lost; "
+            f"trying again in {until - now:.1f} s",
+            deadline=until,
+        )
 
     def _candidates(self, *states: WorkerState) -> list[Candidate]:
         agents = self._roster.agents
@@ -342,6 +363,14 @@ class Rounds:
         limit = self._settings.reset_limit
         if limit is not None and self.round > limit:
             self.fail(ResetLimitError(resets=self.round, limit=limit, last_reason=self._change), now)
+            return
+        if self._futility.hopeless(now):
+            message = (
+                f"{self._futility.count} worlds in a row broke before they applied a step, with no worker lost "
+                f"(last: {self._change}); check that the workers reach one another: name the interfaces to use in "
+                "nics, and look for a firewall between the hosts"
+            )
+            self.fail(JobError(message), now)
             return
         self.round += 1
         world = decide.build_world(self.round, members)
@@ -357,6 +386,7 @@ class Rounds:
         for kind in ("gather", "notice"):
             self._timers.cancel((kind, 0))
         pause = None if self._paused_at is None else now - self._paused_at
+        self._futility.began(self.furthest, now)
         self.world, self._paused_at, self._enough_since = world, None, None
         self._enter(Phase.RUNNING)
         self._out.append(PublishWorld(world))

@@ -41,54 +41,49 @@ class Checker:
         self.stands: dict[int, tuple[bool, int | None]] = {}  # worker that waits -> (at_init, progress)
         self.admitted: set[int] = set()
         self.last_round: dict[int, int] = {}
-        self.launched: set[int] = set()
         self.world: World | None = None
         self.notified_round = 0
         self.sequence = 0
+        self.cut_round = 0
+        self.started_at: dict[int, float] = {}
+        self.showed_state = False
         self.furthest = 0  # the most steps that any event reported
         self.decommissioned: set[str] = set()
         self.hosts: dict[str, int] | None = None
-        self.below_since: float | None = None
         self.slot_failed_at: dict[int, float] = {}
-        self.deaths: dict[int, int] = {}  # slot -> deaths of its workers and agents
-        self.counted: dict[int, int] = {}  # slot -> failures announced
+        self.counted: set[int] = set()  # slots whose failure was announced since something was started there
+        self.broken_since: float | None = None
         self.shaken = False  # something that breaks a world was part of the event
         self.waiting: t.Waiting | None = None
-        self.paused = False  # a member stopped after a notice
         self.stats: dict[str, int] = {}
 
     def agent_started(self, agent: int, place: Place) -> None:
         self.places[agent] = place
 
-    def cut_off(self, slot: int) -> None:
-        """The slot's agent cannot be reached any more."""
-
     # --- what the event says ----------------------------------------------------------------------
 
-    def before(self, event: e.Event, now: float) -> None:
+    def before(self, event: e.Event) -> None:
         self.shaken = False
+        self.started_at.pop(getattr(event, "worker", -1), None) if not isinstance(event, e.WorkerAlive) else None
         if isinstance(event, e.AgentJoined):
             if event.agent in self.ever_joined:
                 return
             self.ever_joined.add(event.agent)
             older = [a for a, place in self.joined.items() if place.slot == event.place.slot]
             for agent in older:
-                self._agent_gone(agent, now)
+                self._agent_gone(agent)
             self.joined[event.agent] = event.place
-            if event.place.executor in self.decommissioned:
-                self._died(event.place.slot, now)  # sent away again, which counts against the slot
         elif isinstance(event, e.AgentLost):
-            self._agent_gone(event.agent, now)
+            self._agent_gone(event.agent)
         elif isinstance(event, e.SlotEnded):
             for agent in [a for a, place in self.joined.items() if place.slot == event.slot]:
-                self._agent_gone(agent, now)
-            self._died(event.slot, now)
+                self._agent_gone(agent)
         elif isinstance(event, e.ExecutorLost):
             for agent in [a for a, place in self.joined.items() if place.executor == event.executor]:
-                self._agent_gone(agent, now)
+                self._agent_gone(agent)
         elif isinstance(event, e.WorkerLost):
             if event.worker not in self.done:
-                self._worker_gone(event.worker, now)
+                self._worker_gone(event.worker)
         elif isinstance(event, e.WorkerAbandoned):
             if self._is_live(event.worker) and event.worker not in self.done:
                 self.gone.add(event.worker)
@@ -99,6 +94,7 @@ class Checker:
         elif isinstance(event, e.WorkerAlive):
             if event.progress is not None and self._is_live(event.worker) and event.worker not in self.done:
                 self.furthest = max(self.furthest, event.progress)
+                self.showed_state = True
         elif isinstance(event, e.WorkerDone):
             if self._is_live(event.worker) and event.worker not in self.stands:
                 self.done.setdefault(event.worker, event.in_loop)
@@ -117,6 +113,7 @@ class Checker:
             return
         if event.progress is not None:
             self.furthest = max(self.furthest, event.progress)
+            self.showed_state = True
         self.stands[worker] = (event.at_init, event.progress)
         if event.round > 0 and self.notified_round != event.round:
             self.shaken = True
@@ -124,28 +121,24 @@ class Checker:
     def _is_live(self, worker: int) -> bool:
         return worker in self.on_agent and worker not in self.gone
 
-    def _worker_gone(self, worker: int, now: float) -> None:
+    def _worker_gone(self, worker: int) -> None:
         if not self._is_live(worker):
             return
         self.gone.add(worker)
         self.stands.pop(worker, None)
         if self.world is not None and worker in self.world.workers:
             self.shaken = True
-        self._died(self.places[self.on_agent[worker]].slot, now)
 
-    def _agent_gone(self, agent: int, now: float) -> None:
+    def _agent_gone(self, agent: int) -> None:
         if agent not in self.joined:
             return
-        place = self.joined.pop(agent)
+        del self.joined[agent]
         for worker in [w for w, a in self.on_agent.items() if a == agent and w not in self.gone]:
             self.gone.add(worker)
+            self.started_at.pop(worker, None)
             self.done.pop(worker, None)
             self.stands.pop(worker, None)
             self.shaken = True
-        self._died(place.slot, now)
-
-    def _died(self, slot: int, now: float) -> None:
-        self.deaths[slot] = self.deaths.get(slot, 0) + 1
 
     # --- what the machine made of it --------------------------------------------------------------
 
@@ -164,6 +157,9 @@ class Checker:
         due = machine.next_deadline()
         require(due is not None, f"{machine.phase} waits without a deadline")
         if isinstance(event, e.Tick):
+            for worker, started in self.started_at.items():
+                limit_s = self.settings.start_timeout_s + 10
+                require(now < started + limit_s, f"worker {worker} boots for {now - started:.0f} s")
             require(due > now, f"the deadline {due} is past after a Tick at {now}")
         if machine.phase in (Phase.STARTING, Phase.WAITING, Phase.INTERRUPTED, Phase.BROKEN):
             require(self.waiting is not None, f"{machine.phase} does not say what it waits for")
@@ -173,6 +169,21 @@ class Checker:
         """Nothing waits for what is already there."""
         members = self._members()
         training = [w for w in members if w not in self.stands and w not in self.done]
+        if machine.phase is not Phase.BROKEN:
+            self.broken_since = None
+        elif self.broken_since is None:
+            self.broken_since = self.cluster.now
+        else:
+            limit_s = self.settings.stall_timeout_s + 10
+            require(self.cluster.now < self.broken_since + limit_s, "the survivors wait for one that does not come")
+        if machine.phase in (Phase.BROKEN, Phase.WAITING):
+            assert self.world is not None
+            require(self.cut_round == self.world.round or not training, "the survivors of a broken world are not cut")
+        if machine.phase is Phase.WAITING and self.waiting is not None and "in a row" not in self.waiting.reason:
+            standing = sum(1 for at_init, _ in self.stands.values() if not at_init) + len(self._everdone())
+            require(standing < self.settings.min_num_proc, f"{standing} workers stand and wait")
+        if machine.phase in (Phase.RUNNING, Phase.INTERRUPTED, Phase.BROKEN, Phase.WAITING) and self.showed_state:
+            require(not any(at_init for at_init, _ in self.stands.values()), "a newcomer is kept in init()")
         if machine.phase is Phase.BROKEN:
             require(bool(training), "all survivors stand, and the broken world is not replaced")
         if machine.phase is Phase.RUNNING and self.world is not None:
@@ -180,7 +191,7 @@ class Checker:
             newcomer = any(not at_init and w not in self.world.workers for w, (at_init, _) in self.stands.items())
             limited = self.settings.reset_limit is not None and self.world.round > self.settings.reset_limit
             if newcomer and not limited:
-                require(any(w in self.done for w in self.done if w in self._everdone()), "a newcomer is ignored")
+                require(bool(self._everdone()), "a newcomer is ignored")
 
     def _everdone(self) -> set[int]:
         return {w for w in self.done if w not in self.gone and self.last_round.get(w, 0) > 0}
@@ -194,6 +205,7 @@ class Checker:
         slot = command.slot
         require(0 <= slot < self.settings.max_num_proc, f"slot {slot} is out of range")
         require(slot not in self.cluster.running, f"slot {slot} was launched twice")
+        self.counted.discard(slot)
         self._not_too_early(slot, now)
 
     def _on_WithdrawSlot(self, command: c.WithdrawSlot, event: e.Event, now: float) -> None:
@@ -212,6 +224,8 @@ class Checker:
             used = sum(1 for w in started if w not in self.gone and w not in members)
             require(used < self.hosts.get(place.host, 0), f"{place.host} has {used} workers already")
         self._not_too_early(place.slot, now)
+        self.started_at[command.worker] = now
+        self.counted.discard(place.slot)
         self.on_agent[command.worker] = command.agent
 
     def _not_too_early(self, slot: int, now: float) -> None:
@@ -222,8 +236,8 @@ class Checker:
         require(self.on_agent.get(command.worker) == command.agent, "the worker is not that agent's")
         if command.worker not in self.gone:
             self.shaken = True
-            self.deaths[self.places[command.agent].slot] = self.deaths.get(self.places[command.agent].slot, 0) + 1
         self.gone.add(command.worker)
+        self.started_at.pop(command.worker, None)
         self.done.pop(command.worker, None)
         self.stands.pop(command.worker, None)
 
@@ -233,7 +247,7 @@ class Checker:
             if not isinstance(event, e.Tick | e.ExecutorLost | e.AgentJoined):
                 spare = all(w not in self._members() or w in self.stands for w in workers)
                 require(spare, f"agent {command.agent} was dismissed under a training member")
-            self._agent_gone(command.agent, now)
+            self._agent_gone(command.agent)
 
     def _on_AdmitProvisionally(self, command: c.AdmitProvisionally, event: e.Event, now: float) -> None:
         require(self.stands.get(command.worker, (False, None))[0], "only a worker in init() can be let out of it")
@@ -262,6 +276,7 @@ class Checker:
         require(command.round == self.world.round, "a round that is over is cut")
         late = isinstance(event, e.Tick) and self.notified_round == self.world.round
         require(self.shaken or late, "a healthy world is cut")
+        self.cut_round = command.round
         expected = {w for w in self._members() if w not in self.stands and w not in self.done}
         require(expected <= set(command.workers), f"cut {command.workers}, training {sorted(expected)}")
 
@@ -345,6 +360,8 @@ class Checker:
         if self.world is not None:
             require(all(w in self.done for w in members), "the job finishes under a training member")
             require(set(command.workers) == self._everdone(), "results of the wrong workers")
+            if self.cluster.plan.plain:
+                require(set(command.workers) == self.world.workers, "a plain function did not run in one world")
             order = [w for w in command.workers if w in self.world.workers]
             require(order == [m for m in members if m in order], "results are not in rank order")
             if not self.cluster.plan.plain:
@@ -369,15 +386,12 @@ class Checker:
         elif isinstance(error, errors.ResetLimitError):
             assert self.world is not None
             require(self.world.round - 1 == self.settings.reset_limit, "the reset limit is not reached")
-            require(self.notified_round < self.world.round or self.shaken_since_notice(), "failed for a newcomer")
         elif isinstance(error, errors.WorkerStartError):
-            require(plan.boot_crash > 0 or bool(plan.faults), "no worker failed to start")
+            require(plan.boot_crash > 0 or bool(plan.faults) or plan.unlucky > 0, "no worker failed to start")
             require(error.attempts >= self.settings.boot_failure_limit, "too few attempts")
         else:
-            require(isinstance(error, errors.UserFunctionError), f"unexpected {error!r}")
-
-    def shaken_since_notice(self) -> bool:
-        return True
+            apart = type(error) is errors.JobError and any(kind == "hosts apart" for _, kind in plan.faults)
+            require(apart or isinstance(error, errors.UserFunctionError), f"unexpected {error!r}")
 
     def _on_Announce(self, command: c.Announce, event: e.Event, now: float) -> None:
         record = command.record
@@ -388,8 +402,8 @@ class Checker:
         elif isinstance(record, t.PlaceCooledDown) and record.kind == "slot":
             assert self.settings.cooldown_range_s is not None
             slot = int(record.name)
-            self.counted[slot] = self.counted.get(slot, 0) + 1
-            require(self.counted[slot] <= self.deaths.get(slot, 0), f"slot {slot} failed more often than it died")
+            require(slot not in self.counted, f"slot {slot} failed twice since something was started there")
+            self.counted.add(slot)
             low, high = self.settings.cooldown_range_s
             expected = min(high, low * 2 ** (record.failures - 1))
             require(abs(record.until - now - expected) < 1e-6, f"cooldown of {record.until - now} s")

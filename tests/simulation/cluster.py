@@ -49,11 +49,16 @@ class Plan:
     steps: int
     commit_every: int
     plain: bool
+    no_init: bool
+    """A plain function that never asks for a world."""
+    come_back: float
+    """How likely a lost executor is replaced."""
     hosts: int
     cores: int
     faults: tuple[tuple[float, str], ...]
     raises_at: int | None
     boot_crash: float
+    boot_hang: float
     unlucky: float
     """How likely a worker is killed right after the driver decided something about it."""
     limit_s: float = 5000.0
@@ -65,6 +70,7 @@ class Cluster:
         self.now = 0.0
         self.checker = Checker(plan.settings, self)
         self.ended = False
+        self.hosts_apart_until = 0.0
         self.outcome: c.FinishJob | c.FailJob | None = None
         self.workers: dict[int, SimWorker] = {}
         self.worlds: dict[int, SimWorld] = {}
@@ -109,7 +115,7 @@ class Cluster:
         if self.ended:
             return
         self.events += 1
-        self.checker.before(event, self.now)
+        self.checker.before(event)
         commands = self.machine.handle(event, self.now)
         self.checker.after(event, commands, self.now, self.machine)
         for command in commands:
@@ -174,6 +180,13 @@ class Cluster:
         if self.rng.random() < self.plan.unlucky:
             victim = self.workers[self.rng.choice(list(workers))]
             self.after(self.rng.uniform(0, within_s), lambda: self.kill(victim, report=True))
+
+    def bad_luck_at_the_end(self, worker: SimWorker) -> None:
+        """One is done; another, or the agent that keeps the result, may die before the job ends."""
+        if self.rng.random() < self.plan.unlucky:
+            self.after(self.rng.uniform(0, 0.5), lambda: self.fault("kill worker"))
+        elif self.rng.random() < self.plan.unlucky:
+            self.after(self.rng.uniform(0, 0.5), lambda: self.end_agent(self.agents[worker.agent], "killed"))
 
     def _tell_worker(self, worker_id: int, what: Callable[[SimWorker], None]) -> None:
         worker = self.workers[worker_id]
@@ -288,7 +301,7 @@ class Cluster:
             elif kind == "hang worker":
                 worker.hung = True
                 # nobody but its user can tell a hang of the only member from work; they would stop it in the end
-                self.after(800.0, lambda: self.kill(worker, report=True))
+                self.after(3000.0, lambda: self.kill(worker, report=True))
             else:
                 self.end_agent(self.agents[worker.agent], "channel closed")
         elif kind == "narrow hosts":
@@ -297,6 +310,8 @@ class Cluster:
                 return
             self.tell_driver(("discovery", 0), e.HostsObserved(hosts))
             self.after(self.rng.uniform(5, 60), lambda: self.tell_driver(("discovery", 0), e.HostsObserved(None)))
+        elif kind == "hosts apart":
+            self.hosts_apart_until = self.now + self.rng.choice([2.0, 20.0, 20.0, 300.0])
         elif kind == "new executor":
             self._add_executor(f"host{self.rng.randint(0, self.plan.hosts)}")
         elif executors:
@@ -310,10 +325,9 @@ class Cluster:
                 self.after(self.rng.uniform(5, 60), lambda: self._lose_executor(executor))
             elif kind == "cut off executor":
                 executor.reachable = False
-                for slot in executor.slots:
-                    self.checker.cut_off(slot)
                 self.after(self.rng.uniform(15, 60), lambda: self._lose_executor(executor))
-            self.after(back, lambda: self._add_executor(executor.host))
+            if self.rng.random() < self.plan.come_back:
+                self.after(back, lambda: self._add_executor(executor.host))
 
     def _lose_executor(self, executor: Executor) -> None:
         if not executor.alive:

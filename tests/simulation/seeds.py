@@ -13,21 +13,21 @@ FAULTS = (
     + ["kill executor"] * 3
     + ["drain executor"] * 3
     + ["new executor"] * 2
-    + ["kill agent", "stop worker", "stop worker", "hang worker", "cut off executor", "narrow hosts"]
+    + ["kill agent", "stop worker", "stop worker", "hang worker", "cut off executor", "narrow hosts", "hosts apart"]
 )
 
 
 def plan_of(rng: random.Random) -> Plan:
     """A job and its bad luck."""
     hosts, cores = rng.randint(1, 4), rng.randint(1, 3)
-    max_num_proc = rng.randint(1, 7)
+    max_num_proc = rng.choice([1, 2, 3, 4, 4, 5, 6, 7, 8])
     num_proc = rng.randint(1, max_num_proc)
     settings = ElasticSettings(
         num_proc=num_proc,
         min_num_proc=rng.randint(1, num_proc),
         max_num_proc=max_num_proc,
-        start_timeout_s=120.0,
-        elastic_timeout_s=rng.choice([20.0, 120.0]),
+        start_timeout_s=rng.choice([15.0, 120.0, 120.0]),
+        elastic_timeout_s=rng.choice([5.0, 20.0, 120.0]),
         start_grace_s=rng.choice([0.0, 3.0, 10.0]),
         heartbeat_timeout_s=10.0,
         stall_timeout_s=40.0,
@@ -35,6 +35,7 @@ def plan_of(rng: random.Random) -> Plan:
         cooldown_range_s=rng.choice([(0.5, 60.0), (0.5, 60.0), (0.1, 2.0), None]),
         boot_failure_limit=3,
     )
+    plain = rng.random() < 0.2
     steps = rng.choice([rng.randint(3, 40), rng.randint(20, 120)])
     horizon = steps * 0.4 + 8
     faults = [(rng.uniform(0, horizon), rng.choice(FAULTS)) for _ in range(rng.choice([0, 1, 2, 3, 5, 8, 12]))]
@@ -44,12 +45,15 @@ def plan_of(rng: random.Random) -> Plan:
         settings=settings,
         steps=steps,
         commit_every=rng.choice([1, 1, 1, 5]),
-        plain=rng.random() < 0.15,
+        plain=plain,
+        no_init=plain and rng.random() < 0.2,
+        come_back=rng.choice([1.0, 1.0, 0.5, 0.0]),
         hosts=hosts,
         cores=cores,
         faults=tuple(faults),
         raises_at=rng.randint(1, steps) if rng.random() < 0.05 else None,
         unlucky=rng.choice([0.0, 0.0, 0.1, 0.3]),
+        boot_hang=rng.choice([0.0] * 5 + [0.3]),
         boot_crash=rng.choice([0.0] * 9 + [0.3]),
     )
 

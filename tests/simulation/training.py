@@ -54,6 +54,8 @@ class SimWorker:
     # --- life -------------------------------------------------------------------------------------
 
     def boot(self) -> None:
+        if self.cluster.rng.random() < self.cluster.plan.boot_hang:
+            return  # hangs before it says hello
         if self.cluster.rng.random() < self.cluster.plan.boot_crash:
             self.cluster.after(0.5, lambda: self.cluster.kill(self, report=True, exit_code=1))
         else:
@@ -63,7 +65,10 @@ class SimWorker:
         self.said_hello = True
         self.state = "init"
         self._beat()
-        self.tell(e.WorkerReady(self.id, 0, None, at_init=True))
+        if self.cluster.plan.no_init:
+            self.later(0.0, 2.0, self.finish)
+        else:
+            self.tell(e.WorkerReady(self.id, 0, None, at_init=True))
 
     def _beat(self) -> None:
         if not self.alive or self.cluster.ended or self.state == "done":
@@ -150,6 +155,8 @@ class SimWorker:
     def finish(self) -> None:
         self.state = "done"
         self.tell(e.WorkerDone(self.id, in_loop=not self.cluster.plan.plain))
+        self.cluster.bad_luck_at_the_end(self)
+        self.later(0.01, 0.3, lambda: self.cluster.kill(self, report=True, exit_code=0))
 
 
 class SimWorld:
@@ -181,7 +188,7 @@ class SimWorld:
         elif len(self.here) == len(self.members) and self.world.sync:
             state = self.members[self.world.root].progress or 0
             for worker in lucky:  # the broadcast had reached these
-                if worker.moving:
+                if worker.moving and worker.state == "training":
                     worker.progress = state
         where = self.members.index(dead)
         for neighbour in {self.members[where - 1], self.members[(where + 1) % len(self.members)]}:
@@ -198,6 +205,8 @@ class SimWorld:
     def _sync(self) -> None:
         if self.broken:
             return
+        if self._network_is_down():
+            return
         if not self._moving():
             self._hang(self._sync)
             return
@@ -213,6 +222,16 @@ class SimWorld:
             for worker in self.members:
                 worker.tell(e.WorkerAlive(worker.id, worker.progress))
         self._next()
+
+    def _network_is_down(self) -> bool:
+        """Hosts that do not reach one another, while everything reaches the driver: some members see an error."""
+        hosts = {worker.place.host for worker in self.members}
+        if self.cluster.now >= self.cluster.hosts_apart_until or len(hosts) == 1:
+            return False
+        for index, worker in enumerate(self.members):
+            if worker.moving and worker.state == "training" and (index == 0 or self.cluster.rng.random() < 0.5):
+                worker.later(0.0, 0.2, lambda w=worker: self._error(w))
+        return True
 
     def _hang(self, again: Callable[[], None]) -> None:
         """Somebody does not take part: the others wait, in the end until the collective's own timeout."""
@@ -240,6 +259,8 @@ class SimWorld:
     def _step(self) -> None:
         if self.broken:
             return
+        if self._network_is_down():
+            return
         if not self._moving():
             self._hang(self._step)
             return
@@ -253,7 +274,7 @@ class SimWorld:
             self.members[0].alive = False
         elif step >= plan.steps:
             for worker in self.members:
-                worker.later(0.0, 0.5, lambda w=worker: self._finish(w))
+                worker.later(0.0, 2.0 if plan.plain else 0.5, lambda w=worker: self._finish(w))
         elif stop and step % plan.commit_every == 0:
             for worker in self.members:
                 worker.stop_at_boundary()

@@ -1,0 +1,146 @@
+"""Deliberate one-line breakages of `core/`, each of which the simulation has to notice.
+
+A simulation that misses them is decoration. A bug is one replacement in the source of one module; everything that
+is built on that module is executed again on top of it, beside the real package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# what the machine is made of, lower floors first; events, commands, states and topology are shared with the checker
+_MODULES = (
+    "ranking",
+    "cooldown",
+    "hosts",
+    "deadlines",
+    "futility",
+    "roster",
+    "decide",
+    "places",
+    "rounds",
+    "membership",
+)
+
+
+@dataclass(frozen=True)
+class Bug:
+    what: str
+    module: str
+    right: str
+    wrong: str
+
+
+BUGS = (
+    Bug("newcomers go before survivors", "ranking", "newcomer = len(places) + max(", "newcomer = -1 - max("),
+    Bug("hosts are mixed", "ranking", "by_host.setdefault(places[worker].host, [])", "by_host.setdefault(worker, [])"),
+    Bug("every host counts as a column", "ranking", "cross_size=cross_sizes[local_rank]", "cross_size=len(by_host)"),
+    Bug("the least advanced is the root", "decide", "return -_steps(candidate), old", "return _steps(candidate), old"),
+    Bug("the youngest of equals is the root", "decide", "old_rank, candidate.worker", "-old_rank, candidate.worker"),
+    Bug("the sync is always skipped", "decide", "sync=not same", "sync=False"),
+    Bug("a leaving worker takes applied steps along", "decide", "        spared = 1\n", "        spared = 0\n"),
+    Bug("leaving workers are never spared", "decide", "minimum - done - len(staying)", "0 * minimum"),
+    Bug(
+        "a late job waits for ever",
+        "decide",
+        '    if now >= deadline:\n        return Decision(False, f"{have}',
+        '    if now < 0:\n        return Decision(False, f"{have}',
+    ),
+    Bug(
+        "the survivors are not cut",
+        "rounds",
+        "        if training:\n            self._out",
+        "        if not training:\n            self._out",
+    ),
+    Bug(
+        "a loss does not break the world",
+        "rounds",
+        "        needed = worker.state is TRAINING",
+        "        needed = worker.state is READY",
+    ),
+    Bug("stalled survivors are waited for", "rounds", 'self._timers.set(("stall", survivor), self._stall_due)', "pass"),
+    Bug(
+        "only one member is notified",
+        "rounds",
+        "(tuple(self._roster.states[TRAINING]), self",
+        "(tuple(self._roster.states[TRAINING])[:1], self",
+    ),
+    Bug("a lost state goes unnoticed", "rounds", "if self.furthest > 0:", "if self.furthest < 0:"),
+    Bug(
+        "one world too many",
+        "rounds",
+        "if limit is not None and self.round > limit:\n            self.fail",
+        "if limit is not None and self.round > limit + 1:\n            self.fail",
+    ),
+    Bug("a plain function is not run again", "rounds", "for worker in sorted(self._plain)]", "for worker in ()]"),
+    Bug("the notice has the same number twice", "rounds", "self._notices += 1", "self._notices = 1"),
+    Bug("a removed worker's result is kept", "rounds", "self._done.pop(worker.id, None)", "pass"),
+    Bug("a message of an older round counts", "membership", "event.round != worker.round or worker", "worker"),
+    Bug(
+        "a done worker may not exit",
+        "membership",
+        "if worker.state is DONE:\n            return  # its result",
+        "if worker is None:\n            return  # its result",
+    ),
+    Bug("an agent comes back from the dead", "membership", "event.agent <= slot.newest", "event.agent < 0"),
+    Bug(
+        "newcomers are never let in",
+        "membership",
+        "self._rounds.note_progress(event.progress, now)\n        if worker.state is TRAINING",
+        "if worker.state is TRAINING",
+    ),
+    Bug("a bug in the function goes unnoticed", "membership", "self._on_worker_raised(event, now)", "pass"),
+    Bug("a silent worker is kept", "membership", 'self._evict(worker_id, f"silent', 'self._evict(-1, f"silent'),
+    Bug("one death counts twice", "places", "if slot.excused or agent.retiring:", "if agent.retiring:"),
+    Bug("a place is used before it cooled down", "places", "        if due > now:\n", "        if due > now + 1e9:\n"),
+    Bug(
+        "a process that hangs at boot is kept",
+        "places",
+        'self._timers.set(("boot", worker.id), now',
+        'self._timers.set(("none", worker.id), now',
+    ),
+    Bug(
+        "a decommissioned executor is used",
+        "places",
+        "if place.executor in self._decommissioned:",
+        "if place.executor in ():",
+    ),
+    Bug("the limits of a host are ignored", "places", 'leaving = "" if position < limit else why', 'leaving = ""'),
+    Bug("the cooldown does not grow", "cooldown", "shortest * 2.0 ** min(doublings, 60)", "shortest"),
+    Bug("silence never ends", "deadlines", "if heard + self._timeout_s <= now]", "if heard + self._timeout_s <= 0]"),
+)
+
+
+def machine_with(bug: Bug | None) -> Any:
+    """The `Membership` class built from sources with the bug in them; None: without any.
+
+    Raises: LookupError: if the text to replace is not there exactly once.
+    """
+    package = importlib.import_module("spark_elastic.core")
+    names = [f"spark_elastic.core.{module}" for module in _MODULES]
+    real = {name: importlib.import_module(name) for name in names}
+    try:
+        for module, name in zip(_MODULES, names, strict=True):
+            path = Path(str(real[name].__file__))
+            source = path.read_text()
+            if bug is not None and bug.module == module:
+                if source.count(bug.right) != 1:
+                    raise LookupError(
+                        f"{bug.what!r} does not apply: {bug.right!r} is {source.count(bug.right)} times in {module}"
+                    )
+                source = source.replace(bug.right, bug.wrong)
+            copy = types.ModuleType(name)
+            copy.__file__ = str(path)
+            sys.modules[name] = copy
+            setattr(package, module, copy)
+            exec(compile(source, str(path), "exec"), copy.__dict__)
+        return sys.modules["spark_elastic.core.membership"].Membership  # type: ignore[attr-defined]
+    finally:
+        for module, name in zip(_MODULES, names, strict=True):
+            sys.modules[name] = real[name]
+            setattr(package, module, real[name])

@@ -1,0 +1,48 @@
+"""Thousands of jobs with bad luck, and bugs that must not survive them."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.core.membership import Membership
+from tests.simulation.planted_bugs import BUGS, Bug, machine_with
+from tests.simulation.seeds import simulate
+
+CHUNK = 250
+SEEDS_FOR_A_BUG = 1000
+
+
+@pytest.mark.parametrize("first", range(0, 2000, CHUNK))
+def test_every_invariant_holds_after_every_event(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        try:
+            simulate(seed, Membership)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
+
+
+def test_the_same_seed_is_the_same_job() -> None:
+    one, two = simulate(7, Membership), simulate(7, Membership)
+    assert (one.now, one.events, str(one.outcome)) == (two.now, two.events, str(two.outcome))
+
+
+def test_a_rebuilt_machine_without_a_bug_passes() -> None:
+    rebuilt = machine_with(None)
+    for seed in range(50):
+        simulate(seed, rebuilt)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+def test_the_simulation_notices(bug: Bug) -> None:
+    assert caught_at(bug) is not None, f"{SEEDS_FOR_A_BUG} seeds passed although {bug.what}"
+
+
+def caught_at(bug: Bug) -> int | None:
+    """The first seed that fails with the bug; None if none does."""
+    machine = machine_with(bug)
+    for seed in range(SEEDS_FOR_A_BUG):
+        try:
+            simulate(seed, machine)
+        except Exception:
+            return seed
+    return None

@@ -1,0 +1,181 @@
+"""Scenario scripts: events and the commands they lead to, one sentence a line. They read as the protocol's manual.
+
+    # what it shows
+    settings num=3 min=2 max=3 elastic_timeout=60
+    given workers on a a b train at step 10
+    @10.2 worker 2 is lost: channel closed
+        cut w1 w3 in round 1
+    @next tick
+
+A line that begins with `@` is an event at that second (`@next`: at the machine's own next deadline); the indented lines
+below it are what the machine answers. `given` stands for the usual start: one agent and one worker a named host.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from spark_elastic.core import commands as c
+from spark_elastic.core import events as e
+from spark_elastic.core import timeline as t
+from spark_elastic.core.membership import Membership
+from spark_elastic.core.topology import Place, World
+from spark_elastic.settings import ElasticSettings
+
+_NAMES = {"num": "num_proc", "min": "min_num_proc", "max": "max_num_proc"}
+_WHOLE = {"num_proc", "min_num_proc", "max_num_proc", "reset_limit", "boot_failure_limit"}
+
+_EVENTS: list[tuple[str, Callable[..., e.Event]]] = [
+    (r"job starts", lambda: e.JobStarted()),
+    (r"tick", lambda: e.Tick()),
+    (r"agent (\d+) joins slot (\d+) on (\w+)/(\w+)", lambda a, s, h, x: e.AgentJoined(int(a), Place(h, x, int(s)))),
+    (r"agent (\d+) is lost: (.*)", lambda a, why: e.AgentLost(int(a), why)),
+    (r"agent (\d+) is alive", lambda a: e.AgentAlive(int(a))),
+    (r"slot (\d+) ends: (.*)", lambda s, why: e.SlotEnded(int(s), why)),
+    (r"worker (\d+) is ready at init", lambda w: e.WorkerReady(int(w), 0, None, at_init=True)),
+    (r"worker (\d+) is ready, round (\d+), no state", lambda w, r: e.WorkerReady(int(w), int(r), None)),
+    (r"worker (\d+) is ready, round (\d+), step (\d+)", lambda w, r, p: e.WorkerReady(int(w), int(r), int(p))),
+    (r"worker (\d+) is alive", lambda w: e.WorkerAlive(int(w))),
+    (r"worker (\d+) is alive at step (\d+)", lambda w, p: e.WorkerAlive(int(w), int(p))),
+    (
+        r"worker (\d+) exits with (-?\d+): (.*)",
+        lambda w, code, tail: e.WorkerLost(int(w), "process exited", int(code), tail),
+    ),
+    (r"worker (\d+) is lost: (.*)", lambda w, why: e.WorkerLost(int(w), why)),
+    (r"worker (\d+) abandons: (.*)", lambda w, why: e.WorkerAbandoned(int(w), why)),
+    (r"worker (\d+) is done", lambda w: e.WorkerDone(int(w), in_loop=True)),
+    (r"worker (\d+) is done without a loop", lambda w: e.WorkerDone(int(w), in_loop=False)),
+    (r"worker (\d+) raises (\w+): (.*)", lambda w, kind, text: e.WorkerRaised(int(w), kind, text, "Traceback ...")),
+    (r"executor (\w+) is decommissioned", lambda x: e.ExecutorDecommissioned(x)),
+    (r"executor (\w+) is lost: (.*)", lambda x, why: e.ExecutorLost(x, why)),
+    (r"hosts are observed: (.*)", lambda text: e.HostsObserved(_hosts(text))),
+    (r"any host may be used", lambda: e.HostsObserved(None)),
+    (r"cancelled: (.*)", lambda why: e.CancelRequested(why)),
+]
+
+
+def replay(script: str) -> str:
+    """The script with the answers that the machine gives now."""
+    machine: Membership | None = None
+    now = 0.0
+    lines: list[str] = []
+    for line in script.splitlines():
+        if line.startswith("    "):
+            continue
+        lines.append(line)
+        if line.startswith("settings "):
+            machine = Membership(_settings(line.split()[1:]))
+        elif line.startswith("given "):
+            assert machine is not None, "settings come first"
+            lines += [f"    {text}" for text in _given(machine, line, now)]
+        elif line.startswith("@"):
+            assert machine is not None, "settings come first"
+            when, _, sentence = line[1:].partition(" ")
+            if when == "next":
+                due = machine.next_deadline()
+                if due is None:
+                    lines.append("    (no deadline: the job is over)")
+                    continue
+                now = due
+            else:
+                now = float(when)
+            answers = [text for command in machine.handle(_event(sentence), now) if (text := _told(command))]
+            if when == "next":
+                answers.insert(0, f"(at {now:g})")
+            lines += [f"    {text}" for text in answers]
+    return "\n".join(lines) + "\n"
+
+
+def _settings(words: list[str]) -> ElasticSettings:
+    values: dict[str, object] = {"cooldown_range_s": (1.0, 60.0)}
+    for word in words:
+        name, _, value = word.partition("=")
+        name = _NAMES.get(name, name)
+        if name in _WHOLE:
+            values[name] = int(value)
+        elif name == "cooldown":
+            values["cooldown_range_s"] = None if value == "none" else tuple(map(float, value.split("..")))
+        else:
+            values[f"{name}_s"] = float(value)
+    return ElasticSettings(**values)  # type: ignore[arg-type]
+
+
+def _given(machine: Membership, line: str, now: float) -> Iterator[str]:
+    match = re.fullmatch(r"given workers on ([\w ]+?)(?: train at step (\d+)| train a plain function)", line)
+    assert match, f"cannot read {line!r}"
+    hosts, step = match[1].split(), match[2]
+    script: list[e.Event] = [e.JobStarted()]
+    script += [e.AgentJoined(i, Place(host, f"e{i}", i - 1)) for i, host in enumerate(hosts, 1)]
+    script += [e.WorkerReady(i, 0, None, at_init=True) for i in range(1, len(hosts) + 1)]
+    if step is not None:
+        script += [e.WorkerAlive(i, int(step)) for i in range(1, len(hosts) + 1)]
+    for event in script:
+        for command in machine.handle(event, now):
+            if isinstance(command, c.PublishWorld):
+                yield _world(command.world)
+
+
+def _event(sentence: str) -> e.Event:
+    for pattern, build in _EVENTS:
+        match = re.fullmatch(pattern, sentence)
+        if match:
+            return build(*match.groups())
+    raise AssertionError(f"cannot read {sentence!r}")
+
+
+def _hosts(text: str) -> dict[str, int]:
+    return {host: int(slots) for host, _, slots in (word.partition(":") for word in text.split())}
+
+
+def _world(world: World) -> str:
+    hosts: dict[str, list[str]] = {}
+    for member in world.members:
+        hosts.setdefault(member.place.host, []).append(f"w{member.worker}")
+    ranks = " ".join(f"{host}[{' '.join(workers)}]" for host, workers in hosts.items())
+    if world.progress is None:
+        state = "no state yet"
+    elif world.sync:
+        state = f"step {world.progress} from w{world.members[world.root].worker}"
+    else:
+        state = f"all at step {world.progress}"
+    return f"world {world.round}: {ranks}, {state}"
+
+
+def _told(command: c.Command) -> str | None:
+    match command:
+        case c.LaunchSlot(slot):
+            return f"launch slot {slot}"
+        case c.WithdrawSlot(slot, why):
+            return f"withdraw slot {slot}: {why}"
+        case c.StartWorker(agent, worker):
+            return f"start worker {worker} on agent {agent}"
+        case c.StopWorker(agent, worker, why):
+            return f"stop worker {worker} on agent {agent}: {why}"
+        case c.AdmitProvisionally(worker, rank, size):
+            return f"admit w{worker} as rank {rank} of {size}"
+        case c.PublishWorld(world):
+            return _world(world)
+        case c.NotifyHostsUpdated(workers, sequence):
+            return f"notify {_workers(workers)} (update {sequence})"
+        case c.CutPeers(workers, round):
+            return f"cut {_workers(workers)} in round {round}"
+        case c.DismissAgent(agent, why):
+            return f"dismiss agent {agent}: {why}"
+        case c.FinishJob(workers):
+            return f"finish with the results of {_workers(workers)}"
+        case c.FailJob(error):
+            return f"fail with {type(error).__name__}: {str(error).splitlines()[0]}"
+        case c.Announce(t.Waiting(_, reason, deadline)):
+            return f"- {reason} (until {deadline:g})"
+        case c.Announce(t.PlaceCooledDown(_, kind, name, failures, until)):
+            return f"- {kind} {name} failed ({failures}), cools down until {until:g}"
+        case c.Announce(t.WorkerLeft(_, worker, _, _, why, _)):
+            return f"- w{worker} left: {why}"
+        case c.Announce(t.WorldBroken(_, round, _, why)):
+            return f"- round {round} broke: {why}"
+    return None
+
+
+def _workers(workers: tuple[int, ...]) -> str:
+    return " ".join(f"w{worker}" for worker in workers)

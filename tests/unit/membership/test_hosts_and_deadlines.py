@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.core.deadlines import Silence, Timers
+from spark_elastic.core.hosts import HostSet, HostUpdate
+
+
+def test_known_hosts_keep_their_place_and_new_ones_follow() -> None:
+    before, _ = HostSet().updated({"b": 1, "a": 2})
+    after, update = before.updated({"c": 1, "a": 2, "b": 1})
+    assert after.hosts == ("b", "a", "c")
+    assert update is HostUpdate.ADDED
+
+
+@pytest.mark.parametrize(
+    ("observed", "update"),
+    [
+        ({"a": 2, "b": 1}, HostUpdate.NO_UPDATE),
+        ({"b": 1, "a": 2}, HostUpdate.NO_UPDATE),
+        ({"a": 3, "b": 1}, HostUpdate.ADDED),
+        ({"a": 1, "b": 1}, HostUpdate.REMOVED),
+        ({"a": 2}, HostUpdate.REMOVED),
+        ({"a": 2, "b": 0}, HostUpdate.REMOVED),
+        ({"a": 2, "c": 1}, HostUpdate.MIXED),
+        ({"a": 3}, HostUpdate.MIXED),
+        ({}, HostUpdate.REMOVED),
+    ],
+)
+def test_an_update_says_what_changed(observed: dict[str, int], update: HostUpdate) -> None:
+    assert HostSet((("a", 2), ("b", 1))).updated(observed)[1] is update
+
+
+def test_a_host_that_comes_back_goes_to_the_end() -> None:
+    hosts, _ = HostSet((("a", 1), ("b", 1))).updated({"b": 1})
+    hosts, _ = hosts.updated({"a": 1, "b": 1})
+    assert hosts.slots == (("b", 1), ("a", 1))
+    assert (hosts.total, hosts.slots_of("a"), hosts.slots_of("x"), "b" in hosts) == (2, 1, 0, True)
+
+
+def test_negative_slots_are_refused() -> None:
+    with pytest.raises(ValueError, match="-1 slots"):
+        HostSet().updated({"a": -1})
+
+
+def test_a_timer_set_again_fires_once_at_its_new_time() -> None:
+    timers: Timers[str] = Timers()
+    timers.set("x", 5.0)
+    timers.set("x", 3.0)
+    timers.set("x", 7.0)
+    assert timers.next() == 7.0
+    assert timers.pop(6.9) is None
+    assert (timers.pop(7.0), timers.pop(7.0), timers.next()) == ("x", None, None)
+
+
+def test_a_cancelled_timer_does_not_fire() -> None:
+    timers: Timers[str] = Timers()
+    timers.set("x", 1.0)
+    timers.set("y", 2.0)
+    timers.cancel("x")
+    assert timers.pop(5.0) == "y"
+
+
+def test_a_timer_that_moves_all_the_time_does_not_pile_up() -> None:
+    timers: Timers[str] = Timers()
+    for i in range(10_000):
+        timers.set("x", float(i))
+    assert len(timers._heap) < 100
+
+
+def test_who_is_heard_is_not_silent() -> None:
+    silence: Silence[str] = Silence(timeout_s=10.0, interval_s=2.0)
+    silence.heard("a", 0.0)
+    silence.heard("b", 1.0)
+    silence.heard("a", 5.0)
+    assert silence.next() == 11.0
+    assert silence.expired(11.0) == ["b"]
+    assert silence.next() == 15.0
+
+
+def test_a_late_look_proves_nothing_about_the_others() -> None:
+    silence: Silence[str] = Silence(timeout_s=10.0, interval_s=2.0)
+    silence.heard("a", 0.0)
+    assert silence.expired(13.0) == []
+    assert silence.next() == 15.0
+    assert silence.expired(15.5) == ["a"]

@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from spark_elastic.core.commands import (
+    AdmitProvisionally,
+    Announce,
+    Command,
+    CutPeers,
+    FailJob,
+    FinishJob,
+    LaunchSlot,
+    NotifyHostsUpdated,
+    PublishWorld,
+    StartWorker,
+    WithdrawSlot,
+)
+from spark_elastic.core.events import (
+    AgentAlive,
+    AgentJoined,
+    AgentLost,
+    CancelRequested,
+    Event,
+    ExecutorLost,
+    JobStarted,
+    SlotEnded,
+    Tick,
+    WorkerAbandoned,
+    WorkerAlive,
+    WorkerDone,
+    WorkerLost,
+    WorkerReady,
+)
+from spark_elastic.core.membership import Membership
+from spark_elastic.core.states import Phase, WorkerState
+from spark_elastic.core.timeline import PlaceCooledDown, Waiting
+from spark_elastic.core.topology import Place
+from spark_elastic.errors import JobCancelledError
+from spark_elastic.settings import ElasticSettings
+
+
+def at(slot: int, host: str = "host") -> Place:
+    return Place(host, f"exec{slot}", slot)
+
+
+def training(size: int, step: int | None = 10, **settings: object) -> Membership:
+    """A machine whose workers 1..size train in round 1, on agents with the same numbers, at second 0."""
+    values: dict[str, object] = {"num_proc": size, "min_num_proc": 1, "max_num_proc": size + 1} | settings
+    machine = Membership(ElasticSettings(**values))  # type: ignore[arg-type]
+    machine.handle(JobStarted(), 0.0)
+    for i in range(1, size + 1):
+        machine.handle(AgentJoined(i, at(i - 1)), 0.0)
+    for i in range(1, size + 1):
+        machine.handle(WorkerReady(i, 0, None, at_init=True), 0.0)
+    for i in range(1, size + 1):
+        machine.handle(WorkerAlive(i, step), 0.0)
+    assert machine.phase is Phase.RUNNING
+    return machine
+
+
+def only(kind: type, commands: list[Command]) -> list[Command]:
+    return [command for command in commands if isinstance(command, kind)]
+
+
+def failures(commands: list[Command]) -> list[str]:
+    return [c.record.kind for c in commands if isinstance(c, Announce) and isinstance(c.record, PlaceCooledDown)]
+
+
+def test_nothing_happens_before_the_job_starts() -> None:
+    machine = Membership(ElasticSettings(1, 1, 1))
+    assert machine.handle(AgentJoined(1, at(0)), 0.0) == []
+    assert machine.handle(Tick(), 1.0) == []
+    assert machine.next_deadline() is None
+
+
+def test_a_job_can_be_cancelled_before_it_starts() -> None:
+    machine = Membership(ElasticSettings(1, 1, 1))
+    (fail,) = only(FailJob, machine.handle(CancelRequested("Ctrl-C"), 0.0))
+    assert isinstance(fail, FailJob)
+    assert isinstance(fail.error, JobCancelledError)
+    assert machine.handle(JobStarted(), 1.0) == []
+
+
+def test_all_slots_are_launched_once() -> None:
+    machine = Membership(ElasticSettings(1, 1, 3))
+    assert only(LaunchSlot, machine.handle(JobStarted(), 0.0)) == [LaunchSlot(0), LaunchSlot(1), LaunchSlot(2)]
+    assert machine.handle(JobStarted(), 0.0) == []
+
+
+def test_a_reason_is_announced_once_and_not_again_until_it_changes() -> None:
+    machine = Membership(ElasticSettings(2, 2, 2))
+    machine.handle(JobStarted(), 0.0)
+    machine.handle(AgentJoined(1, at(0)), 1.0)
+    assert only(Announce, machine.handle(Tick(), 5.0)) == []
+    said = only(Announce, machine.handle(WorkerReady(1, 0, None, at_init=True), 6.0))
+    assert [c.record.reason for c in said if isinstance(c, Announce) and isinstance(c.record, Waiting)] == [
+        "1 of 2 workers ready; waiting up to 594 s for at least 2"
+    ]
+
+
+def test_the_exit_code_after_the_closed_channel_is_no_second_failure() -> None:
+    machine = training(2)
+    assert failures(machine.handle(WorkerLost(1, "channel closed"), 1.0)) == ["slot"]
+    assert machine.handle(WorkerLost(1, "exited", -9), 1.1) == []
+
+
+def test_worker_agent_slot_and_executor_of_one_death_are_one_failure_in_any_order() -> None:
+    signs: list[Event] = [
+        WorkerLost(1, "channel closed"),
+        AgentLost(1, "channel closed"),
+        SlotEnded(0, "task failed"),
+        ExecutorLost("exec0", "killed"),
+    ]
+    for first in range(4):
+        machine = training(2)
+        order = signs[first:] + signs[:first]
+        seen = [kind for event in order for kind in failures(machine.handle(event, 1.0))]
+        assert seen == ["slot"], order
+
+
+def test_a_worker_is_not_restarted_on_an_agent_that_died_with_it() -> None:
+    machine = training(2)
+    machine.handle(WorkerLost(1, "channel closed"), 1.0)
+    machine.handle(AgentLost(1, "channel closed"), 1.1)
+    assert only(StartWorker, machine.handle(Tick(), 9.0)) == []
+
+
+def test_a_second_newcomer_joins_the_stop_that_is_under_way() -> None:
+    machine = training(1, max_num_proc=3)
+    for i in (2, 3):
+        machine.handle(AgentJoined(i, at(i - 1)), 1.0)
+        assert only(AdmitProvisionally, machine.handle(WorkerReady(i, 0, None, at_init=True), 2.0))
+    assert machine.handle(WorkerReady(2, 0, None), 3.0)[0] == NotifyHostsUpdated((1,), 1)
+    assert only(NotifyHostsUpdated, machine.handle(WorkerReady(3, 0, None), 3.1)) == []
+    (publish,) = only(PublishWorld, machine.handle(WorkerReady(1, 1, 11), 3.2))
+    assert isinstance(publish, PublishWorld)
+    assert publish.world.workers == {1, 2, 3}
+
+
+def test_two_updates_in_the_same_second_are_two() -> None:
+    machine = training(1, max_num_proc=3)
+    for i in (2, 3):
+        machine.handle(AgentJoined(i, at(i - 1)), 1.0)
+        machine.handle(WorkerReady(i, 0, None, at_init=True), 2.0)
+    machine.handle(WorkerReady(2, 0, None), 3.0)
+    machine.handle(WorkerReady(1, 1, 11), 3.1)
+    assert only(NotifyHostsUpdated, machine.handle(WorkerReady(3, 0, None), 3.2)) == [NotifyHostsUpdated((1, 2), 2)]
+
+
+def test_the_position_given_in_advance_counts_those_that_are_on_their_way() -> None:
+    machine = training(2, max_num_proc=4)
+    for i in (3, 4):
+        machine.handle(AgentJoined(i, at(i - 1)), 1.0)
+    assert machine.handle(WorkerReady(3, 0, None, at_init=True), 2.0)[-1] == AdmitProvisionally(3, rank=2, size=3)
+    assert machine.handle(WorkerReady(4, 0, None, at_init=True), 2.0)[-1] == AdmitProvisionally(4, rank=3, size=4)
+
+
+def test_newcomers_stay_in_init_until_somebody_shows_a_state() -> None:
+    machine = training(1, step=None)
+    machine.handle(AgentJoined(2, at(1)), 1.0)
+    assert only(AdmitProvisionally, machine.handle(WorkerReady(2, 0, None, at_init=True), 2.0)) == []
+    assert machine.handle(WorkerAlive(1, 0), 3.0) == [AdmitProvisionally(2, rank=1, size=2)]
+
+
+def test_one_that_was_not_asked_and_stops_has_all_others_cut() -> None:
+    machine = training(4)
+    assert only(CutPeers, machine.handle(WorkerReady(2, 1, 11), 1.0)) == [
+        CutPeers((1, 3, 4), 1, "a collective failed for rank 1 on host")
+    ]
+
+
+def test_an_abandoning_newcomer_is_started_again_after_a_pause_only() -> None:
+    machine = training(1, cooldown_range_s=(2.0, 60.0))
+    machine.handle(AgentJoined(2, at(1)), 1.0)
+    machine.handle(WorkerReady(2, 0, None, at_init=True), 2.0)
+    assert only(StartWorker, machine.handle(WorkerAbandoned(2, "no world"), 3.0)) == []
+    assert machine.next_deadline() == 5.0
+    assert only(StartWorker, machine.handle(Tick(), 5.0)) == [StartWorker(2, 3)]
+
+
+def test_a_function_without_init_finishes_when_enough_workers_returned() -> None:
+    machine = Membership(ElasticSettings(2, 2, 2))
+    machine.handle(JobStarted(), 0.0)
+    for i in (1, 2):
+        machine.handle(AgentJoined(i, at(i - 1)), 0.0)
+    assert (
+        machine.handle(WorkerDone(2, in_loop=False), 1.0)
+        == [Announce(Waiting(1.0, "1 of 2 workers ready; waiting up to 599 s for at least 2", 600.0))]
+        or machine.phase is Phase.STARTING
+    )
+    assert only(FinishJob, machine.handle(WorkerDone(1, in_loop=False), 2.0)) == [FinishJob((1, 2))]
+
+
+def test_a_slot_whose_task_does_not_end_is_withdrawn() -> None:
+    machine = training(2, heartbeat_timeout_s=10.0)
+    machine.handle(AgentLost(1, "channel closed"), 1.0)
+    for now in (5.0, 10.9):
+        machine.handle(AgentAlive(2), now)
+        machine.handle(WorkerAlive(2, 11), now)
+    assert machine.next_deadline() == 11.0
+    assert [c.slot for c in machine.handle(Tick(), 11.0) if isinstance(c, WithdrawSlot)] == [0]
+    assert only(LaunchSlot, machine.handle(SlotEnded(0, "withdrawn"), 11.5)) == [LaunchSlot(0)]
+
+
+def test_views_say_where_everybody_is() -> None:
+    machine = training(2)
+    machine.handle(AgentJoined(3, at(2)), 1.0)
+    assert machine.worker_states() == {1: WorkerState.TRAINING, 2: WorkerState.TRAINING, 3: WorkerState.BOOTING}
+    assert (machine.place_of(2), machine.agent_of(2), machine.rank_of(2)) == (at(1), 2, 1)
+    assert (machine.place_of(9), machine.agent_of(9), machine.rank_of(3)) == (None, None, None)
+    status = machine.status()
+    assert (status["phase"], status["round"], status["size"], status["progress"]) == ("running", 1, 2, 10)
+    machine.handle(WorkerLost(1, "channel closed"), 2.0)
+    assert machine.status()["waiting_for"] == "round 1 broke; waiting up to 600 s for 1 survivors (ranks 1)"
+    assert machine.ready_count == 0
+
+
+@pytest.mark.parametrize("end", [CancelRequested("stop"), WorkerDone(1, in_loop=True)])
+def test_after_the_end_there_is_silence(end: Event) -> None:
+    machine = training(1)
+    assert only(FinishJob, commands := machine.handle(end, 1.0)) or only(FailJob, commands)
+    assert machine.next_deadline() is None
+    late: list[Event] = [Tick(), WorkerLost(1, "x"), AgentJoined(9, at(1)), SlotEnded(0, "x"), CancelRequested("again")]
+    assert [machine.handle(event, 2.0) for event in late] == [[]] * len(late)
+
+
+def test_a_thousand_workers_are_cheap() -> None:
+    size = 1000
+    began = time.process_time()
+    machine = training(size)
+    now = 0.0
+    for _ in range(10):  # twenty seconds of heartbeats
+        now += 2.0
+        for i in range(1, size + 1):
+            machine.handle(AgentAlive(i), now)
+            machine.handle(WorkerAlive(i, 10), now)
+            machine.next_deadline()
+    machine.handle(WorkerLost(1, "channel closed"), now)
+    for i in range(2, size + 1):
+        machine.handle(WorkerReady(i, 1, 11), now)
+        machine.next_deadline()
+    assert machine.world is not None
+    assert machine.world.size == size - 1
+    spent = time.process_time() - began
+    assert spent < 5.0, f"{spent:.2f} s: something is quadratic"
+
+
+def test_a_thousand_changes_leave_nothing_behind() -> None:
+    machine = training(2, cooldown_range_s=(0.001, 0.001))
+    now, worker, agent = 0.0, 2, 2
+    for change in range(1000):
+        now += 1.0
+        assert machine.world is not None
+        round = machine.world.round
+        machine.handle(AgentLost(agent, "killed"), now)
+        machine.handle(WorkerReady(1, round, change + 11), now)
+        machine.handle(SlotEnded(1, "killed"), now)
+        machine.handle(Tick(), now + 0.1)
+        agent = change + 3
+        started = only(StartWorker, machine.handle(AgentJoined(agent, at(1)), now + 0.2))
+        assert isinstance(started[0], StartWorker)
+        worker = started[0].worker
+        machine.handle(WorkerReady(worker, 0, None, at_init=True), now + 0.3)
+        machine.handle(WorkerReady(worker, 0, None), now + 0.4)
+        machine.handle(WorkerReady(1, round + 1, change + 11), now + 0.5)
+        machine.handle(AgentAlive(1), now + 0.5)
+    assert machine.world is not None
+    assert machine.world.round == 2001
+    assert len(machine.worker_states()) == 2
+    assert len(machine._timers._heap) < 100
+    assert len(machine._places._cooldown._histories) < 100
