@@ -18,7 +18,7 @@ SETTINGS = {
     "spark.dynamicAllocation.shuffleTracking.enabled": "true",
     "spark.dynamicAllocation.minExecutors": "0",
     "spark.dynamicAllocation.maxExecutors": "2",
-    "spark.dynamicAllocation.schedulerBacklogTimeout": "200ms",
+    "spark.dynamicAllocation.schedulerBacklogTimeout": "1s",
     "spark.dynamicAllocation.executorIdleTimeout": "2s",
 }
 

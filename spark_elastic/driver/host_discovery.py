@@ -1,0 +1,168 @@
+"""Which hosts may be used, and with how many slots each: asked of a script, a fixed list, or Spark."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+from collections.abc import Mapping
+from typing import Protocol
+
+from spark_elastic.errors import DiscoveryScriptError, InvalidSettingsError
+
+_HOST_LINE = re.compile(r"^([A-Za-z0-9._\-]+|\[[0-9A-Fa-f:.%]+\])(?::(\d+))?$")
+
+
+class HostDiscovery(Protocol):
+    """Answers, each time it is asked, what may be used now. Called from one thread; may take seconds."""
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Slots by host, preferred hosts first.
+
+        Raises:
+            DiscoveryScriptError: it could not find out. Before any good answer the job fails with it; afterwards the
+                last good answer stands and the question is repeated.
+        """
+        ...
+
+
+class FixedHosts:
+    """Always the same hosts.
+
+    Args:
+        hosts: `{"h1": 2, "h2": 4}` or `"h1:2,h2:4"`; a host without a number has `default_slots`.
+
+    Raises:
+        InvalidSettingsError: naming the part that is no host or has no slots.
+    """
+
+    def __init__(self, hosts: Mapping[str, int] | str, *, default_slots: int = 1) -> None:
+        if isinstance(hosts, str):
+            parts = [part.strip() for part in hosts.split(",") if part.strip()]
+            try:
+                self._hosts = parse_hosts(parts, default_slots)
+            except ValueError as error:
+                raise InvalidSettingsError(f"hosts={hosts!r}: {error}") from None
+        else:
+            self._hosts = dict(hosts)
+            for host, slots in self._hosts.items():
+                if not isinstance(slots, int) or slots < 1:
+                    raise InvalidSettingsError(f"host {host!r} has {slots!r} slots; it needs at least 1")
+        if not self._hosts:
+            raise InvalidSettingsError("no hosts were given")
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        return dict(self._hosts)
+
+
+class HostDiscoveryScript:
+    """Runs a script that prints one `host` or `host:slots` a line.
+
+    Args:
+        script: path of an executable; it is run without a shell and without arguments.
+        default_slots: for lines that name no number.
+        timeout_s: a run that takes longer is killed, with everything it started.
+
+    Raises:
+        DiscoveryScriptError: the script is missing or not executable.
+    """
+
+    def __init__(self, script: str, *, default_slots: int = 1, timeout_s: float = 10.0) -> None:
+        self._script = os.path.abspath(os.path.expanduser(script))
+        self._default_slots = default_slots
+        self._timeout_s = timeout_s
+        self._running: subprocess.Popen[str] | None = None
+        if not os.path.isfile(self._script):
+            raise DiscoveryScriptError(f"the host discovery script {script} does not exist")
+        if not os.access(self._script, os.X_OK):
+            quoted = shlex.quote(self._script)
+            raise DiscoveryScriptError(f"the host discovery script {script} is not executable; chmod +x {quoted}")
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        out = self._run()
+        try:
+            return parse_hosts(out.splitlines(), self._default_slots)
+        except ValueError as error:
+            raise DiscoveryScriptError(f"the host discovery script {self._script} printed {error}") from None
+
+    def interrupt(self) -> None:
+        """Kill the run that another thread waits for, if there is one."""
+        process = self._running
+        if process is not None:
+            _signal_group(process)
+
+    def _run(self) -> str:
+        try:
+            process = subprocess.Popen(
+                [self._script],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # so that what it started can be killed with it
+            )
+        except OSError as error:  # no interpreter line, or a binary for another machine
+            raise DiscoveryScriptError(
+                f"the host discovery script {self._script} cannot be run: {error.strerror or error} (does its first "
+                "line name an interpreter, as in #!/bin/sh?)"
+            ) from None
+        self._running = process
+        try:
+            out, complaint = process.communicate(timeout=self._timeout_s)
+        except subprocess.TimeoutExpired:
+            raise DiscoveryScriptError(
+                f"the host discovery script {self._script} took longer than {self._timeout_s:g} s"
+            ) from None
+        finally:
+            self._running = None
+            _signal_group(process)
+            _reap(process)
+        if process.returncode != 0:
+            said = complaint.strip().splitlines()
+            raise DiscoveryScriptError(
+                f"the host discovery script {self._script} exited with {process.returncode}"
+                + (f": {said[-1][:300]}" if said else "")
+            )
+        return out
+
+
+def parse_hosts(lines: list[str], default_slots: int) -> dict[str, int]:
+    """Slots by host from `host` or `host:slots` lines, in their order; a host named twice has the sum.
+
+    Empty lines and what follows a `#` are skipped.
+
+    Raises:
+        ValueError: quoting the line that is neither.
+    """
+    found: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = _HOST_LINE.match(text)
+        if match is None:
+            raise ValueError(f"{text[:100]!r} (line {number}), which is neither `host` nor `host:slots`")
+        slots = int(match.group(2)) if match.group(2) is not None else default_slots
+        if slots < 1:
+            raise ValueError(f"{text[:100]!r} (line {number}), which has no slots; leave the host out instead")
+        host = match.group(1).strip("[]")
+        found[host] = found.get(host, 0) + slots
+    return found
+
+
+def _signal_group(process: subprocess.Popen[str]) -> None:
+    """Kill what is left of the script and its children."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _reap(process: subprocess.Popen[str]) -> None:
+    process.wait()
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()

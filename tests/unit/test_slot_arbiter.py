@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.core.outcome import AgentOutcome
+from spark_elastic.driver.slot_arbiter import AdmittedLauncher, SlotArbiter
+
+
+class Cluster:
+    """`capacity` slots; launches get one in the order of their arrival."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.pending: list[tuple[FakeLauncher, int]] = []
+        self.running: list[tuple[FakeLauncher, int]] = []
+
+    def settle(self) -> None:
+        while self.pending and len(self.running) < self.capacity:
+            self.running.append(self.pending.pop(0))
+
+
+class FakeLauncher:
+    def __init__(self, cluster: Cluster, on_ended) -> None:
+        self.cluster, self.on_ended = cluster, on_ended
+
+    def launch(self, slot: int) -> None:
+        self.cluster.pending.append((self, slot))
+
+    def withdraw(self, slot: int, why: str) -> None:
+        self.end(slot, why)
+
+    def close(self, deadline_s: float) -> None:
+        for launcher, slot in [*self.cluster.pending, *self.cluster.running]:
+            if launcher is self:
+                self.end(slot, "the job is over")
+
+    def end(self, slot: int, why: str, outcome: AgentOutcome | None = None) -> None:
+        for queue in (self.cluster.pending, self.cluster.running):
+            if (self, slot) in queue:
+                queue.remove((self, slot))
+        self.on_ended(slot, why, outcome)
+
+
+class Job:
+    def __init__(self, cluster: Cluster, arbiter: SlotArbiter, name: str, need: int, most: int) -> None:
+        self.cluster, self.ended = cluster, []
+
+        def build(on_ended):
+            self.inner = FakeLauncher(cluster, on_ended)
+            return self.inner
+
+        self.launcher = AdmittedLauncher(arbiter, name, need, build, lambda *end: self.ended.append(end[:2]))
+        for slot in range(most):
+            self.launcher.launch(slot)
+
+    @property
+    def running(self) -> frozenset[int]:
+        return frozenset(slot for launcher, slot in self.cluster.running if launcher is self.inner)
+
+    def sees_its_agents(self) -> None:
+        self.launcher.agents_joined(self.running)
+
+
+def settle(cluster: Cluster, *jobs: Job) -> None:
+    for _ in range(5):
+        cluster.settle()
+        for job in jobs:
+            job.sees_its_agents()
+
+
+@pytest.fixture
+def arbiter():
+    return SlotArbiter()
+
+
+def test_job_alone_launches_everything_at_once(arbiter):
+    cluster = Cluster(4)
+    job = Job(cluster, arbiter, "a", need=2, most=8)
+    settle(cluster, job)
+    assert len(job.running) == 4
+    assert len(cluster.pending) == 4  # the demand that dynamic allocation sees
+
+
+def test_two_jobs_of_three_on_four_slots_run_one_after_the_other(arbiter):
+    cluster = Cluster(4)
+    a, b = Job(cluster, arbiter, "a", 3, 3), Job(cluster, arbiter, "b", 3, 3)
+    assert b.launcher.waits_for() == "a"
+    settle(cluster, a, b)
+    assert len(a.running) == 3
+    assert len(b.running) == 1
+    a.launcher.close(5.0)
+    settle(cluster, b)
+    assert len(b.running) == 3
+
+
+def test_extras_that_nobody_answered_are_taken_back_when_another_job_comes(arbiter):
+    cluster = Cluster(4)
+    a = Job(cluster, arbiter, "a", need=2, most=6)
+    settle(cluster, a)
+    assert len(cluster.pending) == 2
+    b = Job(cluster, arbiter, "b", need=1, most=1)
+    settle(cluster, a, b)
+    assert [launcher is b.inner for launcher, _ in cluster.pending] == [True]
+    a.inner.end(3, "its executor was lost")
+    settle(cluster, a, b)
+    assert len(b.running) == 1  # not one of a's extras
+    b.launcher.close(5.0)
+    settle(cluster, a)
+    assert len(a.running) == 4  # with one that had been held back
+
+
+def test_slots_that_are_taken_back_do_not_end_for_the_driver(arbiter):
+    cluster = Cluster(1)
+    a = Job(cluster, arbiter, "a", need=1, most=3)
+    settle(cluster, a)
+    Job(cluster, arbiter, "b", need=1, most=1)
+    assert a.ended == []
+
+
+def test_job_that_trained_and_fell_short_takes_the_slots_of_one_that_has_not_begun(arbiter):
+    cluster = Cluster(4)
+    a, b = Job(cluster, arbiter, "a", 3, 3), Job(cluster, arbiter, "b", 3, 3)
+    settle(cluster, a, b)
+    cluster.capacity = 3  # an executor goes, and with it one of a's slots
+    a.inner.end(0, "its executor was lost")
+    settle(cluster, a, b)
+    assert b.running == frozenset()
+    a.launcher.launch(0)  # after its cooldown
+    settle(cluster, a, b)
+    assert len(a.running) == 3
+    assert a.ended == [(0, "its executor was lost")]
+    assert b.ended == []
+
+
+def test_job_that_leaves_lets_the_next_one_gather(arbiter):
+    cluster = Cluster(2)
+    a, b, c = (Job(cluster, arbiter, name, 2, 2) for name in "abc")
+    cluster.settle()
+    a.launcher.close(5.0)
+    settle(cluster, b, c)
+    assert (len(b.running), len(c.running)) == (2, 0)
+    b.launcher.close(5.0)
+    b.launcher.close(5.0)
+    settle(cluster, c)
+    assert len(c.running) == 2
+
+
+def test_held_slot_that_is_withdrawn_ends_with_its_reason(arbiter):
+    cluster = Cluster(2)
+    Job(cluster, arbiter, "a", 2, 2)
+    b = Job(cluster, arbiter, "b", 2, 2)
+    b.launcher.withdraw(1, "not allowed by the discovery")
+    assert b.ended == [(1, "not allowed by the discovery")]
+    b.launcher.launch(1)
+    with pytest.raises(ValueError, match="slot 1 is still running"):
+        b.launcher.launch(1)
+
+
+def test_closing_reports_held_slots_too(arbiter):
+    cluster = Cluster(1)
+    Job(cluster, arbiter, "a", 1, 1)
+    b = Job(cluster, arbiter, "b", 1, 2)
+    b.launcher.close(5.0)
+    assert sorted(b.ended) == [(0, "the job is over"), (1, "the job is over")]
+
+
+def test_random_arrivals_losses_and_ends_never_leave_everybody_waiting():
+    """Whatever happens, as long as the cluster could hold some job's minimum, one job holds its own."""
+    import random
+
+    for seed in range(300):
+        dice = random.Random(seed)
+        cluster, arbiter = Cluster(dice.randint(2, 6)), SlotArbiter()
+        jobs: list[Job] = []
+        for step in range(30):
+            kind = dice.random()
+            if kind < 0.25 and len(jobs) < 4:
+                need = dice.randint(1, cluster.capacity)
+                jobs.append(Job(cluster, arbiter, f"j{step}", need, need + dice.randint(0, 3)))
+            elif kind < 0.4 and jobs:
+                jobs.pop(dice.randrange(len(jobs))).launcher.close(5.0)
+            elif kind < 0.7 and cluster.running:
+                launcher, slot = dice.choice(cluster.running)
+                launcher.end(slot, "lost")
+                owner = next(job for job in jobs if job.inner is launcher)
+                owner.sees_its_agents()
+                owner.launcher.launch(slot)
+            else:
+                cluster.settle()
+                for job in jobs:
+                    job.sees_its_agents()
+        settle(cluster, *jobs)
+        if jobs:
+            assert any(len(job.running) >= job.launcher._need for job in jobs), seed
+        for job in jobs:
+            job.launcher.close(5.0)
+        assert (cluster.running, cluster.pending, arbiter._tickets) == ([], [], [])
