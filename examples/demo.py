@@ -10,9 +10,11 @@ end are taken.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -25,18 +27,26 @@ BATCH = 16
 STEP_S = 0.04
 """Added to each step, for the weight of a larger model: this one would be trained before you could read along."""
 
+ERRORS_ONLY = """\
+appender.console.type = Console
+appender.console.name = console
+appender.console.target = SYSTEM_ERR
+rootLogger.level = error
+rootLogger.appenderRef.console.ref = console
+"""
+"""For Spark, which otherwise greets with a page of warnings about this machine."""
 
-def train(diaries: str) -> float:
+
+def train(digits: tuple, diaries: str) -> float:
     """What runs in each worker. Returns: the accuracy on rows that were not trained on."""
     import torch
-    from sklearn.datasets import load_digits
     from torch.utils.data import DataLoader, TensorDataset
 
     import spark_elastic.torch as hvd
 
     hvd.init()
     torch.manual_seed(0)
-    images, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
+    images, labels = (torch.tensor(part) for part in digits)
     images = images.float() / 16
     held_out = torch.arange(len(labels)) % 5 == 0
     dataset = TensorDataset(images[~held_out], labels[~held_out], torch.arange(int((~held_out).sum())))
@@ -86,30 +96,43 @@ def main() -> int:
     arguments.add_argument("--launcher", choices=["spark", "local"], default="spark", help="local: without Spark")
     options = arguments.parse_args()
     say(f"{WORKERS} workers will train for {EPOCHS} epochs; half-way one of them is killed.")
-    with tempfile.TemporaryDirectory(prefix="spark_elastic-demo-") as diaries:
-        job = start(diaries, options.launcher)
-        killed = watch(job, Path(diaries))
+    with tempfile.TemporaryDirectory(prefix="spark_elastic-demo-") as folder:
+        diaries = Path(folder, "diaries")
+        diaries.mkdir()
+        job = start(str(diaries), options.launcher)
+        killed = watch(job, diaries)
         accuracies = job.result(timeout=60)
-        entries = read(Path(diaries))
-    return prove(entries, job.events(), killed, accuracies)
+        entries = read(diaries)
+    return prove(entries, killed, accuracies)
 
 
 def start(diaries: str, launcher: str):
+    from sklearn.datasets import load_digits
+
     import spark_elastic
 
+    args = (load_digits(return_X_y=True), diaries)
     settings = {"num_proc": WORKERS, "min_num_proc": 1, "max_num_proc": WORKERS, "stdout": RankZero(), "verbose": 0}
     if launcher == "local":
         from spark_elastic.driver.local_launcher import LocalLauncher
 
         say("Starting plain processes on this machine.")
-        return spark_elastic.run_async(train, args=(diaries,), launcher=LocalLauncher(), **settings)
+        return spark_elastic.run_async(train, args=args, launcher=LocalLauncher(), **settings)
     from pyspark.sql import SparkSession
 
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     say(f"Starting Spark: local[{WORKERS}], all in one JVM on this machine.")
+    logging = Path(diaries).parent / "log4j2.properties"
+    logging.write_text(ERRORS_ONLY)
     builder = SparkSession.builder.master(f"local[{WORKERS}]").appName("spark_elastic demo")
-    spark = builder.config("spark.ui.enabled", "false").config("spark.log.level", "ERROR").getOrCreate()
-    return spark_elastic.run_async(train, args=(diaries,), spark=spark, **settings)
+    for name, value in {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={logging.as_uri()}",
+    }.items():
+        builder = builder.config(name, value)
+    spark = builder.getOrCreate()
+    return spark_elastic.run_async(train, args=args, spark=spark, **settings)
 
 
 def watch(job, diaries: Path) -> dict:
@@ -135,9 +158,7 @@ def half_way(entries: list[dict]) -> int | None:
     return None
 
 
-def prove(entries: list[dict], events: list, killed: dict, accuracies: list[float]) -> int:
-    from spark_elastic.core.timeline import WorldStarted
-
+def prove(entries: list[dict], killed: dict, accuracies: list[float]) -> int:
     if not killed:
         say("The training was over before a worker could be killed.")
         return 1
@@ -150,14 +171,14 @@ def prove(entries: list[dict], events: list, killed: dict, accuracies: list[floa
     rows = rows_by_epoch(entries)
     wanted = max(map(len, rows.values()))
     uneven = [epoch for epoch, used in rows.items() if len(used) != wanted or set(used.values()) != {1}]
-    full = [e for e in events if isinstance(e, WorldStarted) and e.at > killed["at"] and e.size == WORKERS]
-
     print()
     print(f"  killed                  at step {last} of {max(steps)}")
     print(f"  next step               {after['at'] - killed['at']:.2f} s after the kill, by {after['size']} workers")
-    if full:
-        print(f"  back at {WORKERS} workers       {full[0].at - killed['at']:.1f} s after the kill; ", end="")
-        print(f"that stopped the others for {full[0].pause_s:.2f} s")
+    again = [e for e in applied if e["at"] > after["at"] and e["size"] == WORKERS]
+    if again:
+        pause = again[0]["at"] - max(e["at"] for e in applied if e["step"] == again[0]["step"] - 1)
+        print(f"  back at {WORKERS} workers       {again[0]['at'] - killed['at']:.1f} s after the kill; ", end="")
+        print(f"that step took {pause:.2f} s, others {usual_step(applied):.2f} s")
     else:
         print(f"  back at {WORKERS} workers       not before the training was over: this machine was too busy")
     print(f"  steps lost, done twice  {len(lost)}, {len(twice)}")
@@ -168,6 +189,12 @@ def prove(entries: list[dict], events: list, killed: dict, accuracies: list[floa
     good = not lost and not twice and not uneven and len(set(accuracies)) == 1
     say("The training never noticed." if good else "That is not what should have happened.")
     return 0 if good else 1
+
+
+def usual_step(applied: list[dict]) -> float:
+    """The median time between two steps, in seconds."""
+    times = [entry["at"] for entry in applied if entry["rank"] == 0]
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(times))
 
 
 def rows_by_epoch(entries: list[dict]) -> dict[int, Counter]:

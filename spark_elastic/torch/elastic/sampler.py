@@ -76,7 +76,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
             return
         self.epoch = epoch
         self._done = 0
-        self.reset()
+        self._redeal()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """All ranks have processed one more batch, this one with `batch_size` rows."""
