@@ -27,7 +27,8 @@ WAIT_S = 60.0
 """For anything that a test waits for; it fails then."""
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "spark_elastic.torch", "spark_elastic.torch.elastic"])
+# torch._dynamo: the first optimizer of a process imports it, which takes longer than everything else here
+_context.set_forkserver_preload(["torch", "torch._dynamo", "spark_elastic.torch", "spark_elastic.torch.elastic"])
 
 
 # --- the worker's side ----------------------------------------------------------------------------
@@ -195,6 +196,7 @@ class KitDriver:
 
     def __post_init__(self) -> None:
         self._peers: dict[int, _Peer] = {}
+        self._evicted: set[int] = set()
         self._next_worker = 1
         self._changed = threading.Condition()
         self._values: dict[tuple[int, str], bytes] = {}
@@ -242,6 +244,13 @@ class KitDriver:
 
     def kill(self, worker: int, how: int = signal.SIGKILL) -> None:
         os.kill(self._peers[worker].process.pid, how)
+
+    def evict(self, worker: int) -> None:
+        """Treat the worker as lost, though its process and its sockets are there: a hang, as heartbeats find it."""
+        with self._changed:
+            self._evicted.add(worker)
+            self._lost(self._peers[worker])
+            self._changed.notify_all()
 
     def wait(self, condition: Callable[[], Any]) -> None:
         """Block until the condition holds; it is looked at whenever anything has happened."""
@@ -328,7 +337,8 @@ class KitDriver:
     def _members(self) -> list[_Peer]:
         if self.world is None:
             return []
-        return [self._peers[m.worker] for m in self.world.members if m.worker not in self.done]
+        gone = self._evicted | self.done.keys()
+        return [self._peers[m.worker] for m in self.world.members if m.worker not in gone]
 
     def _ready(self, peer: _Peer, round: int, progress: int | None, at_init: bool) -> None:
         if at_init and self.world is not None:
