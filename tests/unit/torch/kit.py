@@ -1,0 +1,411 @@
+"""Real processes with real Gloo between them, under a driver of a hundred lines: for tests and measurements.
+
+The driver decides as little as possible: who is connected, who is ready, who is root. A worker is a process that a
+fork server has forked off, so it starts in milliseconds with torch imported; the server itself never touches Gloo.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import multiprocessing as mp
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+from spark_elastic import worker_link
+from spark_elastic.core.topology import Member, Place, World
+from spark_elastic.errors import HorovodInternalError
+from spark_elastic.worker_link import Assignment, ProvisionalPosition
+
+WAIT_S = 60.0
+"""For anything that a test waits for; it fails then."""
+
+_context = mp.get_context("forkserver")
+# torch._dynamo: the first optimizer of a process imports it, which takes longer than everything else here
+_context.set_forkserver_preload(["torch", "torch._dynamo", "spark_elastic.torch", "spark_elastic.torch.elastic"])
+
+
+# --- the worker's side ----------------------------------------------------------------------------
+
+
+class KitLink:
+    """A `WorkerLink` over a connection to a `KitDriver`."""
+
+    def __init__(self, connection: Connection, worker: int) -> None:
+        self.worker = worker
+        self.progress: int | None = None
+        self._connection = connection
+        self._send_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._assignments: list[Any] = []
+        self._values: dict[int, list[bytes]] = {}
+        self._requests = 0
+        self._updates = 0
+        self._cut = (0, "")
+        self._on_cut: Callable[[int, str], None] | None = None
+        threading.Thread(target=self._read, name="kit-link", daemon=True).start()
+
+    def send(self, *message: Any) -> None:
+        with self._send_lock:
+            self._connection.send(message)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                kind, *rest = self._connection.recv()
+                callback = None
+                with self._changed:
+                    if kind == "world":
+                        self._assignments.append(Assignment(rest[0], self.worker, rest[1], self._updates))
+                    elif kind == "provisional":
+                        self._assignments.append(ProvisionalPosition(*rest))
+                    elif kind == "updated":
+                        self._updates = rest[0]
+                    elif kind == "cut":
+                        self._cut = (rest[0], rest[1])
+                        callback = self._on_cut
+                    elif kind == "values":
+                        self._values[rest[0]] = rest[1]
+                    self._changed.notify_all()
+                if callback is not None:
+                    callback(*self._cut)
+        except (EOFError, OSError):
+            os._exit(7)  # the driver is gone: so are we
+
+    def _next(self) -> Any:
+        with self._changed:
+            self._changed.wait_for(lambda: self._assignments)
+            return self._assignments.pop(0)
+
+    def join_at_init(self) -> Any:
+        self.send("ready", 0, None, True)
+        return self._next()
+
+    def join(self, round: int, progress: int | None) -> Assignment:
+        self.send("ready", round, progress, False)
+        answer = self._next()
+        assert isinstance(answer, Assignment)
+        return answer
+
+    def report_progress(self, progress: int) -> None:
+        self.progress = progress
+
+    def entered_loop(self) -> None:
+        pass
+
+    def updates_seen(self) -> int:
+        return self._updates
+
+    def cut_round(self) -> int:
+        return self._cut[0]
+
+    def on_cut(self, callback: Callable[[int, str], None] | None) -> None:
+        with self._changed:
+            self._on_cut = callback
+            cut = self._cut
+        if callback is not None and cut[0]:
+            callback(*cut)
+
+    def derive_key(self, purpose: str) -> bytes:
+        return hmac.digest(b"the key of this test", purpose.encode(), hashlib.sha256)
+
+    def kv_set(self, round: int, key: str, value: bytes) -> None:
+        self.send("set", round, key, value)
+
+    def kv_get(self, round: int, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        with self._changed:
+            self._requests += 1
+            request = self._requests
+        self.send("get", round, request, list(keys))
+        with self._changed:
+            done = self._changed.wait_for(lambda: request in self._values or self._cut[0] >= round, timeout_s)
+            if request in self._values:
+                return self._values.pop(request)
+        if done:
+            raise HorovodInternalError(f"round {round} was cut: {self._cut[1]}")
+        raise TimeoutError(f"{keys} were not set within {timeout_s} s")
+
+
+def link() -> KitLink:
+    """The link of this worker process."""
+    current = worker_link.current()
+    assert isinstance(current, KitLink)
+    return current
+
+
+def tell(name: str, value: Any = None) -> None:
+    """Tell the test something."""
+    link().send("event", name, value)
+
+
+def die() -> None:
+    """End this process as the kernel ends one."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _worker_main(address: str, worker: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    connection = Client(address, family="AF_UNIX")
+    own = KitLink(connection, worker)
+    worker_link.install(own)
+    own.send("hello", worker)
+    try:
+        result = function(*args)
+    except BaseException:  # the test shows it
+        own.send("raised", traceback.format_exc())
+    else:
+        own.send("done", result)
+    worker_link.install(None)
+    with own._changed:
+        own._changed.wait()  # the driver ends us, so that a peer still finds our sockets open
+
+
+# --- the test's side ------------------------------------------------------------------------------
+
+
+@dataclass
+class _Peer:
+    worker: int
+    process: Any
+    connection: Connection | None = None
+    ready: tuple[int, int | None, bool] | None = None
+    joined: bool = False
+    """It is, or waits to be, a member: it is not a newcomer in its init."""
+
+
+@dataclass
+class KitDriver:
+    """Starts workers, publishes worlds, cuts them. Use as a context manager; leaving it kills every worker."""
+
+    hosts: Sequence[str] = ("127.0.0.1",)
+    """Workers are put on these in turn."""
+    start_with: int = 1
+    world: World | None = None
+    done: dict[int, Any] = field(default_factory=dict)
+    raised: list[str] = field(default_factory=list)
+    events: list[tuple[int, str, Any]] = field(default_factory=list)
+    worlds: list[World] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._peers: dict[int, _Peer] = {}
+        self._evicted: set[int] = set()
+        self._next_worker = 1
+        self._changed = threading.Condition()
+        self._values: dict[tuple[int, str], bytes] = {}
+        self._gets: list[tuple[_Peer, int, int, list[str]]] = []
+        self._broken = False
+        self._updates = 0
+        self._over = False
+        self._listener = Listener(family="AF_UNIX", backlog=64)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> KitDriver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._over = True
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.process.kill()
+            peer.process.join()
+            if peer.connection is not None:
+                peer.connection.close()
+        # a blocked accept() is not woken by close()
+        try:
+            Client(self._listener.address, family="AF_UNIX").close()
+        except OSError:
+            pass
+        self._listener.close()
+
+    def start(self, function: Callable[..., Any], *args: Any, count: int = 1) -> list[int]:
+        """Start workers that call the function; returns their ids."""
+        out = []
+        for _ in range(count):
+            with self._changed:
+                worker = self._next_worker
+                self._next_worker += 1
+            process = _context.Process(
+                target=_worker_main, args=(self._listener.address, worker, function, args), daemon=True
+            )
+            with self._changed:
+                self._peers[worker] = _Peer(worker, process)
+            process.start()
+            out.append(worker)
+        return out
+
+    def kill(self, worker: int, how: int = signal.SIGKILL) -> None:
+        os.kill(self._peers[worker].process.pid, how)
+
+    def evict(self, worker: int) -> None:
+        """Treat the worker as lost, though its process and its sockets are there: a hang, as heartbeats find it."""
+        with self._changed:
+            self._evicted.add(worker)
+            self._lost(self._peers[worker])
+            self._changed.notify_all()
+
+    def wait(self, condition: Callable[[], Any]) -> None:
+        """Block until the condition holds; it is looked at whenever anything has happened."""
+        with self._changed:
+            ok = self._changed.wait_for(lambda: condition() or self.raised, WAIT_S)
+        if self.raised:
+            raise AssertionError("a worker raised:\n" + "\n".join(self.raised))
+        assert ok, f"nothing happened for {WAIT_S} s; world {self.world}, events {self.events[-5:]}"
+
+    def results(self, count: int) -> list[Any]:
+        """What the first `count` workers that finish return, in the order of their ids."""
+        self.wait(lambda: len(self.done) >= count)
+        return [self.done[worker] for worker in sorted(self.done)]
+
+    def told(self, name: str) -> list[Any]:
+        return [value for _, event, value in self.events if event == name]
+
+    # --- decisions, all under the lock ----------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                return
+            if self._over:
+                connection.close()
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        peer: _Peer | None = None
+        try:
+            while True:
+                message = connection.recv()
+                with self._changed:
+                    if message[0] == "hello":
+                        peer = self._peers[message[1]]
+                        peer.connection = connection
+                    else:
+                        assert peer is not None
+                        self._handle(peer, *message)
+                    self._changed.notify_all()
+        except (EOFError, OSError):
+            with self._changed:
+                if peer is not None:
+                    peer.connection = None
+                    self._lost(peer)
+                self._changed.notify_all()
+
+    def _handle(self, peer: _Peer, kind: str, *rest: Any) -> None:
+        if kind == "ready":
+            self._ready(peer, *rest)
+        elif kind == "set":
+            self._values[rest[0], rest[1]] = rest[2]
+            self._answer_gets()
+        elif kind == "get":
+            self._gets.append((peer, *rest))
+            self._answer_gets()
+        elif kind == "event":
+            self.events.append((peer.worker, *rest))
+        elif kind == "done":
+            self.done[peer.worker] = rest[0]
+            self._publish_if_ready()
+        elif kind == "raised":
+            self.raised.append(rest[0])
+
+    def _answer_gets(self) -> None:
+        waiting = []
+        for peer, round, request, keys in self._gets:
+            if all((round, key) in self._values for key in keys):
+                self._send(peer, "values", request, [self._values[round, key] for key in keys])
+            else:
+                waiting.append((peer, round, request, keys))
+        self._gets = waiting
+
+    def _send(self, peer: _Peer, *message: Any) -> None:
+        if peer.connection is not None:
+            try:
+                peer.connection.send(message)
+            except OSError:
+                pass
+
+    def _members(self) -> list[_Peer]:
+        if self.world is None:
+            return []
+        gone = self._evicted | self.done.keys()
+        return [self._peers[m.worker] for m in self.world.members if m.worker not in gone]
+
+    def _ready(self, peer: _Peer, round: int, progress: int | None, at_init: bool) -> None:
+        if at_init and self.world is not None:
+            self._send(peer, "provisional", self.world.size, self.world.size + 1)
+            return
+        peer.ready, peer.joined = (round, progress, at_init), True
+        if self.world is not None and not self._broken and self._updates_due():
+            self._updates += 1
+            for member in self._members():
+                self._send(member, "updated", self._updates)
+        self._publish_if_ready()
+
+    def _updates_due(self) -> bool:
+        members = self._members()
+        return not any(member.ready for member in members)
+
+    def _lost(self, peer: _Peer) -> None:
+        if self._over or peer.worker in self.done:
+            return
+        if self.world is not None and peer.worker in self.world.workers:
+            self._broken = True
+            for member in self._members():
+                self._send(member, "cut", self.world.round, f"worker {peer.worker} is gone")
+        self._publish_if_ready()
+
+    def _publish_if_ready(self) -> None:
+        waiting = [p for p in self._peers.values() if p.ready and p.connection is not None and p.worker not in self.done]
+        if self.world is None:
+            if len(waiting) < self.start_with:
+                return
+        elif not waiting or any(not m.ready for m in self._members() if m.connection is not None):
+            return
+        elif not any(p.worker in self.world.workers for p in waiting) and any(
+            m.connection is not None for m in self._members()
+        ):
+            return
+        old = {m.worker: m.rank for m in self.world.members} if self.world is not None else {}
+        order = sorted(waiting, key=lambda p: (self._host(p), old.get(p.worker, 1 << 30), p.worker))
+        self._publish(order)
+
+    def _host(self, peer: _Peer) -> int:
+        return (peer.worker - 1) % len(self.hosts)
+
+    def _publish(self, order: list[_Peer]) -> None:
+        progresses = [p.ready[1] for p in order if p.ready is not None]
+        held = [p for p in progresses if p is not None]
+        best = max(held, default=None)
+        root = progresses.index(best)
+        round = (self.world.round if self.world is not None else 0) + 1
+        by_host: dict[int, list[_Peer]] = {}
+        for peer in order:
+            by_host.setdefault(self._host(peer), []).append(peer)
+        members = []
+        for rank, peer in enumerate(order):
+            host = self._host(peer)
+            local = by_host[host].index(peer)
+            across = [h for h, peers in by_host.items() if len(peers) > local]
+            place = Place(self.hosts[host], str(peer.worker), peer.worker)
+            members.append(
+                Member(peer.worker, place, rank, local, len(by_host[host]), across.index(host), len(across))
+            )
+        sync = len(held) < len(order) or len(set(held)) > 1
+        self.world = World(round, tuple(members), root, best, sync)
+        self.worlds.append(self.world)
+        self._broken = False
+        addresses = {m.worker: m.place.host for m in members}
+        for peer in order:
+            peer.ready = None
+        for peer in order:
+            self._send(peer, "world", self.world, addresses)

@@ -1,0 +1,163 @@
+"""Collectives between real processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import spark_elastic.torch as hvd
+from spark_elastic.errors import UsageError
+from tests.unit.torch.kit import KitDriver
+
+
+def together(function, count: int, hosts=("127.0.0.1",)):
+    with KitDriver(hosts=hosts, start_with=count) as driver:
+        driver.start(function, count=count)
+        return driver.results(count)
+
+
+def reductions():
+    hvd.init()
+    r, n = hvd.rank(), hvd.size()
+    out = []
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int16, torch.int32, torch.int64):
+        t = torch.tensor([1, 2, 3], dtype=dtype) * (r + 1)
+        total = sum(range(1, n + 1))
+        out.append(torch.equal(hvd.allreduce(t, op=hvd.Sum), torch.tensor([1, 2, 3], dtype=dtype) * total))
+        out.append(torch.equal(hvd.allreduce(t, op=hvd.Max), torch.tensor([1, 2, 3], dtype=dtype) * n))
+        out.append(torch.equal(hvd.allreduce(t, op=hvd.Min), torch.tensor([1, 2, 3], dtype=dtype)))
+        average = hvd.allreduce(t)
+        out.append(average.dtype == dtype and average[0].item() == {2: 1.5, 3: 2.0}[n] or not dtype.is_floating_point)
+    out.append(hvd.allreduce(torch.tensor(float(r)), name="x").item() == sum(range(n)) / n)
+    t = torch.ones(3, 4).t()
+    out.append(hvd.allreduce_(t, op=hvd.Sum) is t and bool((t == n).all()))
+    handle = hvd.allreduce_async_(torch.full((4,), float(r)), op=hvd.Sum, prescale_factor=2, postscale_factor=0.5)
+    out.append(hvd.synchronize(handle).tolist() == [float(sum(range(n)))] * 4)
+    out.append(hvd.poll(handle))
+    a, b = hvd.grouped_allreduce([torch.full((2,), float(r)), torch.tensor([r])], op=hvd.Sum)
+    out.append(a.tolist() == [sum(range(n))] * 2 and b.tolist() == [sum(range(n))])
+    out.append(hvd.allreduce(torch.ones(3), compression=hvd.Compression.fp16).dtype == torch.float32)
+    out.append(bool(hvd.allreduce(torch.tensor([r == 0]), op=hvd.Max)))
+    hvd.barrier()
+    return out
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_member_gets_the_same_reduction_for_every_type(count):
+    for checks in together(reductions, count):
+        assert all(checks), checks
+
+
+def movements():
+    hvd.init()
+    r, n = hvd.rank(), hvd.size()
+    out = []
+    gathered = hvd.allgather(torch.full((r, 2), r, dtype=torch.int16))
+    out.append(gathered[:, 0].tolist() == [rank for rank in range(n) for _ in range(rank)])
+    out.append(hvd.allgather(torch.tensor(r)).tolist() == list(range(n)))
+    out.append(hvd.allgather(torch.empty(0, 3)).shape == (0, 3))
+    out.append(hvd.broadcast(torch.tensor([r, 7]), 1).tolist() == [1, 7])
+    t = torch.full((3, 2), float(r)).t()
+    hvd.broadcast_(t, 1)
+    out.append(bool((t == 1).all()))
+    out.append(hvd.broadcast_object({"rank": r, "big": b"x" * 100_000}, 1)["rank"] == 1)
+    out.append(hvd.broadcast_object(("small", r), 0) == ("small", 0))
+    out.append(hvd.allgather_object([r] * r) == [[rank] * rank for rank in range(n)])
+    received, counts = hvd.alltoall(torch.arange(n * (n + 1) // 2) + 100 * r, splits=list(range(1, n + 1)))
+    out.append(counts.tolist() == [r + 1] * n and received[0].item() == r * (r + 1) // 2)
+    out.append(hvd.alltoall(torch.full((n,), r)).tolist() == list(range(n)))
+    part = hvd.reducescatter(torch.arange(n * 2 + 1.0).reshape(-1, 1), op=hvd.Sum)
+    out.append(part.shape[0] == 2 + (r == 0) and part.flatten()[0].item() == n * (2 * r + (r > 0)))
+    big = {"a": torch.full((3_000_000,), float(r)), "b": torch.tensor([r], dtype=torch.bool)}
+    hvd.broadcast_parameters(big, root_rank=1)
+    out.append(big["a"][-1].item() == 1 and big["b"].tolist() == [True])
+    return out
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_member_receives_what_the_others_sent(count):
+    for checks in together(movements, count):
+        assert all(checks), checks
+
+
+def gradients():
+    hvd.init()
+    r, n = hvd.rank(), hvd.size()
+    out = []
+    x = torch.full((2,), 1.0 + r, requires_grad=True)
+    hvd.allreduce(x, op=hvd.Sum).sum().backward()
+    out.append(x.grad.tolist() == [n, n])
+    x = torch.ones(r + 1, 2, requires_grad=True)
+    (hvd.allgather(x) * (r + 1)).sum().backward()
+    out.append(bool((x.grad == sum(range(1, n + 1)) / n).all()))
+    x = torch.ones(2, requires_grad=True)
+    (hvd.broadcast(x, 0) * 3).sum().backward()
+    out.append(x.grad.tolist() == ([3.0, 3.0] if r == 0 else [0.0, 0.0]))
+    x = torch.ones(n, requires_grad=True)
+    (hvd.alltoall(x) * (r + 1)).sum().backward()
+    out.append(x.grad.tolist() == [float(rank + 1) for rank in range(n)])
+    x = torch.ones(n, requires_grad=True)
+    hvd.reducescatter(x, op=hvd.Sum).sum().backward()
+    out.append(x.grad.tolist() == [n] * n)
+    return out
+
+
+def test_gradients_flow_through_collectives_as_with_horovod():
+    for checks in together(gradients, 2):
+        assert all(checks), checks
+
+
+def by_host():
+    hvd.init()
+    local = hvd.allreduce(torch.tensor([1.0 * hvd.rank()]), op=hvd.Sum, process_set=hvd.local_process_set)
+    cross = hvd.allgather(torch.tensor([hvd.rank()]), process_set=hvd.cross_process_set)
+    return hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), local.item(), cross.tolist()
+
+
+def test_groups_of_a_host_and_across_hosts_are_made_when_they_are_first_used():
+    # workers 1 and 3 are on the first host, 2 on the second: ranks 0 and 1, and 2
+    results = together(by_host, 3, hosts=("127.0.0.1", "127.0.0.2"))
+    assert results == [
+        (0, 2, 0, 2, 1.0, [0, 2]),
+        (0, 1, 1, 2, 2.0, [0, 2]),
+        (1, 2, 0, 1, 1.0, [1]),
+    ]
+
+
+def wrong_arguments():
+    hvd.init()
+    out = []
+    for call in (
+        lambda: hvd.alltoall(torch.ones(3), splits=[1, 1]),
+        lambda: hvd.broadcast(torch.ones(1), 5),
+        lambda: hvd.allreduce(torch.ones(2, dtype=torch.complex64)),
+        lambda: hvd.allreduce(torch.ones(2), op=hvd.Adasum),
+        lambda: hvd.allgather(torch.ones(2, 1 + hvd.rank())),
+    ):
+        try:
+            call()
+            out.append(None)
+        except Exception as error:
+            out.append(type(error))
+    hvd.barrier()
+    return out
+
+
+def test_a_wrong_call_is_a_usage_error_and_leaves_the_world_intact():
+    for errors in together(wrong_arguments, 2):
+        assert errors == [UsageError] * 5
+
+
+def test_a_world_of_one_needs_no_peers(alone):
+    assert (alone.rank(), alone.size(), alone.local_rank(), alone.cross_size()) == (0, 1, 0, 1)
+    assert alone.allreduce(torch.tensor([3.0]), prescale_factor=2.0).tolist() == [6.0]
+    assert alone.allgather(torch.ones(2, 3)).shape == (2, 3)
+    assert alone.allgather_object("x") == ["x"]
+    assert alone.alltoall(torch.arange(3), splits=[3])[0].tolist() == [0, 1, 2]
+    assert alone.reducescatter(torch.ones(2)).tolist() == [1, 1]
+    alone.barrier()
+
+
+def test_rank_before_init_says_what_to_do():
+    with pytest.raises(hvd.NotInitializedError, match=r"hvd\.init\(\)"):
+        hvd.rank()

@@ -1,0 +1,288 @@
+"""Worlds that break and grow under a training loop: real processes, real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+import spark_elastic.torch as hvd
+from spark_elastic.torch.process import process
+from tests.unit.torch.kit import KitDriver, die, link, tell
+
+STEPS = 12
+
+
+def build(momentum: float = 0.9, batch_norm: bool = False):
+    torch.manual_seed(hvd.rank())
+    layers = [torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)]
+    if batch_norm:
+        layers.insert(1, torch.nn.BatchNorm1d(8))
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
+    return model, hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+
+def fingerprint(model) -> list[float]:
+    return [round(p.double().sum().item(), 9) for p in model.parameters()]
+
+
+def train(commit_every: int, dies: dict[int, tuple[int, str]], batch_norm: bool = False):
+    """Each worker in `dies` kills itself at (step, where)."""
+    hvd.init()
+    model, optimizer = build(batch_norm=batch_norm)
+    applied: list[int] = []
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    me = link().worker
+
+    def maybe_die(step: int, where: str) -> None:
+        if dies.get(me) == (step, where):
+            die()
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.step < STEPS:
+            maybe_die(state.step, "before backward")
+            generator = torch.Generator().manual_seed(state.step)
+            x = torch.randn(4, 6, generator=generator)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            maybe_die(state.step, "after backward")
+            optimizer.step()
+            maybe_die(state.step, "after step")
+            applied.append(state.step)
+            state.step += 1
+            if state.step % commit_every == 0:
+                state.commit()
+            maybe_die(state.step, "after commit")
+        return state.progress
+
+    progress = loop(state)
+    return {"applied": applied, "progress": progress, "model": fingerprint(model), "size": hvd.size()}
+
+
+@pytest.mark.parametrize("commit_every", [1, 5])
+@pytest.mark.parametrize("where", ["before backward", "after backward", "after step"])
+def test_a_killed_worker_costs_the_survivors_no_step_and_no_step_is_applied_twice(commit_every, where):
+    with KitDriver(start_with=3) as driver:
+        driver.start(train, commit_every, {2: (7, where)}, count=3)
+        results = driver.results(2)
+    for result in results:
+        assert result["size"] == 2
+        assert result["progress"] == STEPS
+        assert result["applied"] == sorted(set(result["applied"])), "a step was applied twice"
+    # a survivor whose last reduction broke off takes that step over from one whose did not
+    assert list(range(STEPS)) in [result["applied"] for result in results]
+    assert results[0]["model"] == results[1]["model"]
+
+
+def test_the_root_may_die_and_twice_in_a_row():
+    with KitDriver(start_with=3) as driver:
+        driver.start(train, 5, {1: (3, "after backward"), 2: (8, "before backward")}, count=3)
+        (result,) = driver.results(1)
+    assert result["applied"] == list(range(STEPS))
+    assert result["size"] == 1
+
+
+def test_the_model_after_a_loss_is_the_one_of_an_undisturbed_run():
+    with KitDriver(start_with=2) as driver:
+        driver.start(train, 5, {}, True, count=2)
+        undisturbed = driver.results(2)[0]
+    with KitDriver(start_with=3) as driver:  # every rank sees the same rows here, so the world size does not matter
+        driver.start(train, 5, {3: (6, "after backward")}, True, count=3)
+        disturbed = driver.results(2)[0]
+    assert disturbed["model"] == pytest.approx(undisturbed["model"], rel=1e-5)
+
+
+def train_until_joined(want: int):
+    hvd.init()
+    first = hvd.size()
+    model, optimizer = build()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.99)
+    sizes: list[int] = []
+    state = hvd.elastic.TorchState(model, optimizer, scheduler=scheduler, step=0, history=[])
+    state.register_reset_callbacks([lambda: sizes.append(hvd.size())])
+    pauses = []
+
+    @hvd.elastic.run
+    def loop(state):
+        tell("in loop", hvd.size())
+        left = 3
+        while left:
+            optimizer.zero_grad()
+            model(torch.ones(2, 6)).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            state.step += 1
+            state.history.append(state.step)
+            if hvd.size() >= want:
+                left -= 1
+            state.commit()
+        return state.step
+
+    step = loop(state)
+    return {
+        "step": step,
+        "progress": state.progress,
+        "history": state.history == list(range(1, step + 1)),
+        "lr": optimizer.param_groups[0]["lr"],
+        "model": fingerprint(model),
+        "momentum": sorted(float(s["momentum_buffer"].sum()) for s in optimizer.state.values()),
+        "first": first,
+        "sizes": sizes,
+        "pauses": pauses,
+    }
+
+
+def test_a_newcomer_takes_over_everything_at_a_step_all_agree_on():
+    with KitDriver(start_with=2) as driver:
+        driver.start(train_until_joined, 3, count=2)
+        driver.wait(lambda: len(driver.told("in loop")) == 2)
+        driver.start(train_until_joined, 3)
+        results = driver.results(3)
+        assert len(driver.worlds) == 2
+    for key in ("step", "progress", "history", "lr", "model", "momentum"):
+        assert results[0][key] == results[1][key] == results[2][key], key
+    assert results[0]["progress"] == results[0]["step"]
+    assert [result["sizes"] for result in results] == [[3], [3], []]
+    assert results[2]["first"] == 3  # its provisional size was right, so nothing changed for it
+
+
+def test_two_newcomers_at_the_same_time_are_both_taken_in():
+    with KitDriver(start_with=1) as driver:
+        driver.start(train_until_joined, 3, count=1)
+        driver.wait(lambda: driver.told("in loop"))
+        driver.start(train_until_joined, 3, count=2)
+        results = driver.results(3)
+    assert len({str(result["model"]) for result in results}) == 1
+
+
+def outside_the_loop():
+    hvd.init()
+    out = []
+    if hvd.size() == 1:
+        model, optimizer = build()
+    else:
+        model, optimizer = build()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        out.append(hvd.broadcast_object("mine"))
+        hvd.barrier()
+        try:
+            hvd.allreduce(torch.ones(1))
+        except hvd.OutsideLoopError as error:
+            out.append("elastic.run" in str(error))
+    state = hvd.elastic.TorchState(model, optimizer, n=0)
+
+    @hvd.elastic.run
+    def loop(state):
+        tell("in loop")
+        while hvd.size() < 2:
+            state.commit()
+        return hvd.size()
+
+    return loop(state), out
+
+
+def test_a_newcomer_may_broadcast_before_the_loop_and_is_told_not_to_reduce():
+    with KitDriver(start_with=1) as driver:
+        driver.start(outside_the_loop)
+        driver.wait(lambda: driver.told("in loop"))
+        driver.start(outside_the_loop)
+        assert driver.results(2) == [(2, []), (2, ["mine", True])]
+
+
+def train_past_a_stopped_peer():
+    hvd.init()
+    model, optimizer = build()
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.step < STEPS:
+            if state.step == 4 and hvd.size() == 3 and hvd.rank() == 2:
+                tell("stopping", os.getpid())
+                os.kill(os.getpid(), signal.SIGSTOP)
+            optimizer.zero_grad()
+            model(torch.ones(2, 6)).square().mean().backward()
+            optimizer.step()
+            state.step += 1
+        return state.progress
+
+    return loop(state)
+
+
+def test_a_stopped_peer_is_cut_off_and_the_blocked_collective_ends_at_once():
+    with KitDriver(start_with=3) as driver:
+        driver.start(train_past_a_stopped_peer, count=3)
+        driver.wait(lambda: driver.told("stopping"))
+        driver.evict(3)  # its sockets stay open: without the cut the others would wait for Gloo's timeout
+        assert driver.results(2) == [STEPS, STEPS]
+
+
+def check_without_gradients():
+    hvd.init()
+    state = hvd.elastic.ObjectState(n=0)
+
+    @hvd.elastic.run
+    def loop(state):
+        tell("in loop")
+        while hvd.size() < 3:
+            state.n += 1
+            state.commit()
+        return state.n
+
+    return loop(state)
+
+
+def test_members_without_an_optimizer_agree_by_a_small_reduction():
+    with KitDriver(start_with=2) as driver:
+        driver.start(check_without_gradients, count=2)
+        driver.wait(lambda: len(driver.told("in loop")) == 2)
+        driver.start(check_without_gradients)
+        results = driver.results(3)
+    assert results[0] == results[1] == results[2] > 0
+
+
+def dies_in_sync():
+    hvd.init()
+    model = torch.nn.Linear(1000, 1000)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    if link().worker == 1:
+        original = hvd.elastic.TorchState.sync
+
+        def sync(self):
+            if hvd.size() == 3:
+                die()
+            original(self)
+
+        hvd.elastic.TorchState.sync = sync
+
+    @hvd.elastic.run
+    def loop(state):
+        tell("in loop", hvd.size())
+        left = 5
+        while left:
+            left -= process.assignment.world.round == 3
+            optimizer.zero_grad()
+            model(torch.ones(1, 1000)).square().mean().backward()
+            optimizer.step()
+            state.step += 1
+            state.commit()
+        return state.step, fingerprint(model), hvd.size()
+
+    return loop(state)
+
+
+def test_a_root_that_dies_during_the_sync_leaves_the_others_with_a_whole_state():
+    with KitDriver(start_with=2) as driver:
+        driver.start(dies_in_sync, count=2)
+        driver.wait(lambda: len(driver.told("in loop")) == 2)
+        driver.start(dies_in_sync)
+        driver.wait(lambda: len(driver.worlds) >= 3)
+        assert driver.worlds[-1].size == 2
+        results = driver.results(2)
+    assert results[0] == results[1]
