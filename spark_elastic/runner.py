@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import pickle
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
+from spark_elastic.backends import Backend, HostEvents, LocalBackend, SparkBackend
 from spark_elastic.driver import preflight
-from spark_elastic.driver.elastic_driver import ElasticDriver, EventSource, PostEvent
-from spark_elastic.driver.launcher import Launcher, OnEnded
+from spark_elastic.driver.elastic_driver import ElasticDriver
+from spark_elastic.driver.host_discovery import HostDiscovery
 from spark_elastic.driver.local_launcher import LocalLauncher
 from spark_elastic.driver.output import OutputPrinter
-from spark_elastic.errors import InvalidSettingsError, NotEnoughSlotsError
 from spark_elastic.job import ElasticJob
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.framing import new_key
 from spark_elastic.wire.handover import AgentOrder, interpreter
-
-if TYPE_CHECKING:
-    from spark_elastic.driver.executor_watch import ExecutorWatch
-    from spark_elastic.driver.host_discovery import HostDiscovery
-    from spark_elastic.driver.spark_discovery import SparkHostDiscovery
 
 CONNECT_TIMEOUT_S = 60.0
 
@@ -137,24 +131,25 @@ def run_async(
         UsageError: the call has to be changed; nothing was run.
     """
     function = preflight.pickled(fn, tuple(args), kwargs)
-    context = None if launcher is not None else preflight.check_spark(spark)
-    spark_slots = None if context is None else _spark_discovery(context)
-    want = num_proc if num_proc is not None else (max_num_proc or min_num_proc or _slots(spark_slots))
-    settings = ElasticSettings(
-        num_proc=want,
-        min_num_proc=min_num_proc if min_num_proc is not None else want,
-        max_num_proc=max_num_proc if max_num_proc is not None else want,
+    backend: Backend = SparkBackend(spark) if launcher is None else LocalBackend(launcher)
+    settings = _settings(
+        backend,
+        num_proc,
+        min_num_proc,
+        max_num_proc,
         start_timeout_s=start_timeout,
         elastic_timeout_s=elastic_timeout,
         reset_limit=reset_limit,
         cooldown_range_s=cooldown_range,
         heartbeat_timeout_s=heartbeat_timeout,
     )
-    name = f"{os.getpid()}-{next(_job_numbers)}"
-    bind, advertise = ("127.0.0.1", "127.0.0.1") if context is None else _driver_addresses(context)
+    sources = backend.sources()
+    if discovery is not None:
+        sources.append(HostEvents(discovery))
+    bind, advertise = backend.listen_at()
     listening = socket.create_server((bind, 0), backlog=1024)
     order = AgentOrder(
-        job=name,
+        job=f"{os.getpid()}-{next(_job_numbers)}",
         driver_addresses=((advertise, listening.getsockname()[1]),),
         key=new_key(),
         function=function,
@@ -163,89 +158,37 @@ def run_async(
         env={key: str(value) for key, value in (env or {}).items()},
         nics=(nics,) if isinstance(nics, str) else tuple(nics) if nics else None,
     )
-    sources: list[EventSource] = []
-    if spark_slots is not None:
-        sources.append(_ExecutorEvents(spark_slots))
-    if discovery is not None:
-        from spark_elastic.driver.host_manager import HostManager
-
-        sources.append(HostManager(discovery))
-
-    def make_launcher(on_ended: OnEnded) -> Launcher:
-        if launcher is not None:
-            return launcher.bind(order, on_ended)
-        from spark_elastic.driver.spark_launcher import SparkLauncher
-        from spark_elastic.task.spark_agent import run_in_task
-
-        payload = pickle.dumps(order)
-        return SparkLauncher(
-            context, run_in_task, lambda slot: payload, on_ended, description=f"spark_elastic job {name}"
-        )
-
     printer = OutputPrinter(stdout, stderr)
-    driver = ElasticDriver(order, settings, make_launcher, listening, sources=sources, printer=printer, verbose=verbose)
-
-    def prepare() -> None:
-        if spark_slots is not None:
-            _wait_for_gang(spark_slots, settings, driver)
+    driver = ElasticDriver(
+        order,
+        settings,
+        lambda on_ended: backend.make_launcher(order, settings, on_ended),
+        listening,
+        sources=sources,
+        printer=printer,
+        verbose=verbose,
+    )
 
     def clean_up() -> None:
-        listening.close()
+        driver.close()
         printer.close()
 
-    return ElasticJob(name, driver, prepare, clean_up)
+    return ElasticJob(order.job, driver, lambda: backend.gather(order, settings, driver), clean_up)
 
 
-def _driver_addresses(context: Any) -> tuple[str, str]:
-    """Where to listen, and the address that executors reach it at: the same as Spark's own."""
-    conf = context.getConf()
-    host = conf.get("spark.driver.host", "127.0.0.1")
-    return conf.get("spark.driver.bindAddress", host), host
-
-
-def _spark_discovery(context: Any) -> SparkHostDiscovery:
-    from spark_elastic.driver.spark_discovery import SparkHostDiscovery
-    from spark_elastic.task.spark_task import slot_report
-
-    return SparkHostDiscovery(context, slot_report)
-
-
-def _slots(discovery: SparkHostDiscovery | None) -> int:
-    """The cluster's task slots, the number of workers if the caller names none."""
-    if discovery is None:
-        raise InvalidSettingsError("the local launcher has no slots to count; give num_proc")
-    now = discovery.slots().now
-    if now < 1:
-        raise InvalidSettingsError("the cluster has no task slot at the moment; give num_proc to wait for some")
-    return now
-
-
-def _wait_for_gang(discovery: SparkHostDiscovery, settings: ElasticSettings, driver: ElasticDriver) -> None:
-    """Hold the job back until its workers can be placed together: all of them soon, or the fewest it can live with.
-
-    Raises:
-        NotEnoughSlotsError: not even those within start_timeout.
-    """
-    stop = driver.stop_requested
-    if settings.num_proc > settings.min_num_proc:
-        with contextlib.suppress(NotEnoughSlotsError):
-            discovery.probe(settings.num_proc, min(settings.start_grace_s, settings.start_timeout_s), stop=stop)
-            return
-    probe = discovery.probe(settings.min_num_proc, settings.start_timeout_s, stop=stop)
-    if probe.refused:
-        driver.note_waiting(probe.why)
-
-
-class _ExecutorEvents:
-    """Spark's news of executors as a source of the driver's events."""
-
-    def __init__(self, discovery: SparkHostDiscovery) -> None:
-        self._discovery = discovery
-        self._watch: ExecutorWatch | None = None
-
-    def start(self, post: PostEvent) -> None:
-        self._watch = self._discovery.watch(post)
-
-    def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
+def _settings(
+    backend: Backend, num_proc: int | None, min_num_proc: int | None, max_num_proc: int | None, **others: Any
+) -> ElasticSettings:
+    """With what the caller left out: as many workers as there are slots, within the bounds that were given."""
+    if num_proc is None:
+        if min_num_proc is not None and min_num_proc == max_num_proc:
+            num_proc = min_num_proc
+        else:
+            num_proc = min(backend.slots(), max_num_proc or sys.maxsize)
+            num_proc = max(num_proc, min_num_proc or 1)
+    return ElasticSettings(
+        num_proc=num_proc,
+        min_num_proc=num_proc if min_num_proc is None else min_num_proc,
+        max_num_proc=num_proc if max_num_proc is None else max_num_proc,
+        **others,
+    )

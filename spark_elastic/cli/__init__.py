@@ -100,7 +100,7 @@ def _check_discovery(options: argparse.Namespace) -> None:
 def _discovery(options: argparse.Namespace) -> object:
     from spark_elastic.driver.host_discovery import HostDiscoveryScript
 
-    return HostDiscoveryScript(options.host_discovery_script, options.slots_per_host or 1)
+    return HostDiscoveryScript(options.host_discovery_script, default_slots=options.slots_per_host or 1)
 
 
 def _exit_code(error: UserFunctionError) -> int | None:

@@ -40,16 +40,7 @@ class AddressBook:
         Raises:
             UnknownInterfaceError: none of `nics` exists there.
         """
-        allowed = hello.addresses
-        if self._nics is not None:
-            allowed = {name: address for name, address in hello.addresses.items() if name in self._nics}
-            if not allowed:
-                raise UnknownInterfaceError(
-                    f"host {hello.place.host} has no interface {' or '.join(map(repr, self._nics))} that is up; "
-                    f"it has {', '.join(f'{n} ({a})' for n, a in sorted(hello.addresses.items()))}",
-                    host=hello.place.host,
-                    nics=self._nics,
-                )
+        allowed = check_interfaces(hello.place.host, hello.addresses, self._nics)
         candidates = sorted(allowed.values(), key=lambda a: (a != channel_address, _is_loopback(a), a))
         self._agents[agent] = _Known(hello.place.host, tuple(dict.fromkeys(candidates)), hello.probe_port)
 
@@ -94,6 +85,25 @@ class AddressBook:
     def _targets(self, agent: AgentId) -> tuple[str, ...]:
         known = self._agents[agent]
         return tuple(f"{address}:{known.probe_port}" for address in known.candidates) if known.probe_port else ()
+
+
+def check_interfaces(host: str, addresses: dict[str, str], nics: Sequence[str] | None) -> dict[str, str]:
+    """The addresses that may carry collectives, by interface.
+
+    Raises:
+        UnknownInterfaceError: none of `nics` exists there; says which do.
+    """
+    if nics is None:
+        return addresses
+    allowed = {name: address for name, address in addresses.items() if name in nics}
+    if not allowed:
+        raise UnknownInterfaceError(
+            f"host {host} has no interface {' or '.join(map(repr, nics))} that is up; "
+            f"it has {', '.join(f'{n} ({a})' for n, a in sorted(addresses.items()))}",
+            host=host,
+            nics=tuple(nics),
+        )
+    return allowed
 
 
 def _is_loopback(address: str) -> bool:

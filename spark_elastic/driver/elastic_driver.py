@@ -26,6 +26,7 @@ from spark_elastic.core.topology import AgentId, SlotId, WorkerId, World
 from spark_elastic.driver.addresses import AddressBook
 from spark_elastic.driver.launcher import Launcher, OnEnded
 from spark_elastic.driver.output import OutputPrinter
+from spark_elastic.driver.registry import WorkerStateRegistry
 from spark_elastic.driver.rendezvous_server import RendezvousServer
 from spark_elastic.errors import JobCancelledError, JobError, ResultError, SparkElasticError, UnknownInterfaceError
 from spark_elastic.settings import ElasticSettings
@@ -90,6 +91,7 @@ class ElasticDriver:
         self._printer = printer
         self._verbose = verbose
         self._machine = Membership(settings)
+        self.registry = WorkerStateRegistry(settings.reset_limit)
         self._server = RendezvousServer(
             order.key,
             self,
@@ -166,6 +168,11 @@ class ElasticDriver:
         """
         return asyncio.run(self._main())
 
+    def close(self) -> None:
+        """Give back what is held if `run` was never called; harmless afterwards."""
+        self._listening.close()
+        self._launcher.close(CLOSE_TIMEOUT_S)
+
     async def _main(self) -> list[bytes]:
         self._ended = asyncio.Event()
         self._slots_over = asyncio.Event()
@@ -214,7 +221,9 @@ class ElasticDriver:
     def _handle(self, event: seen.Event) -> None:
         now = clock.monotonic()
         try:
-            for command in self._machine.handle(event, now):
+            commands = self._machine.handle(event, now)
+            self.registry.observe(event, commands)
+            for command in commands:
                 self._carry_out(command)
         except Exception as error:  # a bug in here must end the job, not leave it waiting
             logger.exception("the driver failed on %r", event)
@@ -233,6 +242,7 @@ class ElasticDriver:
     def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None:
         self._agents.add(agent)
         self._slot_of[agent] = hello.place.slot
+        self._launcher.agents_joined(frozenset(self._slot_of[a] for a in self._agents))
         if self._ending:
             self._server.to_agent(agent, wire.FinishAgent(False, "the job is over"))
             return
@@ -266,6 +276,8 @@ class ElasticDriver:
     def agent_gone(self, agent: AgentId, why: str) -> None:
         self._agents.discard(agent)
         self._handle(seen.AgentLost(agent, why))
+        del self._slot_of[agent]
+        self._launcher.agents_joined(frozenset(self._slot_of[a] for a in self._agents))
         for worker in [w for w, a in self._agent_of.items() if a == agent]:
             del self._agent_of[worker]
             self._server.drop_worker(worker, "its agent is gone")

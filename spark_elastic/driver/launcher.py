@@ -28,6 +28,10 @@ class Launcher(Protocol):
         """End the slot's launch, pending or running; nothing if it is over already."""
         ...
 
+    def agents_joined(self, slots: frozenset[SlotId]) -> None:
+        """Which slots have a live agent now; told at each change."""
+        ...
+
     def close(self, deadline_s: float) -> None:
         """End everything and wait up to `deadline_s` for it. Later launches end at once. Repeats are harmless."""
         ...

@@ -65,6 +65,9 @@ class LocalLauncher:
         if process is not None:
             _kill(process)
 
+    def agents_joined(self, slots: frozenset[SlotId]) -> None:
+        pass  # the slots of this machine are nobody else's
+
     def agent_pids(self) -> dict[SlotId, int]:
         """The process id of each slot's agent."""
         with self._lock:

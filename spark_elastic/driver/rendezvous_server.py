@@ -137,7 +137,7 @@ class RendezvousServer:
             on_unauthenticated=self._unauthenticated.discard,
         )
         if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
-            asyncio.get_running_loop().call_soon(stream.abort, "too many connections in their handshake")
+            stream.abort("too many connections in their handshake")
         self._unauthenticated.add(stream)
         return stream
 

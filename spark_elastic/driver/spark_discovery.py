@@ -104,7 +104,14 @@ class SparkHostDiscovery:
             if (stop or threading.Event()).wait(min(_POLL_S, timeout_s - waited)):
                 raise JobCancelledError("cancelled while waiting for slots")
 
-    def probe(self, num_proc: int, timeout_s: float, *, stop: threading.Event | None = None) -> Probe:
+    def probe(
+        self,
+        num_proc: int,
+        timeout_s: float,
+        *,
+        stop: threading.Event | None = None,
+        on_wait: Callable[[str], None] = log.info,
+    ) -> Probe:
         """Place `num_proc` tasks together, or none, and let each report where it is.
 
         Needs `num_proc` slots that are free at the same time; first waits until they exist, because Spark is silent
@@ -117,7 +124,7 @@ class SparkHostDiscovery:
         if dynamic_allocation(self._sc):
             return Probe((), 0.0, f"barrier mode is refused under dynamic allocation ([{_REFUSED}])")
         start = time.monotonic()
-        self.wait_for_slots(num_proc, timeout_s, stop=stop)
+        self.wait_for_slots(num_proc, timeout_s, stop=stop, on_wait=on_wait)
         attempt = _Attempt(self._sc, self._report_slot, num_proc, f"{self._description}: discovery of {num_proc} slots")
         attempt.thread.start()
         while not attempt.over.wait(_POLL_S):

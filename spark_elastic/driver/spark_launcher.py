@@ -100,6 +100,9 @@ class SparkLauncher:
                 launch.stop_why = why
                 self._changed.notify_all()
 
+    def agents_joined(self, slots: frozenset[SlotId]) -> None:
+        pass  # `slot_arbiter.AdmittedLauncher` makes something of it
+
     def close(self, deadline_s: float) -> None:
         until = time.monotonic() + deadline_s
         with self._changed:

@@ -45,6 +45,7 @@ class MessageStream(asyncio.Protocol):
         self._handshake_deadline: asyncio.TimerHandle | None = None
         self._why = "the peer closed the connection"
         self._open = False
+        self._aborted = False
         self.peer_address = ""
         self.local_address = ""
 
@@ -72,9 +73,10 @@ class MessageStream(asyncio.Protocol):
             self._transport.close()
 
     def abort(self, why: str) -> None:
-        """Close at once."""
+        """Close at once; before the connection is made: as soon as it is."""
+        self._why = why
+        self._aborted = True
         if self._transport is not None:
-            self._why = why
             self._transport.abort()
 
     # --- called by asyncio ------------------------------------------------------------------------
@@ -82,6 +84,9 @@ class MessageStream(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        if self._aborted:
+            transport.abort()
+            return
         sock: socket.socket = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer_address = str(transport.get_extra_info("peername")[0])

@@ -8,8 +8,9 @@ import time
 import pytest
 
 from spark_elastic.core.events import HostsObserved
+from spark_elastic.core.hosts import HostUpdate
 from spark_elastic.driver.host_discovery import FixedHosts, HostDiscoveryScript, parse_hosts
-from spark_elastic.driver.host_manager import HostManager, HostUpdate, difference, in_stable_order
+from spark_elastic.driver.host_manager import HostManager
 from spark_elastic.errors import DiscoveryScriptError, InvalidSettingsError
 
 
@@ -120,23 +121,6 @@ def is_gone(pid, timeout_s=2.0):
 # --- the manager --------------------------------------------------------------------------------
 
 
-def test_hosts_that_stay_keep_their_order_and_newcomers_follow():
-    assert list(in_stable_order({"b": 1, "a": 1, "gone": 1}, {"a": 2, "new": 1, "b": 1})) == ["b", "a", "new"]
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "update"),
-    [
-        ({"a": 1}, {"a": 1}, HostUpdate.NONE),
-        ({"a": 1}, {"a": 2}, HostUpdate.ADDED),
-        ({"a": 2, "b": 1}, {"a": 2}, HostUpdate.REMOVED),
-        ({"a": 2}, {"a": 1, "b": 1}, HostUpdate.MIXED),
-    ],
-)
-def test_update_says_whether_slots_came_or_went(before, after, update):
-    assert difference(before, after) == update
-
-
 class Scripted:
     """A discovery that gives one answer after the other."""
 
@@ -151,20 +135,16 @@ class Scripted:
 
 
 def manager(discovery, seen):
-    return HostManager(discovery, seen.append, interval_s=3600.0)
+    first = HostsObserved(discovery.find_available_hosts_and_slots())
+    return HostManager(discovery, seen.append, first=first, interval_s=3600.0)
 
 
-def test_first_answer_is_reported_and_then_only_changes():
+def test_only_changes_are_reported_and_known_hosts_keep_their_order():
     seen: list[HostsObserved] = []
     hosts = manager(Scripted({"a": 1}, {"a": 1}, {"b": 1, "a": 1}, {"b": 1}), seen)
-    assert [hosts.poll() for _ in range(3)] == [HostUpdate.NONE, HostUpdate.ADDED, HostUpdate.REMOVED]
-    assert seen == [HostsObserved({"a": 1}), HostsObserved({"a": 1, "b": 1}), HostsObserved({"b": 1})]
+    assert [hosts.poll() for _ in range(3)] == [HostUpdate.NO_UPDATE, HostUpdate.ADDED, HostUpdate.REMOVED]
+    assert seen == [HostsObserved({"a": 1, "b": 1}), HostsObserved({"b": 1})]
     hosts.close()
-
-
-def test_discovery_that_fails_at_first_fails_the_call():
-    with pytest.raises(DiscoveryScriptError):
-        manager(Scripted(DiscoveryScriptError("exited with 1")), [])
 
 
 def test_later_failures_are_logged_once_and_the_last_answer_stands(caplog):
@@ -172,13 +152,13 @@ def test_later_failures_are_logged_once_and_the_last_answer_stands(caplog):
     down = DiscoveryScriptError("exited with 1")
     hosts = manager(Scripted({"a": 1}, down, down, {"a": 1}), seen)
     with caplog.at_level(logging.INFO, "spark_elastic"):
-        assert [hosts.poll() for _ in range(3)] == [HostUpdate.NONE] * 3
+        assert [hosts.poll() for _ in range(3)] == [HostUpdate.NO_UPDATE] * 3
     assert [record.message.partition(";")[0] for record in caplog.records] == [
         "host discovery failed",
         "host discovery works again",
     ]
     assert hosts.current_hosts() == {"a": 1}
-    assert len(seen) == 1
+    assert seen == []
     hosts.close()
 
 
@@ -186,7 +166,8 @@ def test_close_ends_a_script_that_hangs_and_the_thread_that_waits_for_it(tmp_pat
     flag = tmp_path / "hang"
     pid = tmp_path / "pid"
     body = f"echo h1; if [ -e {flag} ]; then echo $$ > {pid}; exec sleep 600; fi"
-    hosts = HostManager(HostDiscoveryScript(script(tmp_path, body)), lambda event: None, interval_s=0.01)
+    discovery = HostDiscoveryScript(script(tmp_path, body))
+    hosts = HostManager(discovery, lambda event: None, first=HostsObserved({"h1": 1}), interval_s=0.01)
     flag.touch()
     until = time.monotonic() + 10.0
     while not (pid.exists() and pid.read_text().strip()) and time.monotonic() < until:

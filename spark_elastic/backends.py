@@ -1,0 +1,168 @@
+"""Where a job's slots come from: a Spark cluster, or this machine. Each puts its own parts of the driver together."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from spark_elastic.core.events import HostsObserved
+from spark_elastic.driver import preflight
+from spark_elastic.driver.addresses import check_interfaces
+from spark_elastic.driver.elastic_driver import ElasticDriver, EventSource, PostEvent
+from spark_elastic.driver.host_discovery import HostDiscovery
+from spark_elastic.driver.host_manager import HostManager
+from spark_elastic.driver.launcher import Launcher, OnEnded
+from spark_elastic.driver.local_launcher import LocalLauncher
+from spark_elastic.errors import InvalidSettingsError, NotEnoughSlotsError
+from spark_elastic.settings import ElasticSettings
+from spark_elastic.wire.handover import AgentOrder
+
+if TYPE_CHECKING:
+    from spark_elastic.driver.executor_watch import ExecutorWatch
+
+
+class Backend(Protocol):
+    """What `run_async` needs of a place to run in."""
+
+    def slots(self) -> int:
+        """The number of workers if the caller names none."""
+        ...
+
+    def listen_at(self) -> tuple[str, str]:
+        """The address to bind the rendezvous server to, and the one that agents reach it at."""
+        ...
+
+    def make_launcher(self, order: AgentOrder, settings: ElasticSettings, on_ended: OnEnded) -> Launcher: ...
+
+    def sources(self) -> list[EventSource]: ...
+
+    def gather(self, order: AgentOrder, settings: ElasticSettings, driver: ElasticDriver) -> None:
+        """Hold the job back until it can be placed. Called on the job's thread, before the driver runs."""
+        ...
+
+
+class LocalBackend:
+    """Plain processes of this machine."""
+
+    def __init__(self, launcher: LocalLauncher) -> None:
+        self._launcher = launcher
+
+    def slots(self) -> int:
+        raise InvalidSettingsError("the local launcher has no slots to count; give num_proc")
+
+    def listen_at(self) -> tuple[str, str]:
+        return "127.0.0.1", "127.0.0.1"
+
+    def make_launcher(self, order: AgentOrder, settings: ElasticSettings, on_ended: OnEnded) -> Launcher:
+        return self._launcher.bind(order, on_ended)
+
+    def sources(self) -> list[EventSource]:
+        return []
+
+    def gather(self, order: AgentOrder, settings: ElasticSettings, driver: ElasticDriver) -> None:
+        pass
+
+
+class SparkBackend:
+    """The task slots of a SparkContext.
+
+    Raises:
+        NoSparkContextError, SparkConnectNotSupportedError, JavaNotFoundError: there is none to run in.
+    """
+
+    def __init__(self, spark: Any) -> None:
+        self._context = preflight.check_spark(spark)
+
+        from spark_elastic.driver.spark_discovery import SparkHostDiscovery
+        from spark_elastic.task.spark_task import slot_report
+
+        self._discovery = SparkHostDiscovery(self._context, slot_report)
+
+    def slots(self) -> int:
+        now = self._discovery.slots().now
+        if now < 1:
+            raise InvalidSettingsError("the cluster has no task slot at the moment; give num_proc to wait for some")
+        return now
+
+    def listen_at(self) -> tuple[str, str]:
+        """Spark's own: executors reach the driver there, or Spark itself would not work."""
+        conf = self._context.getConf()
+        host = conf.get("spark.driver.host", "127.0.0.1")
+        assert host is not None
+        return conf.get("spark.driver.bindAddress", host) or host, host
+
+    def make_launcher(self, order: AgentOrder, settings: ElasticSettings, on_ended: OnEnded) -> Launcher:
+        from spark_elastic.driver.slot_arbiter import AdmittedLauncher, arbiter_of
+        from spark_elastic.driver.spark_launcher import SparkLauncher
+        from spark_elastic.task.spark_agent import run_in_task
+
+        payload = pickle.dumps(order)
+
+        def build(ended: OnEnded) -> Launcher:
+            description = f"spark_elastic job {order.job}"
+            return SparkLauncher(self._context, run_in_task, lambda slot: payload, ended, description=description)
+
+        return AdmittedLauncher(arbiter_of(self._context), order.job, settings.min_num_proc, build, on_ended)
+
+    def sources(self) -> list[EventSource]:
+        return [_ExecutorEvents(self._discovery.watch)]
+
+    def gather(self, order: AgentOrder, settings: ElasticSettings, driver: ElasticDriver) -> None:
+        """Wait until the workers can be placed together: all of them soon, or the fewest that the job can live with.
+
+        Raises:
+            NotEnoughSlotsError: not even those within start_timeout.
+            UnknownInterfaceError: one of their hosts has none of the interfaces asked for.
+        """
+        stop = driver.stop_requested
+        probe = None
+        if settings.num_proc > settings.min_num_proc:
+            soon = min(settings.start_grace_s, settings.start_timeout_s)
+            with contextlib.suppress(NotEnoughSlotsError):
+                probe = self._discovery.probe(settings.num_proc, soon, stop=stop, on_wait=driver.note_waiting)
+        if probe is None:
+            probe = self._discovery.probe(
+                settings.min_num_proc, settings.start_timeout_s, stop=stop, on_wait=driver.note_waiting
+            )
+        if probe.refused:
+            driver.note_waiting(probe.why)
+        for report in probe.reports:
+            check_interfaces(report.host, report.addresses, order.nics)
+
+
+class _ExecutorEvents:
+    """Spark's news of executors as a source of the driver's events."""
+
+    def __init__(self, watch: Callable[[PostEvent], ExecutorWatch]) -> None:
+        self._begin = watch
+        self._watch: ExecutorWatch | None = None
+
+    def start(self, post: PostEvent) -> None:
+        self._watch = self._begin(post)
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+
+
+class HostEvents:
+    """A host discovery as a source of the driver's events.
+
+    Raises:
+        DiscoveryScriptError: its first answer cannot be had.
+    """
+
+    def __init__(self, discovery: HostDiscovery) -> None:
+        self._first = HostsObserved(discovery.find_available_hosts_and_slots())
+        self._discovery = discovery
+        self._manager: HostManager | None = None
+
+    def start(self, post: PostEvent) -> None:
+        post(self._first)
+        self._manager = HostManager(self._discovery, post, first=self._first)
+
+    def close(self) -> None:
+        if self._manager is not None:
+            self._manager.close()
