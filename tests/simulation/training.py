@@ -191,7 +191,8 @@ class SimWorld:
                 if worker.moving and worker.state == "training":
                     worker.progress = state
         where = self.members.index(dead)
-        for neighbour in {self.members[where - 1], self.members[(where + 1) % len(self.members)]}:
+        beside = (self.members[where - 1], self.members[(where + 1) % len(self.members)])
+        for neighbour in dict.fromkeys(beside):
             if neighbour.alive and neighbour.state == "training":
                 neighbour.later(0.01, 0.03, lambda n=neighbour: self._error(n))
 
