@@ -27,7 +27,7 @@ def diagram(table: Table[Any]) -> str:
     states = list(table.meaning)
     lines.append(f"    [*] --> {states[0].value}")
     for (before, after), why in table.transitions.items():
-        lines.append(f"    {before.value} --> {after.value}: {why.replace(':', ',')}")
+        lines.append(f"    {before.value} --> {after.value}: {why.replace(':', ',').replace('`', '')}")
     lines += [f"    {state.value} --> [*]" for state in states if not table.leaving(state)]
     return "\n".join([*lines, "```", ""])
 

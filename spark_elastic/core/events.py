@@ -58,7 +58,10 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAlive:
-    """A heartbeat, with the progress so far (None: holds no state)."""
+    """A heartbeat, with the progress so far (None: holds no state).
+
+    A progress, 0 included, says that the worker is inside of the elastic loop: before that it has to be None.
+    """
 
     worker: WorkerId
     progress: int | None = None
@@ -71,7 +74,11 @@ class AgentAlive:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The worker's channel closed or its process exited before it finished the function."""
+    """The worker's channel closed or its process exited before it finished the function.
+
+    Both are reported, in any order; the second only adds what the first did not know. An exit code of 0 is believed
+    once the worker's channel has closed without a `WorkerDone`, or shortly after.
+    """
 
     worker: WorkerId
     why: str

@@ -39,6 +39,8 @@ from spark_elastic.settings import ElasticSettings
 _REPORT_GRACE_S = 2.0
 """The channel of a dying process closes before its agent has read the end of its stderr."""
 
+_LOST_REMEMBERED = 100
+
 
 class Membership:
     """One job's membership. `handle` is called by one thread; the views are for that thread too."""
@@ -55,6 +57,7 @@ class Membership:
         self._places = Places(settings, self._roster, self._timers, self._out)
         self._rounds = Rounds(settings, self._roster, self._places, self._timers, self._workers_heard, self._out)
 
+        self._lost: dict[WorkerId, tuple[int | None, str]] = {}  # the newest that exited -> (rank, host)
         self._ever_ready = False
         self._boot_failures = 0  # exits in a row before any worker was ever ready; meaningless afterwards
         self._boot_evidence: tuple[WorkerId, str, str] | None = None  # of the newest: who, why, stderr
@@ -230,6 +233,12 @@ class Membership:
             return
         if worker.state is DONE:
             return  # its result is with its agent: the process may go
+        if event.exit_code == 0:
+            # its own channel has the last word: a Done may still be in it, and its end comes after that
+            if self._timers.get(("exit", worker.id)) is None:
+                self._timers.set(("exit", worker.id), now + _REPORT_GRACE_S)
+            return
+        self._remember(worker)
         if worker.state is BOOTING and not self._ever_ready:
             self._boot_failures += 1
             self._boot_evidence = (worker.id, why, event.stderr_tail)
@@ -266,16 +275,25 @@ class Membership:
 
     def _on_worker_raised(self, event: WorkerRaised, now: float) -> None:
         worker = self._roster.workers.get(event.worker)
-        if worker is None or worker.state is DONE:
+        if worker is not None and worker.state is not DONE:
+            self._remember(worker)
+        elif event.worker not in self._lost:
             return
+        rank, host = self._lost[event.worker]
         error = UserFunctionError(
-            rank=worker.rank,
-            host=worker.place.host,
+            rank=rank,
+            host=host,
             error_type=event.error_type,
             error=event.error,
             traceback=event.traceback,
         )
         self._rounds.fail(error, now)
+
+    def _remember(self, worker: Worker) -> None:
+        """The end of a process may be heard before what it said last: that its function raised."""
+        self._lost[worker.id] = (worker.rank, worker.place.host)
+        while len(self._lost) > _LOST_REMEMBERED:
+            del self._lost[min(self._lost)]
 
     def _evict(self, worker_id: WorkerId, why: str, now: float) -> None:
         """Remove a worker that is alive but of no use, and have it killed."""
@@ -378,6 +396,8 @@ class Membership:
             case "stall":
                 limit = self.settings.stall_timeout_s
                 self._evict(number, f"did not come to the next round within stall_timeout ({limit:g} s)", now)
+            case "exit":
+                self._on_worker_lost(WorkerLost(number, "exited with 0 before its function returned"), now)
             case "launch":
                 self._places.launch(self._roster.slots[number])
             case "fill":

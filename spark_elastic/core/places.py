@@ -29,6 +29,8 @@ class Places:
         self._allowed: HostSet | None = None  # None: no restriction
         self._decommissioned: set[str] = set()
         self._workers_started = 0
+        self.leaving: set[AgentId] = set()
+        """The agents whose place is not to be used any more."""
 
     # --- slots ------------------------------------------------------------------------------------
 
@@ -84,6 +86,7 @@ class Places:
         """The agent is lost; its worker is off the roster already."""
         self._timers.cancel(("fill", agent.id))
         del self._roster.agents[agent.id]
+        self.leaving.discard(agent.id)
         slot = self._roster.slots[agent.place.slot]
         slot.agent = None
         # Spark ends the task of a dead agent by itself; where it does not notice, we do
@@ -142,6 +145,7 @@ class Places:
         for agent in news:
             agent.retiring = True
             agent.leaving = f"executor {executor} is being decommissioned"
+            self.leaving.add(agent.id)
             self._roster.slots[agent.place.slot].excused = True
             self._timers.cancel(("fill", agent.id))
         return news
@@ -157,13 +161,11 @@ class Places:
     def review(self, host: str | None = None) -> list[Agent]:
         """Compare agents (of one host) with what is allowed. Returns: those whose `leaving` changed."""
         if self._allowed is None:
-            changed = [
-                agent
-                for agent in self._roster.agents.values()
-                if agent.leaving and not (agent.retiring or agent.doomed)
-            ]
+            candidates = [self._roster.agents[agent] for agent in sorted(self.leaving)]
+            changed = [agent for agent in candidates if not (agent.retiring or agent.doomed)]
             for agent in changed:
                 agent.leaving = ""
+                self.leaving.discard(agent.id)
             return changed
         by_host: dict[str, list[Agent]] = {}
         for agent in self._roster.agents.values():
@@ -181,6 +183,7 @@ class Places:
             leaving = "" if position < limit else why
             if bool(agent.leaving) != bool(leaving):
                 agent.leaving = leaving
+                (self.leaving.add if leaving else self.leaving.discard)(agent.id)
                 changed.append(agent)
         return changed
 

@@ -148,7 +148,8 @@ class Rounds:
 
     def done(self, worker: Worker, in_loop: bool, now: float) -> None:
         """The worker's function returned."""
-        self._timers.cancel(("stall", worker.id))
+        for kind in ("boot", "stall", "exit"):
+            self._timers.cancel((kind, worker.id))
         if worker.state is TRAINING and not in_loop and self.phase is Phase.BROKEN:
             self.restart(worker, "its world broke, and a plain function can only be run again from the start", now)
             return
@@ -166,7 +167,7 @@ class Rounds:
         needed = worker.state is TRAINING or worker.id in self._plain
         self._roster.enter(worker, GONE)
         self._heard.forget(worker.id)
-        for kind in ("boot", "stall"):
+        for kind in ("boot", "stall", "exit"):
             self._timers.cancel((kind, worker.id))
         self._done.pop(worker.id, None)
         self._plain.discard(worker.id)
@@ -216,6 +217,8 @@ class Rounds:
         if limit is not None and self.round > limit:
             return  # the next world would end the job: only a loss is worth that
         newcomers = self._roster.count(READY)
+        if not newcomers and not self._places.leaving:
+            return
         candidates = self._candidates(TRAINING, READY)
         leaving = [candidate for candidate in candidates if candidate.leaving]
         if newcomers:

@@ -67,7 +67,8 @@ PHASES: Table[Phase] = Table(
         _P.INTERRUPTED: "the members were asked to stop at an agreed step and train until then. Once the first has "
         "stopped, the others have `heartbeat_timeout` before they are cut",
         _P.BROKEN: "a member is lost and the others were cut; each has `stall_timeout` to come back",
-        _P.WAITING: "fewer than `min_num_proc`: the survivors keep their state, at most `elastic_timeout`",
+        _P.WAITING: "fewer than `min_num_proc`: the survivors keep their state, at most `elastic_timeout`; or a pause, "
+        "because worlds broke in a row with nobody lost",
         _P.FINISHED: "every remaining member is done",
         _P.FAILED: "the job cannot go on",
     },
@@ -95,7 +96,8 @@ PHASES: Table[Phase] = Table(
         (_P.WAITING, _P.RUNNING): "enough workers again: next world",
         (_P.WAITING, _P.STARTING): "the last holder is gone and no step was ever applied: start over",
         (_P.WAITING, _P.FINISHED): "the last unfinished survivor is gone, the others are done",
-        (_P.WAITING, _P.FAILED): "too few workers in time, the state is lost, a worker raised, or cancelled",
+        (_P.WAITING, _P.FAILED): "too few workers in time, the state is lost, a worker raised, the reset limit is "
+        "reached, one world after another broke, or cancelled",
     },
 )
 

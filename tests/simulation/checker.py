@@ -44,6 +44,7 @@ class Checker:
         self.world: World | None = None
         self.notified_round = 0
         self.sequence = 0
+        self.exited_well: set[int] = set()
         self.cut_round = 0
         self.started_at: dict[int, float] = {}
         self.showed_state = False
@@ -82,7 +83,9 @@ class Checker:
             for agent in [a for a, place in self.joined.items() if place.executor == event.executor]:
                 self._agent_gone(agent)
         elif isinstance(event, e.WorkerLost):
-            if event.worker not in self.done:
+            if event.worker not in self.done and event.exit_code == 0:
+                self.exited_well.add(event.worker)  # a Done may be on its way, or it is a loss a little later
+            elif event.worker not in self.done:
                 self._worker_gone(event.worker)
         elif isinstance(event, e.WorkerAbandoned):
             if self._is_live(event.worker) and event.worker not in self.done:
@@ -395,6 +398,8 @@ class Checker:
 
     def _on_Announce(self, command: c.Announce, event: e.Event, now: float) -> None:
         record = command.record
+        if isinstance(record, t.WorkerLeft) and record.worker in self.exited_well:
+            self._worker_gone(record.worker)
         if isinstance(record, t.Waiting):
             require(record.deadline is not None and record.deadline > now, f"{record.reason!r} has no deadline ahead")
             require(self.waiting != record, "the same reason is announced twice")

@@ -191,7 +191,8 @@ class SimWorld:
                 if worker.moving and worker.state == "training":
                     worker.progress = state
         where = self.members.index(dead)
-        for neighbour in {self.members[where - 1], self.members[(where + 1) % len(self.members)]}:
+        beside = (self.members[where - 1], self.members[(where + 1) % len(self.members)])
+        for neighbour in dict.fromkeys(beside):
             if neighbour.alive and neighbour.state == "training":
                 neighbour.later(0.01, 0.03, lambda n=neighbour: self._error(n))
 
@@ -271,7 +272,7 @@ class SimWorld:
         step = self.members[0].progress or 0
         if plan.raises_at is not None and step >= plan.raises_at:
             self.members[0].tell(e.WorkerRaised(self.members[0].id, "ValueError", "a bug", "Traceback ..."))
-            self.members[0].alive = False
+            self.cluster.kill(self.members[0], report=True, exit_code=1)
         elif step >= plan.steps:
             for worker in self.members:
                 worker.later(0.0, 2.0 if plan.plain else 0.5, lambda w=worker: self._finish(w))

@@ -28,7 +28,7 @@ def test_members_of_a_new_world_are_ready() -> None:
 
 
 def test_a_process_that_exits_0_without_finishing_the_function_is_a_failure() -> None:
-    registry = registry_after(WorkerLost(2, "exited", exit_code=0))
+    registry = registry_after(WorkerLost(2, "exited", exit_code=0), WorkerLost(2, "channel closed"))
     assert registry.state(2) is FAILURE
     assert counts(registry) == (2, 0, 1)
 
