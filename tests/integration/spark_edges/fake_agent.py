@@ -26,7 +26,9 @@ def fake_agent(slot: int, payload: bytes) -> AgentOutcome:
     if verb == "missing":
         raise ModuleNotFoundError(f"No module named '{argument}'", name=argument)
     started = Path(argument) / f"slot-{slot}-{time.time_ns()}"
-    started.write_text(str(os.getpid()))
+    being_written = started.with_name(f".{started.name}")
+    being_written.write_text(str(os.getpid()))
+    being_written.rename(started)  # so that nobody reads half of it
     time.sleep(600)
     raise AssertionError("nobody ended the fake agent")
 
@@ -50,4 +52,4 @@ class Ends:
 def started(folder: Path, count: int, timeout_s: float = 30.0) -> dict[int, int]:
     """Slot → pid, once `count` agents stay."""
     wait_until(lambda: len(list(folder.glob("slot-*"))) >= count, timeout_s, f"{count} agents are up")
-    return {int(path.name.split("-")[1]): int(path.read_text() or 0) for path in folder.glob("slot-*")}
+    return {int(path.name.split("-")[1]): int(path.read_text()) for path in folder.glob("slot-*")}
