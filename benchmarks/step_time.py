@@ -208,7 +208,7 @@ def main() -> None:
     with contextlib.closing(__import__("socket").socket()) as probe:
         probe.bind((ADDRESS, 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, __file__, "--rounds", str(args.rounds), "--steps", str(args.steps)]
+    command = [sys.executable, sys.argv[0], "--rounds", str(args.rounds), "--steps", str(args.steps)]
     processes = [subprocess.Popen([*command, "--worker", str(rank), str(port)]) for rank in range(2)]
     try:
         codes = [process.wait() for process in processes]

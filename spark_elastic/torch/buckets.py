@@ -104,13 +104,11 @@ def _by_size(params: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Paramet
         bucket: list[torch.nn.Parameter] = []
         filled = 0
         for param in kind:
-            size = param.numel() * param.element_size()
-            limit = BUCKET_BYTES if out else FIRST_BUCKET_BYTES
-            if bucket and filled + size > limit:
+            bucket.append(param)
+            filled += param.numel() * param.element_size()
+            if filled >= (BUCKET_BYTES if out else FIRST_BUCKET_BYTES):
                 out.append(bucket)
                 bucket, filled = [], 0
-            bucket.append(param)
-            filled += size
         if bucket:
             out.append(bucket)
     return out
