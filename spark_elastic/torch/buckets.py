@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -82,7 +83,7 @@ def partition(
         ordered = list(reversed(params))
         quotient, rest = divmod(len(ordered), groups)
         cuts = [i * quotient + min(i, rest) for i in range(groups + 1)]
-        chosen = [ordered[a:b] for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+        chosen = [ordered[a:b] for a, b in pairwise(cuts) if b > a]
     else:
         known = {id(param) for param in params}
         chosen = [[param for param in group if id(param) in known] for group in groups]

@@ -49,7 +49,7 @@ def is_connection_error(error: BaseException) -> bool:
     return "enforce fail" not in text and any(word in text for word in _CONNECTION_WORDS)
 
 
-class LinkStore(dist.Store):
+class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
     """The rendezvous under a group: keys of one round and one group, in the driver's key-value store."""
 
     def __init__(self, link: WorkerLink, round: int, prefix: str, keys: Sequence[str]) -> None:
@@ -62,16 +62,16 @@ class LinkStore(dist.Store):
         self.error: BaseException | None = None
         """The link's own error: on its way through Gloo an exception loses its type."""
 
-    def set(self, key: str, value: Any) -> None:  # type: ignore[override]
+    def set(self, key: str, value: Any) -> None:
         self._guarded(self._link.kv_set, self._round, self._prefix + key, bytes(value))
 
-    def get(self, key: str) -> bytes:  # type: ignore[override]
+    def get(self, key: str) -> bytes:
         return self._fetch([key], CONNECT_TIMEOUT_S)[0]
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._fetch(keys, timeout.total_seconds() if timeout else CONNECT_TIMEOUT_S)
 
-    def check(self, keys: list[str]) -> bool:  # type: ignore[override]
+    def check(self, keys: list[str]) -> bool:
         return all(self._prefix + key in self._values for key in keys)
 
     def has_extended_api(self) -> bool:
@@ -153,7 +153,7 @@ class GlooGroup:
         failure: BaseException | None = None
         try:
             before = open_descriptors()
-            options = ProcessGroupGloo._Options()
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [ProcessGroupGloo.create_device(hostname=self._addresses[self.rank])]
             options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
             options._threads = 2
@@ -231,7 +231,7 @@ class GlooGroup:
     def _launch(self, name: str, *args: Any) -> dist.Work:
         self.check_alive()
         try:
-            return getattr(self.pg, name)(*args)  # type: ignore[no-any-return]
+            return getattr(self.pg, name)(*args)
         except Exception as error:
             raise self.translate(error) from error
 

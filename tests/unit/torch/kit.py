@@ -365,15 +365,13 @@ class KitDriver:
         self._publish_if_ready()
 
     def _publish_if_ready(self) -> None:
-        waiting = [p for p in self._peers.values() if p.ready and p.connection is not None and p.worker not in self.done]
+        waiting = [
+            p for p in self._peers.values() if p.ready and p.connection is not None and p.worker not in self.done
+        ]
         if self.world is None:
             if len(waiting) < self.start_with:
                 return
         elif not waiting or any(not m.ready for m in self._members() if m.connection is not None):
-            return
-        elif not any(p.worker in self.world.workers for p in waiting) and any(
-            m.connection is not None for m in self._members()
-        ):
             return
         old = {m.worker: m.rank for m in self.world.members} if self.world is not None else {}
         order = sorted(waiting, key=lambda p: (self._host(p), old.get(p.worker, 1 << 30), p.worker))
@@ -397,9 +395,7 @@ class KitDriver:
             local = by_host[host].index(peer)
             across = [h for h, peers in by_host.items() if len(peers) > local]
             place = Place(self.hosts[host], str(peer.worker), peer.worker)
-            members.append(
-                Member(peer.worker, place, rank, local, len(by_host[host]), across.index(host), len(across))
-            )
+            members.append(Member(peer.worker, place, rank, local, len(by_host[host]), across.index(host), len(across)))
         sync = len(held) < len(order) or len(set(held)) > 1
         self.world = World(round, tuple(members), root, best, sync)
         self.worlds.append(self.world)
