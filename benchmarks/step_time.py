@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ class StoreLink:
 def build(sizes: Sequence[int]) -> nn.Module:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
+    for a, b in pairwise(sizes):
         layers += [nn.Linear(a, b), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -208,7 +209,7 @@ def main() -> None:
     with contextlib.closing(__import__("socket").socket()) as probe:
         probe.bind((ADDRESS, 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, __file__, "--rounds", str(args.rounds), "--steps", str(args.steps)]
+    command = [sys.executable, sys.argv[0], "--rounds", str(args.rounds), "--steps", str(args.steps)]
     processes = [subprocess.Popen([*command, "--worker", str(rank), str(port)]) for rank in range(2)]
     try:
         codes = [process.wait() for process in processes]

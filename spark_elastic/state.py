@@ -11,7 +11,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from spark_elastic.core.recovery import Failure, Recovery, decide
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -298,7 +298,6 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: Frontend) -> Ca
     advanced member unless all stand at the same step, and `func` starts again.
     """
 
-    @functools.wraps(func)
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
         if state._frontend is None:
             state._frontend = frontend
@@ -319,7 +318,8 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: Frontend) -> Ca
                 log.info("leaving the loop for the next world")
             entry = frontend.rejoin(state.progress)
 
-    return wrapper
+    functools.update_wrapper(wrapper, func)
+    return cast("Callable[Concatenate[S, P], R]", wrapper)  # `state` may be given by name
 
 
 def _entered(state: State, frontend: Frontend) -> Entry:

@@ -39,6 +39,7 @@ from spark_elastic.torch.collectives import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    join,
     reducescatter_async,
 )
 from spark_elastic.torch.compression import Compression
@@ -118,6 +119,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_process_set",
     "local_rank",
     "local_size",

@@ -19,10 +19,10 @@ class _Allreduce(Function):
     def forward(ctx: Any, tensor: torch.Tensor, *how: Any) -> torch.Tensor:
         ctx.how = how
         op, prescale, postscale, process_set = how
-        return raw.allreduce_async(tensor, None, None, op, prescale, postscale, process_set).wait()  # type: ignore[no-any-return]
+        return raw.allreduce_async(tensor, None, None, op, prescale, postscale, process_set).wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return _Allreduce.apply(grad, *ctx.how), None, None, None, None
 
 
@@ -82,10 +82,10 @@ class _Allgather(Function):
     def forward(ctx: Any, tensor: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
         ctx.shape = tensor.shape
         ctx.process_set = process_set
-        return raw.allgather_async(tensor, None, process_set).wait()  # type: ignore[no-any-return]
+        return raw.allgather_async(tensor, None, process_set).wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         rows = ctx.shape[0] if len(ctx.shape) else 1
         counts = raw.allgather_async(torch.tensor([rows]), None, ctx.process_set).wait()
         start = int(counts[: ctx.process_set.rank()].sum())
@@ -100,7 +100,7 @@ def allgather(
 
     The gradient is the average of the members' gradients for this member's rows.
     """
-    return _Allgather.apply(tensor, process_set)  # type: ignore[no-any-return]
+    return _Allgather.apply(tensor, process_set)
 
 
 def grouped_allgather(
@@ -114,10 +114,10 @@ class _Broadcast(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, process_set: ProcessSet) -> torch.Tensor:
         ctx.root_rank, ctx.process_set = root_rank, process_set
-        return raw.broadcast_async(tensor, root_rank, None, process_set).wait()  # type: ignore[no-any-return]
+        return raw.broadcast_async(tensor, root_rank, None, process_set).wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         reduced = allreduce(grad, op=Average, process_set=ctx.process_set)
         return (reduced if ctx.process_set.rank() == ctx.root_rank else torch.zeros_like(reduced)), None, None
 
@@ -129,7 +129,7 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """The tensor of `root_rank`, as a new tensor. The root's gradient is the average of all members'."""
-    return _Broadcast.apply(tensor, root_rank, process_set)  # type: ignore[no-any-return]
+    return _Broadcast.apply(tensor, root_rank, process_set)
 
 
 class _Alltoall(Function):
@@ -143,7 +143,7 @@ class _Alltoall(Function):
         return out, received
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         return alltoall(grad.contiguous(), ctx.received, process_set=ctx.process_set)[0], None, None
 
 
@@ -169,10 +169,10 @@ class _Reducescatter(Function):
     def forward(ctx: Any, tensor: torch.Tensor, *how: Any) -> torch.Tensor:
         ctx.how = how
         op, process_set, prescale, postscale = how
-        return raw.reducescatter_async(tensor, None, op, process_set, prescale, postscale).wait()  # type: ignore[no-any-return]
+        return raw.reducescatter_async(tensor, None, op, process_set, prescale, postscale).wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         op, process_set, prescale, postscale = ctx.how
         factor = prescale * postscale * (process_set.size() if op is Sum else 1)
         return allgather(grad * factor, process_set=process_set), None, None, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -82,7 +83,7 @@ def partition(
         ordered = list(reversed(params))
         quotient, rest = divmod(len(ordered), groups)
         cuts = [i * quotient + min(i, rest) for i in range(groups + 1)]
-        chosen = [ordered[a:b] for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+        chosen = [ordered[a:b] for a, b in pairwise(cuts) if b > a]
     else:
         known = {id(param) for param in params}
         chosen = [[param for param in group if id(param) in known] for group in groups]
@@ -104,13 +105,11 @@ def _by_size(params: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Paramet
         bucket: list[torch.nn.Parameter] = []
         filled = 0
         for param in kind:
-            size = param.numel() * param.element_size()
-            limit = BUCKET_BYTES if out else FIRST_BUCKET_BYTES
-            if bucket and filled + size > limit:
+            bucket.append(param)
+            filled += param.numel() * param.element_size()
+            if filled >= (BUCKET_BYTES if out else FIRST_BUCKET_BYTES):
                 out.append(bucket)
                 bucket, filled = [], 0
-            bucket.append(param)
-            filled += size
         if bucket:
             out.append(bucket)
     return out

@@ -196,7 +196,8 @@ def _row_counts(group: GlooGroup, tensor: torch.Tensor) -> list[int]:
     mine = torch.tensor([tensor.shape[0], tensor.dim(), tensor.shape[1:].numel(), tensor.element_size()])
     everyone = torch.empty((group.size, mine.numel()), dtype=mine.dtype)
     group.wait(group.allgather(everyone.view(-1), mine))
-    if (everyone[:, 1:] != everyone[0, 1:]).any():
+    present = everyone[everyone[:, 1] > 0]  # a rank that has joined sends zeros
+    if (present[:, 1:] != present[0, 1:]).any():
         raise UsageError(
             "only the first dimension may differ between ranks; (rows, dimensions, elements a row, bytes an element) "
             f"by rank: {everyone.tolist()}"
@@ -350,6 +351,24 @@ def reducescatter_async(
         return scale_(total, postscale_factor / (size if op is Average else 1))
 
     return Handle(group, [work], finish)
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more data; take part in the others' collectives until all have said so.
+
+    A rank that has joined adds nothing to an allreduce (averages are still over all ranks) and no rows to an allgather.
+    Its model is not updated: take over that of the rank that joined last.
+
+    Args:
+        device: accepted for Horovod's sake.
+
+    Returns: the rank that joined last, the same on every rank.
+
+    Raises:
+        UsageError: another rank called something meanwhile that this one cannot take part in, such as an all-to-all.
+    """
+    group = process.group()
+    return 0 if group is None else group.log.join(group)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

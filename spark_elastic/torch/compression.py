@@ -35,11 +35,11 @@ class _CastCompressor(Compressor):
     dtype: torch.dtype
 
     @classmethod
-    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:  # type: ignore[override]
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         return (tensor.to(cls.dtype) if tensor.dtype.is_floating_point else tensor), tensor.dtype
 
     @classmethod
-    def decompress(cls, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:  # type: ignore[override]
+    def decompress(cls, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         return tensor.to(ctx) if ctx.is_floating_point else tensor
 
 

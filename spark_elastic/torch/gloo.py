@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 from spark_elastic.errors import HorovodInternalError
+from spark_elastic.torch.joining import STALL_S, CollectiveLog
 from spark_elastic.torch.sockets import GroupSockets, open_descriptors
 from spark_elastic.worker_link import WorkerLink
 
@@ -24,6 +25,8 @@ CONNECT_TIMEOUT_S = 20.0
 """For the members of a new world to connect to one another. They are all alive and waiting when it is published."""
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Gloo's own last resort. Deaths and hangs are seen much earlier by the driver, which then orders a cut."""
+
+_STALL = timedelta(seconds=STALL_S)
 
 _CONNECTION_WORDS = (
     "connection",
@@ -49,7 +52,7 @@ def is_connection_error(error: BaseException) -> bool:
     return "enforce fail" not in text and any(word in text for word in _CONNECTION_WORDS)
 
 
-class LinkStore(dist.Store):
+class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
     """The rendezvous under a group: keys of one round and one group, in the driver's key-value store."""
 
     def __init__(self, link: WorkerLink, round: int, prefix: str, keys: Sequence[str]) -> None:
@@ -62,16 +65,16 @@ class LinkStore(dist.Store):
         self.error: BaseException | None = None
         """The link's own error: on its way through Gloo an exception loses its type."""
 
-    def set(self, key: str, value: Any) -> None:  # type: ignore[override]
+    def set(self, key: str, value: Any) -> None:
         self._guarded(self._link.kv_set, self._round, self._prefix + key, bytes(value))
 
-    def get(self, key: str) -> bytes:  # type: ignore[override]
+    def get(self, key: str) -> bytes:
         return self._fetch([key], CONNECT_TIMEOUT_S)[0]
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._fetch(keys, timeout.total_seconds() if timeout else CONNECT_TIMEOUT_S)
 
-    def check(self, keys: list[str]) -> bool:  # type: ignore[override]
+    def check(self, keys: list[str]) -> bool:
         return all(self._prefix + key in self._values for key in keys)
 
     def has_extended_api(self) -> bool:
@@ -114,6 +117,7 @@ class GlooGroup:
         self.name = name
         self.objects = 0
         """Object collectives so far; part of what their seal covers, so that none can be played again."""
+        self.log = CollectiveLog(link, round, rank, len(addresses))
         self._addresses = list(addresses)
         self._link = link
         self._why: str | None = None
@@ -153,7 +157,7 @@ class GlooGroup:
         failure: BaseException | None = None
         try:
             before = open_descriptors()
-            options = ProcessGroupGloo._Options()
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [ProcessGroupGloo.create_device(hostname=self._addresses[self.rank])]
             options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
             options._threads = 2
@@ -202,19 +206,23 @@ class GlooGroup:
     def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
         options = dist.AllreduceOptions()
         options.reduceOp = op  # type: ignore[assignment]
+        self.log.launched("allreduce", tensor, op)
         return self._launch("allreduce", [tensor], options)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> dist.Work:
         options = dist.BroadcastOptions()
         options.rootRank = root
+        self.log.launched("broadcast", tensor, root)
         return self._launch("broadcast", [tensor], options)
 
     def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
         """`out`: the equally large tensors of all members, one after the other."""
+        self.log.launched("allgather", tensor, None)
         return self._launch("_allgather_base", out, tensor)
 
     def alltoall(self, out: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]) -> dist.Work:
         """`received`, `sent`: rows of the first dimension from and to each member."""
+        self.log.launched("alltoall", tensor, None)
         return self._launch("alltoall_base", out, tensor, received, sent)
 
     def wait(self, work: dist.Work) -> None:
@@ -224,14 +232,28 @@ class GlooGroup:
             HorovodInternalError: a peer is gone, or the group was cut.
         """
         try:
+            work.wait(_STALL)
+        except Exception as error:
+            if work.is_completed():
+                raise self.translate(error) from error
+            self.log.stalled()
+            self._wait_on(work)
+
+    def _wait_on(self, work: dist.Work) -> None:
+        try:
             work.wait()
         except Exception as error:
             raise self.translate(error) from error
 
+    @staticmethod
+    def operator(name: str) -> Any:
+        """Gloo's reduction operator by the name that `str` gives it."""
+        return getattr(dist.ReduceOp, name.rsplit(".", 1)[-1])
+
     def _launch(self, name: str, *args: Any) -> dist.Work:
         self.check_alive()
         try:
-            return getattr(self.pg, name)(*args)  # type: ignore[no-any-return]
+            return getattr(self.pg, name)(*args)
         except Exception as error:
             raise self.translate(error) from error
 

@@ -257,7 +257,7 @@ class GradientReducer:
     def _gather(self, slot: Slot) -> Callable[[], None]:
         """Sparse gradients are the members' entries one after the other; equal indices add up."""
         param = slot.param
-        grad = param.grad if param.grad is not None else torch.sparse_coo_tensor(size=param.shape, dtype=param.dtype)
+        grad = param.grad if param.grad is not None else _no_entries(param)
         if not grad.is_sparse:
             grad = grad.to_sparse(1)
         grad = grad.coalesce()
@@ -291,6 +291,11 @@ class GradientReducer:
         self._rearm()
         for slot in self._slots:
             slot.param.grad = None
+
+
+def _no_entries(param: torch.Tensor) -> torch.Tensor:
+    indices = torch.empty((1, 0), dtype=torch.int64)
+    return torch.sparse_coo_tensor(indices, param.new_empty((0, *param.shape[1:])), param.shape)
 
 
 def _hook(reducer: weakref.ref[GradientReducer], slot: Slot) -> Callable[[torch.Tensor], None]:

@@ -77,6 +77,7 @@ class DistributedOptimizerMixin:
                 )
             self._reducer.finish()
         self._synchronized = False
+        self._inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers that were made for the inner one
         return super().step()  # type: ignore[misc]
 
     step.hooked = True  # type: ignore[attr-defined]  # the inner class's step runs torch's step hooks, once
@@ -180,8 +181,8 @@ def DistributedOptimizer(
         process_set=process_set,
     )
     kind = type(optimizer)
-    wrapped = type(kind.__name__, (DistributedOptimizerMixin, kind), {"__module__": kind.__module__})
-    instance: Any = wrapped.__new__(wrapped)
+    wrapped: Any = type(kind.__name__, (DistributedOptimizerMixin, kind), {"__module__": kind.__module__})
+    instance = wrapped.__new__(wrapped)
     instance._wrap(optimizer, reducer)
     return instance
 

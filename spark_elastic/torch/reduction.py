@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from spark_elastic.errors import UsageError
 
-_Gloo = dist.ReduceOp.RedOpType
+_Gloo: Any = dist.ReduceOp.RedOpType  # its members are not in the type stubs
 
 
 class ReduceOp(Enum):
@@ -22,7 +23,7 @@ class ReduceOp(Enum):
     Adasum = "adasum"
 
     @property
-    def gloo(self) -> dist.ReduceOp.RedOpType:
+    def gloo(self) -> Any:
         """Gloo's operator below it; an average is a sum that is divided."""
         if self is ReduceOp.Adasum:
             raise UsageError("Adasum is not supported; use op=hvd.Average (and scale the learning rate by hvd.size())")

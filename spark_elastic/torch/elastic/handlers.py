@@ -1,8 +1,8 @@
 """How the values of a `TorchState` are copied, put back and taken over from another member, by type.
 
 Each value has two parts. The *light* part is plain data that is cheap to copy at every resume point: a learning rate,
-a position in the data. The *tensors* are copied at commits only. A layout says which tensors there are, so that they can
-be asked for elsewhere: in the copy, or on a member that has none of them yet.
+a position in the data. The *tensors* are copied at commits only. A layout says which tensors there are, so that they
+can be asked for elsewhere: in the copy, or on a member that has none of them yet.
 """
 
 from __future__ import annotations

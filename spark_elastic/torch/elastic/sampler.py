@@ -46,7 +46,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.batch_size = batch_size
         self.epoch = 0
         self._done = 0
-        self.reset()
+        self._redeal()
 
     # --- where it stands ----------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     @property
     def remaining_indices(self) -> list[int]:
         """The rows that are left, of all ranks, in order."""
-        return self._order[np.arange(self._base, self._rows)].tolist()
+        return [int(row) for row in self._order[np.arange(self._base, self._rows)]]
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch. An epoch that is already under way is not begun again: its rows stay done."""
@@ -102,8 +102,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def reset(self) -> None:
         """Deal out what is left to the ranks there are now."""
-        if hasattr(self, "_base"):
-            self._done = self.processed_num if self._base == self._done else self._done
+        self._done = self.processed_num
         self._redeal()
 
     def _redeal(self) -> None:

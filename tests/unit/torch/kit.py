@@ -371,9 +371,7 @@ class KitDriver:
         if self.world is None:
             if len(waiting) < self.start_with:
                 return
-        elif not waiting or any(not m.ready for m in self._members() if m.connection is not None) or (not any(p.worker in self.world.workers for p in waiting) and any(
-            m.connection is not None for m in self._members()
-        )):
+        elif not waiting or any(not m.ready for m in self._members() if m.connection is not None):
             return
         old = {m.worker: m.rank for m in self.world.members} if self.world is not None else {}
         order = sorted(waiting, key=lambda p: (self._host(p), old.get(p.worker, 1 << 30), p.worker))

@@ -1,0 +1,74 @@
+"""The order of an epoch and its division among ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spark_elastic.core.sampling import EpochOrder, needs_padding, rows_done, share
+
+
+@given(rows=st.integers(0, 3000), seed=st.integers(-(2**63), 2**63), epoch=st.integers(0, 10**6))
+def test_an_order_contains_each_row_once(rows, seed, epoch):
+    order = EpochOrder(rows, seed, epoch)[np.arange(rows)]
+    assert sorted(order.tolist()) == list(range(rows))
+
+
+@given(rows=st.integers(2, 500), seed=st.integers(0, 1000), data=st.data())
+def test_any_part_of_an_order_can_be_asked_for_alone(rows, seed, data):
+    order = EpochOrder(rows, seed, 3)
+    positions = np.array(data.draw(st.lists(st.integers(0, rows - 1), max_size=20)), dtype=np.int64)
+    assert order[positions].tolist() == order[np.arange(rows)][positions].tolist()
+
+
+def test_orders_differ_between_epochs_and_seeds_and_look_random():
+    rows = 10_000
+    orders = [EpochOrder(rows, seed, epoch)[np.arange(rows)] for seed in (0, 1) for epoch in (0, 1)]
+    for i, a in enumerate(orders):
+        # a random permutation has about one fixed point against any other, and adjacent steps of about rows / 3
+        assert abs(np.abs(np.diff(a)).mean() / (rows / 3) - 1) < 0.05
+        assert abs(np.corrcoef(a, np.arange(rows))[0, 1]) < 0.05
+        for b in orders[:i]:
+            assert (a == b).sum() < 10
+
+
+def test_an_order_never_changes_between_versions():
+    assert EpochOrder(10, 0, 0)[np.arange(10)].tolist() == [7, 3, 4, 6, 5, 1, 2, 8, 9, 0]
+    assert EpochOrder(10, 0, 0, shuffle=False)[np.arange(10)].tolist() == list(range(10))
+
+
+@given(left=st.integers(0, 10_000), size=st.integers(1, 50))
+def test_shares_add_up_and_differ_by_at_most_one_row(left, size):
+    shares = [share(left, rank, size) for rank in range(size)]
+    assert sum(shares) == left
+    assert max(shares) - min(shares) <= 1
+
+
+@given(left=st.integers(0, 2000), size=st.integers(1, 9), batch=st.integers(1, 40))
+def test_with_padding_every_rank_makes_equally_many_steps_and_fewer_rows_than_ranks_are_seen_twice(left, size, batch):
+    padding = [needs_padding(left, rank, size, batch) for rank in range(size)]
+    steps = {-(-(share(left, rank, size) + padding[rank]) // batch) for rank in range(size)}
+    assert len(steps) == 1
+    assert sum(padding) < size
+
+
+@settings(max_examples=300)
+@given(data=st.data(), rows=st.integers(1, 400), batch=st.integers(1, 17))
+def test_each_row_is_done_once_over_any_number_of_changes_and_all_ranks_agree_on_what_is_done(data, rows, batch):
+    done, seen = 0, []
+    while done < rows:
+        size = data.draw(st.integers(1, 6))
+        left = rows - done
+        padded = [needs_padding(left, rank, size, batch) for rank in range(size)]
+        shares = [share(left, rank, size) for rank in range(size)]
+        total_steps = -(-max(shares) // batch)
+        steps = data.draw(st.integers(1, total_steps))
+        told = set()
+        for rank in range(size):
+            taken = min(steps * batch, shares[rank] + padded[rank])
+            seen += [done + rank + i * size for i in range(min(taken, shares[rank]))]
+            told.add(rows_done(rows, done, taken, rank, size, padded[rank]))
+        assert len(told) == 1
+        (done,) = told
+    assert sorted(seen) == list(range(rows))

@@ -1,0 +1,233 @@
+"""DistributedOptimizer: what its steps are equal to, and what it refuses."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import spark_elastic.torch as hvd
+from spark_elastic.errors import UsageError
+from tests.unit.torch.test_collectives import together
+
+
+def model_of(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2))
+
+
+def rows_of(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(3, 5, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def reference(size: int, steps: int, passes: int = 1, total: bool = False) -> list[torch.Tensor]:
+    """The parameters after steps with gradients averaged over ranks in one process."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(size):
+            for part in range(passes):
+                loss = model(rows_of(rank, step * passes + part)).square().sum()
+                (loss / (1 if total else size)).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def trained(kwargs: dict, passes: int, zero: str) -> bool:
+    hvd.init()
+    model = model_of()
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(
+        inner, named_parameters=model.named_parameters(), backward_passes_per_step=passes, **kwargs
+    )
+    for step in range(4):
+        if zero == "before":
+            optimizer.zero_grad()
+        for part in range(passes):
+            model(rows_of(hvd.rank(), step * passes + part)).square().sum().backward()
+        optimizer.step()
+        if zero == "after":
+            optimizer.zero_grad()
+        elif zero == "in place":
+            optimizer.zero_grad(set_to_none=False)
+        elif zero == "model":
+            model.zero_grad()
+    want = reference(hvd.size(), 4, passes, total=kwargs.get("op") is hvd.Sum)
+    loose = kwargs.get("compression") is not None
+    return all(
+        torch.allclose(a, b, rtol=2e-2 if loose else 1e-5, atol=1e-2 if loose else 1e-6)
+        for a, b in zip(model.parameters(), want, strict=True)
+    )
+
+
+def many(cases: list) -> list[bool]:
+    return [trained(*case) for case in cases]
+
+
+CASES = [
+    ({}, 1, "before"),
+    ({}, 1, "after"),
+    ({}, 1, "in place"),
+    ({}, 1, "model"),
+    ({}, 3, "before"),
+    ({}, 2, "in place"),
+    ({"op": hvd.Sum}, 1, "before"),
+    ({"gradient_predivide_factor": 2.0}, 1, "before"),
+    ({"groups": 2}, 1, "before"),
+    ({"num_groups": 4}, 1, "before"),
+    ({"compression": hvd.Compression.fp16}, 1, "before"),
+    ({"compression": hvd.Compression.bf16}, 1, "before"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("count", [2, 3])
+def test_steps_equal_those_of_one_process_with_all_the_rows(count):
+    for results in together(many, count, args=(CASES,)):
+        assert [case for case, ok in zip(CASES, results, strict=True) if not ok] == []
+
+
+def corners() -> list:
+    hvd.init()
+    r = hvd.rank()
+    out = []
+
+    # one rank does not use a part of the model
+    a, b = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([*a.parameters(), *b.parameters()], lr=1.0))
+    for _ in range(2):
+        optimizer.zero_grad()
+        (a(torch.ones(1, 2)).sum() if r == 0 else b(torch.ones(1, 2)).sum()).backward()
+        optimizer.step()
+        out.append(
+            torch.allclose(a.weight.grad, torch.tensor(0.5)) and torch.allclose(b.weight.grad, torch.tensor(0.5))
+        )
+
+    # clipping between synchronize and step
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    model(rows_of(r, 0)).sum().backward()
+    optimizer.synchronize()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    out.append(len({round(n, 6) for n in hvd.allgather_object(norm.item())}) == 1)
+
+    # a closure, evaluated once or often
+    for kind, options in ((torch.optim.SGD, {"lr": 0.1}), (torch.optim.LBFGS, {"lr": 0.1, "max_iter": 3})):
+        model = model_of()
+        optimizer = hvd.DistributedOptimizer(kind(model.parameters(), **options))
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(rows_of(r, 1)).square().sum()
+            loss.backward()
+            return loss
+
+        if kind is torch.optim.LBFGS:
+            continue  # its line search looks at the loss, which differs between ranks
+        optimizer.step(closure)
+        sums = hvd.allgather_object([round(p.sum().item(), 5) for p in model.parameters()])
+        out.append(sums[0] == sums[1])
+
+    # sparse gradients, gathered and as dense ones
+    for dense in (False, True):
+        embedding = torch.nn.Embedding(6, 2, sparse=True)
+        hvd.broadcast_parameters(embedding.state_dict(), 0)
+        before = embedding.weight.detach().clone()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), sparse_as_dense=dense)
+        for _ in range(2):
+            optimizer.zero_grad()
+            embedding(torch.tensor([r, 2])).sum().backward()
+            optimizer.step()
+        change = (before - embedding.weight.detach())[:, 0]
+        out.append(torch.allclose(change, torch.tensor([1.0, 1.0, 2.0, 0.0, 0.0, 0.0])))
+
+    # parameters of another type, another group, added later
+    extra = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0))
+    optimizer.add_param_group({"params": [extra], "lr": 2.0})
+    (extra.sum() * r).backward()
+    optimizer.step()
+    out.append(extra.detach().tolist() == [-1.0] * 3)
+    hvd.barrier()
+    return out
+
+
+def test_corner_cases_of_a_step():
+    for checks in together(corners, 2):
+        assert all(checks), checks
+
+
+def test_it_is_still_the_optimizer_that_it_was(alone):
+    model = model_of()
+    inner = torch.optim.Adam(model.parameters(), lr=0.1)
+    early = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
+    assert isinstance(optimizer, torch.optim.Adam)
+    late = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(1, 5)).sum().backward()
+        optimizer.step()
+        late.step()
+    early.step()
+    assert optimizer.param_groups[0]["lr"] == inner.param_groups[0]["lr"] == 0.025
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    assert inner.param_groups is optimizer.param_groups
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    assert calls == [1]
+
+
+def test_a_world_of_one_steps_like_the_plain_optimizer(alone):
+    assert all(many([({}, 1, "before"), ({}, 2, "before")]))
+
+
+def test_wrong_arguments_are_refused_with_what_to_do(alone):
+    model = model_of()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    named = list(model.named_parameters())
+    for kwargs, words in (
+        ({"named_parameters": named[:2]}, "2 of the optimizer's 4 parameters"),
+        ({"named_parameters": [named[0]] * 2 + named[1:]}, "more than once"),
+        ({"named_parameters": [p for _, p in named]}, "model.named_parameters"),
+        ({"backward_passes_per_step": 0}, "at least 1"),
+        ({"op": hvd.Adasum}, "Adasum"),
+        ({"op": hvd.Max}, "op=hvd.Average or op=hvd.Sum"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "op=hvd.Average"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            hvd.DistributedOptimizer(sgd, **kwargs)
+
+
+def zeroed_too_early() -> list:
+    hvd.init()
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    out = []
+    for _ in range(2):
+        model(torch.ones(1, 5)).sum().backward()
+        try:
+            optimizer.zero_grad()
+        except AssertionError as error:
+            out.append("before optimizer.step()" in str(error))
+        optimizer.step()
+    try:
+        model(torch.ones(1, 5)).sum().backward()
+        model(torch.ones(1, 5)).sum().backward()
+    except AssertionError as error:
+        out.append("backward_passes_per_step=1" in str(error))
+    optimizer.step()
+    hvd.barrier()
+    return out
+
+
+def test_gradients_cannot_be_zeroed_or_added_to_while_they_are_reduced():
+    # nothing is sent during the first backward of a world, so zeroing is harmless there
+    assert together(zeroed_too_early, 2) == [[True, True]] * 2

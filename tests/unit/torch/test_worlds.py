@@ -1,0 +1,135 @@
+"""Many worlds in one process, and what is left of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import psutil
+import torch
+
+import spark_elastic.torch as hvd
+from spark_elastic.torch.elastic.frontend import frontend
+from spark_elastic.torch.process import process
+from tests.unit.torch.kit import KitDriver, link, tell
+
+
+def belongings() -> tuple[int, int, int]:
+    me = psutil.Process()
+    return me.num_fds(), me.num_threads(), me.memory_info().rss
+
+
+def rejoin_often(times: int, settled: int):
+    hvd.init()
+    before = (0, 0, 0)
+    durations = []
+    for number in range(times):
+        start = time.perf_counter()
+        frontend.rejoin(number)
+        durations.append(time.perf_counter() - start)
+        hvd.allreduce(torch.ones(1000), op=hvd.Sum)
+        if number % 10 == 0:
+            hvd.allreduce(torch.ones(10), process_set=hvd.local_process_set)
+        if number == settled:
+            before = belongings()
+    return before, belongings(), sorted(durations)[times // 2]
+
+
+def grows_by_nothing(times: int, settled: int) -> None:
+    with KitDriver(start_with=2) as driver:
+        driver.start(rejoin_often, times, settled, count=2)
+        results = driver.results(2)
+    for (fds, threads, rss), (fds_after, threads_after, rss_after), _ in results:
+        assert fds_after <= fds + 2
+        assert threads_after <= threads + 2
+        assert rss_after - rss < 20e6
+    print(f"median rejoin: {results[0][2] * 1e3:.1f} ms")
+
+
+def test_a_hundred_worlds_leave_no_descriptors_threads_or_memory_behind():
+    grows_by_nothing(130, 30)
+
+
+def blocked_forever():
+    hvd.init()
+    if hvd.rank() == 2:
+        tell("not coming")
+        threading.Event().wait()
+    fell = []
+    tell("waiting")
+
+    def noted(round, why, original=process._on_cut):
+        fell.append(time.perf_counter())
+        original(round, why)
+
+    link().on_cut(noted)
+    try:
+        hvd.allreduce(torch.ones(1 << 16))
+    except hvd.HorovodInternalError as error:
+        first = (time.perf_counter() - fell[0], str(error))
+    try:
+        hvd.barrier()
+    except hvd.HorovodInternalError as error:
+        return *first, str(error)
+
+
+def test_a_cut_ends_a_blocked_collective_and_refuses_every_later_one():
+    with KitDriver(start_with=3) as driver:
+        driver.start(blocked_forever, count=3)
+        driver.wait(lambda: len(driver.told("waiting")) == 2 and driver.told("not coming"))
+        driver.evict(3)
+        for seconds, first, second in driver.results(2):
+            assert seconds < 5  # a millisecond on an idle machine
+            assert "worker 3 is gone" in first
+            assert "worker 3 is gone" in second
+
+
+def never_connects():
+    hvd.init()
+    return hvd.rank()
+
+
+def stops_before_connecting():
+    from spark_elastic.torch import gloo
+
+    def stopped(self):
+        tell("stopped")
+        threading.Event().wait()
+
+    if link().worker == 2:
+        gloo.GlooGroup.connect = stopped
+    try:
+        hvd.init()
+    except hvd.HorovodInternalError as error:
+        return str(error)
+    return "connected"
+
+
+def test_a_member_that_is_lost_while_the_world_connects_holds_nobody_up():
+    with KitDriver(start_with=2) as driver:
+        driver.start(stops_before_connecting, count=2)
+        driver.wait(lambda: driver.told("stopped"))
+        driver.evict(2)
+        (answer,) = driver.results(1)
+    assert "worker 2 is gone" in answer
+
+
+def forks():
+    hvd.init()
+    child = os.fork()
+    if child == 0:
+        try:
+            hvd.allreduce(torch.ones(1))
+        except hvd.HorovodInternalError:
+            os._exit(11)
+        os._exit(12)
+    _, status = os.waitpid(child, 0)
+    after = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+    return os.waitstatus_to_exitcode(status), after
+
+
+def test_a_forked_child_does_not_hold_its_parents_connections():
+    with KitDriver(start_with=2) as driver:
+        driver.start(forks, count=2)
+        assert driver.results(2) == [(11, 2.0)] * 2
