@@ -31,6 +31,11 @@ def active_jobs(cluster):
     return list(cluster.sc.statusTracker().getActiveJobsIds())
 
 
+def executor_of(cluster, pid):
+    """The id of the executor that a process stands below."""
+    return next(executor for executor in cluster.executors() if pid in cluster.python_processes(executor))
+
+
 class Jobs:
     """Starts jobs on a cluster with quick settings, each training with a diary of its own."""
 

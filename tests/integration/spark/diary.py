@@ -66,8 +66,9 @@ class Diary:
 
     def release(self, point: str, who: int | str = "any") -> None:
         """Let go of those who wait there, and hold nobody any more."""
-        for path in [*self.folder.glob(f"held-{point}-{who}-*"), *self.folder.glob(f"hold-{point}-{who}")]:
-            path.unlink()
+        for pattern in (f"hold-{point}-{who}", f"held-{point}-{who}-*"):  # in this order: a hold may become a held
+            for path in self.folder.glob(pattern):
+                path.unlink(missing_ok=True)
 
     # --- what a test waits for ------------------------------------------------------------------
 
