@@ -47,7 +47,7 @@ class Jobs:
 
     def start(self, fn, args=(), **settings):
         settings = {
-            "spark": self.cluster.spark,
+            "spark": self.cluster.spark if self.cluster is not None else None,
             "start_timeout": 120,
             "elastic_timeout": 90,
             "heartbeat_timeout": 20,

@@ -42,8 +42,12 @@ def test_an_executor_takes_its_two_workers_and_two_others_go_on(jobs, cluster):
 def test_a_second_executor_dies_while_the_first_loss_is_recovered(jobs, cluster):
     job, diary = jobs.train(4)
     world = diary.wait_for_world(4)
-    survivor = next(e for e in world.values() if executor_of(cluster, e["pid"]) != executor_of(cluster, world[0]["pid"]))
-    others = [e["pid"] for e in world.values() if executor_of(cluster, e["pid"]) == executor_of(cluster, survivor["pid"])]
+    survivor = next(
+        e for e in world.values() if executor_of(cluster, e["pid"]) != executor_of(cluster, world[0]["pid"])
+    )
+    others = [
+        e["pid"] for e in world.values() if executor_of(cluster, e["pid"]) == executor_of(cluster, survivor["pid"])
+    ]
     diary.hold("rendezvous")
     cluster.kill_executor(executor_of(cluster, world[0]["pid"]))
     held = diary.held("rendezvous")

@@ -1,6 +1,5 @@
 """The end of the session, or of the whole driver program, under a running job."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,10 +9,10 @@ import pytest
 from spark_elastic import run
 from spark_elastic.errors import JobError, NoSparkContextError
 from tests.integration.clusters import ROOT, local
-from tests.integration.processes import wait_until
-from tests.integration.spark.conftest import Jobs, assert_nothing_left, job_processes
-from tests.integration.spark.diary import Diary, is_alive
 from tests.integration.local import loops
+from tests.integration.processes import wait_until
+from tests.integration.spark.conftest import Jobs, job_processes
+from tests.integration.spark.diary import Diary, is_alive
 
 pytestmark = pytest.mark.cluster
 

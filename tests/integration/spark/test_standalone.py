@@ -1,8 +1,5 @@
 """A standalone Master with Workers: executors that are killed, that come late, and that announce their end."""
 
-import os
-import signal
-
 import pytest
 
 from spark_elastic.core.timeline import WorkerLeft, WorldStarted

@@ -1,4 +1,4 @@
-"""A real training that writes a diary of everything it does and can be held at chosen points, for tests to kill it there.
+"""A real training that writes a diary of all it does, and that can be held at chosen points for tests to kill it there.
 
 Each worker appends JSON lines to `folder/PID.diary`, each with one write, so that a SIGKILL tears none. `diary.py`
 reads them. A test holds a worker at a point by creating `folder/hold-POINT-WHO`, where WHO is a rank or "any"; see
