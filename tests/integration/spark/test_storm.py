@@ -1,4 +1,4 @@
-"""Minutes of random kills, stops, joins and farewells; run by hand: `pytest -m soak -s tests/integration/spark/test_storm.py`.
+"""Minutes of random kills, stops, joins and farewells; by hand: `pytest -m soak -s tests/integration/spark`.
 
 STORM_SEED repeats a storm (as far as processes let themselves be repeated), STORM_SECONDS says how long it lasts.
 """
@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -129,6 +130,12 @@ def weather(job, diary, chance, cluster=None):
     print(f"storm: {len(storm.done)} disasters, {rounds} worlds, {results[0]['step']} steps", flush=True)
 
 
+def our_children():
+    """Agents and workers below this process, which may also have Spark's JVM."""
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text(errors="replace") for pid in children(os.getpid())}
+    return {pid: command for pid, command in commands.items() if "spark_elastic" in command}
+
+
 def test_a_storm_on_this_machine(tmp_path):
     before = set(threading.enumerate())
     chance = random.Random(SEED)
@@ -143,7 +150,7 @@ def test_a_storm_on_this_machine(tmp_path):
         weather(job, diary, chance)
     finally:
         jobs.end()
-    assert_gone(lambda: dict.fromkeys(children(os.getpid()), "below this process"), 5.0)
+    assert_gone(our_children, 5.0)
     assert [thread.name for thread in set(threading.enumerate()) - before if thread.is_alive()] == []
 
 

@@ -79,7 +79,7 @@ def test_a_worker_that_shuts_its_streams_and_ignores_signals_still_works_and_sti
         child = subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL)
         Path(folder, f"{os.getpid()}.tmp").write_text(str(child.pid))
         Path(folder, f"{os.getpid()}.tmp").rename(Path(folder, f"{os.getpid()}"))
-        threading.Event().wait()
+        return threading.Event().wait()
 
     assert jobs.start(unruly, (None,), num_proc=2).result(120) == [(0, 2), (1, 2)]
     job = jobs.start(unruly, (str(tmp_path),), num_proc=2)
