@@ -1,0 +1,168 @@
+"""`local[4]`: driver, executor and tasks share one JVM, so here it is workers and agents that die."""
+
+import os
+import signal
+
+import pytest
+
+from spark_elastic.core.timeline import PlaceCooledDown, WorkerJoined, WorkerLeft, WorldStarted
+from spark_elastic.errors import ResetLimitError, StateLostError
+from tests.integration.clusters import local
+from tests.integration.processes import wait_until
+from tests.integration.spark.conftest import finished
+from tests.integration.spark.diary import WAIT_S, is_alive
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with local(4) as running:
+        yield running
+
+
+def kill(pid):
+    os.kill(pid, signal.SIGKILL)
+
+
+def worlds(job):
+    return [record for record in job.events() if isinstance(record, WorldStarted)]
+
+
+def test_results_come_by_rank_from_as_many_workers_as_there_are_slots(jobs):
+    def place():
+        import spark_elastic.torch as hvd
+
+        hvd.init()
+        return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_size()
+
+    assert jobs.start(place).result(120) == [(rank, 4, rank, 4, 1) for rank in range(4)]
+
+
+def test_a_training_outlives_every_one_of_its_processes(jobs):
+    job, diary = jobs.train(3)
+    world = diary.wait_for_world(3)
+
+    kill(world[1]["pid"])  # a worker
+    world = diary.wait_for_world(3, after=world[1]["round"])
+
+    kill(world[0]["pid"])  # rank 0
+    world = diary.wait_for_world(3, after=world[0]["round"])
+
+    kill(world[2]["agent"])  # the Python process of a Spark task; its worker goes with it
+    wait_until(lambda: not is_alive(world[2]["pid"]), 5, "the agent's worker is gone")
+    world = diary.wait_for_world(3, after=world[2]["round"])
+
+    for rank in (0, 1):  # all but one
+        kill(world[rank]["pid"])
+    survivor = world[2]["pid"]
+    world = diary.wait_for_world(3, after=world[2]["round"])
+    assert world[0]["pid"] == survivor
+
+    assert len(finished(job, diary)) == 3
+
+
+def test_workers_die_at_every_stage_of_a_round(jobs):
+    job, diary = jobs.train(3, training={"ballast": 2_000_000})
+    diary.hold("initialised", 2)  # in the first world, before it has entered the loop
+    kill(diary.held("initialised", 2))
+    world = diary.wait_for_world(3)
+
+    diary.hold("step", 1)  # the others are in the gradients' reduction and wait for it
+    kill(diary.held("step", 1))
+    world = diary.wait_for_world(3, after=world[0]["round"])
+
+    diary.hold("rendezvous")
+    kill(world[2]["pid"])
+    second = diary.held("rendezvous")  # the others are connecting; one of them goes too
+    diary.release("rendezvous")  # it hangs on until it sees that, or is dead before: both are fair
+    kill(second)
+    world = diary.wait_for_world(3, after=world[0]["round"])
+
+    diary.hold("sync", 0)
+    kill(world[2]["pid"])
+    root = diary.held("sync", 0)  # the newcomer waits for the state that it is about to send
+    assert root == world[0]["pid"]
+    kill(root)
+    world = diary.wait_for_world(3, after=world[0]["round"])
+
+    diary.hold("sync", 2)
+    kill(world[1]["pid"])
+    newcomer = diary.held("sync", 2)
+    assert newcomer not in [entry["pid"] for entry in world.values()]
+    kill(newcomer)
+    diary.wait_for_world(3, after=world[0]["round"])
+
+    assert len(finished(job, diary)) == 3
+
+
+def test_a_loss_between_commits_undoes_no_step(jobs):
+    job, diary = jobs.train(3, 2, training={"ballast": 0, "commit_every": 0})
+    world = diary.wait_for_world(3)
+    for rank in (1, 0):
+        diary.hold("step", rank)
+        kill(diary.held("step", rank))
+        world = diary.wait_for_world(3, after=world[2]["round"])
+    finished(job, diary)
+
+
+def test_workers_that_die_at_the_start_or_at_the_end_are_no_loss(jobs):
+    job, diary = jobs.train(3, 2)
+    diary.hold("init")  # before it has told anybody that it is there
+    kill(diary.held("init"))
+    world = diary.wait_for_world(3)
+    diary.hold("end", 1)
+    diary.finish()
+    last = diary.held("end", 1)
+    assert last == world[1]["pid"]
+    diary.wait_for("end", 2)
+    kill(last)
+    results = job.result(60)
+    assert [result["rank"] for result in results] == [0, 2]
+    assert len({result["digest"] for result in results}) == 1
+
+
+def test_a_stopped_worker_is_left_behind_and_killed(jobs):
+    job, diary = jobs.train(2, heartbeat_timeout=4)
+    world = diary.wait_for_world(2)
+    os.kill(world[0]["pid"], signal.SIGSTOP)
+    wait_until(lambda: not is_alive(world[0]["pid"]), WAIT_S, "the stopped worker is killed")
+    diary.wait_for_world(2, after=world[1]["round"])
+    assert len(finished(job, diary)) == 2
+    assert any(isinstance(record, WorkerLeft) and "silent for 4 s" in record.why for record in job.events())
+
+
+def test_below_the_minimum_the_survivor_keeps_the_state_until_others_are_back(jobs):
+    job, diary = jobs.train(2, 2, cooldown_range=(0.5, 2.0))
+    world = diary.wait_for_world(2)
+    kill(world[0]["pid"])
+    again = diary.wait_for_world(2, after=world[1]["round"])
+    assert world[1]["pid"] == again[0]["pid"]
+    finished(job, diary)
+    assert [record.size for record in worlds(job)] == [2, 2]
+    cooling = next(record for record in job.events() if isinstance(record, PlaceCooledDown))
+    returned = [record for record in job.events() if isinstance(record, WorkerJoined)][2]
+    assert returned.at >= cooling.until
+
+
+def test_more_resets_than_allowed_end_the_job(jobs):
+    job, diary = jobs.train(3, reset_limit=1)
+    world = diary.wait_for_world(3)
+    kill(world[2]["pid"])
+    world = diary.wait_for_world(2, after=world[0]["round"])
+    kill(world[1]["pid"])
+    with pytest.raises(ResetLimitError, match="reset_limit is 1"):
+        job.result(60)
+    diary.check(job)
+
+
+def test_all_workers_lost_is_a_clear_error(jobs):
+    job, diary = jobs.train(2)
+    world = diary.wait_for_world(2)
+    wait_until(lambda: job.status().progress, WAIT_S, "the driver knows of a step")
+    for entry in world.values():
+        os.kill(entry["pid"], signal.SIGSTOP)  # so that none can recover in between
+    for entry in world.values():
+        kill(entry["pid"])
+    with pytest.raises(StateLostError, match="every worker that held the state is gone"):
+        job.result(60)

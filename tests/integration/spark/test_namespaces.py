@@ -1,0 +1,53 @@
+"""Standalone Workers on hosts with a network of their own: links that go down without a word."""
+
+import pytest
+
+from tests.integration import network
+from tests.integration.clusters import namespaced
+from tests.integration.processes import wait_until
+from tests.integration.spark.conftest import executor_of, finished
+from tests.integration.spark.diary import WAIT_S, is_alive
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(network.why_unavailable() is not None, reason=str(network.why_unavailable())),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with namespaced(workers=2, cores=1) as running:
+        yield running
+
+
+def test_hosts_with_addresses_of_their_own_train_and_recover(jobs, cluster):
+    job, diary = jobs.train(2)
+    world = diary.wait_for_world(2)
+    assert {member.place.host for member in job._driver._world.members} == set(cluster.worker_hosts())
+    cluster.kill_executor(executor_of(cluster, world[0]["pid"]))
+    diary.wait_for_world(2, after=world[0]["round"])
+    assert len(finished(job, diary)) == 2
+
+
+def test_a_host_whose_link_is_down_is_left_behind_and_ends_its_worker_itself(jobs, cluster):
+    job, diary = jobs.train(2, heartbeat_timeout=4)
+    world = diary.wait_for_world(2)
+    cut_off = world[0]
+    host = next(m.place.host for m in job._driver._world.members if m.rank == 0)
+    cluster.link_down(host)
+    try:
+        alone = diary.wait_for_world(1, after=cut_off["round"])
+        assert alone[0]["pid"] == world[1]["pid"]
+        wait_until(lambda: not is_alive(cut_off["pid"]), WAIT_S, "the worker behind the link has ended")
+    finally:
+        cluster.link_up(host)
+    diary.wait_for_world(2, after=alone[0]["round"])
+    assert len(finished(job, diary)) == 2
+
+
+def test_a_name_that_no_interface_has_is_said_with_those_there_are(jobs):
+    from spark_elastic.errors import UnknownInterfaceError
+
+    job = jobs.start(abs, (-1,), num_proc=2, nics=["wlan7"])
+    with pytest.raises(UnknownInterfaceError, match=r"has no interface 'wlan7' that is up; it has lo \(127"):
+        job.result(60)

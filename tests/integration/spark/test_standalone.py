@@ -1,0 +1,108 @@
+"""A standalone Master with Workers: executors that are killed, that come late, and that announce their end."""
+
+import pytest
+
+from spark_elastic.core.timeline import WorkerLeft, WorldStarted
+from spark_elastic.errors import StateLostError
+from tests.integration.clusters import standalone
+from tests.integration.processes import wait_until
+from tests.integration.spark.conftest import executor_of, finished
+from tests.integration.spark.diary import WAIT_S, is_alive
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with standalone(workers=2, cores=1, decommission=True) as running:
+        yield running
+
+
+def gone(entry):
+    wait_until(lambda: not is_alive(entry["pid"]), 5, f"worker {entry['pid']} is gone")
+
+
+def test_the_slots_of_all_executors_are_used(jobs):
+    def place():
+        import spark_elastic.torch as hvd
+
+        hvd.init()
+        return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+
+    assert jobs.start(place).result(120) == [(0, 2, 0, 1, 0, 2), (1, 2, 0, 1, 1, 2)]
+
+
+def test_executors_go_and_come_and_the_training_goes_on(jobs, cluster):
+    job, diary = jobs.train(2, max_num_proc=3)
+    world = diary.wait_for_world(2)
+    for rank in (1, 0):
+        cluster.kill_executor(executor_of(cluster, world[rank]["pid"]))
+        gone(world[rank])
+        world = diary.wait_for_world(2, after=world[rank]["round"])
+
+    cluster.add_worker()
+    world = diary.wait_for_world(3, after=world[0]["round"])
+
+    leaver = world[2]
+    host = host_of(job, leaver)
+    cluster.decommission(host)
+    gone(leaver)
+    world = diary.wait_for_world(2, after=world[0]["round"])
+    left = [record for record in job.events() if isinstance(record, WorkerLeft)][-1]
+    assert left.graceful
+    assert left.place.host == host
+    before, after = [r for r in job.events() if isinstance(r, WorldStarted)][-2:]
+    done = [e for e in diary.read() if e["what"] == "applied" and e["round"] == before.round]
+    assert max(entry["step"] for entry in done) == after.progress
+
+    assert len(finished(job, diary)) == 2
+
+
+def host_of(job, entry):
+    """The host of a worker, found by the driver's account of who was where."""
+    return next(
+        member.place.host
+        for member in job._driver._world.members
+        if job._driver._world.round == entry["round"] and member.rank == entry["rank"]
+    )
+
+
+def test_an_executor_that_dies_before_the_start_in_a_sync_and_at_the_end(jobs, cluster):
+    job, diary = jobs.train(2, training={"ballast": 2_000_000})
+    diary.hold("init")
+    cluster.kill_executor(executor_of(cluster, diary.held("init")))
+    world = diary.wait_for_world(2)
+
+    diary.hold("sync", 1)
+    cluster.kill_executor(executor_of(cluster, world[1]["pid"]))
+    cluster.kill_executor(executor_of(cluster, diary.held("sync", 1)))
+    diary.wait_for_world(2, after=world[0]["round"])
+
+    diary.hold("end", 0)
+    diary.finish()
+    last = diary.held("end", 0)
+    diary.wait_for("end", 1)
+    cluster.kill_executor(executor_of(cluster, last))
+    results = job.result(60)
+    assert [result["rank"] for result in results] == [1]
+    diary.check(job)
+
+
+def test_a_killed_worker_daemon_takes_its_executor_along(jobs, cluster):
+    job, diary = jobs.train(2)
+    world = diary.wait_for_world(2)
+    victim = world[0]
+    cluster.kill_worker(host_of(job, victim))
+    wait_until(lambda: not is_alive(victim["pid"]), WAIT_S, "its executor has noticed")
+    diary.wait_for_world(1, after=victim["round"])
+    assert len(finished(job, diary)) == 1
+
+
+def test_all_executors_lost_is_a_clear_error(jobs, cluster):
+    job, diary = jobs.train(1)
+    diary.wait_for_world(1)
+    wait_until(lambda: job.status().progress, WAIT_S, "the driver knows of a step")
+    for executor in list(cluster.executors()):
+        cluster.kill_executor(executor)
+    with pytest.raises(StateLostError, match="executor"):
+        job.result(60)
