@@ -20,6 +20,7 @@ from spark_elastic.cli.check_build import check_build
 from spark_elastic.cli.local_modules import collect
 from spark_elastic.cli.rank_files import RankFiles
 from spark_elastic.cli.spark_session import spark_session
+from spark_elastic.driver.host_discovery import HostDiscovery, HostDiscoveryScript
 from spark_elastic.driver.local_launcher import LocalLauncher
 from spark_elastic.errors import JobCancelledError, SparkElasticError, UsageError, UserFunctionError
 from spark_elastic.task.script import Script, ScriptExit, run_script
