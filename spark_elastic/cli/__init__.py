@@ -98,9 +98,7 @@ def _check_discovery(options: argparse.Namespace) -> None:
         raise UsageError("--slots-per-host says how to read --host-discovery-script, which was not given")
 
 
-def _discovery(options: argparse.Namespace) -> object:
-    from spark_elastic.driver.host_discovery import HostDiscoveryScript
-
+def _discovery(options: argparse.Namespace) -> HostDiscovery:
     return HostDiscoveryScript(options.host_discovery_script, default_slots=options.slots_per_host or 1)
 
 
