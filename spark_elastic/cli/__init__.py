@@ -20,6 +20,7 @@ from spark_elastic.cli.check_build import check_build
 from spark_elastic.cli.local_modules import collect
 from spark_elastic.cli.rank_files import RankFiles
 from spark_elastic.cli.spark_session import spark_session
+from spark_elastic.driver.host_discovery import HostDiscovery, HostDiscoveryScript
 from spark_elastic.driver.local_launcher import LocalLauncher
 from spark_elastic.errors import JobCancelledError, SparkElasticError, UsageError, UserFunctionError
 from spark_elastic.task.script import Script, ScriptExit, run_script
@@ -97,9 +98,7 @@ def _check_discovery(options: argparse.Namespace) -> None:
         raise UsageError("--slots-per-host says how to read --host-discovery-script, which was not given")
 
 
-def _discovery(options: argparse.Namespace) -> object:
-    from spark_elastic.driver.host_discovery import HostDiscoveryScript
-
+def _discovery(options: argparse.Namespace) -> HostDiscovery:
     return HostDiscoveryScript(options.host_discovery_script, default_slots=options.slots_per_host or 1)
 
 

@@ -101,6 +101,23 @@ def test_slots_per_host_without_a_discovery_script_is_refused(script, capsys):
     assert "--host-discovery-script" in capsys.readouterr().err
 
 
+def test_the_discovery_script_is_asked_with_the_slots_per_host(script, tmp_path):
+    finder = tmp_path / "hosts.sh"
+    finder.write_text("#!/bin/sh\necho a:4\necho b\n")
+    finder.chmod(0o755)
+    run = FakeRun()
+    assert run_cli("--host-discovery-script", str(finder), "--slots-per-host", "2", script, run=run) == 0
+    [(_, _, settings)] = run.calls
+    assert settings["discovery"].find_available_hosts_and_slots() == {"a": 4, "b": 2}
+
+
+def test_a_missing_discovery_script_is_said_before_spark_starts(script, capsys):
+    session = FakeSession()
+    assert run_cli("--host-discovery-script", "nowhere.sh", script, run=FakeRun(), session=session) == 2
+    assert "nowhere.sh does not exist" in capsys.readouterr().err
+    assert session.opened is None
+
+
 def test_a_bug_in_the_script_ends_with_its_traceback_and_exit_code_1(script, capsys):
     session = FakeSession()
     assert run_cli(script, run=FakeRun(raised()), session=session) == 1
