@@ -85,6 +85,7 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._progress: int | None = None
         self._root = 0
+        self._in_loop = False
 
     # --- what users call ----------------------------------------------------------------------
 
@@ -161,6 +162,9 @@ class State:
 
     def _committed(self) -> None:
         self._advance()
+
+    def _left_loop(self) -> None:
+        """The loop has returned or raised."""
 
     def _mark_resume_point(self) -> None:
         """The loop's plain values belong to the state as it is now."""
@@ -302,6 +306,14 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: Frontend) -> Ca
         if state._frontend is None:
             state._frontend = frontend
         entry = _entered(state, frontend)
+        state._in_loop = True
+        try:
+            return turns(state, entry, *args, **kwargs)
+        finally:
+            state._in_loop = False
+            state._left_loop()
+
+    def turns(state: S, entry: Entry, *args: P.args, **kwargs: P.kwargs) -> R:
         while True:
             try:
                 _prepare(state, entry)
