@@ -163,6 +163,9 @@ class State:
     def _committed(self) -> None:
         self._advance()
 
+    def _interrupted(self) -> None:
+        """The loop is left for the next world at a resume point."""
+
     def _left_loop(self) -> None:
         """The loop has returned or raised."""
 
@@ -328,6 +331,7 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: Frontend) -> Ca
                 state._recover(error)
             except HostsUpdatedInterrupt:
                 log.info("leaving the loop for the next world")
+                state._interrupted()
             entry = frontend.rejoin(state.progress)
 
     functools.update_wrapper(wrapper, func)

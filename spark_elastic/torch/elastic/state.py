@@ -65,6 +65,7 @@ class TorchState(base.SteppingState):
         self._buffer_copies: dict[str, list[torch.Tensor]] = {}
         self._saved_progress: int | None = None
         self._unfinished = False
+        self._put_off = 0
         super().__init__(**plain)
         for name, handler in self._handlers.items():
             if isinstance(handler, OptimizerStateHandler):
@@ -166,7 +167,14 @@ class TorchState(base.SteppingState):
         self._save_buffers()
 
     def _may_leave(self) -> bool:
-        return not any(optimizer._reducer.accumulating for optimizer in self._distributed().values())
+        """Not between the backward passes of one step, whose gradients would be lost; unless the loop only ever checks
+        there: then the passes since the last step are given up."""
+        passes = [o.backward_passes_per_step for o in self._distributed().values() if o._reducer.accumulating]
+        self._put_off = self._put_off + 1 if passes else 0
+        return not passes or self._put_off > 2 * max(passes)
+
+    def _interrupted(self) -> None:
+        self._drop_gradients()
 
     def _settle(self, choice: Recovery) -> None:
         if choice is not Recovery.COMMIT:
@@ -178,6 +186,10 @@ class TorchState(base.SteppingState):
             for handler in self._handlers.values():
                 if isinstance(handler, SamplerStateHandler):
                     handler.value.drop_records_beyond(steps, passes)
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        """A loop that zeroes gradients at the end of an iteration must not add to those of the step before."""
         for handler in self._handlers.values():
             if isinstance(handler, OptimizerStateHandler):
                 _drop_gradients(handler.value)
