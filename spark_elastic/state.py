@@ -85,6 +85,7 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._progress: int | None = None
         self._root = 0
+        self._in_loop = False
 
     # --- what users call ----------------------------------------------------------------------
 
@@ -161,6 +162,12 @@ class State:
 
     def _committed(self) -> None:
         self._advance()
+
+    def _interrupted(self) -> None:
+        """The loop is left for the next world at a resume point."""
+
+    def _left_loop(self) -> None:
+        """The loop has returned or raised."""
 
     def _mark_resume_point(self) -> None:
         """The loop's plain values belong to the state as it is now."""
@@ -302,6 +309,14 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: Frontend) -> Ca
         if state._frontend is None:
             state._frontend = frontend
         entry = _entered(state, frontend)
+        state._in_loop = True
+        try:
+            return turns(state, entry, *args, **kwargs)
+        finally:
+            state._in_loop = False
+            state._left_loop()
+
+    def turns(state: S, entry: Entry, *args: P.args, **kwargs: P.kwargs) -> R:
         while True:
             try:
                 _prepare(state, entry)
@@ -316,6 +331,7 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: Frontend) -> Ca
                 state._recover(error)
             except HostsUpdatedInterrupt:
                 log.info("leaving the loop for the next world")
+                state._interrupted()
             entry = frontend.rejoin(state.progress)
 
     functools.update_wrapper(wrapper, func)

@@ -75,6 +75,8 @@ class GradientReducer:
         self._failure: SparkElasticError | None = None
         self._before = 1.0
         self._after = 1.0
+        self.while_waiting: Callable[[], None] = _nothing
+        """Called once everything is sent, before it is waited for: work that costs nothing then."""
         self.add(params)
 
     def add(self, params: Iterable[torch.nn.Parameter]) -> None:
@@ -235,6 +237,7 @@ class GradientReducer:
             self._fill_missing()
             for bucket in self._buckets[self.launched :]:
                 self._send(bucket)
+        self.while_waiting()
         gathered = [self._gather(slot) for slot in self._slots if id(slot.param) in self._sparse]
         for bucket, work in zip(self._buckets, self._works, strict=True):
             group.wait(work)
@@ -291,6 +294,10 @@ class GradientReducer:
         self._rearm()
         for slot in self._slots:
             slot.param.grad = None
+
+
+def _nothing() -> None:
+    """There is nothing to do while waiting."""
 
 
 def _no_entries(param: torch.Tensor) -> torch.Tensor:

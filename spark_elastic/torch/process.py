@@ -63,8 +63,14 @@ class Process:
         answer = self.link.join_at_init()
         if isinstance(answer, ProvisionalPosition):
             self.position = Position(rank=answer.rank, size=answer.size)
-        else:
-            self.adopt(answer)
+            return
+        while True:
+            try:
+                self.adopt(answer)
+                return
+            except HorovodInternalError as error:  # a member was lost at once; nothing has begun, so just go on
+                log.info("round %d broke before it was connected: %s", answer.world.round, error)
+                answer = self.link.join(answer.world.round, None)
 
     def adopt(self, assignment: Assignment) -> None:
         """Stand in this world from now on. Raises: HorovodInternalError: it broke before it was connected."""

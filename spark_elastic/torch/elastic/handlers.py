@@ -42,6 +42,7 @@ class StateHandler:
         self._layout: Layout = []
         self._copies: list[torch.Tensor] = []
         self._light: Any = None
+        self._unfinished = False
 
     # --- what a subclass defines --------------------------------------------------------------
 
@@ -74,16 +75,29 @@ class StateHandler:
 
     def save(self) -> None:
         """Copy the value, into the buffers of the last time where they fit."""
+        self.begin_save()
+        self.finish_save()
+
+    def begin_save(self) -> None:
+        """Copy what can change before the optimizer's next step; `finish_save` copies the rest until then."""
+        self._light = self.light()
+        self._unfinished = True
+
+    def finish_save(self) -> None:
+        """Copy the tensors that `begin_save` has left out."""
+        if not self._unfinished:
+            return
+        self._unfinished = False
         layout = self.layout()
         tensors = self.tensors(layout)
         if layout != self._layout or not _same_devices(self._copies, tensors):
             self._copies = [torch.empty_like(tensor, memory_format=torch.preserve_format) for tensor in tensors]
             self._layout = layout
         copy_all(self._copies, tensors)
-        self._light = self.light()
 
     def restore(self) -> None:
         """Return to the last `save`."""
+        self.finish_save()
         copy_all(self.tensors(self._layout), self._copies)
         self.set_light(self._light)
 
@@ -105,6 +119,24 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 class ModelStateHandler(StateHandler):
     """Parameters and buffers of a module; extra state that modules keep goes with the light part."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self._buffers: list[torch.Tensor] = []
+        plain = torch.nn.Module.get_extra_state
+        self._has_extra = any(type(module).get_extra_state is not plain for module in value.modules())
+
+    def begin_save(self) -> None:
+        super().begin_save()
+        buffers = self.buffers()
+        if [b.shape for b in self._buffers] != [b.shape for b in buffers]:
+            self._buffers = [buffer.detach().clone() for buffer in buffers]
+        else:
+            copy_all(self._buffers, buffers)
+
+    def restore(self) -> None:
+        super().restore()
+        copy_all(self.buffers(), self._buffers)
 
     def _own(self) -> dict[str, Any]:
         return dict(self.value.state_dict(keep_vars=True))
@@ -131,6 +163,8 @@ class ModelStateHandler(StateHandler):
         return out
 
     def light(self) -> Any:
+        if not self._has_extra:
+            return {}
         extra = {key: value for key, value in self._own().items() if not isinstance(value, torch.Tensor)}
         return independent_copy(extra)
 

@@ -64,6 +64,8 @@ class TorchState(base.SteppingState):
         self._counted: dict[str, Any] = {}
         self._buffer_copies: dict[str, list[torch.Tensor]] = {}
         self._saved_progress: int | None = None
+        self._unfinished = False
+        self._put_off = 0
         super().__init__(**plain)
         for name, handler in self._handlers.items():
             if isinstance(handler, OptimizerStateHandler):
@@ -81,13 +83,41 @@ class TorchState(base.SteppingState):
     # --- what users call ------------------------------------------------------------------------
 
     def save(self) -> None:
+        self._begin_save()
+        self._finish_save()
+
+    def commit(self) -> None:
+        """Make the present state the one that `restore` returns to, then check for updated hosts.
+
+        Inside the elastic loop the parameters are copied a little later: while the next gradients are on their way
+        and this process would only wait, which is before anything changes them.
+
+        Raises: HostsUpdatedInterrupt: the world is about to change; on every member at the same commit.
+        """
+        if not self._in_loop or type(self).save is not TorchState.save:
+            super().commit()
+            return
+        self._begin_save()
+        self._committed()
+        self._resume_values = {name: h._light for name, h in self._handlers.items()}, self._saved_values
+        self._start_counting()
+        self._check_host_updates()
+
+    def _begin_save(self) -> None:
         for handler in self._handlers.values():
-            handler.save()
+            handler.begin_save() if type(handler).save is StateHandler.save else handler.save()
         super().save()
         self._saved_progress = self._progress
-        self._save_buffers()
+        self._unfinished = True
+
+    def _finish_save(self) -> None:
+        if self._unfinished:
+            self._unfinished = False
+            for handler in self._handlers.values():
+                handler.finish_save()
 
     def restore(self) -> None:
+        self._finish_save()
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
@@ -126,6 +156,9 @@ class TorchState(base.SteppingState):
             self._handlers[name].set_light(part)
         self._put_plain_values(plain)
 
+    def _left_loop(self) -> None:
+        self._finish_save()
+
     def _start_counting(self) -> None:
         super()._start_counting()
         for handler in self._handlers.values():
@@ -134,7 +167,14 @@ class TorchState(base.SteppingState):
         self._save_buffers()
 
     def _may_leave(self) -> bool:
-        return not any(optimizer._reducer.accumulating for optimizer in self._distributed().values())
+        """Not between the backward passes of one step, whose gradients would be lost; unless the loop only ever checks
+        there: then the passes since the last step are given up."""
+        passes = [o.backward_passes_per_step for o in self._distributed().values() if o._reducer.accumulating]
+        self._put_off = self._put_off + 1 if passes else 0
+        return not passes or self._put_off > 2 * max(passes)
+
+    def _interrupted(self) -> None:
+        self._drop_gradients()
 
     def _settle(self, choice: Recovery) -> None:
         if choice is not Recovery.COMMIT:
@@ -146,6 +186,10 @@ class TorchState(base.SteppingState):
             for handler in self._handlers.values():
                 if isinstance(handler, SamplerStateHandler):
                     handler.value.drop_records_beyond(steps, passes)
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        """A loop that zeroes gradients at the end of an iteration must not add to those of the step before."""
         for handler in self._handlers.values():
             if isinstance(handler, OptimizerStateHandler):
                 _drop_gradients(handler.value)
@@ -156,8 +200,8 @@ class TorchState(base.SteppingState):
         return {n: h.value for n, h in self._handlers.items() if isinstance(h.value, DistributedOptimizerMixin)}
 
     def _count_steps_of(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        if name in self._counted:
-            self._counted[name].remove()
+        for hook in self._counted.pop(name, ()):
+            hook.remove()
         self._steps[name] = 0
         owner = weakref.ref(self)
 
@@ -166,7 +210,17 @@ class TorchState(base.SteppingState):
             if state is not None:
                 state._stepped(name)
 
-        self._counted[name] = optimizer.register_step_post_hook(stepped)
+        def finish_save(*_: Any) -> None:
+            state = owner()
+            if state is not None:
+                state._finish_save()
+
+        self._counted[name] = [
+            optimizer.register_step_pre_hook(finish_save),
+            optimizer.register_step_post_hook(stepped),
+        ]
+        if isinstance(optimizer, DistributedOptimizerMixin):
+            optimizer._reducer.while_waiting = finish_save
 
     def _stepped(self, optimizer: str) -> None:
         super()._stepped(optimizer)

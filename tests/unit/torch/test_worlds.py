@@ -85,11 +85,6 @@ def test_a_cut_ends_a_blocked_collective_and_refuses_every_later_one():
             assert "worker 3 is gone" in second
 
 
-def never_connects():
-    hvd.init()
-    return hvd.rank()
-
-
 def stops_before_connecting():
     from spark_elastic.torch import gloo
 
@@ -99,11 +94,8 @@ def stops_before_connecting():
 
     if link().worker == 2:
         gloo.GlooGroup.connect = stopped
-    try:
-        hvd.init()
-    except hvd.HorovodInternalError as error:
-        return str(error)
-    return "connected"
+    hvd.init()
+    return hvd.size(), process.assignment.world.round
 
 
 def test_a_member_that_is_lost_while_the_world_connects_holds_nobody_up():
@@ -111,8 +103,7 @@ def test_a_member_that_is_lost_while_the_world_connects_holds_nobody_up():
         driver.start(stops_before_connecting, count=2)
         driver.wait(lambda: driver.told("stopped"))
         driver.evict(2)
-        (answer,) = driver.results(1)
-    assert "worker 2 is gone" in answer
+        assert driver.results(1) == [(1, 2)]
 
 
 def forks():

@@ -1,0 +1,265 @@
+"""TorchState: what it copies, puts back and takes over."""
+
+from __future__ import annotations
+
+import torch
+
+import spark_elastic.torch as hvd
+from spark_elastic.errors import HorovodInternalError, UsageError
+from spark_elastic.torch.elastic import StateHandler, TorchState, get_handler_registry, register_handler
+from tests.unit.torch.kit import KitDriver
+from tests.unit.torch.test_collectives import together
+
+
+def stepped(model, optimizer, times: int = 1) -> None:
+    for _ in range(times):
+        optimizer.zero_grad()
+        model(torch.ones(4, 3)).square().mean().backward()
+        optimizer.step()
+
+
+def values(model) -> list:
+    return [round(v.double().sum().item(), 6) for v in model.state_dict().values()]
+
+
+def test_restore_returns_models_optimizers_schedulers_and_values_to_the_last_save(alone):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    other = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    second = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    state = TorchState(
+        model,
+        optimizer,
+        other=other,
+        second=second,
+        scheduler=scheduler,
+        sampler=hvd.elastic.ElasticSampler([1, 2]),
+        n=0,
+    )
+    stepped(model, optimizer)
+    stepped(other, second)
+    state.n = 1
+    state.commit()
+    want = values(model), values(other), optimizer.state_dict(), state.progress
+    steps = [s["step"].item() for s in optimizer.state.values()]
+    stepped(model, optimizer, 3)
+    stepped(other, second, 2)
+    scheduler.step()
+    state.sampler.record_batch(0, 1)
+    state.n = 7
+    state.restore()
+    assert (values(model), values(other)) == want[:2]
+    assert [s["step"].item() for s in optimizer.state.values()] == steps
+    assert (state.n, state.progress, optimizer.param_groups[0]["lr"]) == (1, 2, 0.1)
+    assert (scheduler.last_epoch, state.sampler.processed_num) == (0, 0)
+
+
+def test_restore_forgets_optimizer_state_that_the_save_did_not_have(alone):
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = TorchState(model, optimizer)
+    before = values(model)
+    stepped(model, optimizer)
+    state.restore()
+    assert values(model) == before
+    assert not optimizer.state
+
+
+def test_after_a_failed_reduction_the_live_state_goes_on_and_buffers_are_put_back(alone):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    sampler = hvd.elastic.ElasticSampler(range(100))
+    state = TorchState(model, optimizer, sampler=sampler, batch=0)
+    failing = [5]
+    entered = []
+
+    @hvd.elastic.run
+    def loop(state):
+        entered.append((state.batch, sampler.processed_num, int(model[1].num_batches_tracked), state.progress))
+        while state.batch < 8:
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).square().mean().backward()
+            sampler.record_batch(0, 4)  # before the step, as Horovod's example does
+            if state.batch in failing:
+                failing.clear()
+                error = HorovodInternalError("a peer is gone")
+                error.in_reduction = True
+                raise error
+            optimizer.step()
+            state.batch += 1
+            if state.batch == 2:
+                state.commit()
+        return sampler.processed_num
+
+    assert loop(state) == 32
+    assert entered == [(0, 0, 0, 0), (5, 20, 5, 5)]
+
+
+def test_a_failure_elsewhere_after_steps_returns_to_the_commit(alone):
+    model = torch.nn.Linear(3, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = TorchState(model, optimizer, batch=0)
+    failing = [5]
+    entered = []
+
+    @hvd.elastic.run
+    def loop(state):
+        entered.append((state.batch, state.progress))
+        while state.batch < 8:
+            if state.batch in failing:
+                failing.clear()
+                raise HorovodInternalError("an allreduce of a metric")
+            stepped(model, optimizer)
+            state.batch += 1
+            if state.batch == 2:
+                state.commit()
+
+    loop(state)
+    assert entered == [(0, 0), (2, 2)]
+    assert state.progress == 8
+
+
+def test_a_failure_right_after_a_check_keeps_the_tensors_and_returns_the_values_to_the_check(alone):
+    model = torch.nn.Linear(3, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    state = TorchState(model, optimizer, scheduler=scheduler, batch=0)
+    failing = [3]
+    entered = []
+
+    @hvd.elastic.run
+    def loop(state):
+        entered.append((state.batch, state.progress, optimizer.param_groups[0]["lr"]))
+        while state.batch < 4:
+            state.batch += 1
+            if state.batch in failing:
+                failing.clear()
+                scheduler.step()
+                raise HorovodInternalError("anything")
+            stepped(model, optimizer)
+            state.check_host_updates()
+
+    loop(state)
+    assert entered == [(0, 0, 0.1), (2, 2, 0.1)]
+
+
+class Counter:
+    def __init__(self, value):
+        self.value = value
+
+
+class CounterHandler(StateHandler):
+    def light(self):
+        return self.value.value
+
+    def set_light(self, light):
+        self.value.value = light
+
+
+def test_the_registry_can_be_extended(alone):
+    register_handler(Counter, CounterHandler)
+    try:
+        state = TorchState(counter=Counter(3))
+        state.counter.value = 4
+        state.restore()
+        assert state.counter.value == 3
+    finally:
+        get_handler_registry().pop(0)
+
+
+def test_setting_an_attribute_replaces_the_value_that_is_kept(alone):
+    state = TorchState(torch.nn.Linear(1, 1))
+    model = torch.nn.Linear(1, 1)
+    state.model = model
+    with torch.no_grad():
+        model.weight.fill_(9.0)
+    state.restore()
+    assert model.weight.item() != 9.0
+
+
+def synchronised():
+    hvd.init()
+    r = hvd.rank()
+    torch.manual_seed(r)
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3).to(memory_format=torch.channels_last), torch.nn.BatchNorm2d(2))
+    big = torch.nn.Linear(1500, 1500)
+    adam = torch.optim.Adam(model.parameters(), lr=0.1 * (r + 1))
+    sgd = hvd.DistributedOptimizer(torch.optim.SGD(big.parameters(), lr=0.1, momentum=0.9))
+    scheduler = torch.optim.lr_scheduler.StepLR(adam, 1)
+    if r == 1:  # the other has never stepped
+        model(torch.randn(2, 1, 5, 5)).sum().backward()
+        adam.step()
+        scheduler.step()
+    state = TorchState(model, adam, big=big, sgd=sgd, scheduler=scheduler, n=r, history=[r])
+    state._root = 1
+    state.sync()
+    adam_sums = [float(s[k].double().sum()) for s in adam.state.values() for k in ("step", "exp_avg", "exp_avg_sq")]
+    return (
+        values(model),
+        values(big),
+        adam_sums,
+        adam.param_groups[0]["lr"],
+        scheduler.last_epoch,
+        state.n,
+        state.history,
+    )
+
+
+def test_a_sync_takes_over_everything_from_its_root_even_state_that_was_never_there():
+    first, second = together(synchronised, 2)
+    assert first == second
+    assert len(first[2]) == 12
+    assert first[4:] == (1, 1, [1])
+
+
+def different_models():
+    hvd.init()
+    state = TorchState(torch.nn.Linear(2, 2 + hvd.rank()))
+    try:
+        state.sync()
+    except UsageError as error:
+        return str(error)
+    return "root"
+
+
+def test_a_model_that_differs_from_the_roots_is_named():
+    with KitDriver(start_with=2) as driver:
+        driver.start(different_models, count=2)
+        (answer,) = driver.results(1)  # the root waits; its driver ends it when a function has raised
+    assert "weight is (2, 2) torch.float32 there, and (3, 2)" in answer
+
+
+def test_a_newcomers_initial_state_can_be_broadcast_without_a_state():
+    first, second = together(broadcast_optimizers, 2)
+    assert first == second
+
+
+def broadcast_optimizers():
+    hvd.init()
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (1 + hvd.rank()))
+    if hvd.rank() == 0:
+        stepped(model, optimizer)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    return values(model), optimizer.param_groups[0]["lr"], [float(s["exp_avg"].sum()) for s in optimizer.state.values()]
+
+
+def test_gradients_of_the_world_before_are_not_added_to(alone):
+    model = torch.nn.Linear(3, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = TorchState(model, optimizer, n=0)
+
+    @hvd.elastic.run
+    def loop(state):
+        stale = model.weight.grad
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        state.n += 1
+        if state.n == 1:
+            state._mark_resume_point()
+            raise hvd.HostsUpdatedInterrupt
+        return stale
+
+    assert loop(state) is None
