@@ -75,7 +75,10 @@ class ElasticJob:
 
     def _run(self) -> None:
         try:
-            self._prepare()
+            try:
+                self._prepare()
+            except BaseException as error:
+                raise self._driver.never_ran(error) from None
             pickled = self._driver.run()
             self._results = [cloudpickle.loads(result) for result in pickled]
         except BaseException as error:

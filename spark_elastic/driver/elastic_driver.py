@@ -21,6 +21,7 @@ from spark_elastic.core import commands as do
 from spark_elastic.core import events as seen
 from spark_elastic.core.membership import Membership
 from spark_elastic.core.outcome import AgentOutcome
+from spark_elastic.core.states import Phase
 from spark_elastic.core.timeline import JobEnded, PlaceCooledDown, Record, Waiting
 from spark_elastic.core.topology import AgentId, SlotId, WorkerId, World
 from spark_elastic.driver.addresses import AddressBook
@@ -28,6 +29,7 @@ from spark_elastic.driver.launcher import Launcher, OnEnded
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.registry import WorkerStateRegistry
 from spark_elastic.driver.rendezvous_server import RendezvousServer
+from spark_elastic.driver.spark_reasons import TOO_BIG
 from spark_elastic.errors import JobCancelledError, JobError, ResultError, SparkElasticError, UnknownInterfaceError
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire import messages as wire
@@ -110,11 +112,17 @@ class ElasticDriver:
         self._timer: asyncio.TimerHandle | None = None
         self._ending = False
         self._expected_results: tuple[WorkerId, ...] | None = None
+        self._result_in: dict[SlotId, WorkerId] = {}
+        """Whose result each slot is to deliver, once the job is done."""
+        self._undelivered: dict[WorkerId, str] = {}
+        """Why a result did not come."""
         self._failure: SparkElasticError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Event
         self._slots_over: asyncio.Event
         self._cancelled: str | None = None
+        self._ran = True
+        """False once it is known that the job ended before it began."""
         self._cancel_lock = threading.Lock()
         self.stop_requested = threading.Event()
         """Set by `cancel`, for what is waited for before `run`."""
@@ -142,6 +150,16 @@ class ElasticDriver:
         """Show what is waited for before `run`."""
         self._announce(Waiting(clock.monotonic(), reason, None))
 
+    def never_ran(self, error: BaseException) -> BaseException:
+        """Note that the job ended before `run` was called. Returns: what to raise; a cancellation has its own words."""
+        with self._cancel_lock:
+            cancelled = self._cancelled
+        if cancelled is not None and isinstance(error, JobCancelledError):
+            error = JobCancelledError(cancelled)
+        self._ran = False
+        self._announce(JobEnded(clock.monotonic(), "failed", str(error) or type(error).__name__))
+        return error
+
     def events(self) -> list[Record]:
         """The membership timeline so far; `at` and other times are seconds since the epoch."""
         return list(self._timeline)
@@ -149,7 +167,7 @@ class ElasticDriver:
     def status(self) -> JobStatus:
         known = self._machine.status()
         return JobStatus(
-            phase=known["phase"],
+            phase=known["phase"] if self._ran else Phase.FAILED.value,
             round=known["round"],
             size=known["size"],
             progress=known["progress"],
@@ -208,12 +226,16 @@ class ElasticDriver:
             raise self._failure
         assert expected is not None
         missing = [worker for worker in expected if worker not in self._results]
-        if missing:
-            logger.warning(
-                "the results of %d of %d workers were lost with their executors", len(missing), len(expected)
-            )
+        reasons = sorted({self._undelivered.get(worker, "its slot did not end in time") for worker in missing})
+        refused = [reason for reason in reasons if reason.startswith(TOO_BIG)]
+        if refused:
+            raise ResultError(f"{len(missing)} of {len(expected)} results did not arrive: {refused[0]}")
         if len(missing) == len(expected):
-            raise ResultError(f"all {len(expected)} workers finished, but none of their results arrived")
+            raise ResultError(
+                f"all {len(expected)} workers finished, but none of their results arrived: {'; '.join(reasons)}"
+            )
+        if missing:
+            logger.warning("%d of %d results are lost: %s", len(missing), len(expected), "; ".join(reasons))
         return [self._results[worker] for worker in expected if worker in self._results]
 
     # --- events in ----------------------------------------------------------------------------------
@@ -319,6 +341,8 @@ class ElasticDriver:
         if outcome is not None and outcome.worker is not None and outcome.result is not None:
             delivered = outcome.worker
             self._results[delivered] = outcome.result
+        elif slot in self._result_in:
+            self._undelivered[self._result_in[slot]] = why
         self._handle(seen.SlotEnded(slot, why, delivered))
         if not self._launched:
             self._slots_over.set()
@@ -352,6 +376,7 @@ class ElasticDriver:
                 self._server.to_agent(agent, wire.FinishAgent(False, why))
             case do.FinishJob(workers):
                 self._expected_results = workers
+                self._result_in = {self._slot_of[self._agent_of[w]]: w for w in workers if w in self._agent_of}
                 self._end(keep_results=True, why="the job is done")
             case do.FailJob(error):
                 self._fail(error)

@@ -16,6 +16,7 @@ _MOST_RECENT = re.compile(r"[Mm]ost recent failure: (?:Lost task [^:]*: )?(.*)",
 _RESULT_SIZE = re.compile(
     r"(?:Total size of serialized results|serialized results of).*?spark\.driver\.maxResultSize[^\n]*"
 )
+TOO_BIG = "a result is too big for Spark"
 _CANCELLED = re.compile(r"Job \d+ cancelled(?: part of cancelled job group \S+| because (.*)|(.*))")
 
 
@@ -41,7 +42,7 @@ def reason_of(message: str) -> str:
             "Python that exists there"
         )
     if size := _RESULT_SIZE.search(message):
-        return _one_line(f"a result is too big for Spark: {size.group(0)}; raise spark.driver.maxResultSize")
+        return _one_line(f"{TOO_BIG}: {size.group(0)}; raise spark.driver.maxResultSize")
     if "Python worker exited unexpectedly" in message or "EOFException" in message:
         return "the agent's Python process died (the executor's stderr log may say why)"
     if "SparkContext was shut down" in message or "stopped SparkContext" in message:

@@ -72,7 +72,7 @@ def test_too_few_slots_are_told_with_the_numbers(jobs):
 
 def test_slots_that_exist_but_are_busy_are_told_apart(jobs):
     busy, diary = jobs.train(3)
-    diary.wait_for("up", 3)
+    diary.wait_for_world(3)
     job = jobs.start(abs, (-1,), num_proc=2, start_timeout=2.0)
     with pytest.raises(NotEnoughSlotsError, match="never 2 free at the same time"):
         job.result(60)
@@ -133,6 +133,8 @@ def cancelled(job, why):
     assert job.done()
     with pytest.raises(JobCancelledError, match=re.escape(why)):
         job.result(0)
+    assert why in str(job.events()[-1])
+    assert job.status().phase == "failed"
 
 
 def test_a_job_can_be_cancelled_at_any_time(jobs):
