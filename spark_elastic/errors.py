@@ -15,6 +15,7 @@
     │   ├── NotEnoughSlotsError        fewer slots than needed for too long
     │   ├── ResetLimitError            the world changed more often than reset_limit
     │   ├── StateLostError             every worker that held the state is gone
+    │   ├── SessionLostError           the SparkContext was stopped, or its JVM is gone
     │   ├── WorkerStartError           workers exit before they can join
     │   ├── UserFunctionError          your function raised; carries its traceback
     │   ├── ResultError                a result could not be brought back
@@ -141,6 +142,18 @@ class StateLostError(JobError):
             "start again from a checkpoint, and spread the workers over more hosts",
             progress=progress,
             last_reason=last_reason,
+        )
+
+
+class SessionLostError(JobError):
+    """Spark itself ended under the job."""
+
+    def __init__(self, *, reason: str, progress: int | None) -> None:
+        super().__init__(
+            f"{reason} while the job ran, and its workers went with it (last applied step: {progress or 0}); keep the "
+            "session until the job is over",
+            reason=reason,
+            progress=progress,
         )
 
 

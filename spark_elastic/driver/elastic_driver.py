@@ -30,7 +30,15 @@ from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.registry import WorkerStateRegistry
 from spark_elastic.driver.rendezvous_server import RendezvousServer
 from spark_elastic.driver.spark_reasons import TOO_BIG
-from spark_elastic.errors import JobCancelledError, JobError, ResultError, SparkElasticError, UnknownInterfaceError
+from spark_elastic.errors import (
+    JobCancelledError,
+    JobError,
+    ResultError,
+    SessionLostError,
+    SparkElasticError,
+    UnknownInterfaceError,
+    UserFunctionError,
+)
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.handover import AgentOrder
@@ -121,8 +129,7 @@ class ElasticDriver:
         self._ended: asyncio.Event
         self._slots_over: asyncio.Event
         self._cancelled: str | None = None
-        self._ran = True
-        """False once it is known that the job ended before it began."""
+        self._has_failed = False
         self._cancel_lock = threading.Lock()
         self.stop_requested = threading.Event()
         """Set by `cancel`, for what is waited for before `run`."""
@@ -156,8 +163,7 @@ class ElasticDriver:
             cancelled = self._cancelled
         if cancelled is not None and isinstance(error, JobCancelledError):
             error = JobCancelledError(cancelled)
-        self._ran = False
-        self._announce(JobEnded(clock.monotonic(), "failed", str(error) or type(error).__name__))
+        self._announce_failure(error)
         return error
 
     def events(self) -> list[Record]:
@@ -167,7 +173,7 @@ class ElasticDriver:
     def status(self) -> JobStatus:
         known = self._machine.status()
         return JobStatus(
-            phase=known["phase"] if self._ran else Phase.FAILED.value,
+            phase=Phase.FAILED.value if self._has_failed else known["phase"],
             round=known["round"],
             size=known["size"],
             progress=known["progress"],
@@ -241,6 +247,8 @@ class ElasticDriver:
     # --- events in ----------------------------------------------------------------------------------
 
     def _handle(self, event: seen.Event) -> None:
+        if self._has_failed:
+            return  # for a reason that the machine may know nothing of
         now = clock.monotonic()
         try:
             commands = self._machine.handle(event, now)
@@ -330,12 +338,13 @@ class ElasticDriver:
 
     def _slot_ended_anywhere(self, slot: SlotId, why: str, outcome: AgentOutcome | None) -> None:
         assert self._loop is not None
+        gone = None if outcome is not None or self._ending else self._launcher.gone()
         try:
-            self._loop.call_soon_threadsafe(self._slot_ended, slot, why, outcome)
+            self._loop.call_soon_threadsafe(self._slot_ended, slot, why, outcome, gone)
         except RuntimeError:
             pass  # the loop has closed: the job is over
 
-    def _slot_ended(self, slot: SlotId, why: str, outcome: AgentOutcome | None) -> None:
+    def _slot_ended(self, slot: SlotId, why: str, outcome: AgentOutcome | None, gone: str | None) -> None:
         self._launched.discard(slot)
         delivered = None
         if outcome is not None and outcome.worker is not None and outcome.result is not None:
@@ -343,6 +352,8 @@ class ElasticDriver:
             self._results[delivered] = outcome.result
         elif slot in self._result_in:
             self._undelivered[self._result_in[slot]] = why
+        if gone is not None:
+            self._fail(self._session_lost(gone))
         self._handle(seen.SlotEnded(slot, why, delivered))
         if not self._launched:
             self._slots_over.set()
@@ -379,7 +390,9 @@ class ElasticDriver:
                 self._result_in = {self._slot_of[self._agent_of[w]]: w for w in workers if w in self._agent_of}
                 self._end(keep_results=True, why="the job is done")
             case do.FailJob(error):
-                self._fail(error)
+                self._fail(self._behind(error))
+            case do.Announce(JobEnded()) if self._has_failed:
+                pass  # announced with what is behind it
             case do.Announce(record):
                 self._announce(record)
 
@@ -393,6 +406,17 @@ class ElasticDriver:
         if self._failure is None and not self._ended.is_set():
             self._failure = error
             self._end(keep_results=False, why="the job was cancelled" if _is_cancel(error) else "the job failed")
+            self._announce_failure(error)
+
+    def _behind(self, error: JobError) -> JobError:
+        """If Spark itself is gone, all workers are lost at once; that is what to say then."""
+        if isinstance(error, (UserFunctionError, JobCancelledError)):
+            return error
+        gone = self._launcher.gone()
+        return error if gone is None else self._session_lost(gone)
+
+    def _session_lost(self, why: str) -> SessionLostError:
+        return SessionLostError(reason=why, progress=self._machine.status()["progress"])
 
     def _end(self, *, keep_results: bool, why: str) -> None:
         self._ending = True
@@ -404,6 +428,10 @@ class ElasticDriver:
         self._ended.set()
 
     # --- for people ---------------------------------------------------------------------------------
+
+    def _announce_failure(self, error: BaseException) -> None:
+        self._has_failed = True
+        self._announce(JobEnded(clock.monotonic(), "failed", str(error) or type(error).__name__))
 
     def _announce(self, record: Record) -> None:
         to_wall = clock.wall() - clock.monotonic()

@@ -53,3 +53,15 @@ def jvm_context(sc: SparkContext) -> Any:
     if java_context is None:
         raise RuntimeError("the SparkContext was stopped")
     return java_context.sc()
+
+
+def why_gone(sc: SparkContext) -> str | None:
+    """Why this context will never run anything again; None: it may."""
+    from py4j.protocol import Py4JNetworkError
+
+    try:
+        return "the SparkContext was stopped" if jvm_context(sc).isStopped() else None
+    except RuntimeError as error:
+        return str(error)
+    except (Py4JNetworkError, ConnectionError):
+        return "the connection to Spark's JVM is gone"

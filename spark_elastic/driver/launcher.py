@@ -32,6 +32,10 @@ class Launcher(Protocol):
         """Which slots have a live agent now; told at each change."""
         ...
 
+    def gone(self) -> str | None:
+        """Why nothing can be launched any more, ever; None: it can, as far as is known. Takes a second at most."""
+        ...
+
     def close(self, deadline_s: float) -> None:
         """End everything and wait up to `deadline_s` for it. Later launches end at once. Repeats are harmless."""
         ...

@@ -73,6 +73,9 @@ class LocalLauncher:
         with self._lock:
             return {slot: process.pid for slot, process in self._processes.items()}
 
+    def gone(self) -> str | None:
+        return None
+
     def close(self, deadline_s: float) -> None:
         deadline = clock.monotonic() + deadline_s
         with self._lock:

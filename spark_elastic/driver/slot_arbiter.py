@@ -190,6 +190,9 @@ class AdmittedLauncher:
         """The job whose turn it is, if launches are held for it; for the reason of a wait."""
         return self._ticket.waits_for() if self._held else None
 
+    def gone(self) -> str | None:
+        return self._launcher.gone()
+
     def close(self, deadline_s: float) -> None:
         with self._lock:
             self._closed = True

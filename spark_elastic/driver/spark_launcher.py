@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.topology import SlotId
-from spark_elastic.driver.jvm import close_connection, jvm_context, reason_of_error
+from spark_elastic.driver.jvm import close_connection, jvm_context, reason_of_error, why_gone
 from spark_elastic.driver.launcher import OnEnded
 from spark_elastic.driver.spark_reasons import reason_of
 
@@ -102,6 +102,19 @@ class SparkLauncher:
 
     def agents_joined(self, slots: frozenset[SlotId]) -> None:
         pass  # `slot_arbiter.AdmittedLauncher` makes something of it
+
+    def gone(self) -> str | None:
+        # asked from a thread of its own: a JVM that hangs must not hold up the driver, nor keep a connection to it
+        answer: list[str | None] = []
+
+        def ask() -> None:
+            answer.append(why_gone(self._sc))
+            close_connection(self._sc)
+
+        thread = threading.Thread(target=ask, name="spark_elastic is Spark there", daemon=True)
+        thread.start()
+        thread.join(1.0)
+        return answer[0] if answer else None
 
     def close(self, deadline_s: float) -> None:
         until = time.monotonic() + deadline_s

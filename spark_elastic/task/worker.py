@@ -28,6 +28,7 @@ import cloudpickle
 
 from spark_elastic import worker_link
 from spark_elastic.errors import HorovodInternalError, NotPicklableError
+from spark_elastic.task.guard import guard_group
 from spark_elastic.task.link import ChannelLink, exit_now
 from spark_elastic.wire.channel import connect
 from spark_elastic.wire.handover import interpreter
@@ -41,6 +42,7 @@ _PR_SET_PDEATHSIG = 1
 def main(argv: list[str]) -> None:
     parent, result_fd, modules = int(argv[0]), int(argv[1]), argv[2:]
     die_with(parent)
+    guard_group()
     faulthandler.enable()
     control = _take_stdin()
     for module in modules:
