@@ -1,5 +1,6 @@
 """The end of the session, or of the whole driver program, under a running job."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 
 from spark_elastic import run
-from spark_elastic.errors import JobError, NoSparkContextError
+from spark_elastic.errors import NoSparkContextError, SessionLostError
 from tests.integration.clusters import ROOT, local
 from tests.integration.local import loops
 from tests.integration.processes import wait_until
@@ -23,8 +24,9 @@ def test_stopping_the_session_ends_the_job_and_is_named_as_the_reason(tmp_path):
         diary.wait_for_world(2)
         session, context = cluster.spark, cluster.sc
         session.stop()
-        with pytest.raises(JobError, match=r"SparkContext.* stopped|stopped.*SparkContext"):
+        with pytest.raises(SessionLostError, match="the SparkContext was stopped while the job ran"):
             job.result(10)
+        assert "SparkContext was stopped" in str(job.events()[-1])
         wait_until(lambda: not job_processes(cluster), 5, "its workers are gone")
         with pytest.raises(NoSparkContextError, match="was stopped"):
             run(loops.rank_and_size, num_proc=1, spark=context)
@@ -32,21 +34,51 @@ def test_stopping_the_session_ends_the_job_and_is_named_as_the_reason(tmp_path):
             run(loops.rank_and_size, num_proc=1)
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
-def test_workers_are_gone_within_seconds_of_the_driver_program(tmp_path, name):
-    code = f"""
-import sys
+PROGRAM = f"""
+import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from spark_elastic import run
 from tests.integration.clusters import local
 from tests.integration.spark.training import train
 with local(2) as cluster:
-    run(train, ({str(tmp_path)!r},), num_proc=2, spark=cluster.spark)
+    print(cluster.driver_jvm, flush=True)
+    try:
+        run(train, (sys.argv[1],), num_proc=2, spark=cluster.spark)
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+        os._exit(3)
 """
-    driver = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    world = Diary(tmp_path).wait_for_world(2)
-    driver.send_signal(getattr(signal, name))
-    driver.wait(20)
+
+
+@pytest.fixture
+def program(tmp_path):
+    """A driver program that trains, the pid of its JVM, and its workers' last steps."""
+    words = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    with subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        jvm = int(process.stdout.readline())
+        yield process, jvm, Diary(tmp_path).wait_for_world(2)
+        process.kill()
+
+
+def assert_all_gone(world):
     for entry in world.values():
-        wait_until(lambda pid=entry["pid"]: not is_alive(pid), 5, f"worker {entry['pid']} is gone")
-        wait_until(lambda pid=entry["agent"]: not is_alive(pid), 5, f"agent {entry['agent']} is gone")
+        for kind in ("pid", "agent"):
+            wait_until(lambda pid=entry[kind]: not is_alive(pid), 5, f"{kind} {entry[kind]} is gone")
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_workers_are_gone_within_seconds_of_the_driver_program(program, name):
+    process, _, world = program
+    process.send_signal(getattr(signal, name))
+    process.wait(20)
+    assert_all_gone(world)
+
+
+def test_a_job_ends_with_spark_s_jvm_and_names_it(program):
+    process, jvm, world = program
+    os.kill(jvm, signal.SIGKILL)
+    assert re.match(
+        "SessionLostError the connection to Spark's JVM is gone while the job ran", process.stdout.readline()
+    )
+    assert process.wait(20) == 3
+    assert_all_gone(world)

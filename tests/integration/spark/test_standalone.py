@@ -104,5 +104,5 @@ def test_all_executors_lost_is_a_clear_error(jobs, cluster):
     wait_until(lambda: job.status().progress, WAIT_S, "the driver knows of a step")
     for executor in list(cluster.executors()):
         cluster.kill_executor(executor)
-    with pytest.raises(StateLostError, match="executor"):
+    with pytest.raises(StateLostError, match="every worker that held the state is gone"):
         job.result(60)
