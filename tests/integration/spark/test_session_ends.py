@@ -77,8 +77,7 @@ def test_workers_are_gone_within_seconds_of_the_driver_program(program, name):
 def test_a_job_ends_with_spark_s_jvm_and_names_it(program):
     process, jvm, world = program
     os.kill(jvm, signal.SIGKILL)
-    assert re.match(
-        "SessionLostError the connection to Spark's JVM is gone while the job ran", process.stdout.readline()
-    )
+    said = process.stdout.readline()
+    assert said.startswith("SessionLostError the connection to Spark's JVM is gone while the job ran"), said
     assert process.wait(20) == 3
     assert_all_gone(world)
