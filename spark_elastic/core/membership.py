@@ -195,6 +195,9 @@ class Membership:
         if worker is None or worker.state is DONE:
             return
         self._workers_heard.heard(worker.id, now)
+        worker.blocked_s = event.blocked_s
+        if event.blocked_s is not None and event.blocked_s >= self.settings.stall_timeout_s:
+            self._on_hold_up(now)
         if event.progress is None:
             return
         self._rounds.note_progress(event.progress, now)
@@ -203,6 +206,18 @@ class Membership:
             worker.progress = event.progress
             if first:  # those who should leave may have waited for another holder of the state
                 self._rounds.consider_interrupt(now)
+
+    def _on_hold_up(self, now: float) -> None:
+        """A member has waited in a collective for too long: for whoever is alive but not in it."""
+        limit = self.settings.stall_timeout_s
+        members = list(self._roster.in_state(TRAINING))
+        idle = [worker for worker in members if worker.blocked_s is None]
+        for worker in idle:
+            self._evict(
+                worker.id, f"the others have waited for it in a collective for stall_timeout ({limit:g} s)", now
+            )
+        if not idle:
+            self._rounds.stalled(f"all {len(members)} members have waited in a collective for {limit:g} s", now)
 
     def _on_worker_ready(self, event: WorkerReady, now: float) -> None:
         worker = self._roster.workers.get(event.worker)
