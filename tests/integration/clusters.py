@@ -13,6 +13,7 @@ Python worker, or anything below them) is still there.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shutil
@@ -75,6 +76,7 @@ def _start_driver_jvm() -> int:
     """
     if SparkContext._gateway is None:
         directory = tempfile.mkdtemp(prefix="spark_elastic-worker-")
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
         os.environ.update(_environment(_process_mark, directory))
         SparkContext._ensure_initialized()
     return int(SparkContext._jvm.java.lang.ProcessHandle.current().pid())  # type: ignore[union-attr]
@@ -209,6 +211,7 @@ class Standalone(Cluster):
         finally:
             self._end_daemons()
         assert_gone(lambda: marked(self._mark), 10.0)
+        shutil.rmtree(self._directory, ignore_errors=True)  # again: an executor may have written while it ended
 
     def _start_worker(self) -> str:
         number = len(self._worker_hosts) + 2
