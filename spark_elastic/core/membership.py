@@ -171,7 +171,7 @@ class Membership:
             case AgentJoined():
                 self._on_agent_joined(event, now)
             case AgentLost(agent, why):
-                self._lose_agent(agent, why, now)
+                self._on_agent_lost(agent, why, now)
             case SlotEnded():
                 self._on_slot_ended(event, now)
             case ExecutorDecommissioned(executor):
@@ -354,6 +354,13 @@ class Membership:
         agents = self._places.executor_gone(executor)
         for agent in agents:
             self._send_home(agent, why, now)
+
+    def _on_agent_lost(self, agent_id: AgentId, why: str, now: float) -> None:
+        agent = self._roster.agents.get(agent_id)
+        if agent is not None:
+            self._lose_agent(agent_id, why, now)
+            # Spark may take a second to see it, and would then run the task once more by itself
+            self._places.withdraw(agent.place.slot, f"its agent is lost: {why}", now)
 
     def _lose_agent(self, agent_id: AgentId, why: str, now: float) -> None:
         agent = self._roster.agents.get(agent_id)
