@@ -1,6 +1,6 @@
 """How long Spark's own TorchDistributor takes from the call to the first training step, for comparison.
 
-    python -m benchmarks.peer_torch_distributor [standalone|local_cluster|local] [repeats]
+python -m benchmarks.peer_torch_distributor [standalone|local_cluster|local] [repeats]
 """
 
 from __future__ import annotations

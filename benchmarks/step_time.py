@@ -72,6 +72,9 @@ class StoreLink:
 
     def entered_loop(self) -> None: ...
 
+    def blocked(self, waiting: bool) -> None:
+        pass
+
     def updates_seen(self) -> int:
         return 0
 

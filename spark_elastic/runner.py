@@ -39,6 +39,7 @@ def run(
     reset_limit: int | None = None,
     cooldown_range: tuple[float, float] | None = (0.5, 60.0),
     heartbeat_timeout: float = 30.0,
+    stall_timeout: float = 600.0,
     discovery: HostDiscovery | None = None,
     env: Mapping[str, str] | None = None,
     nics: Sequence[str] | str | None = None,
@@ -60,6 +61,8 @@ def run(
         reset_limit: how often the world may be rebuilt. Default: without limit.
         cooldown_range: shortest and longest pause, in seconds, before a place that failed is used again; None: none.
         heartbeat_timeout: seconds of silence after which a worker counts as hung or cut off. Deaths do not wait for it.
+        stall_timeout: seconds that a live worker may keep the others waiting, in a collective or on the way to the
+            next world; raise it if one rank works alone for longer (a long evaluation, a slow checkpoint).
         discovery: narrows the hosts and slots to use: `HostDiscoveryScript`, `FixedHosts`, or your own.
         env: added to the workers' environment.
         nics: names of the network interfaces that may carry collectives. Default: those that reach one another.
@@ -86,6 +89,7 @@ def run(
         reset_limit=reset_limit,
         cooldown_range=cooldown_range,
         heartbeat_timeout=heartbeat_timeout,
+        stall_timeout=stall_timeout,
         discovery=discovery,
         env=env,
         nics=nics,
@@ -116,6 +120,7 @@ def run_async(
     reset_limit: int | None = None,
     cooldown_range: tuple[float, float] | None = (0.5, 60.0),
     heartbeat_timeout: float = 30.0,
+    stall_timeout: float = 600.0,
     discovery: HostDiscovery | None = None,
     env: Mapping[str, str] | None = None,
     nics: Sequence[str] | str | None = None,
@@ -142,6 +147,7 @@ def run_async(
         reset_limit=reset_limit,
         cooldown_range_s=cooldown_range,
         heartbeat_timeout_s=heartbeat_timeout,
+        stall_timeout_s=stall_timeout,
     )
     sources = backend.sources()
     if discovery is not None:

@@ -30,7 +30,8 @@ class ElasticSettings:
     heartbeat_timeout_s: float = 30.0
     """Silence after which an agent or a worker counts as lost. Deaths are seen in milliseconds without it."""
     stall_timeout_s: float = 600.0
-    """How long a live survivor may take to come to the new rendezvous before it is removed."""
+    """How long a live worker may keep the others waiting, in a collective or on the way to the next world; then it is
+    removed."""
     reset_limit: int | None = None
     """Worlds after the first that may be built; None: no limit."""
     cooldown_range_s: tuple[float, float] | None = (0.5, 60.0)

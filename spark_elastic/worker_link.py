@@ -58,6 +58,10 @@ class WorkerLink(Protocol):
         """The elastic loop was entered: this worker's state can be recovered from now on."""
         ...
 
+    def blocked(self, waiting: bool) -> None:
+        """The training thread begins or ends to wait in a collective, for others. Cheap; sent with the heartbeats."""
+        ...
+
     def updates_seen(self) -> int:
         """The newest hosts-updated sequence number (0: none). Cheap: no lock, no I/O."""
         ...

@@ -84,6 +84,7 @@ def parser() -> _Parser:
     seconds: dict[str, Any] = {"type": float, "metavar": "S", "default": None}
     waiting.add_argument("--start-timeout", help="for the first workers to be ready", **seconds)
     waiting.add_argument("--elastic-timeout", help="for new workers when too few are left", **seconds)
+    waiting.add_argument("--stall-timeout", help="how long a live worker may keep the others waiting", **seconds)
     waiting.add_argument("--heartbeat-timeout", help="silence after which a worker counts as lost", **seconds)
     waiting.add_argument(
         "--cooldown-range",
@@ -123,7 +124,7 @@ def parser() -> _Parser:
 def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for `spark_elastic.run`, only those that were given: the defaults are its own."""
     plain = ["num_proc", "min_num_proc", "max_num_proc", "reset_limit", "nics"]
-    plain += ["start_timeout", "elastic_timeout", "heartbeat_timeout"]
+    plain += ["start_timeout", "elastic_timeout", "heartbeat_timeout", "stall_timeout"]
     given = {name: getattr(options, name) for name in plain if getattr(options, name) is not None}
     if options.cooldown_range is not None:
         given["cooldown_range"] = tuple(options.cooldown_range) if any(options.cooldown_range) else None

@@ -65,6 +65,8 @@ class WorkerAlive:
 
     worker: WorkerId
     progress: int | None = None
+    blocked_s: float | None = None
+    """How long it has waited in a collective for the others; None: it does not wait."""
 
 
 @dataclass(frozen=True, slots=True)

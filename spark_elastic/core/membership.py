@@ -171,7 +171,7 @@ class Membership:
             case AgentJoined():
                 self._on_agent_joined(event, now)
             case AgentLost(agent, why):
-                self._lose_agent(agent, why, now)
+                self._on_agent_lost(agent, why, now)
             case SlotEnded():
                 self._on_slot_ended(event, now)
             case ExecutorDecommissioned(executor):
@@ -195,6 +195,9 @@ class Membership:
         if worker is None or worker.state is DONE:
             return
         self._workers_heard.heard(worker.id, now)
+        worker.blocked_s = event.blocked_s
+        if event.blocked_s is not None and event.blocked_s >= self.settings.stall_timeout_s:
+            self._on_hold_up(now)
         if event.progress is None:
             return
         self._rounds.note_progress(event.progress, now)
@@ -203,6 +206,18 @@ class Membership:
             worker.progress = event.progress
             if first:  # those who should leave may have waited for another holder of the state
                 self._rounds.consider_interrupt(now)
+
+    def _on_hold_up(self, now: float) -> None:
+        """A member has waited in a collective for too long: for whoever is alive but not in it."""
+        limit = self.settings.stall_timeout_s
+        members = list(self._roster.in_state(TRAINING))
+        idle = [worker for worker in members if worker.blocked_s is None]
+        for worker in idle:
+            self._evict(
+                worker.id, f"the others have waited for it in a collective for stall_timeout ({limit:g} s)", now
+            )
+        if not idle:
+            self._rounds.stalled(f"all {len(members)} members have waited in a collective for {limit:g} s", now)
 
     def _on_worker_ready(self, event: WorkerReady, now: float) -> None:
         worker = self._roster.workers.get(event.worker)
@@ -339,6 +354,13 @@ class Membership:
         agents = self._places.executor_gone(executor)
         for agent in agents:
             self._send_home(agent, why, now)
+
+    def _on_agent_lost(self, agent_id: AgentId, why: str, now: float) -> None:
+        agent = self._roster.agents.get(agent_id)
+        if agent is not None:
+            self._lose_agent(agent_id, why, now)
+            # Spark may take a second to see it, and would then run the task once more by itself
+            self._places.withdraw(agent.place.slot, f"its agent is lost: {why}", now)
 
     def _lose_agent(self, agent_id: AgentId, why: str, now: float) -> None:
         agent = self._roster.agents.get(agent_id)

@@ -37,6 +37,7 @@ class Worker:
     round: int = 0  # the last world it was published in; 0: none
     rank: int | None = None  # its rank there
     progress: int | None = None  # steps applied as last reported; None: holds no state, or not known yet
+    blocked_s: float | None = None  # how long it had waited in a collective when last heard; None: it did not
     introduced: bool = False  # WorkerJoined was announced
 
 

@@ -239,6 +239,12 @@ class Rounds:
         worker = self._roster.workers[candidate.worker]
         return self._roster.agents[worker.agent].leaving
 
+    def stalled(self, why: str, now: float) -> None:
+        """A running world does not get on, and nobody in it can be blamed."""
+        for worker in self._roster.in_state(TRAINING):
+            worker.blocked_s = None
+        self._break(why, now)
+
     def _break(self, why: str, now: float) -> None:
         if self.phase not in (Phase.RUNNING, Phase.INTERRUPTED):
             return

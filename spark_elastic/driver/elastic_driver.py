@@ -320,9 +320,9 @@ class ElasticDriver:
         match message:
             case wire.WorkerHello():
                 self._handle(seen.WorkerAlive(worker))
-            case wire.WorkerHeartbeat(progress):
+            case wire.WorkerHeartbeat(progress, blocked_s):
                 self._server.to_worker(worker, wire.Pong())
-                self._handle(seen.WorkerAlive(worker, progress))
+                self._handle(seen.WorkerAlive(worker, progress, blocked_s))
             case wire.Ready(round, progress, at_init):
                 self._handle(seen.WorkerReady(worker, round, progress, at_init))
             case wire.Raised(error_type, error, traceback):

@@ -35,7 +35,10 @@ class LocalLauncher:
     """
 
     def __init__(
-        self, hosts: Sequence[str] = ("127.0.0.1",), cores: int = 1, preimport: Sequence[str] = ("torch",)
+        self,
+        hosts: Sequence[str] = ("127.0.0.1",),
+        cores: int = 1,
+        preimport: Sequence[str] = ("torch", "torch._dynamo"),
     ) -> None:
         self._hosts = tuple(hosts)
         self._cores = cores

@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.core.outcome import AgentOutcome
@@ -23,6 +23,8 @@ AgentEntry = Callable[[SlotId, bytes], AgentOutcome]
 
 log = logging.getLogger(__name__)
 
+_FIRST_RUN_LOST = "the slot's task was lost"
+
 
 @dataclass(slots=True, eq=False)
 class _Launch:
@@ -34,7 +36,6 @@ class _Launch:
     stop_why: str | None = None
     """Set once the job has to end. A thread may not have submitted its job yet, so this is looked at before, and the
     watcher repeats the cancellation until the thread has ended."""
-    thread: threading.Thread | None = field(default=None, repr=False)
 
 
 class SparkLauncher:
@@ -72,6 +73,8 @@ class SparkLauncher:
         self._properties: Any = jvm_context(sc).getLocalProperties().clone()
         self._changed = threading.Condition()
         self._running: dict[SlotId, _Launch] = {}
+        self._threads: set[threading.Thread] = set()
+        """Of slots; a thread outlives its launch by the call of `on_ended`."""
         self._launches = 0
         self._closed = False
         self._watcher: threading.Thread | None = None
@@ -85,13 +88,12 @@ class SparkLauncher:
             if self._closed:
                 launch.stop_why = "the launcher is closed"
             self._running[slot] = launch
-            launch.thread = threading.Thread(
-                target=self._run, args=(launch,), name=f"spark_elastic slot {slot}", daemon=True
-            )
+            thread = threading.Thread(target=self._run, args=(launch,), name=f"spark_elastic slot {slot}", daemon=True)
+            self._threads.add(thread)
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._watch, name="spark_elastic launcher", daemon=True)
                 self._watcher.start()
-            launch.thread.start()
+            thread.start()
 
     def withdraw(self, slot: SlotId, why: str) -> None:
         with self._changed:
@@ -122,7 +124,7 @@ class SparkLauncher:
             self._closed = True
             for launch in self._running.values():
                 launch.stop_why = launch.stop_why or "the job is over"
-            threads = [launch.thread for launch in self._running.values() if launch.thread is not None]
+            threads = list(self._threads)
             if self._watcher is not None:
                 threads.append(self._watcher)
             self._changed.notify_all()
@@ -136,24 +138,43 @@ class SparkLauncher:
     # --- the slot's own thread ------------------------------------------------------------------
 
     def _run(self, launch: _Launch) -> None:
-        outcome: AgentOutcome | None = None
         try:
-            if launch.stop_why is not None:
-                why = launch.stop_why
-            else:
-                outcome = self._submit(launch)
-                why = outcome.why
-        except Exception as error:
-            why = reason_of_error(error)
-        if outcome is None and launch.stop_why is not None:
-            why = launch.stop_why  # "cancelled" is only how it was done
-        close_connection(self._sc)
-        with self._changed:
-            del self._running[launch.slot]
-            self._changed.notify_all()
-        self._on_ended(launch.slot, why, outcome)
+            why, outcome = self._outcome(launch)
+            with self._changed:
+                del self._running[launch.slot]
+                self._changed.notify_all()
+            self._on_ended(launch.slot, why, outcome)
+        finally:
+            close_connection(self._sc)
+            with self._changed:
+                self._threads.discard(threading.current_thread())
 
-    def _submit(self, launch: _Launch) -> AgentOutcome:
+    def _outcome(self, launch: _Launch) -> tuple[str, AgentOutcome | None]:
+        if (told := self._stop_why(launch)) is not None:
+            return told, None
+        try:
+            outcome = self._submit(launch)
+            why = outcome.why if outcome is not None else self._why_lost(launch)
+        except Exception as error:
+            outcome, why = None, reason_of_error(error)
+        if outcome is None or outcome.result is None:
+            # What it was told to stop for; "cancelled" is only how it was done.
+            told = self._stop_why(launch)
+            return (why, outcome) if told is None else (told, None)
+        return why, outcome
+
+    def _stop_why(self, launch: _Launch) -> str | None:
+        with self._changed:
+            return launch.stop_why
+
+    def _why_lost(self, launch: _Launch) -> str:
+        try:
+            return _first_failure(self._sc, launch.group) or _FIRST_RUN_LOST
+        except Exception:  # Spark forgets old jobs
+            return _FIRST_RUN_LOST
+
+    def _submit(self, launch: _Launch) -> AgentOutcome | None:
+        """Run the slot's job to its end. None: its task was lost, and Spark ran it again."""
         sc = self._sc
         payload = self._payload_for_slot(launch.slot)
         # Local properties belong to the JVM thread that pinned mode gives this thread; a fresh one has none.
@@ -163,8 +184,7 @@ class SparkLauncher:
         sc.setJobGroup(launch.group, f"{self._description}: slot {launch.slot}")
         task = _task_of(self._agent_entry, launch.slot, payload)
         rows = sc.parallelize([0], 1).mapPartitions(task).collect()
-        worker, result, why = rows[0]
-        return AgentOutcome(worker, result, why)
+        return AgentOutcome(*rows[0]) if rows[0] is not None else None
 
     # --- the watcher's thread -------------------------------------------------------------------
 
@@ -216,7 +236,7 @@ def _task_of(agent_entry: AgentEntry, slot: SlotId, payload: bytes) -> Callable[
         context = TaskContext.get()
         if context is not None and context.attemptNumber() > 0:
             # Spark's own second try: the driver starts the slot again itself. Returning ends the job without a third.
-            return [(None, None, "the first run of the slot's task was lost")]
+            return [None]
         outcome = agent_entry(slot, payload)
         return [(outcome.worker, outcome.result, outcome.why)]
 

@@ -57,6 +57,7 @@ class ChannelLink:
         self._replies: dict[int, KvValues] = {}
         self._next_request = 0
         self._progress: int | None = None
+        self._blocked_since: float | None = None
         self._in_loop = False
         self._ending = False
         self._beat_now = threading.Event()
@@ -102,6 +103,9 @@ class ChannelLink:
 
     def entered_loop(self) -> None:
         self._in_loop = True
+
+    def blocked(self, waiting: bool) -> None:
+        self._blocked_since = clock.monotonic() if waiting else None
 
     def updates_seen(self) -> int:
         return self._updates_seen
@@ -206,7 +210,9 @@ class ChannelLink:
     def _beat(self, interval_s: float) -> None:
         while not self._ending:
             try:
-                self._channel.send(WorkerHeartbeat(self._progress))
+                since = self._blocked_since
+                blocked_s = None if since is None else clock.monotonic() - since
+                self._channel.send(WorkerHeartbeat(self._progress, blocked_s))
             except ChannelClosedError:
                 return  # the reader thread sees it too and acts
             self._beat_now.wait(interval_s)

@@ -108,8 +108,8 @@ def _load(link: ChannelLink, pickled: bytes, made_by: str) -> Callable[[], Any]:
     except Exception as error:
         problem = NotPicklableError(
             f"the function cannot be loaded in the worker: {type(error).__name__}: {error}. It was pickled by "
-            f"{made_by} and this is {interpreter()}: if they differ, let PYSPARK_PYTHON name the same Python for both; if a "
-            "module is missing, install it on the executors"
+            f"{made_by} and this is {interpreter()}: if they differ, let PYSPARK_PYTHON name the same Python for both; "
+            "if a module is missing, install it on the executors"
         )
         link.raised(problem, "".join(traceback.format_exception(error)))
         exit_now(EXIT_RAISED, str(problem))

@@ -240,10 +240,13 @@ class GlooGroup:
             self._wait_on(work)
 
     def _wait_on(self, work: dist.Work) -> None:
+        self._link.blocked(True)
         try:
             work.wait()
         except Exception as error:
             raise self.translate(error) from error
+        finally:
+            self._link.blocked(False)
 
     @staticmethod
     def operator(name: str) -> Any:

@@ -28,8 +28,8 @@ class AgentOrder:
     """Added to the worker's environment."""
     nics: tuple[str, ...] | None = None
     """Network interfaces that may carry collectives; None: any."""
-    preimport: tuple[str, ...] = ("torch",)
-    """Modules that a worker imports while it waits."""
+    preimport: tuple[str, ...] = ("torch", "torch._dynamo")
+    """Modules that a worker imports while it waits. The first optimizer in a process imports torch._dynamo: seconds."""
 
 
 def interpreter() -> str:

@@ -123,7 +123,10 @@ class WorkerHello:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHeartbeat:
+    """See `core.events.WorkerAlive`."""
+
     progress: int | None
+    blocked_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,14 +52,13 @@ _QUICK = {
 _process_mark = uuid.uuid4().hex
 
 
-def _environment(mark: str, directory: str) -> dict[str, str]:
+def _environment(mark: str) -> dict[str, str]:
     paths = [str(ROOT), *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(ROOT))]
     return {
         "SPARK_HOME": str(SPARK_HOME),
         "PYSPARK_PYTHON": sys.executable,
         "PYSPARK_DRIVER_PYTHON": sys.executable,
         "PYTHONPATH": os.pathsep.join(paths),
-        "SPARK_WORKER_DIR": directory,  # else local-cluster writes into the installed package
         "SPARK_DAEMON_MEMORY": "256m",
         # The Worker needs the timeout too: it sends its heartbeats four times as often.
         "SPARK_DAEMON_JAVA_OPTS": f"{_JAVA_OPTIONS} -Dspark.worker.timeout=8",
@@ -74,8 +73,7 @@ def _start_driver_jvm() -> int:
     defaults of every later session in the process.
     """
     if SparkContext._gateway is None:
-        directory = tempfile.mkdtemp(prefix="spark_elastic-worker-")
-        os.environ.update(_environment(_process_mark, directory))
+        os.environ.update(_environment(_process_mark))
         SparkContext._ensure_initialized()
     return int(SparkContext._jvm.java.lang.ProcessHandle.current().pid())  # type: ignore[union-attr]
 
@@ -130,8 +128,11 @@ class Cluster:
         return pid
 
     def stop(self) -> None:
+        application = str(self.sc.applicationId)
         self.spark.stop()
         assert_gone(self.processes, 10.0)
+        # local-cluster leaves its executors' folders inside the installed package; SPARK_WORKER_DIR does not reach it.
+        shutil.rmtree(SPARK_HOME / "work" / application, ignore_errors=True)
 
 
 class Standalone(Cluster):
@@ -209,6 +210,7 @@ class Standalone(Cluster):
         finally:
             self._end_daemons()
         assert_gone(lambda: marked(self._mark), 10.0)
+        shutil.rmtree(self._directory, ignore_errors=True)  # again: an executor may have written while it ended
 
     def _start_worker(self) -> str:
         number = len(self._worker_hosts) + 2
@@ -243,7 +245,7 @@ class Standalone(Cluster):
             stderr=subprocess.STDOUT,
             env={
                 **os.environ,
-                **_environment(self._mark, str(self._directory)),
+                **_environment(self._mark),
                 **(environment or {}),
             },
             start_new_session=True,  # a Ctrl-C in the terminal is for pytest alone

@@ -212,7 +212,8 @@ class Checker:
         self._not_too_early(slot, now)
 
     def _on_WithdrawSlot(self, command: c.WithdrawSlot, event: e.Event, now: float) -> None:
-        require(isinstance(event, e.Tick), "slots are withdrawn after deadlines only")
+        allowed = isinstance(event, (e.Tick, e.AgentLost))
+        require(allowed, "slots are withdrawn after deadlines and with lost agents only")
 
     def _on_StartWorker(self, command: c.StartWorker, event: e.Event, now: float) -> None:
         require(command.agent in self.joined, f"agent {command.agent} is not there")

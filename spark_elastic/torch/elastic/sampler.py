@@ -46,6 +46,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.batch_size = batch_size
         self.epoch = 0
         self._done = 0
+        self._drops_last = False
         self._redeal()
 
     # --- where it stands ----------------------------------------------------------------------
@@ -63,7 +64,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     @property
     def num_samples(self) -> int:
         """The largest share of any rank: the same everywhere, so that loops over it make equally many steps."""
-        return -(-self.total_size // self.num_replicas)
+        return (self.total_size + (0 if self._drops_last else self.num_replicas - 1)) // self.num_replicas
 
     @property
     def remaining_indices(self) -> list[int]:
@@ -111,11 +112,16 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._rows = len(self.dataset)
         self._base = min(self._done, self._rows)
         self._order = EpochOrder(self._rows, self.seed, self.epoch, self.shuffle)
-        self._share = share(self.total_size, self.rank, self.num_replicas)
-        self._padded = needs_padding(self.total_size, self.rank, self.num_replicas, self.batch_size)
         self._taken = 0
+        self._deal()
         self.records = 0
         self._history: deque[tuple[int, int]] = deque([(0, 0)], maxlen=_HISTORY)
+
+    def _deal(self) -> None:
+        left, size = self.total_size, self.num_replicas
+        # a loader that drops its last batch must drop it on every rank, so all shares are the smallest one
+        self._share = left // size if self._drops_last else share(left, self.rank, size)
+        self._padded = not self._drops_last and needs_padding(left, self.rank, size, self.batch_size)
 
     # --- records that belong to a step which is done again --------------------------------------
 
@@ -160,6 +166,6 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     def _learn_batch_size(self, caller: Any) -> None:
         """Ask who iterates: a `DataLoader` does not tell its sampler the batch size, but its `BatchSampler` has it."""
         owner = caller.f_locals.get("self")
-        if isinstance(owner, torch.utils.data.BatchSampler) and owner.sampler is self and not owner.drop_last:
-            self.batch_size = owner.batch_size
-            self._padded = needs_padding(self.total_size, self.rank, self.num_replicas, self.batch_size)
+        if isinstance(owner, torch.utils.data.BatchSampler) and owner.sampler is self:
+            self.batch_size, self._drops_last = owner.batch_size, owner.drop_last
+            self._deal()

@@ -10,6 +10,7 @@ from spark_elastic.driver.spark_discovery import SparkHostDiscovery
 from spark_elastic.driver.spark_launcher import SparkLauncher
 from spark_elastic.task.spark_task import slot_report
 from tests.integration.clusters import local_cluster
+from tests.integration.processes import wait_until
 from tests.integration.spark_edges.fake_agent import Ends, fake_agent, started
 
 pytestmark = pytest.mark.cluster
@@ -34,7 +35,7 @@ def test_gpus_limit_the_slots_where_they_are_scarcer_than_cores(cluster):
     discovery = SparkHostDiscovery(cluster.sc, slot_report)
     count = discovery.slots()
     assert (count.now, count.most, count.executors) == (2, 2, 2)
-    assert list(discovery.find_available_hosts_and_slots().values()) == [2]
+    wait_until(lambda: list(discovery.find_available_hosts_and_slots().values()) == [2], 10.0, "both are listed")
 
 
 def test_probe_places_one_task_on_each_executor_and_reports_its_gpu(cluster):
@@ -73,7 +74,7 @@ def test_slot_that_spark_would_retry_on_a_free_slot_ends_instead(cluster, tmp_pa
     try:
         launcher.launch(0)
         [(_, why, outcome, _)] = ends.wait_for(1, 10.0)
-        assert outcome is None or outcome.result is None
-        assert "died" in why or "was lost" in why
+        assert outcome is None
+        assert "died" in why
     finally:
         launcher.close(5.0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
@@ -39,8 +41,12 @@ def test_listeners_come_and_go_without_a_trace_in_either_process(cluster):
     me, jvm = psutil.Process(), psutil.Process(cluster.driver_jvm)
 
     def dispatchers():
-        names = [f"/proc/{jvm.pid}/task/{thread.id}/comm" for thread in jvm.threads()]
-        return sum(open(name).read().startswith("spark-listener-") for name in names)
+        """Threads of Spark's listener bus; Linux keeps the first 15 characters of their names."""
+        found = 0
+        for thread in jvm.threads():
+            with contextlib.suppress(OSError):  # some other thread of the JVM that just ended
+                found += Path(f"/proc/{jvm.pid}/task/{thread.id}/comm").read_text().startswith("spark-listener-")
+        return found
 
     def cycle():
         listener = ExecutorListener(cluster.sc)

@@ -37,7 +37,8 @@ def test_only_what_was_given_is_passed_on():
 def test_every_setting_reaches_run_under_its_own_name():
     line = (
         "-np 4 --min-np 2 --max-num-proc 8 --reset-limit 9 --elastic-timeout 60 --start-timeout 30.5 "
-        "--heartbeat-timeout 5 --cooldown-range 1 20 --nics eth0,eth1 --env A=1 --env B=x=y -vv train.py"
+        "--heartbeat-timeout 5 --stall-timeout 90 --cooldown-range 1 20 --nics eth0,eth1 --env A=1 --env B=x=y "
+        "-vv train.py"
     )
     assert run_arguments(parse(line)) == {
         "num_proc": 4,
@@ -47,6 +48,7 @@ def test_every_setting_reaches_run_under_its_own_name():
         "elastic_timeout": 60.0,
         "start_timeout": 30.5,
         "heartbeat_timeout": 5.0,
+        "stall_timeout": 90.0,
         "cooldown_range": (1.0, 20.0),
         "nics": ["eth0", "eth1"],
         "env": {"A": "1", "B": "x=y"},

@@ -15,6 +15,7 @@ from spark_elastic.core.commands import (
     NotifyHostsUpdated,
     PublishWorld,
     StartWorker,
+    StopWorker,
     WithdrawSlot,
 )
 from spark_elastic.core.events import (
@@ -290,3 +291,32 @@ def test_a_thousand_changes_leave_nothing_behind() -> None:
     assert len(machine.worker_states()) == 2
     assert len(machine._timers._heap) < 100
     assert len(machine._places._cooldown._histories) < 100
+
+
+# --- workers that are alive and hold up the others ------------------------------------------------
+
+
+def test_worker_that_the_others_wait_for_too_long_in_a_collective_is_removed() -> None:
+    machine = training(3, stall_timeout_s=60.0)
+    machine.handle(WorkerAlive(2, 10, blocked_s=None), 70.0)
+    machine.handle(WorkerAlive(3, 10, blocked_s=59.0), 70.0)
+    assert machine.phase is Phase.RUNNING
+    commands = machine.handle(WorkerAlive(1, 10, blocked_s=60.0), 71.0)
+    assert [command.worker for command in commands if isinstance(command, StopWorker)] == [2]
+    (cut,) = [command for command in commands if isinstance(command, CutPeers)]
+    assert set(cut.workers) == {1, 3}
+    assert "waited for it in a collective for stall_timeout (60 s)" in cut.why
+
+
+def test_when_all_wait_for_each_other_nobody_is_removed_but_all_are_cut() -> None:
+    machine = training(2, stall_timeout_s=60.0)
+    machine.handle(WorkerAlive(1, 10, blocked_s=58.0), 70.0)
+    commands = machine.handle(WorkerAlive(2, 10, blocked_s=61.0), 71.0)
+    assert not any(isinstance(command, StopWorker) for command in commands)
+    (cut,) = [command for command in commands if isinstance(command, CutPeers)]
+    assert set(cut.workers) == {1, 2}
+
+
+def test_worker_that_waits_in_a_collective_for_less_than_the_limit_is_left_alone() -> None:
+    machine = training(2, stall_timeout_s=60.0)
+    assert machine.handle(WorkerAlive(1, 10, blocked_s=59.9), 70.0) == []

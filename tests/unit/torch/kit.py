@@ -99,6 +99,9 @@ class KitLink:
     def entered_loop(self) -> None:
         pass
 
+    def blocked(self, waiting: bool) -> None:
+        pass
+
     def updates_seen(self) -> int:
         return self._updates
 

@@ -74,6 +74,12 @@ def test_no_row_is_seen_twice_where_shares_fit_the_batches():
     assert sorted(seen) == list(range(103))
 
 
+def test_a_loader_that_drops_its_last_batch_drops_it_on_every_rank():
+    ranks = samplers(31, 4, None)  # shares of 8, 8, 8 and 7 rows
+    steps = {len(list(DataLoader(range(31), 8, sampler=sampler, drop_last=True))) for sampler in ranks}
+    assert steps == {0}
+
+
 def test_set_epoch_begins_a_new_epoch_and_leaves_one_that_is_under_way_alone():
     (sampler,) = samplers(10, 1, None)
     first = list(sampler)
