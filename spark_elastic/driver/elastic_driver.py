@@ -22,7 +22,7 @@ from spark_elastic.core import events as seen
 from spark_elastic.core.membership import Membership
 from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.states import Phase
-from spark_elastic.core.timeline import JobEnded, PlaceCooledDown, Record, Waiting
+from spark_elastic.core.timeline import JobEnded, PlaceCooledDown, Record, Waiting, WorldStarted
 from spark_elastic.core.topology import AgentId, SlotId, WorkerId, World
 from spark_elastic.driver.addresses import AddressBook
 from spark_elastic.driver.launcher import Launcher, OnEnded
@@ -444,7 +444,7 @@ class ElasticDriver:
         text = str(record)
         if isinstance(record, Waiting):
             self._waiting_for = record.reason
-        if isinstance(record, JobEnded):
+        if isinstance(record, (JobEnded, WorldStarted)):
             self._waiting_for = ""
         logger.info("%s: %s", self._order.job, text)
         if (self._verbose >= 1 and not isinstance(record, Waiting)) or self._verbose >= 2:
