@@ -31,6 +31,7 @@ class Diary:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.entries: list[Entry] = []
+        self._newest: dict[int, Entry] = {}
         self._offsets: dict[Path, int] = {}
 
     def read(self) -> list[Entry]:
@@ -41,8 +42,17 @@ class Diary:
                 data = file.read()
             whole = data[: data.rfind(b"\n") + 1]
             self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-            self.entries += [json.loads(line) for line in whole.splitlines()]
+            news = [json.loads(line) for line in whole.splitlines()]
+            self.entries += news
+            self._newest.update((entry["pid"], entry) for entry in news if entry["what"] == "applied")
         return self.entries
+
+    def newest(self) -> dict[int, Entry]:
+        """The last step of each living worker in the newest round that one of them has reached, by rank."""
+        self.read()
+        steps = [entry for pid, entry in self._newest.items() if is_alive(pid)]
+        round = max((entry["round"] for entry in steps), default=0)
+        return {entry["rank"]: entry for entry in steps if entry["round"] == round}
 
     # --- what a test does to the training -------------------------------------------------------
 
@@ -81,11 +91,8 @@ class Diary:
 
         def together() -> bool:
             world.clear()
-            applied = [entry for entry in self.read() if entry["what"] == "applied"]
-            newest = {entry["pid"]: entry for entry in applied if is_alive(entry["pid"])}
-            round = max((entry["round"] for entry in newest.values()), default=0)
-            world.update({entry["rank"]: entry for entry in newest.values() if entry["round"] == round})
-            return round > after and len(world) == size and all(entry["size"] == size for entry in world.values())
+            world.update(self.newest())
+            return len(world) == size and all(e["size"] == size and e["round"] > after for e in world.values())
 
         try:
             wait_until(together, WAIT_S, f"{size} workers train in a round after {after}")
