@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from spark_elastic.core.events import HostsObserved
@@ -20,7 +19,10 @@ from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.handover import AgentOrder
 
 if TYPE_CHECKING:
+    from pyspark import SparkContext
+
     from spark_elastic.driver.executor_watch import ExecutorWatch
+    from spark_elastic.driver.spark_discovery import SparkHostDiscovery
 
 
 class Backend(Protocol):
@@ -107,7 +109,7 @@ class SparkBackend:
         return AdmittedLauncher(arbiter_of(self._context), order.job, settings.min_num_proc, build, on_ended)
 
     def sources(self) -> list[EventSource]:
-        return [_ExecutorEvents(self._discovery.watch)]
+        return [_ExecutorEvents(self._context, self._discovery)]
 
     def gather(self, order: AgentOrder, settings: ElasticSettings, driver: ElasticDriver) -> None:
         """Wait until the workers can be placed together: all of them soon, or the fewest that the job can live with.
@@ -116,6 +118,14 @@ class SparkBackend:
             NotEnoughSlotsError: not even those within start_timeout.
             UnknownInterfaceError: one of their hosts has none of the interfaces asked for.
         """
+        from spark_elastic.driver.jvm import close_connection
+
+        try:
+            self._gather(order, settings, driver)
+        finally:
+            close_connection(self._context)
+
+    def _gather(self, order: AgentOrder, settings: ElasticSettings, driver: ElasticDriver) -> None:
         stop = driver.stop_requested
         probe = None
         if settings.num_proc > settings.min_num_proc:
@@ -135,16 +145,23 @@ class SparkBackend:
 class _ExecutorEvents:
     """Spark's news of executors as a source of the driver's events."""
 
-    def __init__(self, watch: Callable[[PostEvent], ExecutorWatch]) -> None:
-        self._begin = watch
+    def __init__(self, context: SparkContext, discovery: SparkHostDiscovery) -> None:
+        self._context = context
+        self._discovery = discovery
         self._watch: ExecutorWatch | None = None
 
     def start(self, post: PostEvent) -> None:
-        self._watch = self._begin(post)
+        self._watch = self._discovery.watch(post)
 
     def close(self) -> None:
-        if self._watch is not None:
+        if self._watch is None:
+            return
+        from spark_elastic.driver.jvm import close_connection
+
+        try:
             self._watch.close()
+        finally:
+            close_connection(self._context)
 
 
 class HostEvents:

@@ -12,6 +12,7 @@ import cloudpickle
 
 from spark_elastic.core.timeline import Record
 from spark_elastic.driver.elastic_driver import ElasticDriver, JobStatus
+from spark_elastic.errors import ResultError
 
 _running: weakref.WeakSet[ElasticJob] = weakref.WeakSet()
 EXIT_TIMEOUT_S = 5.0
@@ -80,7 +81,7 @@ class ElasticJob:
             except BaseException as error:
                 raise self._driver.never_ran(error) from None
             pickled = self._driver.run()
-            self._results = [cloudpickle.loads(result) for result in pickled]
+            self._results = [_load(result, rank) for rank, result in enumerate(pickled)]
         except BaseException as error:
             self._error = error
         finally:
@@ -93,6 +94,16 @@ class ElasticJob:
     def __repr__(self) -> str:
         status = self.status()
         return f"<ElasticJob {self.name}: {status.phase}, {status.size} workers in round {status.round}>"
+
+
+def _load(result: bytes, rank: int) -> Any:
+    try:
+        return cloudpickle.loads(result)
+    except Exception as error:
+        raise ResultError(
+            f"the result of rank {rank} cannot be loaded in the driver: {type(error).__name__}: {error}; return plain "
+            "values, or install what it is made of here too"
+        ) from error
 
 
 @atexit.register

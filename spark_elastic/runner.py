@@ -70,7 +70,8 @@ def run(
         verbose: 0: only the workers' output; 1: the membership too; 2: and what is waited for.
         launcher: a `LocalLauncher` runs the workers as plain processes of this machine, without Spark.
 
-    Returns: what `fn` returned in each worker, by rank.
+    Returns: what `fn` returned in each worker, by rank; without the results that were lost with their executors after
+        the function had returned, of which a line is printed.
     Raises:
         UsageError: the call has to be changed; nothing was run.
         UserFunctionError: `fn` raised; carries rank, host and traceback.

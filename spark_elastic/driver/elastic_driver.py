@@ -8,6 +8,7 @@ here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import signal
@@ -50,6 +51,8 @@ RESULTS_TIMEOUT_S = 300.0
 FAREWELL_TIMEOUT_S = 2.0
 """How long agents get to end by themselves before their launches are ended for them."""
 CLOSE_TIMEOUT_S = 3.0
+LAST_WORDS_S = 5.0
+"""How long what a worker had sent is still listened to after its process is gone."""
 
 
 class EventSource(Protocol):
@@ -152,6 +155,10 @@ class ElasticDriver:
                 self._cancelled = why
         self.stop_requested.set()
         self.post(seen.CancelRequested(why))
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed: the job is over
+                loop.call_soon_threadsafe(self._collect_no_more, why)
 
     def note_waiting(self, reason: str) -> None:
         """Show what is waited for before `run`."""
@@ -215,10 +222,33 @@ class ElasticDriver:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            for source in self._sources:
-                await asyncio.to_thread(source.close)
-            await asyncio.to_thread(self._launcher.close, CLOSE_TIMEOUT_S)
+            await self._close_all()
             await self._server.close()
+
+    def _collect_no_more(self, why: str) -> None:
+        """Cancelled while finished workers' results were on their way: the machine has nothing to cancel any more."""
+        if self._expected_results is not None and self._failure is None and not self._slots_over.is_set():
+            self._failure = JobCancelledError(why)
+            self._announce_failure(self._failure)
+            self._slots_over.set()
+
+    async def _close_all(self) -> None:
+        """Sources and launcher side by side. On plain threads: at the interpreter's exit there is no other kind."""
+        closings = [source.close for source in self._sources] + [lambda: self._launcher.close(CLOSE_TIMEOUT_S)]
+        loop = asyncio.get_running_loop()
+        left = [loop.create_future() for _ in closings]
+
+        def close(number: int) -> None:
+            try:
+                closings[number]()
+            except Exception:
+                logger.exception("could not close %r", closings[number])
+            finally:
+                loop.call_soon_threadsafe(left[number].set_result, None)
+
+        for number in range(len(closings)):
+            threading.Thread(target=close, args=(number,), name="spark_elastic-close", daemon=True).start()
+        await asyncio.gather(*left)
 
     async def _outcome(self) -> list[bytes]:
         expected = self._expected_results
@@ -241,7 +271,9 @@ class ElasticDriver:
                 f"all {len(expected)} workers finished, but none of their results arrived: {'; '.join(reasons)}"
             )
         if missing:
-            logger.warning("%d of %d results are lost: %s", len(missing), len(expected), "; ".join(reasons))
+            text = f"{len(missing)} of {len(expected)} results are lost: {'; '.join(reasons)}"
+            logger.warning("%s", text)
+            self._printer.line(f"spark_elastic: {text}")
         return [self._results[worker] for worker in expected if worker in self._results]
 
     # --- events in ----------------------------------------------------------------------------------
@@ -272,7 +304,7 @@ class ElasticDriver:
     def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None:
         self._agents.add(agent)
         self._slot_of[agent] = hello.place.slot
-        self._launcher.agents_joined(frozenset(self._slot_of[a] for a in self._agents))
+        self._tell_launcher()
         if self._ending:
             self._server.to_agent(agent, wire.FinishAgent(False, "the job is over"))
             return
@@ -285,14 +317,19 @@ class ElasticDriver:
             self._server.to_agent(prober, wire.ProbePeers(targets))
         self._handle(seen.AgentJoined(agent, hello.place))
 
+    def _tell_launcher(self) -> None:
+        if not self._ending:  # agents of a job that ends are not missed
+            self._launcher.agents_joined(frozenset(self._slot_of[agent] for agent in self._agents))
+
     def agent_said(self, agent: AgentId, message: wire.Message) -> None:
         match message:
             case wire.AgentHeartbeat():
                 self._server.to_agent(agent, wire.Pong())
                 self._handle(seen.AgentAlive(agent))
             case wire.WorkerExited(worker, exit_code, stderr_tail):
-                if self._agent_of.pop(worker, None) == agent:
-                    self._server.drop_worker(worker, "its process is gone")
+                if self._agent_of.get(worker) == agent:
+                    # its own channel closes by itself; what it said at the end may still be on the way
+                    asyncio.get_running_loop().call_later(LAST_WORDS_S, self._forget_worker, worker)
                     self._handle(seen.WorkerLost(worker, _describe_exit(exit_code), exit_code, stderr_tail))
             case wire.OutputLines(worker, stream, lines):
                 self._printer.worker_lines(self._name_of(worker, agent), stream, lines)
@@ -307,11 +344,15 @@ class ElasticDriver:
         self._agents.discard(agent)
         self._handle(seen.AgentLost(agent, why))
         del self._slot_of[agent]
-        self._launcher.agents_joined(frozenset(self._slot_of[a] for a in self._agents))
+        self._tell_launcher()
         for worker in [w for w, a in self._agent_of.items() if a == agent]:
             del self._agent_of[worker]
             self._server.drop_worker(worker, "its agent is gone")
         self._addresses.gone(agent)
+
+    def _forget_worker(self, worker: WorkerId) -> None:
+        self._agent_of.pop(worker, None)
+        self._server.drop_worker(worker, "its process is gone")
 
     def worker_expected(self, worker: WorkerId) -> bool:
         return worker in self._agent_of

@@ -30,8 +30,9 @@ from spark_elastic.wire.stream import MessageStream
 
 logger = logging.getLogger(__name__)
 
-MAX_UNAUTHENTICATED = 64
-"""Connections that may be in their handshake at a time; further ones are dropped at once."""
+MAX_UNAUTHENTICATED = 256
+"""Connections that may be in their handshake at a time: a whole gang may come at once. Beyond it the oldest one goes,
+so that nobody can lock the others out by holding connections; peers that are dropped by it try again."""
 
 
 class Listener(Protocol):
@@ -58,15 +59,22 @@ class RendezvousServer:
     """Start it, close it; send to agents and workers by their ids."""
 
     def __init__(
-        self, key: bytes, listener: Listener, *, heartbeat_interval_s: float, heartbeat_timeout_s: float
+        self,
+        key: bytes,
+        listener: Listener,
+        *,
+        heartbeat_interval_s: float,
+        heartbeat_timeout_s: float,
+        max_unauthenticated: int = MAX_UNAUTHENTICATED,
     ) -> None:
         self._key = key
         self._listener = listener
+        self._max_unauthenticated = max_unauthenticated
         self._agent_welcome = AgentWelcome(heartbeat_interval_s, heartbeat_timeout_s)
         self._worker_welcome = WorkerWelcome(heartbeat_interval_s, heartbeat_timeout_s)
         self._server: asyncio.Server | None = None
         self._key_values = RoundKeyValues()
-        self._unauthenticated: set[MessageStream] = set()
+        self._unauthenticated: dict[MessageStream, None] = {}  # oldest first
         self._unnamed: set[MessageStream] = set()
         self._agents: dict[AgentId, MessageStream] = {}
         self._workers: dict[WorkerId, MessageStream] = {}
@@ -134,15 +142,17 @@ class RendezvousServer:
             on_open=self._opened,
             on_message=self._received,
             on_closed=self._closed,
-            on_unauthenticated=self._unauthenticated.discard,
+            on_unauthenticated=lambda stream: self._unauthenticated.pop(stream, None),
         )
-        if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
-            stream.abort("too many connections in their handshake")
-        self._unauthenticated.add(stream)
+        if len(self._unauthenticated) >= self._max_unauthenticated:
+            oldest = next(iter(self._unauthenticated))
+            del self._unauthenticated[oldest]
+            oldest.abort("too many connections in their handshake")
+        self._unauthenticated[stream] = None
         return stream
 
     def _opened(self, stream: MessageStream) -> None:
-        self._unauthenticated.discard(stream)
+        self._unauthenticated.pop(stream, None)
         self._unnamed.add(stream)
 
     def _received(self, stream: MessageStream, message: Message) -> None:

@@ -8,6 +8,7 @@ job that has not begun gives back what it has gathered so far for it.
 from __future__ import annotations
 
 import enum
+import logging
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -18,6 +19,9 @@ from spark_elastic.driver.launcher import Launcher, OnEnded
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
+
+
+log = logging.getLogger(__name__)
 
 
 class Turn(enum.Enum):
@@ -153,10 +157,14 @@ class AdmittedLauncher:
         self._joined: frozenset[SlotId] = frozenset()
         self._closed = False
         self._launcher = build(self._ended)
-        self._ticket = arbiter.enter(job, self._look_again_if_ready)
-        self._look_again()
+        self._arbiter = arbiter
+        self._job = job
+        self._ticket: Ticket | None = None
+        self._said: str | None = None
 
     def launch(self, slot: SlotId) -> None:
+        if self._ticket is None:  # not before: a job that cannot be placed yet keeps nobody waiting
+            self._ticket = self._arbiter.enter(self._job, self._look_again)
         with self._lock:
             if slot in self._held or slot in self._launched or slot in self._taken_back:
                 raise ValueError(f"slot {slot} is still running; wait for its end before the next launch")
@@ -180,15 +188,13 @@ class AdmittedLauncher:
         """The slots that have a live agent now; to be told at each change."""
         with self._lock:
             had, self._joined = len(self._joined), slots
+        if self._ticket is None:
+            return
         if len(slots) >= self._need:
             self._ticket.gathered()
         elif had >= self._need:
             self._ticket.short()
         self._look_again()
-
-    def waits_for(self) -> str | None:
-        """The job whose turn it is, if launches are held for it; for the reason of a wait."""
-        return self._ticket.waits_for() if self._held else None
 
     def gone(self) -> str | None:
         return self._launcher.gone()
@@ -200,20 +206,18 @@ class AdmittedLauncher:
         try:
             self._launcher.close(deadline_s)
         finally:
-            self._ticket.leave()
+            if self._ticket is not None:
+                self._ticket.leave()
         for slot in sorted(held):
             self._on_ended(slot, "the job is over", None)
 
-    def _look_again_if_ready(self) -> None:
-        if hasattr(self, "_ticket"):  # the first call comes from within `enter`
-            self._look_again()
-
     def _look_again(self) -> None:
         with self._lock:
-            if self._closed:
+            ticket = self._ticket
+            if self._closed or ticket is None:  # the arbiter's first call comes from within `enter`
                 return
-            limit = self._limit()
-            spare = sorted(self._launched - self._keepable(), reverse=True)
+            limit = self._limit(ticket)
+            spare = sorted(self._launched - self._keepable(ticket), reverse=True)
             while len(self._launched) > limit and spare:
                 slot = spare.pop(0)
                 self._launched.remove(slot)
@@ -223,18 +227,24 @@ class AdmittedLauncher:
                 self._held.remove(slot)
                 self._launched.add(slot)
                 self._launcher.launch(slot)
+            self._say(ticket.waits_for() if self._held else None)
 
-    def _limit(self) -> int:
+    def _say(self, before: str | None) -> None:
+        if before is not None and before != self._said:
+            log.info("%s holds %d launches back until job %s has its workers", self._job, len(self._held), before)
+        self._said = before
+
+    def _limit(self, ticket: Ticket) -> int:
         """How many slots may be launched now."""
-        if self._ticket.turn is Turn.WAITING:
-            return len(self._joined) if self._ticket.has_begun else 0
-        if self._ticket.is_contended():
+        if ticket.turn is Turn.WAITING:
+            return len(self._joined) if ticket.has_begun else 0
+        if ticket.is_contended():
             return max(self._need, len(self._joined))
         return len(self._launched) + len(self._held)
 
-    def _keepable(self) -> frozenset[SlotId]:
+    def _keepable(self, ticket: Ticket) -> frozenset[SlotId]:
         """Slots that are not taken back: those whose agents may hold a state."""
-        return frozenset() if self._ticket.turn is Turn.WAITING and not self._ticket.has_begun else self._joined
+        return frozenset() if ticket.turn is Turn.WAITING and not ticket.has_begun else self._joined
 
     def _ended(self, slot: SlotId, why: str, outcome: AgentOutcome | None) -> None:
         with self._lock:

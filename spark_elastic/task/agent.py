@@ -16,6 +16,7 @@ from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.slot_report import SlotReport
 from spark_elastic.core.topology import Place, SlotId
 from spark_elastic.task.worker_process import WorkerProcess, worker_environment
+from spark_elastic.wire.channel import RETRY_S
 from spark_elastic.wire.handover import AgentOrder
 from spark_elastic.wire.messages import (
     AgentHeartbeat,
@@ -69,6 +70,7 @@ class _Agent:
         self._over: asyncio.Event
         self._all_gone: asyncio.Event
         self._opened: asyncio.Event
+        self._dropped: asyncio.Event
         self._heartbeat_timeout_s = float("inf")
         self._last_heard = clock.monotonic()
         self._probes: set[asyncio.Task[None]] = set()
@@ -78,6 +80,7 @@ class _Agent:
         self._all_gone = asyncio.Event()
         self._all_gone.set()
         self._opened = asyncio.Event()
+        self._dropped = asyncio.Event()
         guardian_fd = self._watch_guardian()
         prober = await asyncio.start_server(self._close_probe, "0.0.0.0", 0)
         try:
@@ -111,19 +114,36 @@ class _Agent:
         return descriptor
 
     async def _connect(self) -> None:
-        """Connect to the driver; if that fails, the agent is over."""
+        """Connect to the driver, trying again until the timeout; if that fails, the agent is over."""
         loop = asyncio.get_running_loop()
         deadline = clock.monotonic() + self._order.connect_timeout_s
-        failures = []
-        for number, (host, port) in enumerate(self._order.driver_addresses):
-            share = max((deadline - clock.monotonic()) / (len(self._order.driver_addresses) - number), 0.1)
-            try:
-                await asyncio.wait_for(loop.create_connection(self._new_stream, host, port), share)
-                await asyncio.wait_for(self._opened.wait(), share)
-                return
-            except (OSError, asyncio.TimeoutError) as error:
-                failures.append(f"{host}:{port}: {error or 'no answer'}")
-        self._finished(f"cannot reach the driver from {self._report.host}: {'; '.join(failures)}")
+        failures: dict[tuple[str, int], str] = {}
+        while True:
+            for number, (host, port) in enumerate(self._order.driver_addresses):
+                share = max((deadline - clock.monotonic()) / (len(self._order.driver_addresses) - number), 0.1)
+                self._dropped.clear()
+                try:
+                    await asyncio.wait_for(loop.create_connection(self._new_stream, host, port), share)
+                    answered = await asyncio.wait_for(self._opened_or_dropped(), share)
+                except (OSError, asyncio.TimeoutError) as error:
+                    failures[host, port] = f"{host}:{port}: {error or 'no answer'}"
+                    continue
+                if answered:
+                    return
+                failures[host, port] = f"{host}:{port}: it closed the connection during the handshake"
+            if clock.monotonic() >= deadline or self._over.is_set():
+                break
+            await asyncio.sleep(RETRY_S)
+        self._finished(f"cannot reach the driver from {self._report.host}: {'; '.join(failures.values())}")
+
+    async def _opened_or_dropped(self) -> bool:
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._opened, self._dropped)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return self._opened.is_set()
 
     def _new_stream(self) -> MessageStream:
         self._stream = MessageStream(
@@ -132,6 +152,7 @@ class _Agent:
             on_open=lambda stream: self._opened.set(),
             on_message=self._received,
             on_closed=lambda stream, why: self._finished(f"the channel to the driver is gone: {why}"),
+            on_unauthenticated=lambda stream: self._dropped.set(),
         )
         return self._stream
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from spark_elastic import clock
 from spark_elastic.core.topology import WorkerId
-from spark_elastic.errors import ChannelClosedError, HorovodInternalError
+from spark_elastic.errors import ChannelClosedError, HorovodInternalError, ProtocolError
 from spark_elastic.wire.channel import Channel
 from spark_elastic.wire.messages import (
     Abandoned,
@@ -38,6 +38,8 @@ from spark_elastic.worker_link import Assignment, ProvisionalPosition
 
 EXIT_CHANNEL_LOST = 79
 """Exit code of a worker whose channel to the driver broke."""
+MAX_ERROR_CHARACTERS = 200_000
+"""Of an exception's message and of its traceback: some quote a whole batch."""
 
 
 class ChannelLink:
@@ -151,8 +153,12 @@ class ChannelLink:
     # --- the end of the function ----------------------------------------------------------------------
 
     def raised(self, error: BaseException, traceback: str) -> None:
-        """Report a bug in the user's function."""
-        self._send(Raised(type(error).__name__, str(error), traceback))
+        """Report a bug in the user's function, cut to what people can read."""
+        try:
+            text = str(error)
+        except Exception as problem:
+            text = f"(its message cannot be made: {problem!r})"
+        self._send(Raised(type(error).__name__, text[:MAX_ERROR_CHARACTERS], traceback[-MAX_ERROR_CHARACTERS:]))
 
     def abandoned(self, why: str) -> None:
         """Report that the function has to be run again from its start."""
@@ -221,7 +227,7 @@ class ChannelLink:
     def _send(self, message: Message) -> None:
         try:
             self._channel.send(message)
-        except ChannelClosedError as error:
+        except ProtocolError as error:
             self._closed(str(error))
 
     def _closed(self, why: str) -> None:

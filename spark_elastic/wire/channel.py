@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from spark_elastic.clock import monotonic
@@ -15,35 +16,40 @@ from spark_elastic.wire.messages import Message, decode, encode
 logger = logging.getLogger(__name__)
 
 Address = tuple[str, int]
+RETRY_S = 0.2
+"""Pause before the driver is tried again: it may be busy, or have dropped us among too many at once."""
 _READ_BYTES = 256 * 1024
 
 
 def connect(addresses: Sequence[Address], key: bytes, *, timeout_s: float) -> Channel:
-    """Connect to the first of `addresses` that answers and authenticate both sides.
+    """Connect to the first of `addresses` that answers and authenticate both sides; tries again until the timeout.
 
     Raises:
-        ChannelClosedError: none answered within `timeout_s`; says what each attempt ended with.
+        ChannelClosedError: none answered within `timeout_s`; says what the last attempt at each ended with.
         AuthenticationError: one answered but does not hold the key.
     """
     deadline = monotonic() + timeout_s
-    failures = []
-    for number, address in enumerate(addresses):
-        share = max((deadline - monotonic()) / (len(addresses) - number), 0.1)
-        try:
-            sock = socket.create_connection(address, timeout=share)
-        except OSError as error:
-            failures.append(f"{address[0]}:{address[1]}: {error}")
-            continue
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return Channel(sock, _authenticate(sock, key))
-        except OSError as error:
-            sock.close()
-            failures.append(f"{address[0]}:{address[1]}: {error}")
-        except ProtocolError:
-            sock.close()
-            raise
-    raise ChannelClosedError("cannot reach the driver: " + "; ".join(failures))
+    failures: dict[Address, str] = {}
+    while True:
+        for number, address in enumerate(addresses):
+            share = max((deadline - monotonic()) / (len(addresses) - number), 0.1)
+            try:
+                return _connect(address, key, share)
+            except (OSError, ChannelClosedError) as error:
+                failures[address] = f"{address[0]}:{address[1]}: {error or 'no answer'}"
+        if monotonic() >= deadline:
+            raise ChannelClosedError("cannot reach the driver: " + "; ".join(failures.values()))
+        time.sleep(min(RETRY_S, max(deadline - monotonic(), 0.0)))
+
+
+def _connect(address: Address, key: bytes, timeout_s: float) -> Channel:
+    sock = socket.create_connection(address, timeout=timeout_s)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return Channel(sock, _authenticate(sock, key))
+    except BaseException:
+        sock.close()
+        raise
 
 
 def _authenticate(sock: socket.socket, key: bytes) -> Connection:
@@ -111,7 +117,11 @@ class Channel:
             self._reader.join(timeout=5.0)
 
     def _read(self, on_message: Callable[[Message], None], on_closed: Callable[[str], None]) -> None:
-        why = self._read_until_closed(on_message)
+        try:
+            why = self._read_until_closed(on_message)
+        except Exception as error:  # without a reader nobody would hear the driver any more
+            logger.exception("the channel's reader failed")
+            why = f"internal error in the channel's reader: {error!r}"
         if not self._closing:
             on_closed(why)
 

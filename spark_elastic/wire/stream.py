@@ -23,7 +23,7 @@ class MessageStream(asyncio.Protocol):
     """Authenticates, then turns bytes into messages and back. All calls on the loop's thread.
 
     `on_open(stream)` once the peer is authenticated, `on_message(stream, message)` for each message,
-    `on_closed(stream, why)` exactly once, but only if `on_open` was called.
+    `on_closed(stream, why)` exactly once, but only if `on_open` was called; otherwise `on_unauthenticated(stream)`.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class MessageStream(asyncio.Protocol):
         on_open: Callable[[MessageStream], None],
         on_message: Callable[[MessageStream, Message], None],
         on_closed: Callable[[MessageStream, str], None],
-        on_unauthenticated: Callable[[MessageStream], None] | None = None,
+        on_unauthenticated: Callable[[MessageStream], object] | None = None,
     ) -> None:
         self._connection = Connection(key, server=server)
         self._on_open = on_open

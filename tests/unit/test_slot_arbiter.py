@@ -81,10 +81,19 @@ def test_job_alone_launches_everything_at_once(arbiter):
     assert len(cluster.pending) == 4  # the demand that dynamic allocation sees
 
 
+def test_job_that_has_launched_nothing_keeps_nobody_waiting(arbiter):
+    cluster = Cluster(4)
+    Job(cluster, arbiter, "cannot be placed yet", need=8, most=0)
+    job = Job(cluster, arbiter, "b", need=2, most=2)
+    settle(cluster, job)
+    assert len(job.running) == 2
+
+
 def test_two_jobs_of_three_on_four_slots_run_one_after_the_other(arbiter):
     cluster = Cluster(4)
     a, b = Job(cluster, arbiter, "a", 3, 3), Job(cluster, arbiter, "b", 3, 3)
-    assert b.launcher.waits_for() == "a"
+    assert (a.inner, 2) in cluster.pending
+    assert not any(launcher is b.inner for launcher, _ in cluster.pending)
     settle(cluster, a, b)
     assert len(a.running) == 3
     assert len(b.running) == 1

@@ -5,12 +5,13 @@ import threading
 import pytest
 
 from spark_elastic.core.topology import Member, Place, World
-from spark_elastic.driver.rendezvous_server import MAX_UNAUTHENTICATED, RendezvousServer
+from spark_elastic.driver.rendezvous_server import RendezvousServer
 from spark_elastic.errors import ChannelClosedError, ProtocolError
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import connect
 from spark_elastic.wire.framing import MAGIC, new_key
 
+LIMIT = 64
 PLACE = Place("127.0.0.1", "1", 0)
 HELLO = wire.AgentHello(PLACE, 1, {"lo": "127.0.0.1"}, 0, 1, (), "3.11")
 
@@ -49,7 +50,9 @@ class Served:
         self.key, self.listener = new_key(), Recorder()
         sock = socket.create_server(("127.0.0.1", 0))
         self.address = sock.getsockname()
-        self.server = RendezvousServer(self.key, self.listener, heartbeat_interval_s=1.0, heartbeat_timeout_s=5.0)
+        self.server = RendezvousServer(
+            self.key, self.listener, heartbeat_interval_s=1.0, heartbeat_timeout_s=5.0, max_unauthenticated=LIMIT
+        )
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
@@ -154,18 +157,34 @@ def test_a_peer_without_the_key_gets_nothing_but_the_greeting(served):
     assert served.listener.told == []
 
 
-def test_silent_connections_over_the_budget_are_dropped_and_real_ones_still_served(served):
-    strangers = [socket.create_connection(served.address) for _ in range(MAX_UNAUTHENTICATED + 8)]
-    for stranger in strangers[-8:]:
-        stranger.settimeout(5)
+def test_of_too_many_silent_connections_the_oldest_go_and_real_ones_are_still_served(served):
+    strangers = [socket.create_connection(served.address) for _ in range(LIMIT + 8)]
+    for stranger in strangers[:8]:
+        stranger.settimeout(4)  # less than the handshake's own deadline
         try:
             assert stranger.recv(1) == b""
         except ConnectionResetError:
             pass
-    for stranger in strangers:
-        stranger.close()
     _, inbox = served.client(HELLO)
     inbox.wait_for("message", wire.AgentWelcome(1.0, 5.0))
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_more_peers_at_once_than_the_budget_all_get_in_by_trying_again(served):
+    inboxes = []
+
+    def join():
+        inboxes.append(served.client(HELLO)[1])
+
+    threads = [threading.Thread(target=join) for _ in range(2 * LIMIT)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(inboxes) == 2 * LIMIT
+    for inbox in inboxes:
+        inbox.wait_for("message", wire.AgentWelcome(1.0, 5.0))
 
 
 def test_a_stranger_who_sends_half_a_greeting_costs_the_server_nothing(served):
