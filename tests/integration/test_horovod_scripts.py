@@ -12,37 +12,54 @@ import pytest
 SCRIPTS = Path(__file__).parent / "horovod_scripts"
 
 
-def command(script, *args, workers=2, options=()):
-    run = [sys.executable, "-m", "spark_elastic", "--master", f"local[{workers}]", "-np", str(workers), *options]
-    return [*run, str(SCRIPTS / script), *args]
+ON_SPARK = ["--master", "local[{workers}]"]
+LOCALLY = ["--launcher", "local"]
 
 
-def run(script, *args, cwd, **more):
-    done = subprocess.run(command(script, *args, **more), cwd=cwd, capture_output=True, text=True, timeout=180)
+def command(script, *args, workers=2, options=ON_SPARK):
+    options = [word.format(workers=workers) for word in options]
+    return [sys.executable, "-m", "spark_elastic", "-np", str(workers), *options, str(SCRIPTS / script), *args]
+
+
+def finish(words, cwd):
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
+def run(script, *args, cwd, **more):
+    return finish(command(script, *args, **more), cwd)
+
+
 @pytest.mark.parametrize(
-    ("script", "args", "expected"),
+    ("script", "args", "options", "expected"),
     [
-        ("elastic_classifier.py", ["--epochs", "3"], r"size 2 loss 0\.\d+ accuracy 0\.[89]"),
-        ("elastic_classifier.py", ["--epochs", "1", "--fp16-allreduce"], r"size 2 loss"),
-        ("elastic_throughput.py", [], r"size 2 iterations 5 steps/s \d+"),
-        ("plain_classifier.py", ["--gradient-predivide-factor", "2.0"], r"size 2 accuracy 0\.9\d+ same weights True"),
-        ("plain_classifier.py", ["--clip", "1.0"], r"size 2 accuracy 0\.\d+ same weights True"),
-        ("plain_throughput.py", ["--fp16-allreduce"], r"size 2 iterations 3 steps/s \d+"),
+        ("elastic_classifier.py", ["--epochs", "6", "--lr", "0.1"], ON_SPARK, r"size 2 loss 0\.\d+ accuracy 0\.[89]"),
+        ("elastic_classifier.py", ["--epochs", "1", "--fp16-allreduce"], LOCALLY, r"size 2 loss"),
+        ("elastic_throughput.py", [], LOCALLY, r"size 2 iterations 5 steps/s \d+"),
+        ("plain_throughput.py", ["--fp16-allreduce"], ON_SPARK, r"size 2 iterations 3 steps/s \d+"),
     ],
 )
-def test_a_script_in_horovod_s_manner_runs_unchanged(script, args, expected, tmp_path):
-    assert re.search(expected, run(script, *args, cwd=tmp_path))
+def test_a_script_in_horovod_s_manner_runs_unchanged(script, args, options, expected, tmp_path):
+    assert re.search(expected, run(script, *args, options=options, cwd=tmp_path))
+
+
+@pytest.mark.parametrize("more", [[], ["--gradient-predivide-factor", "2.0"], ["--clip", "1.0"]])
+def test_two_workers_learn_what_one_process_learns_from_batches_twice_as_large(more, tmp_path):
+    script = str(SCRIPTS / "plain_classifier.py")
+    alone = finish([sys.executable, script, "--batch-size", "128", "--lr", "0.2", "--epochs", "6", *more], tmp_path)
+    together = run("plain_classifier.py", "--epochs", "6", *more, options=LOCALLY, cwd=tmp_path)
+    found = re.compile(r"size (\d) accuracy (0\.[89]\d*) same weights True")
+    one, two = found.search(alone), found.search(together)
+    assert (one.group(1), two.group(1)) == ("1", "2")
+    assert one.group(2) == two.group(2)
 
 
 def test_a_script_resumes_from_the_checkpoint_that_rank_0_finds(tmp_path):
     checkpoint = ["--checkpoint-format", str(tmp_path / "at-{epoch}.pt")]
-    first = run("elastic_residual.py", "--epochs", "2", *checkpoint, cwd=tmp_path)
+    first = run("elastic_residual.py", "--epochs", "2", *checkpoint, options=LOCALLY, cwd=tmp_path)
     assert "done after epoch 2, from 0" in first
-    second = run("elastic_residual.py", "--epochs", "3", *checkpoint, cwd=tmp_path)
+    second = run("elastic_residual.py", "--epochs", "3", *checkpoint, options=LOCALLY, cwd=tmp_path)
     assert "done after epoch 3, from 2" in second
     assert "epoch 3 size 2" in second
     assert "epoch 2 size 2" not in second
@@ -64,8 +81,7 @@ def kill_a_worker_when(line, process, killed):
 
 
 def test_a_script_goes_on_when_one_of_its_workers_is_killed(tmp_path):
-    elastic = ["--min-np", "1"]
-    words = command("elastic_residual.py", "--epochs", "40", workers=3, options=elastic)
+    words = command("elastic_residual.py", "--epochs", "40", workers=3, options=[*ON_SPARK, "--min-np", "1"])
     killed = {"output": ""}
     with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         watching = threading.Thread(target=kill_a_worker_when, args=(r"epoch 5 size 3", process, killed))

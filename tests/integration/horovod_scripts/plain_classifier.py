@@ -42,7 +42,7 @@ def main(args):
     torch.set_num_threads(1)
 
     images, labels = load_digits(return_X_y=True)
-    rows = TensorDataset(torch.tensor(images, dtype=torch.float32).div(16), torch.tensor(labels))
+    rows = TensorDataset(torch.tensor(images[:1792], dtype=torch.float32).div(16), torch.tensor(labels[:1792]))
     train_sampler = DistributedSampler(rows, num_replicas=hvd.size(), rank=hvd.rank())
     train_loader = DataLoader(rows, batch_size=args.batch_size, sampler=train_sampler)
 
