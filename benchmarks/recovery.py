@@ -65,7 +65,7 @@ def running_job(on: str, folder: str, size: int, hidden: int) -> Iterator[tuple[
         "cooldown_range": (0.01, 0.02),
         "verbose": 0,
     }
-    arguments = (folder, hidden, 3000.0)
+    arguments = (folder, hidden)
     if on == "processes":
         job = spark_elastic.run_async(train, arguments, launcher=spark_elastic.LocalLauncher(), **common)
         try:
