@@ -151,7 +151,7 @@ def run_async(
     )
     sources = backend.sources()
     if discovery is not None:
-        sources.append(HostEvents(discovery))
+        sources.append(HostEvents(discovery, backend.host_of))
     bind, advertise = backend.listen_at()
     listening = socket.create_server((bind, 0), backlog=1024)
     order = AgentOrder(

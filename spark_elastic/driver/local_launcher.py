@@ -20,6 +20,7 @@ from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.topology import SlotId
 from spark_elastic.driver.launcher import OnEnded
 from spark_elastic.wire.handover import AgentOrder
+from spark_elastic.wire.interfaces import address_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class LocalLauncher:
         cores: int = 1,
         preimport: Sequence[str] = ("torch", "torch._dynamo"),
     ) -> None:
-        self._hosts = tuple(hosts)
+        self.hosts = tuple(address_of(host) for host in hosts)
+        """What the agents report."""
         self._cores = cores
         self._preimport = tuple(preimport)
         self._lock = threading.Lock()
@@ -104,7 +106,7 @@ class LocalLauncher:
             self._threads.discard(threading.current_thread())
 
     def _run_agent(self, slot: SlotId) -> tuple[str, AgentOutcome | None]:
-        host = self._hosts[slot % len(self._hosts)]
+        host = self.hosts[slot % len(self.hosts)]
         env = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
         with self._lock:
             if self._closed:
