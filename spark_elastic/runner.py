@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -171,22 +172,22 @@ def run_async(
         env=environment,
         nics=interfaces,
     )
-    printer = OutputPrinter(stdout, stderr)
-    driver = ElasticDriver(
-        order,
-        settings,
-        lambda on_ended: backend.make_launcher(order, settings, on_ended),
-        listening,
-        sources=sources,
-        printer=printer,
-        verbose=verbose,
-    )
-
-    def clean_up() -> None:
-        driver.close()
-        printer.close()
-
-    return ElasticJob(order.job, driver, lambda: backend.gather(order, settings, driver), clean_up)
+    with contextlib.ExitStack() as undo:  # until the job takes over, what is held is given back here
+        undo.callback(listening.close)
+        printer = OutputPrinter(stdout, stderr)
+        undo.callback(printer.close)
+        driver = ElasticDriver(
+            order,
+            settings,
+            lambda on_ended: backend.make_launcher(order, settings, on_ended),
+            listening,
+            sources=sources,
+            printer=printer,
+            verbose=verbose,
+        )
+        undo.callback(driver.close)
+        clean_up = undo.pop_all()
+    return ElasticJob(order.job, driver, lambda: backend.gather(order, settings, driver), clean_up.close)
 
 
 def _settings(
