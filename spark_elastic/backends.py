@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import re
 from typing import TYPE_CHECKING, Any, Protocol
 
 from spark_elastic.core.events import HostsObserved
@@ -11,12 +12,16 @@ from spark_elastic.driver import preflight
 from spark_elastic.driver.addresses import check_interfaces
 from spark_elastic.driver.elastic_driver import ElasticDriver, EventSource, PostEvent
 from spark_elastic.driver.host_discovery import HostDiscovery
-from spark_elastic.driver.host_manager import HostManager
+from spark_elastic.driver.host_manager import HostAddresses, HostManager
 from spark_elastic.driver.launcher import Launcher, OnEnded
 from spark_elastic.driver.local_launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError, NotEnoughSlotsError
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.handover import AgentOrder
+from spark_elastic.wire.interfaces import address_of, interface_addresses, is_address, is_loopback
+
+THIS_MACHINE = "127.0.0.1"
+"""What agents report as their host where all of them run on the driver's machine."""
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -34,6 +39,10 @@ class Backend(Protocol):
 
     def listen_at(self) -> tuple[str, str]:
         """The address to bind the rendezvous server to, and the one that agents reach it at."""
+        ...
+
+    def host_of(self, name: str) -> str:
+        """What an agent reports as its host that runs where `name`, as people write it, stands for."""
         ...
 
     def make_launcher(self, order: AgentOrder, settings: ElasticSettings, on_ended: OnEnded) -> Launcher: ...
@@ -55,7 +64,11 @@ class LocalBackend:
         raise InvalidSettingsError("the local launcher has no slots to count; give num_proc")
 
     def listen_at(self) -> tuple[str, str]:
-        return "127.0.0.1", "127.0.0.1"
+        return THIS_MACHINE, THIS_MACHINE
+
+    def host_of(self, name: str) -> str:
+        address = address_of(name)
+        return address if address in self._launcher.hosts else _on_this_machine(address)
 
     def make_launcher(self, order: AgentOrder, settings: ElasticSettings, on_ended: OnEnded) -> Launcher:
         return self._launcher.bind(order, on_ended)
@@ -76,6 +89,7 @@ class SparkBackend:
 
     def __init__(self, spark: Any) -> None:
         self._context = preflight.check_spark(spark)
+        self._is_local = re.fullmatch(r"local(\[.*\])?", self._context.master) is not None
 
         from spark_elastic.driver.spark_discovery import SparkHostDiscovery
         from spark_elastic.task.spark_task import slot_report
@@ -94,6 +108,10 @@ class SparkBackend:
         host = conf.get("spark.driver.host", "127.0.0.1")
         assert host is not None
         return conf.get("spark.driver.bindAddress", host) or host, host
+
+    def host_of(self, name: str) -> str:
+        address = address_of(name)
+        return _on_this_machine(address) if self._is_local else address
 
     def make_launcher(self, order: AgentOrder, settings: ElasticSettings, on_ended: OnEnded) -> Launcher:
         from spark_elastic.driver.slot_arbiter import AdmittedLauncher, arbiter_of
@@ -164,21 +182,30 @@ class _ExecutorEvents:
             close_connection(self._context)
 
 
+def _on_this_machine(address: str) -> str:
+    """`THIS_MACHINE` for any address of this machine; others as they are."""
+    if address in interface_addresses().values() or (is_address(address) and is_loopback(address)):
+        return THIS_MACHINE
+    return address
+
+
 class HostEvents:
     """A host discovery as a source of the driver's events.
 
     Raises:
         DiscoveryScriptError: its first answer cannot be had.
+        InvalidSettingsError: it is no answer.
     """
 
-    def __init__(self, discovery: HostDiscovery) -> None:
-        self._first = HostsObserved(discovery.find_available_hosts_and_slots())
+    def __init__(self, discovery: HostDiscovery, host_of: Callable[[str], str]) -> None:
+        self._addresses = HostAddresses(host_of)
+        self._first = HostsObserved(self._addresses(discovery.find_available_hosts_and_slots()))
         self._discovery = discovery
         self._manager: HostManager | None = None
 
     def start(self, post: PostEvent) -> None:
         post(self._first)
-        self._manager = HostManager(self._discovery, post, first=self._first)
+        self._manager = HostManager(self._discovery, post, first=self._first, addresses=self._addresses)
 
     def close(self) -> None:
         if self._manager is not None:

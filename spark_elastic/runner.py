@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -10,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from spark_elastic.backends import Backend, HostEvents, LocalBackend, SparkBackend
-from spark_elastic.driver import preflight
+from spark_elastic.driver import arguments, preflight
 from spark_elastic.driver.elastic_driver import ElasticDriver
 from spark_elastic.driver.host_discovery import HostDiscovery
 from spark_elastic.driver.local_launcher import LocalLauncher
 from spark_elastic.driver.output import OutputPrinter
+from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.job import ElasticJob
-from spark_elastic.settings import ElasticSettings
+from spark_elastic.settings import ElasticSettings, whole_number
 from spark_elastic.wire.framing import new_key
 from spark_elastic.wire.handover import AgentOrder, interpreter
 
@@ -136,6 +138,12 @@ def run_async(
     Raises:
         UsageError: the call has to be changed; nothing was run.
     """
+    arguments.check_call(fn, args, kwargs)
+    environment, interfaces = arguments.environment(env), arguments.interface_names(nics)
+    arguments.check_discovery(discovery)
+    arguments.check_output(stdout, stderr, verbose)
+    if launcher is not None and not isinstance(launcher, LocalLauncher):
+        raise InvalidSettingsError(f"launcher must be a LocalLauncher, not {launcher!r}; without one, Spark is used")
     function = preflight.pickled(fn, tuple(args), kwargs)
     backend: Backend = SparkBackend(spark) if launcher is None else LocalBackend(launcher)
     settings = _settings(
@@ -152,7 +160,7 @@ def run_async(
     )
     sources = backend.sources()
     if discovery is not None:
-        sources.append(HostEvents(discovery))
+        sources.append(HostEvents(discovery, backend.host_of))
     bind, advertise = backend.listen_at()
     listening = socket.create_server((bind, 0), backlog=1024)
     order = AgentOrder(
@@ -162,31 +170,37 @@ def run_async(
         function=function,
         connect_timeout_s=min(start_timeout, CONNECT_TIMEOUT_S),
         made_by=interpreter(),
-        env={key: str(value) for key, value in (env or {}).items()},
-        nics=(nics,) if isinstance(nics, str) else tuple(nics) if nics else None,
+        env=environment,
+        nics=interfaces,
     )
-    printer = OutputPrinter(stdout, stderr)
-    driver = ElasticDriver(
-        order,
-        settings,
-        lambda on_ended: backend.make_launcher(order, settings, on_ended),
-        listening,
-        sources=sources,
-        printer=printer,
-        verbose=verbose,
-    )
-
-    def clean_up() -> None:
-        driver.close()
-        printer.close()
-
-    return ElasticJob(order.job, driver, lambda: backend.gather(order, settings, driver), clean_up)
+    with contextlib.ExitStack() as undo:  # until the job takes over, what is held is given back here
+        undo.callback(listening.close)
+        printer = OutputPrinter(stdout, stderr)
+        undo.callback(printer.close)
+        driver = ElasticDriver(
+            order,
+            settings,
+            lambda on_ended: backend.make_launcher(order, settings, on_ended),
+            listening,
+            sources=sources,
+            printer=printer,
+            verbose=verbose,
+        )
+        undo.callback(driver.close)
+        clean_up = undo.pop_all()
+    return ElasticJob(order.job, driver, lambda: backend.gather(order, settings, driver), clean_up.close)
 
 
 def _settings(
     backend: Backend, num_proc: int | None, min_num_proc: int | None, max_num_proc: int | None, **others: Any
 ) -> ElasticSettings:
     """With what the caller left out: as many workers as there are slots, within the bounds that were given."""
+    given = {"num_proc": num_proc, "min_num_proc": min_num_proc, "max_num_proc": max_num_proc}
+    for name, value in given.items():
+        if value is not None:
+            whole_number(name, value, at_least=1)
+    if min_num_proc is not None and max_num_proc is not None and min_num_proc > max_num_proc:
+        raise InvalidSettingsError(f"min_num_proc={min_num_proc} is larger than max_num_proc={max_num_proc}")
     if num_proc is None:
         if min_num_proc is not None and min_num_proc == max_num_proc:
             num_proc = min_num_proc

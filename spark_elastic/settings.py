@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import numbers
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from spark_elastic.errors import InvalidSettingsError
+
+LONGEST_S = 1e8
+"""Three years. Without a bound, "never" would be infinity, and no socket and no thread can wait that long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,39 +47,65 @@ class ElasticSettings:
     """Worker processes in a row that may exit before any ever joined; then the job fails."""
 
     def __post_init__(self) -> None:
-        if self.num_proc < 1:
-            raise InvalidSettingsError(f"num_proc must be at least 1, not {self.num_proc}")
-        if self.min_num_proc < 1:
-            raise InvalidSettingsError(f"min_num_proc must be at least 1, not {self.min_num_proc}")
-        if self.min_num_proc > self.max_num_proc:
-            raise InvalidSettingsError(
-                f"min_num_proc={self.min_num_proc} is larger than max_num_proc={self.max_num_proc}"
-            )
-        if not self.min_num_proc <= self.num_proc <= self.max_num_proc:
-            raise InvalidSettingsError(
-                f"num_proc={self.num_proc} must lie between min_num_proc={self.min_num_proc} "
-                f"and max_num_proc={self.max_num_proc}"
-            )
+        for name in ("num_proc", "min_num_proc", "max_num_proc", "boot_failure_limit"):
+            self._become(name, whole_number(name, getattr(self, name), at_least=1))
+        if self.reset_limit is not None:
+            self._become("reset_limit", whole_number("reset_limit", self.reset_limit, at_least=0))
         for name in ("start_timeout_s", "elastic_timeout_s", "heartbeat_timeout_s", "stall_timeout_s"):
-            value = getattr(self, name)
-            if not value > 0:
-                raise InvalidSettingsError(
-                    f"{name.removesuffix('_s')} must be a positive number of seconds, not {value}"
-                )
-        if self.start_grace_s < 0:
-            raise InvalidSettingsError(f"start_grace must not be negative, not {self.start_grace_s}")
-        if self.reset_limit is not None and self.reset_limit < 0:
-            raise InvalidSettingsError(f"reset_limit must be None or at least 0, not {self.reset_limit}")
-        if self.boot_failure_limit < 1:
-            raise InvalidSettingsError(f"boot_failure_limit must be at least 1, not {self.boot_failure_limit}")
+            self._become(name, _seconds(name, getattr(self, name), or_zero=False))
+        self._become("start_grace_s", _seconds("start_grace_s", self.start_grace_s, or_zero=True))
         if self.cooldown_range_s is not None:
-            low, high = self.cooldown_range_s
-            if not 0 < low <= high:
-                raise InvalidSettingsError(
-                    f"cooldown_range must be (shortest, longest) seconds, 0 < shortest <= longest, not {(low, high)}"
-                )
+            self._become("cooldown_range_s", _cooldown_range(self.cooldown_range_s))
+
+        if self.num_proc > self.max_num_proc:
+            raise InvalidSettingsError(f"num_proc={self.num_proc} is larger than max_num_proc={self.max_num_proc}")
+        if self.min_num_proc > self.num_proc:
+            raise InvalidSettingsError(f"min_num_proc={self.min_num_proc} is larger than num_proc={self.num_proc}")
+
+    def _become(self, name: str, value: object) -> None:
+        """Put a checked value in its plain type: NumPy's numbers are welcome at the door, not behind it."""
+        object.__setattr__(self, name, value)
 
     @property
     def heartbeat_interval_s(self) -> float:
         """How often a worker or agent says it is alive: five chances within the timeout, at most every 2 s."""
         return min(self.heartbeat_timeout_s / 5, 2.0)
+
+
+def whole_number(name: str, value: Any, at_least: int) -> int:
+    """`value` as an int.
+
+    Raises:
+        InvalidSettingsError: it is none (True and 2.0 are none either), or too small.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidSettingsError(f"{name} must be a whole number, not {value!r} ({type(value).__name__})") from None
+    if number < at_least:
+        raise InvalidSettingsError(f"{name} must be at least {at_least}, not {number}")
+    return number
+
+
+def _seconds(name: str, value: Any, or_zero: bool) -> float:
+    what = name.removesuffix("_s")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InvalidSettingsError(f"{what} must be a number of seconds, not {value!r} ({type(value).__name__})")
+    seconds = float(value)
+    if not (0 < seconds <= LONGEST_S or (or_zero and seconds == 0)):
+        sign = "not negative" if or_zero else "positive"
+        raise InvalidSettingsError(
+            f"{what} must be a {sign} number of seconds and at most {LONGEST_S:.0f} (three years), not {value}"
+        )
+    return seconds
+
+
+def _cooldown_range(value: Any) -> tuple[float, float]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise InvalidSettingsError(f"cooldown_range must be (shortest, longest) seconds or None, not {value!r}")
+    low, high = (_seconds("cooldown_range", each, or_zero=False) for each in value)
+    if low > high:
+        raise InvalidSettingsError(f"cooldown_range must be (shortest, longest) seconds, not {(low, high)}")
+    return low, high

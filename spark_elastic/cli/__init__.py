@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -58,6 +59,7 @@ def execute(options: argparse.Namespace, *, run: Run, open_session: OpenSession)
         _check_discovery(options)
         with contextlib.ExitStack() as closing:
             if options.output_filename is not None:
+                _make_folder(options.output_filename)
                 for stream in ("stdout", "stderr"):
                     files = RankFiles(options.output_filename, getattr(sys, stream))
                     closing.callback(files.close)
@@ -96,6 +98,15 @@ def _script(options: argparse.Namespace) -> Script:
 def _check_discovery(options: argparse.Namespace) -> None:
     if options.slots_per_host is not None and options.host_discovery_script is None:
         raise UsageError("--slots-per-host says how to read --host-discovery-script, which was not given")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"cannot write to --output-filename {folder}: {error.strerror or error}") from None
 
 
 def _discovery(options: argparse.Namespace) -> HostDiscovery:

@@ -19,16 +19,17 @@ class RankFiles:
         self._files: dict[tuple[str, str], TextIO] = {}
 
     def write(self, text: str) -> int:
+        written = self._terminal.write(text)  # first: a disk that is full must not silence the terminal too
         line = _WORKER_LINE.fullmatch(text)
         if line is not None:
             who, stream, rest = line.groups()
             self._file(who, stream).write(rest)
-        return self._terminal.write(text)
+        return written
 
     def flush(self) -> None:
+        self._terminal.flush()
         for file in self._files.values():
             file.flush()
-        self._terminal.flush()
 
     def close(self) -> None:
         """Close the files; the terminal stays open."""

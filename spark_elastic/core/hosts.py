@@ -30,6 +30,10 @@ class HostSet:
     def total(self) -> int:
         return sum(count for _, count in self.slots)
 
+    def __str__(self) -> str:
+        shown = [f"{host}:{count}" for host, count in self.slots[:8]]
+        return ", ".join(shown + (["..."] if len(self.slots) > 8 else [])) or "none"
+
     def __contains__(self, host: str) -> bool:
         return any(name == host for name, _ in self.slots)
 

@@ -176,7 +176,11 @@ class Places:
     def _review_host(self, host: str, agents: list[Agent]) -> list[Agent]:
         assert self._allowed is not None
         limit = self._allowed.slots_of(host)
-        why = f"host {host} may use {limit} slots" if limit else f"host {host} is not among the hosts to use"
+        why = (
+            f"host {host} may use {limit} slots"
+            if limit
+            else f"host {host} is not among the hosts to use ({self._allowed})"
+        )
         usable = sorted((agent for agent in agents if not agent.retiring), key=self._claim)
         changed: list[Agent] = []
         for position, agent in enumerate(usable):

@@ -419,6 +419,9 @@ class Rounds:
             f"{len(self._roster.agents)} agents had joined, {len(states[BOOTING])} workers were still booting, "
             f"{len(states[ADMITTED])} building their model; last loss: {self._last_loss}"
         )
+        unused = sorted({agent.leaving for agent in self._roster.agents.values() if agent.leaving})
+        if unused:
+            detail += f"; agents that are not used: {'; '.join(unused[:5])}"
         self.fail(
             NotEnoughSlotsError(
                 have=have,

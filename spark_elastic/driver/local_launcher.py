@@ -20,12 +20,13 @@ from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.topology import SlotId
 from spark_elastic.driver.launcher import OnEnded
 from spark_elastic.wire.handover import AgentOrder
+from spark_elastic.wire.interfaces import address_of
 
 logger = logging.getLogger(__name__)
 
 
 class LocalLauncher:
-    """Implements `launcher.Launcher`.
+    """What agents on this machine are like. Serves any number of jobs, also at the same time.
 
     Args:
         hosts: names that the agents report as their hosts, slot by slot in turn. Any address of this machine
@@ -40,21 +41,28 @@ class LocalLauncher:
         cores: int = 1,
         preimport: Sequence[str] = ("torch", "torch._dynamo"),
     ) -> None:
+        self.hosts = tuple(address_of(host) for host in hosts)
+        """What the agents report."""
+        self.cores = cores
+        self.preimport = tuple(preimport)
+
+    def bind(self, order: AgentOrder, on_ended: OnEnded) -> LocalAgents:
+        """The launcher of one job: what to launch, and whom to tell."""
+        return LocalAgents(self.hosts, self.cores, dataclasses.replace(order, preimport=self.preimport), on_ended)
+
+
+class LocalAgents:
+    """Implements `launcher.Launcher`. Made by `LocalLauncher.bind`, one for each job."""
+
+    def __init__(self, hosts: Sequence[str], cores: int, order: AgentOrder, on_ended: OnEnded) -> None:
         self._hosts = tuple(hosts)
         self._cores = cores
-        self._preimport = tuple(preimport)
+        self._order = order
+        self._on_ended = on_ended
         self._lock = threading.Lock()
         self._processes: dict[SlotId, subprocess.Popen[bytes]] = {}
         self._threads: set[threading.Thread] = set()
         self._closed = False
-        self._order: AgentOrder
-        self._on_ended: OnEnded
-
-    def bind(self, order: AgentOrder, on_ended: OnEnded) -> LocalLauncher:
-        """Say what to launch and whom to tell; before the first `launch`, once for each job."""
-        self._order = dataclasses.replace(order, preimport=self._preimport)
-        self._on_ended = on_ended
-        return self
 
     def launch(self, slot: SlotId) -> None:
         thread = threading.Thread(target=self._run, args=(slot,), name=f"spark_elastic-slot-{slot}", daemon=True)

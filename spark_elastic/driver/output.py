@@ -18,6 +18,8 @@ class OutputPrinter:
         self._targets = {"stdout": stdout, "stderr": stderr}
         self._queue: queue.Queue[tuple[str, str] | None] = queue.Queue(MAX_QUEUED_LINES)
         self._dropped = 0
+        self._failed: set[str] = set()
+        """Streams whose target has failed; said once for each."""
         self._thread = threading.Thread(target=self._print, name="spark_elastic-output", daemon=True)
         self._thread.start()
 
@@ -44,14 +46,26 @@ class OutputPrinter:
     def _print(self) -> None:
         while (item := self._queue.get()) is not None:
             stream, text = item
-            # looked up at each line: notebooks swap sys.stdout from cell to cell
-            target = self._targets[stream] or getattr(sys, stream)
             try:
+                # looked up at each line: notebooks swap sys.stdout from cell to cell
+                target = self._targets[stream] or getattr(sys, stream)
                 target.write(text + "\n")
                 if self._queue.empty():
                     target.flush()
                 if self._dropped:
                     target.write(f"spark_elastic: {self._dropped} lines were dropped, the output is too slow\n")
                     self._dropped = 0
-            except (OSError, ValueError):
-                pass  # the target was closed by its owner; nowhere left to say so
+            except (
+                Exception
+            ) as error:  # closed by its owner, a full disk, a notebook's stream: the next may get through
+                self._say_failed(stream, error)
+
+    def _say_failed(self, stream: str, error: Exception) -> None:
+        if stream in self._failed or sys.__stderr__ is None:
+            return
+        self._failed.add(stream)
+        try:
+            reason = f"{type(error).__name__}: {error}"
+            print(f"spark_elastic: lines for {stream} cannot be written ({reason})", file=sys.__stderr__, flush=True)
+        except Exception:
+            pass  # nowhere left to say so

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from spark_elastic.core.slot_report import SlotReport
-from spark_elastic.wire.interfaces import interface_addresses
+from spark_elastic.wire.interfaces import address_of, interface_addresses
 
 LOCAL_EXECUTOR = "driver"
 _LOG_URL = re.compile(r"[?&]executorId=([^&]+)")
@@ -44,11 +44,7 @@ def host_in_task() -> str:
     command = _jvm_command()
     if executor_id_of(command, os.environ) == LOCAL_EXECUTOR:
         return "127.0.0.1"
-    name = _option(command or (), "--hostname") or socket.gethostname()
-    try:
-        return socket.gethostbyname(name)
-    except OSError:
-        return name
+    return address_of(_option(command or (), "--hostname") or socket.gethostname())
 
 
 def cores_in_task() -> int:

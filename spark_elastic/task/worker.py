@@ -105,6 +105,7 @@ def _load(link: ChannelLink, pickled: bytes, made_by: str) -> Callable[[], Any]:
     """The user's function with its arguments; reports and exits if it cannot be loaded here."""
     try:
         function, args, kwargs = cloudpickle.loads(pickled)
+        return functools.partial(function, *args, **kwargs)
     except Exception as error:
         problem = NotPicklableError(
             f"the function cannot be loaded in the worker: {type(error).__name__}: {error}. It was pickled by "
@@ -113,7 +114,6 @@ def _load(link: ChannelLink, pickled: bytes, made_by: str) -> Callable[[], Any]:
         )
         link.raised(problem, "".join(traceback.format_exception(error)))
         exit_now(EXIT_RAISED, str(problem))
-    return functools.partial(function, *args, **kwargs)
 
 
 def _run(link: ChannelLink, function: Callable[[], Any]) -> bytes:

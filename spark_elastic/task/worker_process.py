@@ -22,6 +22,8 @@ STDERR_TAIL_LINES = 40
 MAX_LINE_BYTES = 64 * 1024
 """A longer line is cut into several; progress bars and binary dumps must not pile up in here."""
 _READ_BYTES = 64 * 1024
+_MOST_IN_A_PIPE = 1024 * 1024
+"""Linux's default limit, /proc/sys/fs/pipe-max-size; 64 KiB unless someone asks for more."""
 _POLL_S = 0.02
 
 
@@ -227,22 +229,25 @@ class WorkerProcess:
         if self._exited:
             return
         exit_code = self._process.wait()
-        self._drain()
-        self._exited = True
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)  # what it had started and left behind
+            os.killpg(self._process.pid, signal.SIGKILL)  # what it had started and left behind, and might still write
         except (ProcessLookupError, PermissionError):
             pass
+        self._drain()
+        self._exited = True
         self._close_pipes()
         self._watcher.exited(self, exit_code)
 
     def _drain(self) -> None:
         for fd in (self._result_fd, *self._streams):
-            while True:
+            # a pipe holds no more than this; a child that left the group could go on writing for ever
+            left = _MOST_IN_A_PIPE
+            while left >= 0:
                 try:
                     data = os.read(fd, _READ_BYTES)
                 except OSError:
                     break
+                left -= len(data)
                 if fd == self._result_fd:
                     self._take_result(data)
                 else:

@@ -24,7 +24,7 @@ def start_job():
     os.environ[MARK] = mark
     jobs = []
 
-    def start(fn, args=(), *, hosts=("127.0.0.1",), preimport=(), **settings):
+    def start(fn, args=(), *, hosts=("127.0.0.1",), preimport=(), launcher=None, **settings):
         settings = {
             "num_proc": 2,
             "start_timeout": 60,
@@ -33,7 +33,8 @@ def start_job():
             "cooldown_range": (0.05, 1.0),
             **settings,
         }
-        job = run_async(fn, args, launcher=LocalLauncher(hosts=hosts, preimport=preimport), **settings)
+        launcher = launcher or LocalLauncher(hosts=hosts, preimport=preimport)
+        job = run_async(fn, args, launcher=launcher, **settings)
         jobs.append(job)
         return job
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from spark_elastic import LocalLauncher
 from spark_elastic.core.timeline import WorkerLeft, WorldStarted
 from spark_elastic.errors import (
     JobCancelledError,
@@ -269,3 +270,15 @@ run(loops.steps, ({str(tmp_path)!r}, 10**6), num_proc=2, launcher=LocalLauncher(
     driver.wait(10)
     for pid in pids:
         wait_until(lambda pid=pid: not Path(f"/proc/{pid}/cmdline").exists(), 5, f"worker {pid} is gone")
+
+
+def test_one_launcher_serves_one_job_after_the_other_and_two_at_once(start_job, tmp_path):
+    launcher = LocalLauncher(preimport=())
+    for _ in range(2):
+        assert start_job(loops.rank_and_size, launcher=launcher).result(60) == [(0, 2), (1, 2)]
+    long = start_job(loops.steps, (str(tmp_path), 10**6), launcher=launcher)
+    pid_of(tmp_path, 0, 1)
+    assert start_job(loops.rank_and_size, launcher=launcher).result(60) == [(0, 2), (1, 2)]
+    wait_until(Path(tmp_path, "step-5").exists, WAIT_S, "step 5 of the first job")
+    assert not long.done()
+    long.cancel()

@@ -170,3 +170,11 @@ def test_each_rank_prints_into_files_of_its_own_and_to_the_terminal(script, tmp_
     shown = capsys.readouterr()
     assert shown.out == "[0]<stdout>:loss 1.5\n[1]<stdout>:loss [2]<x>:\n"
     assert "a line of the job's own" in shown.err
+
+
+def test_an_output_folder_that_cannot_be_written_to_is_told_before_anything_runs(script, tmp_path, capsys):
+    run = FakeRun()
+    (tmp_path / "file").write_text("")
+    assert run_cli("-np", "1", "--output-filename", str(tmp_path / "file" / "out"), script, run=run) == 2
+    assert "cannot write to --output-filename" in capsys.readouterr().err
+    assert run.calls == []

@@ -1,0 +1,67 @@
+"""A worker's process alone, with the agent's part played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+from spark_elastic.task.worker_process import WorkerProcess
+from spark_elastic.wire.handover import AgentOrder
+
+WAIT_S = 20.0
+
+
+class Watcher:
+    def __init__(self):
+        self.exit_code = asyncio.get_running_loop().create_future()
+        self.lines = []
+
+    def output(self, process, stream, lines):
+        self.lines += lines
+
+    def output_may_flow(self):
+        return True
+
+    def result_stored(self, process):
+        pass
+
+    def exited(self, process, exit_code):
+        self.exit_code.set_result(exit_code)
+
+
+CHATTERBOX = """
+import os, subprocess, sys
+subprocess.Popen(["sh", "-c", "echo child $$; exec yes"], start_new_session={own_group})
+sys.stdout.flush()
+"""
+
+
+def end_of_a_worker_with_a_child_that_writes_for_ever(tmp_path, own_group):
+    """What the worker's exit looks like to the agent: (exit code, the child's process id)."""
+    (tmp_path / "chatterbox.py").write_text(CHATTERBOX.format(own_group=own_group))
+    order = AgentOrder("job", (), b"", b"", 1.0, "", preimport=("chatterbox",))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ".")])}
+
+    async def live():
+        watcher = Watcher()
+        process = WorkerProcess(order, env, watcher)
+        while not any(line.startswith("child ") for line in watcher.lines):
+            await asyncio.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        code = await asyncio.wait_for(watcher.exit_code, WAIT_S)
+        child = next(line for line in watcher.lines if line.startswith("child "))
+        return code, int(child.split()[1])
+
+    return asyncio.run(asyncio.wait_for(live(), WAIT_S))
+
+
+def test_a_child_left_behind_that_writes_for_ever_does_not_hold_up_the_agent(tmp_path):
+    code, _ = end_of_a_worker_with_a_child_that_writes_for_ever(tmp_path, own_group=False)
+    assert code == -signal.SIGKILL
+
+
+def test_nor_does_one_that_left_the_group_and_cannot_be_ended_with_it(tmp_path):
+    code, child = end_of_a_worker_with_a_child_that_writes_for_ever(tmp_path, own_group=True)
+    os.kill(child, signal.SIGKILL)
+    assert code == -signal.SIGKILL

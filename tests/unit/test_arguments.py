@@ -1,0 +1,90 @@
+"""What is wrong with a call is said at the door: nothing hangs, and nothing fails late."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+
+import numpy as np
+import pytest
+
+import spark_elastic
+from spark_elastic import LocalLauncher, run_async
+from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.settings import ElasticSettings
+
+
+def nothing():
+    pass
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"num_proc": 2.0}, r"num_proc must be a whole number, not 2\.0 \(float\)"),
+        ({"num_proc": 2.5}, "num_proc must be a whole number"),
+        ({"num_proc": "4"}, r"num_proc must be a whole number, not '4' \(str\)"),
+        ({"num_proc": True}, "num_proc must be a whole number"),
+        ({"num_proc": 0}, "num_proc must be at least 1, not 0"),
+        ({"num_proc": None, "min_num_proc": "2"}, "min_num_proc must be a whole number"),
+        ({"num_proc": 4, "max_num_proc": 2}, "num_proc=4 is larger than max_num_proc=2"),
+        ({"num_proc": 2, "min_num_proc": 3}, "min_num_proc=3 is larger than num_proc=2"),
+        ({"num_proc": None, "min_num_proc": 3, "max_num_proc": 2}, "min_num_proc=3 is larger than max_num_proc=2"),
+        ({"heartbeat_timeout": math.inf}, "heartbeat_timeout must be a positive number of seconds and at most"),
+        ({"heartbeat_timeout": 1e10}, "heartbeat_timeout must be"),
+        ({"start_timeout": math.nan}, "start_timeout must be"),
+        ({"elastic_timeout": 0}, "elastic_timeout must be a positive"),
+        ({"stall_timeout": "60"}, r"stall_timeout must be a number of seconds, not '60' \(str\)"),
+        ({"stall_timeout": None}, "stall_timeout must be a number of seconds"),
+        ({"stall_timeout": True}, "stall_timeout must be a number of seconds"),
+        ({"cooldown_range": 5}, r"cooldown_range must be \(shortest, longest\) seconds or None, not 5"),
+        ({"cooldown_range": (1,)}, "cooldown_range must be"),
+        ({"cooldown_range": "12"}, "cooldown_range must be"),
+        ({"cooldown_range": (0.5, math.inf)}, "cooldown_range must be a positive number"),
+        ({"cooldown_range": (2, 1)}, r"cooldown_range must be \(shortest, longest\) seconds, not \(2\.0, 1\.0\)"),
+        ({"reset_limit": math.nan}, "reset_limit must be a whole number"),
+        ({"reset_limit": "3"}, "reset_limit must be a whole number"),
+        ({"reset_limit": -1}, "reset_limit must be at least 0"),
+        ({"verbose": "1"}, "verbose must be a whole number"),
+        ({"discovery": "hosts.sh"}, r"discovery must be .*HostDiscoveryScript\(path\)"),
+        ({"discovery": {"h1": 2}}, r"discovery must be .*FixedHosts\(hosts\)"),
+        ({"stdout": "out.txt"}, "stdout must be an open text file, not 'out.txt'"),
+        ({"stderr": 2}, "stderr must be an open text file"),
+        ({"args": 5}, "args must be a list or a tuple, not 5"),
+        ({"args": "ab"}, "args must be a list or a tuple, not 'ab'"),
+        ({"kwargs": [1]}, "kwargs must be a dict"),
+        ({"kwargs": {1: 2}}, "kwargs must be a dict with names as keys"),
+        ({"env": "A=1"}, "env must be a dict"),
+        ({"env": {"A": None}}, "env: the value of A must be a str"),
+        ({"env": {1: "x"}}, "env: 1 is no name"),
+        ({"env": {"A=B": "x"}}, "env: 'A=B' is no name"),
+        ({"env": {"A\0": "x"}}, "is no name"),
+        ({"env": {"A": "\0"}}, "without NUL"),
+        ({"nics": 3}, "nics must be names"),
+        ({"nics": ""}, "nics must be names"),
+        ({"nics": ["eth0", ""]}, "nics must be names"),
+        ({"fn": None}, r"must be the function itself, not None \(NoneType\)"),
+        ({"launcher": "local"}, "launcher must be a LocalLauncher"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_its_value_and_nothing_is_started(given, says):
+    threads = threading.active_count()
+    call = {"fn": nothing, "num_proc": 1, "launcher": LocalLauncher(), **given}
+    with pytest.raises(InvalidSettingsError, match=says):
+        run_async(call.pop("fn"), call.pop("args", ()), call.pop("kwargs", None), **call)
+    assert threading.active_count() == threads
+
+
+def test_numbers_of_numpy_become_plain_ones():
+    settings = ElasticSettings(
+        np.int64(2), np.int32(1), np.int16(3), heartbeat_timeout_s=np.float32(5), cooldown_range_s=[np.float64(1), 2]
+    )
+    assert settings == ElasticSettings(2, 1, 3, heartbeat_timeout_s=5.0, cooldown_range_s=(1.0, 2.0))
+    assert {type(settings.num_proc), type(settings.min_num_proc), type(settings.max_num_proc)} == {int}
+    assert type(settings.heartbeat_timeout_s) is float
+
+
+def test_run_and_run_async_take_the_same_arguments_with_the_same_defaults():
+    one, other = inspect.signature(spark_elastic.run), inspect.signature(spark_elastic.run_async)
+    assert list(one.parameters.values()) == list(other.parameters.values())

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from spark_elastic.backends import HostEvents, LocalBackend
+from spark_elastic.core.events import HostsObserved
+from spark_elastic.driver.host_discovery import FixedHosts
+from spark_elastic.driver.host_manager import HostAddresses
+from spark_elastic.driver.local_launcher import LocalLauncher
+from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.wire.interfaces import interface_addresses
+
+
+def test_what_people_write_as_names_counts_as_the_addresses_that_agents_report():
+    addresses = HostAddresses({"node1": "10.0.0.7", "alias": "10.0.0.7", "10.0.0.8": "10.0.0.8"}.__getitem__)
+    found = addresses({"10.0.0.8": 1, "node1": 2, "alias": 1})
+    assert list(found.items()) == [("10.0.0.8", 1), ("10.0.0.7", 3)]
+
+
+def test_a_name_server_that_fails_takes_no_host_away():
+    names = {"node1": "10.0.0.7"}
+    addresses = HostAddresses(lambda name: names.get(name, name))
+    assert addresses({"node1": 2}) == {"10.0.0.7": 2}
+    names.clear()
+    assert addresses({"node1": 2, "node2": 1}) == {"10.0.0.7": 2, "node2": 1}
+
+
+@pytest.mark.parametrize("found", [["h1"], None, {"h1": "2"}, {1: 2}, {"h1": -1}])
+def test_an_answer_that_is_no_answer_is_refused_at_the_door(found):
+    class Odd:
+        def find_available_hosts_and_slots(self):
+            return found
+
+    with pytest.raises(InvalidSettingsError, match="slots by host"):
+        HostEvents(Odd(), str)
+
+
+def test_any_name_of_this_machine_is_the_host_of_local_agents():
+    backend = LocalBackend(LocalLauncher(hosts=("localhost", "127.0.0.2")))
+    for name in ("localhost", socket.gethostname(), "127.0.0.1", "127.0.0.3", *interface_addresses().values()):
+        assert backend.host_of(name) == "127.0.0.1"
+    assert backend.host_of("127.0.0.2") == "127.0.0.2"
+    assert backend.host_of("192.0.2.9") == "192.0.2.9"
+
+
+def test_the_first_answer_reaches_the_machine_by_address():
+    events = HostEvents(FixedHosts("localhost:2"), LocalBackend(LocalLauncher()).host_of)
+    posted = []
+    events.start(posted.append)
+    events.close()
+    assert posted == [HostsObserved({"127.0.0.1": 2})]

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import pytest
+
+from spark_elastic import LocalLauncher, run_async
+
+
+def test_a_launcher_that_cannot_be_made_leaves_no_thread_and_no_socket():
+    class Refusing(LocalLauncher):
+        def bind(self, order, on_ended):
+            raise RuntimeError("no place today")
+
+    gc.collect()
+    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError, match="no place today"):
+        run_async(print, num_proc=1, launcher=Refusing())
+    assert set(threading.enumerate()) == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors

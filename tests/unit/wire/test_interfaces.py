@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from spark_elastic.wire import interfaces
+from spark_elastic.wire.interfaces import address_of
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """A name server that knows what the test puts into it."""
+    known = {}
+
+    def resolve(name):
+        if name not in known:
+            raise socket.gaierror("unknown")
+        return known[name]
+
+    monkeypatch.setattr(socket, "gethostbyname", resolve)
+    return known
+
+
+def test_an_address_stands_for_itself_and_a_name_for_its_address(names):
+    names["node1"] = "10.0.0.7"
+    assert address_of("node1") == "10.0.0.7"
+    assert address_of("10.0.0.7") == "10.0.0.7"
+    assert address_of("fd00::2") == "fd00::2"
+    assert address_of("127.0.0.2") == "127.0.0.2"
+
+
+def test_a_name_that_cannot_be_resolved_stays_a_name(names):
+    assert address_of("node9") == "node9"
+
+
+def test_a_machine_whose_name_resolves_to_loopback_is_not_confused_with_others_of_the_kind(names, monkeypatch):
+    names.update({"debian1": "127.0.1.1", "localhost": "127.0.0.1"})
+    monkeypatch.setattr(interfaces, "_route_address", lambda: "10.0.0.7")
+    assert address_of("debian1") == "10.0.0.7"
+    assert address_of("localhost") == "127.0.0.1"
+    monkeypatch.setattr(interfaces, "_route_address", lambda: None)
+    monkeypatch.setattr(interfaces, "interface_addresses", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.8"})
+    assert address_of("debian1") == "10.0.0.8"
+    monkeypatch.setattr(interfaces, "interface_addresses", lambda: {"lo": "127.0.0.1"})
+    assert address_of("debian1") == "debian1"
