@@ -78,17 +78,20 @@ def share(left: int, rank: int, size: int) -> int:
     return (left - rank + size - 1) // size if left > rank else 0
 
 
-def needs_padding(left: int, rank: int, size: int, batch_size: int | None) -> bool:
-    """Whether this rank's share ends a batch earlier than other ranks'.
+def needs_padding(left: int, rank: int, size: int, batch_size: int | None, passes: int = 1) -> bool:
+    """Whether this rank's share ends a batch, or a part of one, earlier than other ranks'.
 
     Then, and only then, it has to see one row twice: its peers have one row each in a last step that no collective
     can complete without it. Shares differ by at most one row, so this is when a share fills its last batch exactly
     and another's has one row more. Without a batch size there is no telling, and no padding.
+
+    passes: equal parts that a batch is worked through in, each with collectives of its own.
     """
     if not batch_size or left <= 0 or left % size == 0:
         return False
     low = left // size
-    return low % batch_size == 0 and rank >= left % size
+    part = batch_size // passes if batch_size % passes == 0 else batch_size
+    return low % part == 0 and rank >= left % size
 
 
 def rows_done(rows: int, done: int, taken: int, rank: int, size: int, padded: bool) -> int:

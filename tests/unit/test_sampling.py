@@ -53,6 +53,15 @@ def test_with_padding_every_rank_makes_equally_many_steps_and_fewer_rows_than_ra
     assert sum(padding) < size
 
 
+@given(left=st.integers(0, 2000), size=st.integers(1, 9), part=st.integers(1, 12), passes=st.integers(1, 4))
+def test_ranks_that_work_through_batches_in_parts_have_equally_many_parts(left, size, part, passes):
+    padding = [needs_padding(left, rank, size, part * passes, passes) for rank in range(size)]
+    taken = [share(left, rank, size) + padding[rank] for rank in range(size)]
+    assert len({-(-rows // part) for rows in taken}) == 1
+    assert len({-(-rows // (part * passes)) for rows in taken}) == 1
+    assert sum(padding) < size
+
+
 @settings(max_examples=300)
 @given(data=st.data(), rows=st.integers(1, 400), batch=st.integers(1, 17))
 def test_each_row_is_done_once_over_any_number_of_changes_and_all_ranks_agree_on_what_is_done(data, rows, batch):

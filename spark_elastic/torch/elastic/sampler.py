@@ -47,6 +47,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.epoch = 0
         self._done = 0
         self._drops_last = False
+        self._passes = 1
         self._redeal()
 
     # --- where it stands ----------------------------------------------------------------------
@@ -121,7 +122,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         left, size = self.total_size, self.num_replicas
         # a loader that drops its last batch must drop it on every rank, so all shares are the smallest one
         self._share = left // size if self._drops_last else share(left, self.rank, size)
-        self._padded = not self._drops_last and needs_padding(left, self.rank, size, self.batch_size)
+        self._padded = not self._drops_last and needs_padding(left, self.rank, size, self.batch_size, self._passes)
 
     # --- records that belong to a step which is done again --------------------------------------
 
@@ -145,6 +146,12 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
             if number == keep:
                 self.records, self._taken = number, taken
                 return
+
+    def split_batches(self, passes: int) -> None:
+        """Each batch is worked through in this many parts; ranks must have equally many parts, not just batches."""
+        if passes != self._passes:
+            self._passes = passes
+            self._deal()
 
     # --- rows -----------------------------------------------------------------------------------
 

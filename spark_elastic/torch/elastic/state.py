@@ -70,6 +70,7 @@ class TorchState(base.SteppingState):
         for name, handler in self._handlers.items():
             if isinstance(handler, OptimizerStateHandler):
                 self._count_steps_of(name, handler.value)
+        self._tell_samplers()
         self.save()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -78,6 +79,7 @@ class TorchState(base.SteppingState):
             handler.set_value(value)
             if isinstance(handler, OptimizerStateHandler):
                 self._count_steps_of(name, value)
+            self._tell_samplers()
         super().__setattr__(name, value)
 
     # --- what users call ------------------------------------------------------------------------
@@ -198,6 +200,13 @@ class TorchState(base.SteppingState):
 
     def _distributed(self) -> dict[str, Any]:
         return {n: h.value for n, h in self._handlers.items() if isinstance(h.value, DistributedOptimizerMixin)}
+
+    def _tell_samplers(self) -> None:
+        """Gradients are summed over several passes where loops cut batches in parts; ranks must have as many parts."""
+        passes = max((o.backward_passes_per_step for o in self._distributed().values()), default=1)
+        for handler in self._handlers.values():
+            if isinstance(handler, SamplerStateHandler):
+                handler.value.split_batches(passes)
 
     def _count_steps_of(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         for hook in self._counted.pop(name, ()):

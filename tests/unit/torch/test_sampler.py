@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from spark_elastic.torch.elastic import ElasticSampler
+from spark_elastic.torch.elastic import ElasticSampler, TorchState
+from spark_elastic.torch.optimizer import DistributedOptimizer
 from spark_elastic.torch.process import Position, process
 
 
@@ -72,6 +73,18 @@ def test_no_row_is_seen_twice_where_shares_fit_the_batches():
     ranks = samplers(103, 4, None)
     seen = [int(row) for sampler in ranks for batch in DataLoader(range(103), 8, sampler=sampler) for row in batch]
     assert sorted(seen) == list(range(103))
+
+
+def test_a_batch_that_the_optimizer_takes_in_two_passes_has_as_many_parts_on_every_rank():
+    ranks = samplers(145, 2, None)
+    for sampler in ranks:
+        model = torch.nn.Linear(1, 1)
+        named = model.named_parameters()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(optimizer, named_parameters=named, backward_passes_per_step=2)
+        TorchState(model=model, optimizer=optimizer, sampler=sampler)
+    last = [list(DataLoader(range(145), 16, sampler=sampler))[-1] for sampler in ranks]
+    assert [len(rows) for rows in last] == [9, 9]
 
 
 def test_a_loader_that_drops_its_last_batch_drops_it_on_every_rank():
