@@ -16,7 +16,7 @@ from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.slot_report import SlotReport
 from spark_elastic.core.topology import Place, SlotId
 from spark_elastic.task.worker_process import WorkerProcess, worker_environment
-from spark_elastic.wire.channel import RETRY_S
+from spark_elastic.wire.channel import retry_pause_s
 from spark_elastic.wire.handover import AgentOrder
 from spark_elastic.wire.messages import (
     AgentHeartbeat,
@@ -133,7 +133,7 @@ class _Agent:
                 failures[host, port] = f"{host}:{port}: it closed the connection during the handshake"
             if clock.monotonic() >= deadline or self._over.is_set():
                 break
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(retry_pause_s())
         self._finished(f"cannot reach the driver from {self._report.host}: {'; '.join(failures.values())}")
 
     async def _opened_or_dropped(self) -> bool:

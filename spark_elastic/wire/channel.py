@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import socket
 import threading
 import time
@@ -17,8 +18,12 @@ logger = logging.getLogger(__name__)
 
 Address = tuple[str, int]
 RETRY_S = 0.2
-"""Pause before the driver is tried again: it may be busy, or have dropped us among too many at once."""
 _READ_BYTES = 256 * 1024
+
+
+def retry_pause_s() -> float:
+    """Seconds before the driver is tried again: it may be busy, or have dropped us among too many at once."""
+    return random.uniform(0.5, 1.5) * RETRY_S
 
 
 def connect(addresses: Sequence[Address], key: bytes, *, timeout_s: float) -> Channel:
@@ -39,7 +44,7 @@ def connect(addresses: Sequence[Address], key: bytes, *, timeout_s: float) -> Ch
                 failures[address] = f"{address[0]}:{address[1]}: {error or 'no answer'}"
         if monotonic() >= deadline:
             raise ChannelClosedError("cannot reach the driver: " + "; ".join(failures.values()))
-        time.sleep(min(RETRY_S, max(deadline - monotonic(), 0.0)))
+        time.sleep(min(retry_pause_s(), max(deadline - monotonic(), 0.0)))
 
 
 def _connect(address: Address, key: bytes, timeout_s: float) -> Channel:

@@ -69,7 +69,7 @@ class Served:
         return self.run(inside())
 
     def client(self, hello):
-        channel = connect([self.address], self.key, timeout_s=5)
+        channel = connect([self.address], self.key, timeout_s=20)
         self.channels.append(channel)
         inbox = Recorder()
         channel.start(inbox.message, inbox.closed)
@@ -181,7 +181,7 @@ def test_more_peers_at_once_than_the_budget_all_get_in_by_trying_again(served):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(30)
     assert len(inboxes) == 2 * LIMIT
     for inbox in inboxes:
         inbox.wait_for("message", wire.AgentWelcome(1.0, 5.0))
