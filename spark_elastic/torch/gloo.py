@@ -233,11 +233,12 @@ class GlooGroup:
         """
         try:
             work.wait(_STALL)
-        except Exception as error:
-            if work.is_completed():
-                raise self.translate(error) from error
+            return
+        except RuntimeError:
+            pass  # it failed, or it only takes longer: both are told apart by waiting without a limit
+        if not work.is_completed():
             self.log.stalled()
-            self._wait_on(work)
+        self._wait_on(work)
 
     def _wait_on(self, work: dist.Work) -> None:
         self._link.blocked(True)
