@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from spark_elastic.core.events import HostsObserved
