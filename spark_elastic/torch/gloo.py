@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
+from spark_elastic import clock
 from spark_elastic.errors import HorovodInternalError
+from spark_elastic.torch.in_flight import GRACE_S, InFlight, free_those_that_ended, has_ended, leave_behind
 from spark_elastic.torch.joining import STALL_S, CollectiveLog
 from spark_elastic.torch.sockets import GroupSockets, open_descriptors
 from spark_elastic.worker_link import WorkerLink
@@ -27,6 +29,7 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 """Gloo's own last resort. Deaths and hangs are seen much earlier by the driver, which then orders a cut."""
 
 _STALL = timedelta(seconds=STALL_S)
+_SLICE = timedelta(seconds=0.1)
 
 _CONNECTION_WORDS = (
     "connection",
@@ -124,6 +127,8 @@ class GlooGroup:
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._abandoned = False
+        self._cut_at = float("inf")
+        self._in_flight = InFlight()
         self._failure: BaseException | None = None
         self._sockets: GroupSockets | None = None
         self.pg: ProcessGroupGloo | None = None
@@ -183,6 +188,7 @@ class GlooGroup:
         self._over.set()
         if self._sockets is not None:
             self._sockets.shutdown()
+        self._cut_at = min(self._cut_at, clock.monotonic())
 
     def check_alive(self) -> None:
         """Raises: HorovodInternalError: the group was cut or closed."""
@@ -232,20 +238,20 @@ class GlooGroup:
             HorovodInternalError: a peer is gone, or the group was cut.
         """
         try:
-            work.wait(_STALL)
-            return
-        except RuntimeError:
-            pass  # it failed, or it only takes longer: both are told apart by waiting without a limit
-        if not work.is_completed():
-            self.log.stalled()
-        self._wait_on(work)
+            if not has_ended(work, _STALL):
+                self.log.stalled()
+                self._wait_on(work)
+        except Exception as error:
+            raise self.translate(error) from error
+        finally:
+            self._in_flight.discard(work)
 
     def _wait_on(self, work: dist.Work) -> None:
         self._link.blocked(True)
         try:
-            work.wait()
-        except Exception as error:
-            raise self.translate(error) from error
+            while not has_ended(work, _SLICE):
+                if clock.monotonic() - self._cut_at > GRACE_S:  # see `in_flight`
+                    raise HorovodInternalError(f"round {self.round} is over: {self._why}")
         finally:
             self._link.blocked(False)
 
@@ -257,9 +263,11 @@ class GlooGroup:
     def _launch(self, name: str, *args: Any) -> dist.Work:
         self.check_alive()
         try:
-            return getattr(self.pg, name)(*args)
+            work: dist.Work = getattr(self.pg, name)(*args)
         except Exception as error:
             raise self.translate(error) from error
+        self._in_flight.add(work)
+        return work
 
     def close(self) -> None:
         """Disconnect and free everything; safe to repeat. What is still in flight fails."""
@@ -270,6 +278,11 @@ class GlooGroup:
             sockets, self._sockets = self._sockets, None
         if sockets is not None:
             sockets.shutdown()
+        stuck = self._in_flight.stuck()
+        self._in_flight = InFlight()
+        if stuck:
+            leave_behind(pg, stuck)
+        free_those_that_ended()
         del pg  # joins Gloo's threads, which the shutdown has set free
         if sockets is not None:
             sockets.close()
