@@ -91,6 +91,7 @@ class Cluster:
         self.spark: SparkSession = SparkSession.builder.config(conf=conf).getOrCreate()
         self.sc: SparkContext = self.spark.sparkContext
         self.sc.setLogLevel("ERROR")
+        self._application = str(self.sc.applicationId)  # asked for now: a test may stop the session itself
 
     def __enter__(self) -> Any:
         return self
@@ -128,11 +129,10 @@ class Cluster:
         return pid
 
     def stop(self) -> None:
-        application = str(self.sc.applicationId)
         self.spark.stop()
         assert_gone(self.processes, 10.0)
         # local-cluster leaves its executors' folders inside the installed package; SPARK_WORKER_DIR does not reach it.
-        shutil.rmtree(SPARK_HOME / "work" / application, ignore_errors=True)
+        shutil.rmtree(SPARK_HOME / "work" / self._application, ignore_errors=True)
 
 
 class Standalone(Cluster):
