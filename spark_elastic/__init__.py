@@ -1,4 +1,4 @@
-"""Elastic data-parallel training of PyTorch and Keras models inside Apache Spark.
+"""Elastic data-parallel training of PyTorch models inside Apache Spark.
 
 `run` and `run_async` start a job; `spark_elastic.torch` is what the function in it uses.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pickle
 import re
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.handover import AgentOrder
 from spark_elastic.wire.interfaces import address_of, interface_addresses, is_address, is_loopback
 
+LARGE_FUNCTION_BYTES = 128 * 1024
+"""From here on one broadcast for all slots is worth its own trip."""
 THIS_MACHINE = "127.0.0.1"
 """What agents report as their host where all of them run on the driver's machine."""
 
@@ -119,11 +122,15 @@ class SparkBackend:
         from spark_elastic.driver.spark_launcher import SparkLauncher
         from spark_elastic.task.spark_agent import run_in_task
 
-        payload = pickle.dumps(order)
+        # The key must not be in a file, and PySpark puts a task of more than 1 MiB into one: the function goes apart.
+        function = order.function if len(order.function) > LARGE_FUNCTION_BYTES else None
+        payload = pickle.dumps(order if function is None else dataclasses.replace(order, function=b""))
 
         def build(ended: OnEnded) -> Launcher:
             description = f"spark_elastic job {order.job}"
-            return SparkLauncher(self._context, run_in_task, lambda slot: payload, ended, description=description)
+            return SparkLauncher(
+                self._context, run_in_task, lambda slot: payload, ended, shared=function, description=description
+            )
 
         return AdmittedLauncher(arbiter_of(self._context), order.job, settings.min_num_proc, build, on_ended)
 

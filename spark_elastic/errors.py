@@ -120,12 +120,21 @@ class NotEnoughSlotsError(JobError):
         )
 
 
+def _ordinal(number: int) -> str:
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
+
+
 class ResetLimitError(JobError):
-    """The world was rebuilt more often than ``reset_limit`` allows."""
+    """The world would have to be rebuilt more often than ``reset_limit`` allows.
+
+    `resets`: how often, with the one that was not done any more.
+    """
 
     def __init__(self, *, resets: int, limit: int, last_reason: str) -> None:
         super().__init__(
-            f"the world was rebuilt {resets} times and reset_limit is {limit} (last: {last_reason}); "
+            f"the world would have to be rebuilt for the {_ordinal(resets)} time and reset_limit is {limit} "
+            f"(last: {last_reason}); "
             "raise reset_limit, or look into why workers are lost",
             resets=resets,
             limit=limit,

@@ -162,7 +162,7 @@ def run_async(
     if discovery is not None:
         sources.append(HostEvents(discovery, backend.host_of))
     bind, advertise = backend.listen_at()
-    listening = socket.create_server((bind, 0), backlog=1024)
+    listening = _listen(bind)
     order = AgentOrder(
         job=f"{os.getpid()}-{next(_job_numbers)}",
         driver_addresses=((advertise, listening.getsockname()[1]),),
@@ -189,6 +189,16 @@ def run_async(
         undo.callback(driver.close)
         clean_up = undo.pop_all()
     return ElasticJob(order.job, driver, lambda: backend.gather(order, settings, driver), clean_up.close)
+
+
+def _listen(bind: str) -> socket.socket:
+    try:
+        return socket.create_server((bind, 0), backlog=1024)
+    except OSError as error:
+        raise InvalidSettingsError(
+            f"the driver cannot listen at {bind}: {error.strerror or error}; spark.driver.bindAddress must be an IPv4 "
+            "address of this machine, or a name for one"
+        ) from None
 
 
 def _settings(

@@ -91,8 +91,12 @@ def check_interfaces(host: str, addresses: dict[str, str], nics: Sequence[str] |
     """The addresses that may carry collectives, by interface.
 
     Raises:
-        UnknownInterfaceError: none of `nics` exists there; says which do.
+        UnknownInterfaceError: none of `nics` exists there; says which do. Or the host has no IPv4 address at all.
     """
+    if not addresses:
+        raise UnknownInterfaceError(
+            f"host {host} has no interface with an IPv4 address; spark_elastic needs IPv4", host=host, nics=()
+        )
     if nics is None:
         return addresses
     allowed = {name: address for name, address in addresses.items() if name in nics}

@@ -11,6 +11,7 @@ import logging
 import socket
 from typing import Protocol
 
+from spark_elastic import clock
 from spark_elastic.core.topology import AgentId, WorkerId, World
 from spark_elastic.driver.key_value import RoundKeyValues
 from spark_elastic.errors import ProtocolError
@@ -31,8 +32,10 @@ from spark_elastic.wire.stream import MessageStream
 logger = logging.getLogger(__name__)
 
 MAX_UNAUTHENTICATED = 256
-"""Connections that may be in their handshake at a time: a whole gang may come at once. Beyond it the oldest one goes,
-so that nobody can lock the others out by holding connections; peers that are dropped by it try again."""
+"""Connections that may be in their handshake at a time: a whole gang may come at once. A further one takes the place of
+one that is idle, so that nobody can lock the others out by holding connections, or is dropped; real peers try again."""
+IDLE_S = 1.0
+"""A real peer's handshake takes milliseconds, even on a busy machine hardly this long."""
 
 
 class Listener(Protocol):
@@ -74,7 +77,7 @@ class RendezvousServer:
         self._worker_welcome = WorkerWelcome(heartbeat_interval_s, heartbeat_timeout_s)
         self._server: asyncio.Server | None = None
         self._key_values = RoundKeyValues()
-        self._unauthenticated: dict[MessageStream, None] = {}  # oldest first
+        self._unauthenticated: dict[MessageStream, float] = {}  # since when; oldest first
         self._unnamed: set[MessageStream] = set()
         self._agents: dict[AgentId, MessageStream] = {}
         self._workers: dict[WorkerId, MessageStream] = {}
@@ -144,11 +147,15 @@ class RendezvousServer:
             on_closed=self._closed,
             on_unauthenticated=lambda stream: self._unauthenticated.pop(stream, None),
         )
+        now = clock.monotonic()
         if len(self._unauthenticated) >= self._max_unauthenticated:
-            oldest = next(iter(self._unauthenticated))
-            del self._unauthenticated[oldest]
-            oldest.abort("too many connections in their handshake")
-        self._unauthenticated[stream] = None
+            oldest, since = next(iter(self._unauthenticated.items()))
+            loser = oldest if now - since >= IDLE_S else stream
+            self._unauthenticated.pop(loser, None)
+            loser.abort("too many connections in their handshake")
+            if loser is stream:
+                return stream
+        self._unauthenticated[stream] = now
         return stream
 
     def _opened(self, stream: MessageStream) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -19,7 +20,7 @@ from spark_elastic.driver.spark_reasons import reason_of
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-AgentEntry = Callable[[SlotId, bytes], AgentOutcome]
+AgentEntry = Callable[..., AgentOutcome]
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,9 @@ class SparkLauncher:
         agent_entry: runs in the task as `agent_entry(slot, payload)`. Pickled by reference, so its module must be
             importable on the executors.
         payload_for_slot: what the slot's agent is given, called at each launch. It travels in Spark's own task
-            serialisation.
+            serialisation, and has to be small: from 1 MiB on PySpark would put it into a file.
+        shared: the same for every slot and perhaps large: a broadcast variable, which is a file on the driver and in
+            the executors' block managers. Given as the third argument of `agent_entry`, unless it is None.
         on_ended: see `launcher.OnEnded`.
         description: what people see in Spark's UI, before ": slot 3".
         watch_interval_s: how often running jobs are looked at for a task that failed and that Spark would run again.
@@ -60,6 +63,7 @@ class SparkLauncher:
         payload_for_slot: Callable[[SlotId], bytes],
         on_ended: OnEnded,
         *,
+        shared: bytes | None = None,
         description: str = "spark_elastic",
         watch_interval_s: float = 1.0,
     ) -> None:
@@ -67,6 +71,9 @@ class SparkLauncher:
         self._agent_entry = agent_entry
         self._payload_for_slot = payload_for_slot
         self._on_ended = on_ended
+        self._shared = shared
+        self._broadcast: Any = None
+        self._broadcasting = threading.Lock()
         self._description = description
         self._watch_interval_s = watch_interval_s
         self._group_prefix = f"spark_elastic-{uuid.uuid4().hex[:12]}"
@@ -182,9 +189,22 @@ class SparkLauncher:
         # Not interruptOnCancel: an interrupt does not reach the Python process any sooner. Either way the executor
         # kills it 2-4 s after the cancellation (spark.python.task.killTimeout), so agents are told to end first.
         sc.setJobGroup(launch.group, f"{self._description}: slot {launch.slot}")
-        task = _task_of(self._agent_entry, launch.slot, payload)
+        task = _task_of(self._agent_entry, launch.slot, payload, self._shared_by_all())
         rows = sc.parallelize([0], 1).mapPartitions(task).collect()
         return AgentOutcome(*rows[0]) if rows[0] is not None else None
+
+    def _shared_by_all(self) -> Any:
+        """The broadcast variable, made by the first slot that needs it; None if nothing is shared."""
+        with self._broadcasting:
+            if self._broadcast is None and self._shared is not None:
+                self._broadcast = self._sc.broadcast(self._shared)
+            return self._broadcast
+
+    def _destroy_broadcast(self) -> None:
+        with self._broadcasting, contextlib.suppress(Exception):  # with the context it is gone anyway
+            broadcast, self._broadcast = self._broadcast, None
+            if broadcast is not None:
+                broadcast.destroy()
 
     # --- the watcher's thread -------------------------------------------------------------------
 
@@ -192,6 +212,7 @@ class SparkLauncher:
         """Cancels what has to stop until it has stopped, and stops what Spark would silently run again."""
         try:
             self._watch_until_closed()
+            self._destroy_broadcast()
         finally:
             close_connection(self._sc)
 
@@ -227,7 +248,7 @@ class SparkLauncher:
             self.withdraw(launch.slot, reason)
 
 
-def _task_of(agent_entry: AgentEntry, slot: SlotId, payload: bytes) -> Callable[[Any], Any]:
+def _task_of(agent_entry: AgentEntry, slot: SlotId, payload: bytes, shared: Any) -> Callable[[Any], Any]:
     """The function that Spark runs. It is pickled by value, so it may use nothing of this module."""
 
     def task(_rows: Any) -> Any:
@@ -237,7 +258,7 @@ def _task_of(agent_entry: AgentEntry, slot: SlotId, payload: bytes) -> Callable[
         if context is not None and context.attemptNumber() > 0:
             # Spark's own second try: the driver starts the slot again itself. Returning ends the job without a third.
             return [None]
-        outcome = agent_entry(slot, payload)
+        outcome = agent_entry(slot, payload) if shared is None else agent_entry(slot, payload, shared.value)
         return [(outcome.worker, outcome.result, outcome.why)]
 
     return task

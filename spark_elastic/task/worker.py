@@ -52,8 +52,11 @@ def main(argv: list[str]) -> None:
     if order is None:
         exit_now(EXIT_ORPHANED)
     function = control.read(order["function_bytes"])
-    released = threading.Event()
-    threading.Thread(target=_hold, args=(control, released), name="spark_elastic-lifeline", daemon=True).start()
+    returned, released = threading.Event(), threading.Event()
+    hold = threading.Thread(
+        target=_hold, args=(control, returned, released), name="spark_elastic-lifeline", daemon=True
+    )
+    hold.start()
     addresses = [(str(host), int(port)) for host, port in order["driver_addresses"]]
     key = bytes.fromhex(order["key"])
     channel = connect(addresses, key, timeout_s=order["connect_timeout_s"])
@@ -61,6 +64,7 @@ def main(argv: list[str]) -> None:
     worker_link.install(link)
     link.start()
     result = _run(link, _load(link, function, order["made_by"]))
+    returned.set()  # before the agent knows: it may close the lifeline as soon as it has the result
     _hand_over(result_fd, result, link.in_loop)
     link.ending()
     _flush()
@@ -70,11 +74,10 @@ def main(argv: list[str]) -> None:
     exit_now(0)
 
 
-def _hold(lifeline: BinaryIO, released: threading.Event) -> None:
-    """Wait for the end of the lifeline; before the function is over, that means the agent is gone."""
+def _hold(lifeline: BinaryIO, returned: threading.Event, released: threading.Event) -> None:
+    """Wait for the end of the lifeline; before the function has returned, that means the agent is gone."""
     lifeline.read()
-    link = worker_link.current()
-    if isinstance(link, ChannelLink) and link.is_ending:
+    if returned.is_set():
         released.set()
     else:
         exit_now(EXIT_ORPHANED)

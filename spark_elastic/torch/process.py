@@ -37,6 +37,8 @@ class Process:
     """The one owner of the link and the groups. Only `_on_cut` is called from another thread than the user's."""
 
     def __init__(self) -> None:
+        self._connections: dict[str, tuple[int, int]] = {}
+        """By name of a group: the newest round in which it was connected, and how often. Outlives `shutdown`."""
         self._forget()
 
     def _forget(self) -> None:
@@ -158,11 +160,16 @@ class Process:
         rank = [member.worker for member in members].index(me.worker)
         addresses = [assignment.addresses[member.worker] for member in members]
         round = assignment.world.round
-        if self._cut[0] >= round:
-            raise HorovodInternalError(f"round {round} is over: {self._cut[1]}")
-        group = GlooGroup(self.link, round, key, rank, addresses)
-        self._groups[name] = group  # before it connects, so that a cut finds it
+        # The driver keeps what was set in a round until it is over: who connects again, after `shutdown`, must not
+        # find the addresses of the time before. All members come here equally often, as with any collective.
+        last_round, times = self._connections.get(name, (0, 0))
+        times = times + 1 if last_round == round else 1
+        self._connections[name] = round, times
+        group = GlooGroup(self.link, round, key if times == 1 else f"{key}#{times}", rank, addresses)
+        self._groups[name] = group
         try:
+            if self._cut[0] >= round:  # only now: a cut that comes from here on finds the group
+                raise HorovodInternalError(f"round {round} is over: {self._cut[1]}")
             group.connect()
         except BaseException:
             self._groups.pop(name, None)

@@ -17,8 +17,16 @@ _DESCRIPTORS = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
 
 
 def open_descriptors() -> frozenset[int]:
-    """The numbers of all open descriptors of this process (one of them that of the listing itself)."""
-    return frozenset(int(name) for name in os.listdir(_DESCRIPTORS))
+    """The numbers of all open descriptors of this process, without that of the listing itself: it is free again."""
+    return frozenset(number for number in map(int, os.listdir(_DESCRIPTORS)) if _is_open(number))
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 class GroupSockets:

@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from spark_elastic import LocalLauncher, run_async
+from spark_elastic import LocalLauncher, run_async, runner
+from spark_elastic.errors import InvalidSettingsError
 
 
 def test_a_launcher_that_cannot_be_made_leaves_no_thread_and_no_socket():
@@ -20,3 +21,9 @@ def test_a_launcher_that_cannot_be_made_leaves_no_thread_and_no_socket():
         run_async(print, num_proc=1, launcher=Refusing())
     assert set(threading.enumerate()) == threads
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("bind", ["::1", "192.0.2.1", "no-such-host.invalid"])
+def test_an_address_to_listen_at_that_is_none_is_named(bind):
+    with pytest.raises(InvalidSettingsError, match=f"the driver cannot listen at {bind}: .*IPv4"):
+        runner._listen(bind)

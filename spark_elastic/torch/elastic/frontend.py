@@ -42,7 +42,7 @@ class TorchFrontend:
         return bool(token.item())
 
     def enter(self) -> Entry:
-        before = process.require()
+        process.require()
         link = process.link
         if link is None:
             return Entry(root=0, progress=None, sync=True, moved=False)
@@ -54,7 +54,7 @@ class TorchFrontend:
             return self._join(0, None, moved=False)
         world = process.assignment.world
         process.group()  # raises, if the world broke meanwhile
-        return Entry(root=world.root, progress=world.progress if first else None, sync=True, moved=before.size == 0)
+        return Entry(root=world.root, progress=world.progress if first else None, sync=True, moved=False)
 
     def rejoin(self, progress: int | None) -> Entry:
         if process.link is None:

@@ -166,3 +166,7 @@ def test_all_workers_lost_is_a_clear_error(jobs):
         kill(entry["pid"])
     with pytest.raises(StateLostError, match="every worker that held the state is gone"):
         job.result(60)
+
+
+def test_arguments_of_megabytes_reach_every_worker(jobs):
+    assert jobs.start(len, (bytes(5_000_000),), num_proc=3).result(120) == [5_000_000] * 3

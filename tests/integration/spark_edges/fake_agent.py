@@ -53,3 +53,8 @@ def started(folder: Path, count: int, timeout_s: float = 30.0) -> dict[int, int]
     """Slot → pid, once `count` agents stay."""
     wait_until(lambda: len(list(folder.glob("slot-*"))) >= count, timeout_s, f"{count} agents are up")
     return {int(path.name.split("-")[1]): int(path.read_text()) for path in folder.glob("slot-*")}
+
+
+def shared_agent(slot: int, payload: bytes, shared: bytes) -> AgentOutcome:
+    """Returns how much was shared with it."""
+    return AgentOutcome(slot, str(len(shared)).encode(), "done")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from spark_elastic.errors import JobCancelledError, NoSparkContextError, NotEnou
 from spark_elastic.task.spark_task import slot_report
 from tests.integration.clusters import local
 from tests.integration.processes import wait_until
-from tests.integration.spark_edges.fake_agent import Ends, fake_agent, started
+from tests.integration.spark_edges.fake_agent import Ends, fake_agent, shared_agent, started
 
 pytestmark = pytest.mark.cluster
 
@@ -221,3 +222,23 @@ def test_stopped_context_is_told_apart_from_none(cluster):
     stopped._jsc = None
     with pytest.raises(NoSparkContextError, match="was stopped"):
         check_spark(stopped)
+
+
+def broadcasts(cluster) -> list[str]:
+    return [path.name for path in Path(cluster.sc._temp_dir).iterdir()]
+
+
+def test_what_all_slots_share_is_in_one_file_until_the_launcher_closes(cluster):
+    before = set(threading.enumerate())
+    files, ends = broadcasts(cluster), Ends()
+    launcher = SparkLauncher(
+        cluster.sc, shared_agent, lambda slot: b"", ends, shared=bytes(3_000_000), description="test"
+    )
+    for slot in range(3):
+        launcher.launch(slot)
+    wait_until(lambda: len(ends.seen) == 3, 30, "three ends")
+    assert [outcome.result for _, _, outcome, _ in ends.seen] == [b"3000000"] * 3
+    assert len(broadcasts(cluster)) == len(files) + 1
+    launcher.close(5.0)
+    assert broadcasts(cluster) == files
+    assert set(threading.enumerate()) <= before

@@ -1,7 +1,7 @@
 import pytest
 
 from spark_elastic.core.topology import Place
-from spark_elastic.driver.addresses import AddressBook
+from spark_elastic.driver.addresses import AddressBook, check_interfaces
 from spark_elastic.errors import UnknownInterfaceError
 from spark_elastic.wire.messages import AgentHello
 
@@ -62,3 +62,8 @@ def test_a_host_without_the_interface_is_named_with_what_it_has():
         UnknownInterfaceError, match=r"host a has no interface 'ib0' that is up; it has eth0 \(10.0.0.1\)"
     ):
         book.joined(1, hello("a", eth0="10.0.0.1"), "10.0.0.1")
+
+
+def test_a_host_without_an_ipv4_address_is_told_so():
+    with pytest.raises(UnknownInterfaceError, match="host b has no interface with an IPv4 address"):
+        check_interfaces("b", {}, None)

@@ -157,18 +157,29 @@ def test_a_peer_without_the_key_gets_nothing_but_the_greeting(served):
     assert served.listener.told == []
 
 
-def test_of_too_many_silent_connections_the_oldest_go_and_real_ones_are_still_served(served):
-    strangers = [socket.create_connection(served.address) for _ in range(LIMIT + 8)]
-    for stranger in strangers[:8]:
-        stranger.settimeout(4)  # less than the handshake's own deadline
-        try:
-            assert stranger.recv(1) == b""
-        except ConnectionResetError:
-            pass
-    _, inbox = served.client(HELLO)
-    inbox.wait_for("message", wire.AgentWelcome(1.0, 5.0))
+def test_a_connection_over_the_budget_is_dropped_while_all_others_are_new(served):
+    strangers = [socket.create_connection(served.address) for _ in range(LIMIT + 1)]
+    strangers[-1].settimeout(4)  # less than the handshake's own deadline
+    assert is_closed(strangers[-1])
     for stranger in strangers:
         stranger.close()
+
+
+def test_nobody_is_locked_out_by_connections_that_idle(served):
+    strangers = [socket.create_connection(served.address) for _ in range(LIMIT)]
+    _, inbox = served.client(HELLO)  # tries again until one of them counts as idle
+    inbox.wait_for("message", wire.AgentWelcome(1.0, 5.0))
+    strangers[0].settimeout(4)
+    assert is_closed(strangers[0])
+    for stranger in strangers:
+        stranger.close()
+
+
+def is_closed(sock):
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
 
 
 def test_more_peers_at_once_than_the_budget_all_get_in_by_trying_again(served):

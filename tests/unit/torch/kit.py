@@ -44,6 +44,7 @@ class KitLink:
         self._send_lock = threading.Lock()
         self._changed = threading.Condition()
         self._assignments: list[Any] = []
+        self._newest: Assignment | None = None
         self._values: dict[int, list[bytes]] = {}
         self._requests = 0
         self._updates = 0
@@ -81,9 +82,13 @@ class KitLink:
     def _next(self) -> Any:
         with self._changed:
             self._changed.wait_for(lambda: self._assignments)
-            return self._assignments.pop(0)
+            answer = self._assignments.pop(0)
+            self._newest = answer if isinstance(answer, Assignment) else self._newest
+            return answer
 
     def join_at_init(self) -> Any:
+        if self._newest is not None:
+            return self._newest  # as the real one: who is in a world is still in it after `shutdown`
         self.send("ready", 0, None, True)
         return self._next()
 

@@ -7,11 +7,14 @@ import threading
 import time
 
 import psutil
+import pytest
 import torch
 
 import spark_elastic.torch as hvd
+from spark_elastic.core.topology import Member, Place, World
 from spark_elastic.torch.elastic.frontend import frontend
-from spark_elastic.torch.process import process
+from spark_elastic.torch.process import Position, Process, process
+from spark_elastic.worker_link import Assignment
 from tests.unit.torch.kit import KitDriver, link, tell
 
 
@@ -124,3 +127,47 @@ def test_a_forked_child_does_not_hold_its_parents_connections():
     with KitDriver(start_with=2) as driver:
         driver.start(forks, count=2)
         assert driver.results(2) == [(11, 2.0)] * 2
+
+
+def leaves_and_comes_again(times: int):
+    sums = []
+    for _ in range(times):
+        hvd.init()
+        sums.append(hvd.allreduce(torch.ones(3), op=hvd.Sum).sum().item())
+        sums.append(hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=hvd.local_process_set).item())
+        hvd.shutdown()
+    return sums
+
+
+def test_after_a_shutdown_init_connects_the_same_world_again():
+    with KitDriver(start_with=2) as driver:
+        start = time.perf_counter()
+        driver.start(leaves_and_comes_again, 4, count=2)
+        assert driver.results(2) == [[6.0, 2.0] * 4] * 2
+        assert time.perf_counter() - start < 15.0
+
+
+def test_a_cut_on_the_way_into_a_group_is_not_missed(monkeypatch):
+    """It comes after the last look at the round, and before the group begins to connect."""
+
+    class CutWhileItIsMade:
+        def __init__(self, link, round, key, rank, addresses):
+            self.round, self.why = round, None
+            subject._on_cut(1, "too late?")
+
+        def cut(self, why):
+            self.why = why
+
+        def connect(self):
+            assert self.why is not None, "the cut was missed"
+
+    subject = Process()
+    subject.link = object()
+    subject.position = Position(rank=0, size=2)
+    place = Place("a", "e1", 0)
+    world = World(1, (Member(1, place, 0, 0, 2, 0, 1), Member(2, place, 1, 1, 2, 0, 1)), 0, True, None)
+    subject.assignment = Assignment(world, 1, {1: "127.0.0.1", 2: "127.0.0.1"})
+    monkeypatch.setattr("spark_elastic.torch.process.GlooGroup", CutWhileItIsMade)
+    with pytest.raises(hvd.HorovodInternalError, match="too late"):
+        subject.group()
+    assert subject._groups == {}
