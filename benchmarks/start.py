@@ -14,11 +14,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import peer_torch_distributor
 from _harness import Series, parser, report
 from peer_torch_distributor import first_step_with_torch_distributor
+from pyspark import cloudpickle
 
 import spark_elastic
 from tests.integration import clusters
+
+cloudpickle.register_pickle_by_value(peer_torch_distributor)  # executors do not have this folder
 
 
 def one_step(path: str) -> None:
