@@ -65,16 +65,19 @@ def test_a_script_resumes_from_the_checkpoint_that_rank_0_finds(tmp_path):
     assert "epoch 2 size 2" not in second
 
 
+def is_worker(process):
+    try:
+        return "spark_elastic.task.worker" in process.cmdline()
+    except psutil.Error:  # it has just ended
+        return False
+
+
 def kill_a_worker_when(line, process, killed):
     """Once the program has printed a line like this, SIGKILL the newest of its workers."""
     for shown in process.stdout:
         killed["output"] += shown
         if "pid" not in killed and re.search(line, shown):
-            workers = [
-                child
-                for child in psutil.Process(process.pid).children(recursive=True)
-                if "spark_elastic.task.worker" in child.cmdline()
-            ]
+            workers = [child for child in psutil.Process(process.pid).children(recursive=True) if is_worker(child)]
             victim = max(workers, key=lambda child: child.create_time())
             killed["pid"] = victim.pid
             os.kill(victim.pid, signal.SIGKILL)
