@@ -34,6 +34,7 @@ class Storm:
         self._chance = chance
         self._cluster = cluster
         self.done = []
+        self._doomed = set()
 
     def rage(self, seconds):
         until = time.monotonic() + seconds
@@ -47,19 +48,23 @@ class Storm:
             for victim in victims[: self._chance.randint(0, len(victims))]:
                 disaster = self._chance.choice(self._disasters())
                 self._note(disaster.__name__.strip("_"), victim)
+                if disaster != self._decommission:
+                    self._doomed.add(victim["pid"])
                 disaster(victim, _spared)
                 time.sleep(self._chance.choice([0, 0, 0.01, 0.1, 0.5]))
             if self._cluster is not None and self._chance.random() < 0.2:
                 self._newcomer()
 
     def _some_world(self, after):
-        """Anything that trains in a newer round, however small; now and then the old one again."""
+        """Any world that trains and has not been struck, in a newer round; now and then the old one again."""
         until = time.monotonic() + 90
         while time.monotonic() < until:
             assert not self._job.done(), self._job.result()
             world = self._diary.newest()
             one = next(iter(world.values()), None)
-            if one is not None and len(world) == one["size"] and (one["round"] > after or self._chance.random() < 0.01):
+            whole = one is not None and len(world) == one["size"]
+            struck = any(entry["pid"] in self._doomed for entry in world.values())  # a stopped one may be in it
+            if whole and not struck and (one["round"] > after or self._chance.random() < 0.01):
                 return world
             time.sleep(0.01)
         raise AssertionError(f"no new world in 90 s after round {after}: {self._job.status()}")
