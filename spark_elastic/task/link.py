@@ -168,10 +168,6 @@ class ChannelLink:
         """The function is over: a closed channel is no reason to hurry any more."""
         self._ending = True
 
-    @property
-    def is_ending(self) -> bool:
-        return self._ending
-
     # --- threads --------------------------------------------------------------------------------------
 
     def _newest_round(self) -> int:

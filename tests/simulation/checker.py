@@ -214,6 +214,9 @@ class Checker:
     def _on_WithdrawSlot(self, command: c.WithdrawSlot, event: e.Event, now: float) -> None:
         allowed = isinstance(event, (e.Tick, e.AgentLost))
         require(allowed, "slots are withdrawn after deadlines and with lost agents only")
+        if isinstance(event, e.AgentLost):
+            held = [agent for agent, place in self.joined.items() if place.slot == command.slot]
+            require(not held, f"slot {command.slot} is withdrawn from its living agent {held}")
 
     def _on_StartWorker(self, command: c.StartWorker, event: e.Event, now: float) -> None:
         require(command.agent in self.joined, f"agent {command.agent} is not there")
