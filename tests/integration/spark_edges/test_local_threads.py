@@ -136,6 +136,10 @@ def test_jobs_carry_a_readable_description_and_the_callers_scheduler_pool(cluste
     assert stage.schedulingPool() == "training"
 
 
+def slot_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("spark_elastic slot")]
+
+
 def test_launches_leave_no_threads_and_no_descriptors(cluster, launch):
     import psutil
 
@@ -147,6 +151,8 @@ def test_launches_leave_no_threads_and_no_descriptors(cluster, launch):
         for slot in range(6):
             launcher.launch(slot)
         ends.wait_for(before + 6, 60.0)
+        # A slot's thread outlives what it tells by the closing of its connection.
+        wait_until(lambda: not slot_threads(), 10.0, "the end of the slots' threads")
         rounds.append((me.num_fds(), len(threading.enumerate()), jvm.num_fds()))
     assert rounds[2][0] <= rounds[0][0] + 1
     assert rounds[2][1] == rounds[0][1]
