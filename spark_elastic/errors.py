@@ -10,7 +10,11 @@
     │   ├── SparkConnectNotSupportedError
     │   ├── JavaNotFoundError
     │   ├── UnknownInterfaceError      a name in nics= that a host does not have
-    │   └── DiscoveryScriptError       the host discovery script cannot be used
+    │   ├── DiscoveryScriptError       the host discovery script cannot be used
+    │   ├── DataError                  a column is missing, or holds what cannot be trained on   (also a ValueError)
+    │   ├── DatasetError               a materialised set is missing, incomplete, damaged or foreign
+    │   ├── StoreError                 storage that the driver and all executors do not share
+    │   └── CheckpointError            a checkpoint or saved model cannot be used
     ├── JobError                     the job ran and could not go on
     │   ├── NotEnoughSlotsError        fewer slots than needed for too long
     │   ├── ResetLimitError            the world changed more often than reset_limit
@@ -96,6 +100,22 @@ class UnknownInterfaceError(UsageError):
 
 class DiscoveryScriptError(UsageError):
     """The host discovery script is missing, not executable, or failed on its first call."""
+
+
+class DataError(UsageError, ValueError):
+    """A column is missing, has a type that cannot be stored, or holds values that cannot be trained on."""
+
+
+class DatasetError(UsageError):
+    """A materialised set is missing, incomplete, damaged, or was not written by this package."""
+
+
+class StoreError(UsageError):
+    """A storage location cannot be used from where it is needed."""
+
+
+class CheckpointError(UsageError):
+    """A checkpoint or a saved model is missing, incomplete, damaged, or belongs to something else."""
 
 
 # --- the job ran and could not go on ------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""DataFrames as packed records on shared storage, and batches from them at memory speed."""
