@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -95,12 +96,10 @@ class LaneOrder:
 
     # --- rows ---------------------------------------------------------------------------------
 
-    def take(self, batches: Sequence[tuple[int, int]], rank: int, size: int) -> list[Indices]:
+    def take(self, edges: Sequence[int], rank: int, size: int) -> tuple[Indices, list[int]]:
         first, last = self.owned(rank, size)
-        return [
-            self._sequence(first, last, self._before(start, first, last), self._before(stop, first, last))
-            for start, stop in batches
-        ]
+        ends = [self._before(edge, first, last) for edge in edges]
+        return self._sequence(first, last, ends[0], ends[-1]), [stop - start for start, stop in pairwise(ends)]
 
     def _before(self, position: int, first: int, last: int) -> int:
         """Positions below `position` that belong to the lanes `[first, last)`."""

@@ -21,8 +21,11 @@ class Order(Protocol):
 
     rows: int
 
-    def take(self, batches: Sequence[tuple[int, int]], rank: int, size: int) -> list[Indices]:
-        """Rows that the rank takes of each global batch `[start, stop)`; int64, in the order they stand in it."""
+    def take(self, edges: Sequence[int], rank: int, size: int) -> tuple[Indices, list[int]]:
+        """What the rank takes of the consecutive global batches `[edges[0], edges[1])`, `[edges[1], edges[2])`, ..
+
+        Returns: the rows of all of them, int64, one batch's after another's; and how many each has.
+        """
 
 
 class GlobalOrder:
@@ -32,14 +35,14 @@ class GlobalOrder:
         self.rows = rows
         self._permutation = Permutation(rows, derived_key(seed, epoch)) if shuffle else None
 
-    def take(self, batches: Sequence[tuple[int, int]], rank: int, size: int) -> list[Indices]:
-        parts = []
-        for start, stop in batches:
-            lo, hi = (start + (stop - start) * part // size for part in (rank, rank + 1))
-            parts.append((lo, hi))
-        if all(a[1] == b[0] for a, b in pairwise(parts)):
-            positions = np.arange(parts[0][0], parts[-1][1]) if parts else np.empty(0, np.int64)
+    def take(self, edges: Sequence[int], rank: int, size: int) -> tuple[Indices, list[int]]:
+        parts = [
+            (start + (stop - start) * rank // size, start + (stop - start) * (rank + 1) // size)
+            for start, stop in pairwise(edges)
+        ]
+        if size == 1:
+            positions = np.arange(edges[0], edges[-1])
         else:
-            positions = np.concatenate([np.arange(lo, hi) for lo, hi in parts])
+            positions = np.concatenate([np.arange(start, stop) for start, stop in parts])
         rows = positions if self._permutation is None else self._permutation[positions]
-        return np.split(rows, np.cumsum([hi - lo for lo, hi in parts])[:-1]) if parts else []
+        return rows, [stop - start for start, stop in parts]
