@@ -27,8 +27,8 @@ RUN_OPTIONS = (
 """What `spark_elastic.run` takes beside the settings that estimators have of their own."""
 
 
-class FeatureParams(ElasticParams):
-    """What goes into the model."""
+class FeatureColumns(ElasticParams):
+    """Which columns go into the model."""
 
     feature_cols: Any = setting(
         "feature_cols",
@@ -37,6 +37,11 @@ class FeatureParams(ElasticParams):
         "inner list, its columns stacked or put end to end.",
         to.grouped_names,
     )
+
+
+class FeatureParams(FeatureColumns):
+    """What goes into the model."""
+
     input_shapes: Any = setting(
         "input_shapes",
         "shape of one row of each input, such as [(1, 28, 28)]. Default: [k] for k numbers, [] for one scalar column "
