@@ -18,9 +18,9 @@ FLOAT, INTEGER = "<f4", "<i8"
 
 @dataclass(frozen=True)
 class Tensors:
-    """What `materialize` is asked for. columns: name of the tensor -> its columns; dtypes and shapes where known."""
+    """What `materialize` is asked for. columns: name of the tensor -> its column as it is, or columns to join."""
 
-    columns: Mapping[str, tuple[str, ...]]
+    columns: Mapping[str, str | tuple[str, ...]]
     dtypes: Mapping[str, str] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ def labels(
     for index, name in enumerate(label_cols):
         shape = None if label_shapes is None else tuple(label_shapes[index])
         one = _tensor(schema, f"label_{index}", [name], shape, "label_cols", alone_is_scalar=True)
-        if index < len(dtypes) and dtypes[index] is not None and one.dtypes:
+        if index < len(dtypes) and dtypes[index] is not None and not _is_list(schema[name].dataType):
             one = Tensors(one.columns, {f"label_{index}": str(dtypes[index])}, one.shapes)
         made |= one
     return made
@@ -77,14 +77,14 @@ def labels(
 
 def weight(schema: Any, name: str) -> Tensors:
     """Raises: DataError: the column is missing or no number."""
-    if _kind(_column(schema, name, "sample_weight_col").dataType) not in _INTEGERS | _REALS:
+    if _element(_column(schema, name, "sample_weight_col").dataType) not in _INTEGERS | _REALS:
         raise DataError(f"sample_weight_col {name!r} is {_type_name(schema, name)}; weights must be numbers")
-    return Tensors({WEIGHT: (name,)}, {WEIGHT: FLOAT}, {WEIGHT: ()})
+    return Tensors({WEIGHT: name}, {WEIGHT: FLOAT})
 
 
 def check_validation(schema: Any, name: str) -> None:
     """Raises: DataError: the column is missing or not boolean."""
-    if _kind(_column(schema, name, "validation").dataType) != "boolean":
+    if _column(schema, name, "validation").dataType.typeName() != "boolean":
         raise DataError(
             f"validation column {name!r} is {_type_name(schema, name)}; it must be boolean, true for the rows to set "
             f"aside: df.withColumn({name!r}, F.col({name!r}) > 0), for example"
@@ -93,8 +93,8 @@ def check_validation(schema: Any, name: str) -> None:
 
 def _each_by_itself(schema: Any, feature_cols: Sequence[Any]) -> bool:
     flat = [name for name in feature_cols if isinstance(name, str)]
-    kinds = [_kind(_column(schema, name, "feature_cols").dataType) for name in flat]
-    return any(kind in ("array", "vector") or kind in _OPAQUE for kind in kinds)
+    types = [_column(schema, name, "feature_cols").dataType for name in flat]
+    return any(_is_list(each) or _element(each) in _OPAQUE for each in types)
 
 
 def _tensor(
@@ -105,36 +105,30 @@ def _tensor(
     setting: str,
     alone_is_scalar: bool = False,
 ) -> Tensors:
-    columns = {tensor: tuple(names)}
-    types = [_column(schema, name, setting).dataType for name in names]
-    kinds = [_kind(each) for each in types]
-    for name, kind, spark_type in zip(names, kinds, types, strict=True):
-        inner = _kind(spark_type.elementType) if kind == "array" else kind
-        if kind == "array" and inner == "array":
-            raise DataError(
-                f"{setting} {name!r} is {spark_type.simpleString()}; arrays of arrays have to be made flat "
-                f"(F.flatten), and input_shapes says what they were"
-            )
-        if inner not in _INTEGERS | _REALS | _TIMES | _OPAQUE | {"vector"}:
-            raise DataError(
-                f"{setting} {name!r} is {spark_type.simpleString()}; numbers, booleans, dates, arrays of numbers, "
-                "vectors, strings and binary can be used. Cast it, or take its parts apart with df.select"
-            )
+    kinds = [_element(_column(schema, name, setting).dataType) for name in names]
     if any(kind in _OPAQUE for kind in kinds):
         if len(names) > 1:
             raise DataError(f"{setting} {list(names)}: strings and binary cannot be joined with other columns")
-        return Tensors(columns)
-    dtype = FLOAT
-    if len(names) == 1:
-        inner = _kind(types[0].elementType) if kinds[0] == "array" else kinds[0]
-        dtype = INTEGER if inner in _INTEGERS | _TIMES else FLOAT
-    shapes: dict[str, tuple[int, ...]] = {}
-    if shape is not None:
-        shapes[tensor] = shape
-    elif not any(kind in ("array", "vector") for kind in kinds):
-        alone = len(names) == 1 and (alone_is_scalar or dtype == INTEGER)
-        shapes[tensor] = () if alone else (len(names),)
-    return Tensors(columns, {tensor: dtype}, shapes)
+        return Tensors({tensor: names[0]}, shapes={} if shape is None else {tensor: shape})
+    # Whatever else a column may be, `materialize` says what is wrong with it.
+    integer = len(names) == 1 and kinds[0] in _INTEGERS | _TIMES
+    alone = len(names) == 1 and (alone_is_scalar or integer or _is_list(schema[names[0]].dataType))
+    return Tensors(
+        {tensor: names[0] if alone else tuple(names)},
+        {tensor: INTEGER if integer else FLOAT},
+        {} if shape is None else {tensor: shape},
+    )
+
+
+def _is_list(spark_type: Any) -> bool:
+    return spark_type.typeName() in ("array", "vectorudt")
+
+
+def _element(spark_type: Any) -> str:
+    """The type's name; of arrays, that of what they hold in the end."""
+    while spark_type.typeName() == "array":
+        spark_type = spark_type.elementType
+    return str(spark_type.typeName())
 
 
 def _column(schema: Any, name: str, setting: str) -> Any:
@@ -146,12 +140,6 @@ def _column(schema: Any, name: str, setting: str) -> Any:
     close = nearest(name, schema.names)
     hint = f"did you mean {close!r}?" if close else f"it has {', '.join(schema.names)}"
     raise DataError(f"{setting} {name!r} is not a column of the DataFrame; {hint}")
-
-
-def _kind(spark_type: Any) -> str:
-    if type(spark_type).__name__ == "VectorUDT":
-        return "vector"
-    return str(spark_type.typeName())
 
 
 def _type_name(schema: Any, name: str) -> str:

@@ -44,8 +44,8 @@ class FeatureParams(FeatureColumns):
 
     input_shapes: Any = setting(
         "input_shapes",
-        "shape of one row of each input, such as [(1, 28, 28)]. Default: [k] for k numbers, [] for one scalar column "
-        "in an input of its own.",
+        "shape of one row of each input, such as [(1, 28, 28)]. Default: as in its column; [k] for k numbers, [] for a "
+        "single column of integers.",
         to.shapes,
     )
 
@@ -95,8 +95,8 @@ class TrainingParams(ElasticParams):
     )
     transformation_fn: Any = setting(
         "transformation_fn",
-        "function of a batch, a dict of name and array with all rows of a worker, that returns the dict to train on. "
-        "Applied to training and validation batches, not by the fitted model: see inference_fn.",
+        "function of a batch's columns, {'features_0': array, 'label_0': array, ...}, to those to train on, with as "
+        "many rows. Applied to training and validation batches, not by the fitted model: see inference_fn.",
         to.function,
     )
     callbacks: Any = setting("callbacks", "list of spark_elastic.ml.callbacks.Callback.", to.anything)
@@ -108,13 +108,14 @@ class TrainingParams(ElasticParams):
     )
     gradient_compression: Any = setting(
         "gradient_compression",
-        "'none', or 'fp16': gradients travel in half precision.",
-        to.one_of("none", "fp16"),
+        "'none', or 'fp16' or 'bf16': gradients travel in half precision.",
+        to.one_of("none", "fp16", "bf16"),
         default="none",
     )
     accumulation_steps: Any = setting(
         "accumulation_steps",
-        "parts that a batch is worked through in, one after the other, to save memory.",
+        "parts that each worker cuts its share of a batch into, one after the other, to save memory. The gradient is "
+        "that of the whole batch.",
         to.whole(at_least=1),
         default=1,
     )
@@ -259,8 +260,8 @@ class OutputParams(ElasticParams):
     )
     inference_fn: Any = setting(
         "inference_fn",
-        "function of a batch of features, a dict of name and array, that returns the dict that the model sees; what "
-        "transformation_fn is in training. Default: none.",
+        "function of a batch's features, {'features_0': array, ...}, to those that the model is called with, by their "
+        "order; what transformation_fn is in training. Default: none.",
         to.function,
     )
     transform_batch_size: Any = setting(
