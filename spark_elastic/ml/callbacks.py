@@ -27,27 +27,40 @@ class Run(Protocol):
     epoch: from 0. step: optimizer steps that were applied. history: without the present epoch.
     """
 
-    rank: int
-    size: int
-    epoch: int
-    epochs: int
-    step: int
-    history: History
-    model: Any
-    optimizer: Any
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def epochs(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def history(self) -> History: ...
+    @property
+    def model(self) -> Any: ...
+    @property
+    def optimizer(self) -> Any: ...
 
     def stop(self, reason: str) -> None:
-        """End the training: after this step, or after this epoch in `on_epoch_end`. Any worker may ask for it."""
+        """End the training: after this epoch in `on_epoch_end`, after one more step in `on_batch_end`. Any worker may
+        ask for it."""
 
     def checkpoint(self, *, best: bool = False) -> None:
-        """Have a durable checkpoint written in the background. best: keep it until a better one comes."""
+        """Have a durable checkpoint written in the background. best: this epoch is the best so far; its checkpoint is
+        kept until the next that is, and so are its weights. For `on_epoch_end`, and in all workers alike."""
 
     def restore_best(self) -> None:
-        """Make the weights of the last checkpoint that was written as best those of the trained model."""
+        """Give the trained model the weights of the best epoch. For `on_fit_end`, and in all workers alike."""
 
 
 class Callback:
     """Override what you need. Nothing here may call a collective."""
+
+    restores_best: bool = False
+    """Whether it calls `run.restore_best`: then every worker keeps a copy of the best weights in memory."""
 
     def on_fit_begin(self, run: Run) -> None:
         """Once in every process, when it has the state and before its first step."""
@@ -142,13 +155,13 @@ class EarlyStopping(Callback):
             raise InvalidSettingsError(f"patience must not be negative, but is {patience}")
         self.monitor = Monitor(monitor, mode, min_delta)
         self.patience = patience
-        self.restore_best = restore_best
+        self.restores_best = restore_best
         self.waited = 0
 
     def on_epoch_end(self, run: Run, logs: Logs) -> None:
         if self.monitor.improved(logs):
             self.waited = 0
-            if self.restore_best:
+            if self.restores_best:
                 run.checkpoint(best=True)
             return
         self.waited += 1
@@ -156,7 +169,7 @@ class EarlyStopping(Callback):
             run.stop(f"{self.monitor.name} has not become better than {self.monitor.best} in {self.waited} epochs")
 
     def on_fit_end(self, run: Run) -> None:
-        if self.restore_best and self.monitor.best is not None:
+        if self.restores_best and self.monitor.best is not None:
             run.restore_best()
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,14 +191,14 @@ class BestCheckpoint(Callback):
         self, monitor: str = "val_loss", *, mode: str = "auto", min_delta: float = 0.0, restore: bool = True
     ) -> None:
         self.monitor = Monitor(monitor, mode, min_delta)
-        self.restore = restore
+        self.restores_best = restore
 
     def on_epoch_end(self, run: Run, logs: Logs) -> None:
         if self.monitor.improved(logs):
             run.checkpoint(best=True)
 
     def on_fit_end(self, run: Run) -> None:
-        if self.restore and self.monitor.best is not None:
+        if self.restores_best and self.monitor.best is not None:
             run.restore_best()
 
     def state_dict(self) -> dict[str, Any]:
