@@ -26,6 +26,10 @@ RUN_OPTIONS = (
 )
 """What `spark_elastic.run` takes beside the settings that estimators have of their own."""
 
+WRITE_OPTIONS = ("pad_to", "variable", "sparse", "allow_nan", "shard_bytes", "pre_shuffle")
+READ_OPTIONS = ("order", "prefetch", "cache_dir", "cache_bytes")
+"""What `materialize` and `BatchReader` take beside them."""
+
 
 class FeatureColumns(ElasticParams):
     """Which columns go into the model."""
@@ -191,11 +195,29 @@ class StorageParams(ElasticParams):
         to.boolean,
         default=False,
     )
+    data_options: Any = setting(
+        "data_options",
+        f"dict of further arguments of spark_elastic.materialize ({', '.join(WRITE_OPTIONS)}; tensors are called "
+        f"features_0, label_0, ...) and of spark_elastic.BatchReader ({', '.join(READ_OPTIONS)}).",
+        to.options((*WRITE_OPTIONS, *READ_OPTIONS)),
+    )
     checkpoint_dir: Any = setting(
         "checkpoint_dir", "shared path or URI for durable checkpoints. Default: none are written.", to.path
     )
     checkpoint_interval: Any = setting(
         "checkpoint_interval", "epochs between two checkpoints.", to.whole(at_least=1), default=1
+    )
+    checkpoint_seconds: Any = setting(
+        "checkpoint_seconds", "also write one when this many seconds have passed since the last.", to.real(above=0)
+    )
+    checkpoint_best_of: Any = setting(
+        "checkpoint_best_of",
+        "column of the history, such as 'val_loss', by which the best epoch's checkpoint is kept as well. Default: "
+        "only the last ones are.",
+        to.text,
+    )
+    checkpoint_best_mode: Any = setting(
+        "checkpoint_best_mode", "whether the least or the largest is best.", to.one_of("min", "max"), default="min"
     )
     keep_checkpoints: Any = setting(
         "keep_checkpoints", "how many of the last checkpoints are kept.", to.whole(at_least=1), default=3
@@ -219,6 +241,9 @@ class StorageParams(ElasticParams):
             raise InvalidSettingsError(
                 f"run_id={self._given('run_id')!r} without checkpoint_dir: there is nothing to go on from; set both"
             )
+        for name in ("checkpoint_seconds", "checkpoint_best_of"):
+            if self._given(name) is not None and self._given("checkpoint_dir") is None:
+                raise InvalidSettingsError(f"{name}={self._given(name)!r} without checkpoint_dir: none are written")
 
 
 class OutputParams(ElasticParams):
