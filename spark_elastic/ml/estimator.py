@@ -126,13 +126,15 @@ class ElasticEstimator(
         )
         _check_tensors(dataset)
         session = None if estimator._launcher() is not None else preflight.check_spark(None)
-        with estimator._run_folder(session, dataset) as (run, resume_from):
+        with estimator._run_folder(dataset) as (run, resume_from):
             return estimator._train(dataset, run, resume_from, session, Parts())
 
     def fitMultiple(self, dataset: Any, paramMaps: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """As in Spark ML. The rows are written once for all param maps that train on the same columns."""
         estimator = self.copy()
-        estimator._sets = _SharedSets(len(paramMaps))
+        # Rows of a random split, as a CrossValidator makes it, are not found again by any later fit.
+        passing = not dataset._jdf.queryExecution().analyzed().deterministic()
+        estimator._sets = _SharedSets(len(paramMaps), removed=passing and not estimator._keeps_rows())
 
         def fit(index: int) -> Any:
             try:
@@ -146,22 +148,16 @@ class ElasticEstimator(
         self._check_complete(from_columns=True)
         if dataset.isStreaming:
             raise DataError("fit needs a DataFrame with an end, and this one is streaming; write it to a table first")
-        session = dataset.sparkSession
-        context = preflight.check_spark(session)
+        context = preflight.check_spark(dataset.sparkSession)
         tensors = self._tensors(dataset.schema)
         parts = Parts()
         with parts.part("write"):
-            written, release = self._written(dataset, tensors)
-        ended_well = False
-        try:
-            with self._run_folder(session, written) as (run, resume_from):
-                model = self._train(written, run, resume_from, context, parts)
-            ended_well = True
-            return model
-        finally:
-            # A training that was cut off finds its rows again under its run_id.
-            if ended_well or self.getOrDefault("run_id") is None:
-                release()
+            written = self._written(dataset, tensors)
+        with self._run_folder(written) as (run, resume_from):
+            model = self._train(written, run, resume_from, context, parts)
+        if self.getOrDefault("run_id") is not None and not self._keeps_rows():
+            written.delete()  # they had been kept for a fit that goes on after the driver's death
+        return model
 
     # Checks.
 
@@ -209,12 +205,14 @@ class ElasticEstimator(
     def _base_store(self) -> Store:
         return Store.create(self.getOrDefault("store"), self.getOrDefault("storage_options"))
 
-    def _written(self, dataset: Any, tensors: Tensors) -> tuple[Dataset, Callable[[], None]]:
-        """The set, and what to call when it is needed no longer."""
-        if self._sets is not None:
-            wanted = self._write_settings(tensors)
-            return self._sets.get(json.dumps(wanted, sort_keys=True, default=repr), lambda: self._write(dataset, tensors))
-        return self._write(dataset, tensors)
+    def _written(self, dataset: Any, tensors: Tensors) -> Dataset:
+        if self._sets is None:
+            return self._write(dataset, tensors)
+        wanted = json.dumps(self._write_settings(tensors), sort_keys=True, default=repr)
+        return self._sets.get(wanted, lambda: self._write(dataset, tensors))
+
+    def _keeps_rows(self) -> bool:
+        return bool(self.getOrDefault("keep_dataset")) or self.getOrDefault("dataset_id") is not None
 
     def _write_settings(self, tensors: Tensors) -> dict[str, Any]:
         """The arguments of `materialize` that decide what is written."""
@@ -228,25 +226,24 @@ class ElasticEstimator(
             **{name: options[name] for name in WRITE_OPTIONS if name in options},
         }
 
-    def _write(self, dataset: Any, tensors: Tensors) -> tuple[Dataset, Callable[[], None]]:
+    def _write(self, dataset: Any, tensors: Tensors) -> Dataset:
+        """Unless told otherwise the rows stay for later fits of this process, and are removed when it ends."""
         from spark_elastic.data.materialize import materialize
 
-        keep = self.getOrDefault("keep_dataset") or self.getOrDefault("dataset_id") is not None
         settings = self._write_settings(tensors)
-        with _described(dataset.sparkSession, f"{self.uid}: write the rows for the training"):
-            written = materialize(
-                dataset,
-                settings.pop("tensors"),
-                store=self._base_store(),
-                dataset_id=self.getOrDefault("dataset_id"),
-                **settings,
-            )
-        return written, (lambda: None) if keep else written.delete
+        return materialize(
+            dataset,
+            settings.pop("tensors"),
+            store=self._base_store(),
+            dataset_id=self.getOrDefault("dataset_id"),
+            keep=True if self._keeps_rows() or self.getOrDefault("run_id") is not None else None,
+            **settings,
+        )
 
     # The run.
 
     @contextlib.contextmanager
-    def _run_folder(self, session: Any, dataset: Dataset) -> Iterator[tuple[Store, str | None]]:
+    def _run_folder(self, dataset: Dataset) -> Iterator[tuple[Store, str | None]]:
         """The folder of this run, and the checkpoint to go on from. It is removed in the end if it is not to last."""
         lasting = self.getOrDefault("checkpoint_dir")
         if lasting is None:
@@ -314,7 +311,7 @@ class ElasticEstimator(
         with parts.part("load"):
             history: History = next(result.history for result in results if result is not None)
             inputs = tuple(each for each in dataset.layout.fields if each.name.startswith("features_"))
-            fitted = Fitted(inputs, trial.outputs, trial.rule, history, event_rows(job.events()), trial.why_not)
+            fitted = Fitted(inputs, trial.outputs, trial.rule, history, event_rows(job.events()), trial.why_not, _padding(dataset))
             model = self._fitted_model(run, fitted)
         model.fit_seconds = dict(parts.seconds)
         self._hand_on(model)
@@ -346,6 +343,11 @@ def _result(job: ElasticJob) -> list[Any]:
         raise
 
 
+def _padding(dataset: Dataset) -> dict[str, int]:
+    padded: dict[str, int] = dataset.manifest.about.get("settings", {}).get("pad_to", {})
+    return padded
+
+
 def _check_tensors(dataset: Dataset) -> None:
     names = [each.name for each in dataset.layout.fields]
     if "features_0" not in names or "train" not in dataset.splits:
@@ -356,44 +358,32 @@ def _check_tensors(dataset: Dataset) -> None:
         )
 
 
-@contextlib.contextmanager
-def _described(session: Any, text: str) -> Iterator[None]:
-    """Spark's pages show `text` for the jobs within."""
-    context = session.sparkContext
-    before = context.getLocalProperty("spark.job.description")
-    context.setJobDescription(text)
-    try:
-        yield
-    finally:
-        context.setLocalProperty("spark.job.description", before)
-
-
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 80 else f"{text[:80]}..."
 
 
 class _SharedSets:
-    """Sets that several fits on one DataFrame have in common; removed when the last of `fits` fits is done."""
+    """Sets that several fits on one DataFrame have in common. removed: whether to, when the last of `fits` is done."""
 
-    def __init__(self, fits: int) -> None:
+    def __init__(self, fits: int, removed: bool) -> None:
         self._left = fits
+        self._removed = removed
         self._lock = threading.Lock()
-        self._sets: dict[str, tuple[Dataset, Callable[[], None]]] = {}
+        self._sets: dict[str, Dataset] = {}
 
-    def get(self, key: str, write: Callable[[], tuple[Dataset, Callable[[], None]]]) -> tuple[Dataset, Callable[[], None]]:
+    def get(self, key: str, write: Callable[[], Dataset]) -> Dataset:
         with self._lock:
             if key not in self._sets:
                 self._sets[key] = write()
-            return self._sets[key][0], lambda: None
+            return self._sets[key]
 
     def done(self) -> None:
         with self._lock:
             self._left -= 1
-            if self._left == 0:
-                for _, release in self._sets.values():
-                    release()
-                self._sets.clear()
+            if self._left == 0 and self._removed:
+                for dataset in self._sets.values():
+                    dataset.delete()
 
 
 class _Fits:

@@ -6,6 +6,7 @@ import dataclasses
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import cloudpickle
@@ -13,6 +14,7 @@ from pyspark.ml import Model
 
 from spark_elastic.data.layout import Kind, TensorField
 from spark_elastic.errors import DataError, InvalidSettingsError, nearest
+from spark_elastic.ml.features import tensors_for
 from spark_elastic.ml.history import History
 from spark_elastic.ml.outputs import AddedColumn, OutputShape, rule_of_shape, spark_type, suits
 from spark_elastic.ml.persistence import Savable
@@ -25,7 +27,8 @@ class Fitted:
     """What was learnt beside the weights.
 
     inputs: of the model, and the columns they came from. outputs: of the model, one row. rule: how the loss makes a
-    prediction of the first output; None: it has no say. history, events: of the fit.
+    prediction of the first output; None: it has no say. history, events: of the fit. why_not: why the model cannot be
+    called with its inputs alone, if it cannot. pad_to: lengths that arrays are filled up to, by input.
     """
 
     inputs: tuple[TensorField, ...]
@@ -33,6 +36,8 @@ class Fitted:
     rule: str | None = None
     history: History = dataclasses.field(default_factory=History)
     events: tuple[Mapping[str, Any], ...] = ()
+    why_not: str = ""
+    pad_to: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -41,6 +46,8 @@ class Fitted:
             "rule": self.rule,
             "history": self.history.to_json(),
             "events": [dict(event) for event in self.events],
+            "why_not": self.why_not,
+            "pad_to": dict(self.pad_to),
         }
 
     @classmethod
@@ -58,7 +65,15 @@ class Fitted:
         )
         outputs = (OutputShape(each["dtype"], tuple(each["shape"])) for each in document["outputs"])
         history = History.from_json(document["history"])
-        return cls(tuple(inputs), tuple(outputs), document["rule"], history, tuple(document["events"]))
+        return cls(
+            tuple(inputs),
+            tuple(outputs),
+            document["rule"],
+            history,
+            tuple(document["events"]),
+            document["why_not"],
+            document["pad_to"],
+        )
 
 
 class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
@@ -68,6 +83,8 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
     """
 
     _fitted: Fitted | None = None
+    fit_seconds: Mapping[str, float] = MappingProxyType({})
+    """What the parts of the fit took: write, try, train, load. Not saved."""
     _broadcast: tuple[str, str, Any] | None = None
     """Application, key of the executors' caches, and the broadcast: one for all transforms of this model."""
 
@@ -112,10 +129,11 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
 
     def _transform(self, dataset: Any) -> Any:
         schema = self.transformSchema(dataset.schema)
+        key, broadcast = self._shipped(dataset.sparkSession.sparkContext)
         serving = Serving(
-            key=self._shipped(dataset.sparkSession.sparkContext)[0],
-            model=self._shipped(dataset.sparkSession.sparkContext)[1],
-            inputs=self._inputs(dataset.schema),
+            key=key,
+            model=broadcast,
+            inputs=tensors_for(dataset.schema, self._inputs(dataset.schema), self._facts_of_fit().pad_to),
             added=self._added(),
             batch_size=self.getOrDefault("transform_batch_size"),
             inference_fn=self.getOrDefault("inference_fn"),
@@ -171,6 +189,11 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
 
     def _added(self) -> tuple[AddedColumn, ...]:
         outputs = self._facts_of_fit().outputs
+        if not outputs:
+            raise InvalidSettingsError(
+                f"the model cannot be called with its features alone: {self._facts_of_fit().why_not}; use `module` "
+                "itself"
+            )
         names = self.getOrDefault("output_cols")
         if names is None:
             names = ["output"] if len(outputs) == 1 else [f"output_{index}" for index in range(len(outputs))]

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data.layout import TensorField
+from spark_elastic.data.columns import Tensor
 from spark_elastic.errors import DataError
-from spark_elastic.ml.columns import tensor
+from spark_elastic.ml.features import FeatureReader
 from spark_elastic.ml.outputs import AddedColumn, arrow_array
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Serving:
 
     key: str
     model: Any
-    inputs: tuple[TensorField, ...]
+    inputs: tuple[Tensor, ...]
     added: tuple[AddedColumn, ...]
     batch_size: int
     inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
@@ -54,27 +54,33 @@ class Serving:
         """What mapInArrow runs for each partition."""
         import pyarrow as pa
 
+        read = FeatureReader(self.inputs)
         for batch in batches:
-            if batch.num_rows == 0:
-                parts: list[Sequence[Array]] = [[np.empty((0, *c.shape.shape), c.shape.dtype) for c in self.added]]
+            if batch.num_rows:
+                values = self._values(_loaded(self.key, self.model), read(batch), batch.num_rows)
             else:
-                predict = _loaded(self.key, self.model)
-                starts = range(0, batch.num_rows, self.batch_size)
-                parts = [self._part(predict, batch.slice(start, self.batch_size)) for start in starts]
-            arrays = [arrow_array(c, np.concatenate(each)) for c, each in zip(self.added, zip(*parts), strict=True)]  # noqa: B905
+                values = [np.empty((0, *column.shape.shape), column.shape.dtype) for column in self.added]
+            arrays = [arrow_array(column, each) for column, each in zip(self.added, values, strict=True)]
             fields = [pa.field(c.name, each.type, nullable=False) for c, each in zip(self.added, arrays, strict=True)]
             yield pa.RecordBatch.from_arrays([*batch.columns, *arrays], schema=pa.schema([*batch.schema, *fields]))
 
-    def _part(self, predict: Predictor, batch: pa.RecordBatch) -> list[Array]:
-        inputs: dict[str, Any] = {field.name: tensor(batch, field) for field in self.inputs}
+    def _values(self, predict: Predictor, features: dict[str, Any], rows: int) -> list[Array]:
+        """The values of each added column for the rows of one Arrow batch."""
+        parts = []
+        for start in range(0, rows, self.batch_size):
+            part = {name: value[start : start + self.batch_size] for name, value in features.items()}
+            parts.append(self._part(predict, part, min(self.batch_size, rows - start)))
+        return [np.concatenate(each) if len(each) > 1 else each[0] for each in zip(*parts, strict=True)]
+
+    def _part(self, predict: Predictor, inputs: dict[str, Any], rows: int) -> list[Array]:
         if self.inference_fn is not None:
             inputs = dict(self.inference_fn(inputs))
         outputs = predict(inputs)
         for index, output in enumerate(outputs):
-            if output.shape[:1] != (batch.num_rows,):
+            if output.shape[:1] != (rows,):
                 raise DataError(
-                    f"output {index} of the model has shape {list(output.shape)} for {batch.num_rows} rows; the first "
-                    "axis of each output must be the rows"
+                    f"output {index} of the model has shape {list(output.shape)} for {rows} rows; the first axis of "
+                    "each output must be the rows"
                 )
         return [column.values(outputs) for column in self.added]
 
