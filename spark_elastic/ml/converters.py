@@ -117,7 +117,7 @@ def fraction_or_column(name: str, value: Any) -> float | str:
         return str(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise _wrong(name, "a fraction of the rows, or the name of a boolean column", value)
-    if not 0 < value < 1:
+    if not 0 < float(value) < 1:
         raise InvalidSettingsError(
             f"{name} must be a fraction between 0 and 1 (both excluded), such as 0.1, or the name of a boolean column, "
             f"not {value}; leave it out (None) to train on all rows"

@@ -134,13 +134,13 @@ class ElasticEstimator(
         estimator = self.copy()
         # Rows of a random split, as a CrossValidator makes it, are not found again by any later fit.
         passing = not dataset._jdf.queryExecution().analyzed().deterministic()
-        estimator._sets = _SharedSets(len(paramMaps), removed=passing and not estimator._keeps_rows())
+        estimator._sets = sets = _SharedSets(len(paramMaps), removed=passing and not estimator._keeps_rows())
 
         def fit(index: int) -> Any:
             try:
                 return estimator.fit(dataset, paramMaps[index])
             finally:
-                estimator._sets.done()
+                sets.done()
 
         return _Fits(fit, len(paramMaps))
 
@@ -270,7 +270,9 @@ class ElasticEstimator(
         """What has to be the same for a checkpoint to be gone on from."""
         return {
             "rows": dataset.rows("train"),
-            "tensors": [[field.name, list(field.columns), field.dtype, list(field.shape)] for field in dataset.layout.fields],
+            "tensors": [
+                [field.name, list(field.columns), field.dtype, list(field.shape)] for field in dataset.layout.fields
+            ],
             "seed": self.getOrDefault("seed"),
             "shuffle": self.getOrDefault("shuffle"),
             "content": sorted(
@@ -311,7 +313,9 @@ class ElasticEstimator(
         with parts.part("load"):
             history: History = next(result.history for result in results if result is not None)
             inputs = tuple(each for each in dataset.layout.fields if each.name.startswith("features_"))
-            fitted = Fitted(inputs, trial.outputs, trial.rule, history, event_rows(job.events()), trial.why_not, _padding(dataset))
+            fitted = Fitted(
+                inputs, trial.outputs, trial.rule, history, event_rows(job.events()), trial.why_not, _padding(dataset)
+            )
             model = self._fitted_model(run, fitted)
         model.fit_seconds = dict(parts.seconds)
         self._hand_on(model)

@@ -1,4 +1,4 @@
-"""Columns of an Arrow batch as the tensors that a model was trained on: the writer's own encoder, with lengths known."""
+"""Columns of an Arrow batch as the tensors that a model was trained on, by the encoder that wrote them then."""
 
 from __future__ import annotations
 

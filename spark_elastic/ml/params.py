@@ -97,7 +97,7 @@ class ElasticParams(Params):
 
     def copy(self: _Self, extra: Any = None) -> _Self:
         """A copy with the same uid and, if given, other settings: `{estimator.epochs: 3}`."""
-        that = super().copy(extra)
+        that: _Self = super().copy(extra)
         # Spark's copy shares this list, and a later _resetUid of the copy would rename the original's Params.
         that._params = None
         for declared in self.params:

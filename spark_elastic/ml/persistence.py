@@ -189,14 +189,18 @@ def _survives_json(value: Any) -> bool:
         return False
 
 
-def _encode(objects: dict[str, Any], together: tuple[str, ...], codec: Codec) -> tuple[dict[str, str], dict[str, bytes]]:
+def _encode(
+    objects: dict[str, Any], together: tuple[str, ...], codec: Codec
+) -> tuple[dict[str, str], dict[str, bytes]]:
     """Returns: name of the setting -> "safe:file" or "pickled:file"; and the files."""
     import cloudpickle
 
     stored: dict[str, str] = {}
     files: dict[str, bytes] = {}
     # Classes and functions refer to nothing, so the rest of the group may be safe where they are not.
-    joined = [n for n in together if n in objects and not (isinstance(objects[n], type) or inspect.isroutine(objects[n]))]
+    joined = [
+        n for n in together if n in objects and not (isinstance(objects[n], type) or inspect.isroutine(objects[n]))
+    ]
     for group in [*([joined] if joined else []), *([name] for name in objects if name not in joined)]:
         values = {name: objects[name] for name in group}
         file, how = codec.dumps(values), "safe"

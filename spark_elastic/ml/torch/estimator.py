@@ -81,12 +81,14 @@ class ElasticTorchEstimator(ElasticEstimator):
 
     @classmethod
     def _codec(cls) -> Codec:
-        return safe_objects  # type: ignore[return-value]
+        return safe_objects
 
     def _check_together(self) -> None:
         super()._check_together()
         if self._given("loss") is not None and self._given("train_fn") is not None:
-            raise InvalidSettingsError("loss and train_fn are both set; a train_fn computes its own loss, leave one out")
+            raise InvalidSettingsError(
+                "loss and train_fn are both set; a train_fn computes its own loss, leave one out"
+            )
         if self._given("loss_weights") is not None and self._given("train_fn") is not None:
             raise InvalidSettingsError("loss_weights are for losses; a train_fn adds its own up")
         for name in ("scheduler_monitor",):
@@ -100,7 +102,9 @@ class ElasticTorchEstimator(ElasticEstimator):
                 f"model must be a torch.nn.Module, not {model!r}" if model is not None else "model is not set"
             )
         if optimizer is None:
-            raise InvalidSettingsError("optimizer is not set: torch.optim.Adam(model.parameters(), lr=1e-3), for example")
+            raise InvalidSettingsError(
+                "optimizer is not set: torch.optim.Adam(model.parameters(), lr=1e-3), for example"
+            )
         if not (isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer)):
             raise InvalidSettingsError(
                 f"optimizer must be a torch optimizer, its class, or a function of the parameters, not {optimizer!r}"
@@ -126,7 +130,9 @@ class ElasticTorchEstimator(ElasticEstimator):
         for each in loss if isinstance(loss, (list, tuple)) else [] if loss is None else [loss]:
             if not losses.is_loss(each):
                 hint = f"; make one: {each.__name__}()" if isinstance(each, type) else ""
-                raise InvalidSettingsError(f"loss must be a module or a function of (output, label), not {each!r}{hint}")
+                raise InvalidSettingsError(
+                    f"loss must be a module or a function of (output, label), not {each!r}{hint}"
+                )
         if isinstance(loss, (list, tuple)) and labels and len(loss) != len(labels):
             raise InvalidSettingsError(f"{len(loss)} losses for {len(labels)} label_cols ({', '.join(labels)})")
 

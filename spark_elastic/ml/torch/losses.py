@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 - as torch's own documentation has it
+from torch.nn import functional as F
 
 from spark_elastic.ml.preparation import FLOAT, INTEGER
 

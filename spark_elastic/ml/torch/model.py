@@ -51,7 +51,7 @@ class ElasticTorchModel(ElasticModel):
 
     @classmethod
     def _codec(cls) -> Codec:
-        return safe_objects  # type: ignore[return-value]
+        return safe_objects
 
     def _attach(self, module: torch.nn.Module, fitted: Fitted) -> None:
         self._module, self._fitted = module.eval(), fitted
@@ -120,12 +120,12 @@ def outputs_of(returned: Any) -> list[torch.Tensor]:
     values = list(values) if isinstance(values, (tuple, list)) else [values]
     for value in values:
         if not isinstance(value, torch.Tensor):
-            raise DataError(f"the model returned {type(value).__name__}; tensors are needed, or a tuple or dict of them")
+            raise DataError(
+                f"the model returned {type(value).__name__}; tensors are needed, or a tuple or dict of them"
+            )
     return values
 
 
 def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-

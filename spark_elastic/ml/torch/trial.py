@@ -1,4 +1,4 @@
-"""One step of a copy of the training on its first rows, on the driver: what does not fit is said before workers start."""
+"""One step of a copy of the training on its first rows, on the driver: errors come before any worker starts."""
 
 from __future__ import annotations
 
