@@ -1,6 +1,10 @@
 """What one stored row looks like: tensors of one dtype each, at fixed offsets in a record of fixed size.
 
 A batch is then one gather of records, and each of its tensors is a view into it.
+
+Files of records are cut so that they can be mapped into memory one behind the other: all but the last file of a writer
+hold a multiple of `Layout.rows_per_page_run` rows, which is a whole number of pages. See `manifest` for what a reader
+may take for granted.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from typing import Any
 import numpy as np
 
 LAYOUT_VERSION = 1
+PAGE = 4096
+"""Bytes. Machines whose pages are larger read the same files, without mapping them side by side."""
 _REFERENCE = np.dtype([("start", "<i8"), ("length", "<i8")])
 """What a record holds in place of a value of variable length: bytes in the shard's sidecar."""
 
@@ -99,6 +105,11 @@ class Layout:
                 "itemsize": self.stride,
             }
         )
+
+    @property
+    def rows_per_page_run(self) -> int:
+        """The fewest rows whose records fill whole pages."""
+        return PAGE // math.gcd(self.stride, PAGE)
 
     @property
     def has_sidecar(self) -> bool:

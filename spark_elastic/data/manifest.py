@@ -1,4 +1,16 @@
-"""The manifest of a materialised set: written last, so it is the commit. Only the files that it lists count."""
+"""The manifest of a materialised set: written last, so it is the commit. Only the files that it lists count.
+
+What a reader may take for granted of the shards of a split:
+
+- Their order is fixed, and with it the number of every row: those of the first shard come first.
+- A file starts with its first record and holds nothing but records; references into the sidecar count from the start
+  of that shard's own sidecar.
+- A writer (a task) leaves a run of shards. All but the last of a run hold a multiple of `layout.rows_per_page_run`
+  rows, so the next one of the run can be mapped right behind it. The last of a run, the only one for most, may hold any
+  number of rows: what follows can be mapped at the next multiple of `rows_per_page_run` rows, and the records of the
+  gap are no rows. Where a run ends cannot be seen, and need not be: a row count that is no such multiple ends one.
+- No shard is empty.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +94,12 @@ class Manifest:
             raise ValueError(f"not a manifest: {error!r}") from error
         for name, shards in splits.items():
             for shard in shards:
+                for file in (shard.file, shard.sidecar or "-"):
+                    if not isinstance(file, str) or file.startswith("/") or ".." in file.split("/"):
+                        raise ValueError(f"{name}: {file!r} is not a file of this set")
+                numbers = (shard.rows, shard.nbytes, shard.crc32, shard.sidecar_nbytes, shard.sidecar_crc32)
+                if not all(isinstance(number, int) and number >= 0 for number in numbers):
+                    raise ValueError(f"{name}: {shard.file} has sizes of {numbers}")
                 if shard.nbytes != shard.rows * layout.stride:
                     raise ValueError(f"{name}: {shard.file} has {shard.nbytes} bytes for {shard.rows} rows")
         return manifest

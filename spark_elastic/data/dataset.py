@@ -1,0 +1,87 @@
+"""A materialised set: its manifest, and the folder that holds the files which the manifest lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spark_elastic.data.layout import Layout
+from spark_elastic.data.manifest import MANIFEST_NAME, Manifest
+from spark_elastic.data.store import Store
+from spark_elastic.errors import DatasetError
+
+if TYPE_CHECKING:
+    from spark_elastic.data.reader import BatchReader
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Rows in packed shards, complete and unchanging. Can be pickled.
+
+    store: the set's own folder; the manifest's files are relative to it.
+    """
+
+    store: Store
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, where: str | Path | Store, storage_options: Mapping[str, Any] | None = None) -> Dataset:
+        """The set in the folder `where`.
+
+        Raises: DatasetError: there is none, it is not complete, it is damaged, or something else wrote it.
+        """
+        store = Store.create(where, storage_options)
+        try:
+            text = store.read_bytes(MANIFEST_NAME)
+        except (FileNotFoundError, NotADirectoryError):
+            raise DatasetError(
+                f"{store.url} holds no {MANIFEST_NAME}: it is not a materialised set, or the write of it did not end",
+                url=store.url,
+            ) from None
+        try:
+            dataset = cls(store, Manifest.loads(text))
+        except ValueError as error:
+            raise DatasetError(f"{store.url}/{MANIFEST_NAME}: {error}", url=store.url) from error
+        dataset._check_files()
+        return dataset
+
+    @property
+    def layout(self) -> Layout:
+        return self.manifest.layout
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(self.manifest.splits)
+
+    def rows(self, split: str = "train") -> int:
+        """Raises: KeyError: there is no such split."""
+        return self.manifest.rows(split)
+
+    def reader(self, split: str = "train", **options: Any) -> BatchReader:
+        """A `BatchReader` of one split; `options` are its own."""
+        from spark_elastic.data.reader import BatchReader
+
+        return BatchReader(self, split, **options)
+
+    def delete(self) -> None:
+        """Remove every file, the manifest first: whoever looks meanwhile finds no set rather than half of one."""
+        self.store.delete(MANIFEST_NAME)
+        self.store.delete()
+
+    def _check_files(self) -> None:
+        for split, shards in self.manifest.splits.items():
+            for shard in shards:
+                files = [(shard.file, shard.nbytes)]
+                if shard.sidecar is not None:
+                    files.append((shard.sidecar, shard.sidecar_nbytes))
+                for file, nbytes in files:
+                    found = self.store.size(file)
+                    if found != nbytes:
+                        raise DatasetError(
+                            f"{self.store.url}: {file} ({split}) has {'no file' if found is None else f'{found} bytes'}"
+                            f", the manifest says {nbytes} bytes; the set is damaged, delete it and write it again",
+                            url=self.store.url,
+                            file=file,
+                        )

@@ -1,0 +1,180 @@
+"""Writes records into shards: one file after another, and a sidecar beside each that needs one."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spark_elastic.data.layout import Layout
+from spark_elastic.data.manifest import Shard
+from spark_elastic.data.store import Store
+
+SHARD_BYTES = 512 << 20
+"""Where a file ends unless told otherwise: few files keep readers fast, and one of this size is fetched in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """The values of one field for some rows, end to end.
+
+    data: uint8, one axis. lengths: int64, shape (rows,): bytes of each.
+    """
+
+    data: npt.NDArray[np.uint8]
+    lengths: npt.NDArray[np.int64]
+
+    def __getitem__(self, rows: slice) -> Blob:
+        ends = np.cumsum(self.lengths)
+        start, stop, _ = rows.indices(len(self.lengths))
+        first = int(ends[start - 1]) if start else 0
+        last = int(ends[stop - 1]) if stop else 0
+        return Blob(self.data[first:last], self.lengths[start:stop])
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Blob:
+        """The values of these rows, in their order."""
+        lengths = self.lengths[rows]
+        starts = (np.cumsum(self.lengths) - self.lengths)[rows]
+        return Blob(self.data[spans(starts, lengths)], lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some rows, ready to be written.
+
+    records: of the layout's dtype, shape (rows,), C-contiguous. blobs: field → values, for those in the sidecar; what
+    the records hold for them is filled in when they are written.
+    """
+
+    records: npt.NDArray[Any]
+    blobs: Mapping[str, Blob] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, rows: slice) -> Block:
+        return Block(self.records[rows], {name: blob[rows] for name, blob in self.blobs.items()})
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Block:
+        return Block(np.take(self.records, rows), {name: blob.take(rows) for name, blob in self.blobs.items()})
+
+
+class ShardWriter:
+    """Appends blocks. A shard ends once its records or its sidecar have `shard_bytes`, then the next begins.
+
+    Every shard but the last holds a multiple of `layout.rows_per_page_run` rows, see `manifest`. No rows, no file.
+
+    stem: the files are ``<stem>-<number>.rows`` and ``.side``, below `store`. It has to be new for each attempt.
+    """
+
+    def __init__(self, store: Store, stem: str, layout: Layout, shard_bytes: int = SHARD_BYTES) -> None:
+        self._store = store
+        self._stem = stem
+        self._layout = layout
+        self._shard_bytes = shard_bytes
+        self._run = layout.rows_per_page_run
+        self._rows_per_shard = max(self._run, shard_bytes // layout.stride // self._run * self._run)
+        self._done: list[Shard] = []
+        self._rows = 0
+        self._records: _File | None = None
+        self._sidecar: _File | None = None
+
+    def write(self, block: Block) -> None:
+        while len(block):
+            room = self._room(block)
+            if room == 0:
+                self._end_shard()
+                continue
+            part, block = (block, block[:0]) if len(block) <= room else (block[:room], block[room:])
+            self._append(part)
+
+    def _room(self, block: Block) -> int:
+        """Rows of the block that this shard still takes; 0: it has to end."""
+        room = self._rows_per_shard - self._rows
+        if not block.blobs:
+            return room
+        left = self._shard_bytes - (self._sidecar.nbytes if self._sidecar is not None else 0)
+        rows = 0
+        if left > 0:
+            ends = np.cumsum(sum(blob.lengths for blob in block.blobs.values()))
+            rows = int(np.searchsorted(ends, left)) + 1
+        return min(room, rows + -(self._rows + rows) % self._run)
+
+    def close(self) -> tuple[Shard, ...]:
+        """The shards that were written."""
+        if self._records is not None:
+            self._end_shard()
+        return tuple(self._done)
+
+    def abort(self) -> None:
+        """Delete what was written, as far as that is possible."""
+        if self._records is not None:
+            self._end_shard()
+        for shard in self._done:
+            self._store.delete(shard.file)
+            if shard.sidecar is not None:
+                self._store.delete(shard.sidecar)
+
+    def _append(self, part: Block) -> None:
+        if self._records is None:
+            name = f"{self._stem}-{len(self._done):03d}"
+            self._records = _File(self._store, f"{name}.rows")
+            self._sidecar = _File(self._store, f"{name}.side") if self._layout.has_sidecar else None
+        if self._sidecar is not None:
+            records = part.records.copy()
+            for name, blob in part.blobs.items():
+                records[name]["start"] = self._sidecar.nbytes + np.cumsum(blob.lengths) - blob.lengths
+                records[name]["length"] = blob.lengths
+                self._sidecar.write(blob.data)
+            part = Block(records)
+        self._records.write(part.records)
+        self._rows += len(part)
+
+    def _end_shard(self) -> None:
+        assert self._records is not None
+        records, sidecar, rows = self._records, self._sidecar, self._rows
+        self._records, self._sidecar, self._rows = None, None, 0
+        records.close()
+        shard = Shard(records.path, rows, records.nbytes, records.crc32)
+        if sidecar is not None:
+            sidecar.close()
+            shard = Shard(
+                records.path, rows, records.nbytes, records.crc32, sidecar.path, sidecar.nbytes, sidecar.crc32
+            )
+        self._done.append(shard)
+
+
+class _File:
+    def __init__(self, store: Store, path: str) -> None:
+        self.path = path
+        self.nbytes = 0
+        self.crc32 = 0
+        if store.is_local:
+            target = store.local_path(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._stream: Any = target.open("xb", buffering=0)
+        else:
+            self._stream = store.open_output(path)
+
+    def write(self, values: npt.NDArray[Any]) -> None:
+        data = np.ascontiguousarray(values).view(np.uint8).reshape(-1).data
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.nbytes += len(data)
+        while len(data):  # an unbuffered file may take a part of it
+            data = data[self._stream.write(data) or len(data) :]
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def spans(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """starts[0], starts[0] + 1, .. for lengths[0] numbers, then the same from starts[1], ..: int64, one axis."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    offsets: npt.NDArray[np.int64] = np.repeat(starts - (ends - lengths), lengths)
+    offsets += np.arange(total, dtype=np.int64)
+    return offsets

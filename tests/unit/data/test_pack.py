@@ -1,0 +1,203 @@
+"""Sets from arrays: what was put in lies in the files, and files that are not a set are not taken for one."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zlib
+
+import numpy as np
+import pytest
+
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.layout import Kind
+from spark_elastic.data.manifest import MANIFEST_NAME
+from spark_elastic.data.pack import pack
+from spark_elastic.errors import DataError, DatasetError
+
+
+def records(dataset, split="train"):
+    """All records of a split, in order."""
+    parts = [dataset.store.read_bytes(shard.file) for shard in dataset.manifest.splits[split]]
+    return np.concatenate([np.frombuffer(part, dataset.layout.dtype) for part in parts])
+
+
+def sidecar_values(dataset, name, split="train"):
+    """The bytes that each row refers to."""
+    found = []
+    for shard in dataset.manifest.splits[split]:
+        side = dataset.store.read_bytes(shard.sidecar)
+        for row in np.frombuffer(dataset.store.read_bytes(shard.file), dataset.layout.dtype)[name]:
+            found.append(side[row["start"] : row["start"] + row["length"]])
+    return found
+
+
+def table(rows, start=0):
+    numbers = np.arange(start, start + rows)
+    return {"x": np.sin(np.outer(numbers, [1, 2, 3])).astype(np.float32), "label_0": numbers}
+
+
+@pytest.mark.parametrize(("rows", "shards"), [(1, 1), (10, 3), (1000, 7)])
+def test_every_row_is_stored_once_and_in_order(tmp_path, rows, shards):
+    pack(table(rows), tmp_path, shards=shards)
+    dataset = Dataset.open(tmp_path)
+    stored = records(dataset)
+    assert dataset.rows() == rows
+    assert len(dataset.manifest.splits["train"]) == min(rows, shards)
+    np.testing.assert_array_equal(stored["label_0"], np.arange(rows))
+    np.testing.assert_array_equal(stored["x"], table(rows)["x"])
+
+
+def test_splits_are_apart(tmp_path):
+    dataset = pack(table(100), tmp_path, validation=table(7, start=100), shards=2)
+    assert dataset.splits == ("train", "validation")
+    assert (dataset.rows("train"), dataset.rows("validation")) == (100, 7)
+    assert records(dataset, "validation")["label_0"].tolist() == list(range(100, 107))
+
+
+def test_files_end_at_whole_pages_except_the_last(tmp_path):
+    rows = 10_000
+    dataset = pack({**table(rows), "text": ["ä" * (n % 5) for n in range(rows)]}, tmp_path, shard_bytes=64 << 10)
+    shards = dataset.manifest.splits["train"]
+    assert len(shards) > 3
+    assert all(shard.nbytes % 4096 == 0 for shard in shards[:-1])
+    assert [value.decode() for value in sidecar_values(dataset, "text")] == ["ä" * (n % 5) for n in range(rows)]
+    np.testing.assert_array_equal(records(dataset)["label_0"], np.arange(rows))
+
+
+def test_a_large_sidecar_ends_a_file_too(tmp_path):
+    rows = 3 * 256
+    dataset = pack({"image": [bytes([n % 251]) * 1000 for n in range(rows)]}, tmp_path, shard_bytes=100_000)
+    assert [shard.rows for shard in dataset.manifest.splits["train"]] == [256, 256, 256]
+    assert sidecar_values(dataset, "image") == [bytes([n % 251]) * 1000 for n in range(rows)]
+
+
+def test_checksums_are_those_of_the_files(tmp_path):
+    dataset = pack({"text": ["a", "bc"], **table(2)}, tmp_path)
+    (shard,) = dataset.manifest.splits["train"]
+    assert shard.crc32 == zlib.crc32(dataset.store.read_bytes(shard.file))
+    assert shard.sidecar_crc32 == zlib.crc32(dataset.store.read_bytes(shard.sidecar))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sparse_rows_hold_indices_then_values(tmp_path, dtype):
+    dense = np.zeros((5, 11), dtype)
+    dense[0, 3], dense[2, [0, 10]], dense[4, 5:8] = 1.5, (2, -3), (7, 8, 9)
+    dataset = pack({"x": dense}, tmp_path, sparse=["x"])
+    assert dataset.layout["x"].kind is Kind.SPARSE
+    again = np.zeros_like(dense)
+    for row, data in enumerate(sidecar_values(dataset, "x")):
+        count = len(data) // (4 + again.itemsize)
+        again[row, np.frombuffer(data[: 4 * count], np.int32)] = np.frombuffer(data[4 * count :], dtype)
+    np.testing.assert_array_equal(again, dense)
+
+
+def test_arrays_of_variable_length_keep_their_dtype(tmp_path):
+    values = [np.arange(n, dtype=np.int16) for n in (3, 0, 5)]
+    dataset = pack({"tokens": values}, tmp_path)
+    assert (dataset.layout["tokens"].kind, dataset.layout["tokens"].dtype) == (Kind.ARRAY, "<i2")
+    assert [np.frombuffer(data, "<i2").tolist() for data in sidecar_values(dataset, "tokens")] == [
+        value.tolist() for value in values
+    ]
+
+
+def test_a_set_lives_in_any_store():
+    dataset = pack(table(10), "memory://sets/one")
+    assert records(Dataset.open("memory://sets/one"))["label_0"].tolist() == list(range(10))
+    dataset.delete()
+    with pytest.raises(DatasetError, match="holds no manifest"):
+        Dataset.open("memory://sets/one")
+
+
+def test_a_set_survives_a_pickle(tmp_path):
+    dataset = pack(table(4), tmp_path)
+    assert pickle.loads(pickle.dumps(dataset)) == dataset
+
+
+@pytest.mark.parametrize(
+    ("tensors", "complaint"),
+    [
+        ({"x": np.zeros((2, 3)), "y": np.zeros(3)}, r"every tensor needs the same rows.*'x': 2, 'y': 3"),
+        ({"x": np.zeros((0, 3))}, "at least one"),
+        ({"x": np.array(["a", "b"])}, "'x': values of <U1 cannot be stored"),
+        ({"x": [b"a", "b"]}, r"\['bytes', 'str'\] in one list"),
+        ({"x": [np.zeros(2), np.zeros(2, np.int8)]}, "one axis and one dtype"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused(tmp_path, tensors, complaint):
+    with pytest.raises(DataError, match=complaint):
+        pack(tensors, tmp_path)
+    assert not (tmp_path / MANIFEST_NAME).exists()
+
+
+def test_validation_has_to_be_laid_out_as_train_is(tmp_path):
+    with pytest.raises(DataError, match=r"x: <f4\[3\], not x: <f8\[3\]"):
+        pack({"x": np.zeros((2, 3), np.float32)}, tmp_path, validation={"x": np.zeros((2, 3))})
+
+
+def test_a_set_is_not_written_over(tmp_path):
+    pack(table(4), tmp_path)
+    with pytest.raises(DatasetError, match="holds a set already"):
+        pack(table(4), tmp_path)
+
+
+def test_a_folder_without_a_manifest_is_no_set(tmp_path):
+    (tmp_path / "train-00000.rows").write_bytes(b"\0" * 88)
+    with pytest.raises(DatasetError, match="the write of it did not end"):
+        Dataset.open(tmp_path)
+    with pytest.raises(DatasetError, match="holds no manifest"):
+        Dataset.open(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("damage", ["cut", "longer", "gone", "sidecar"])
+def test_files_that_are_not_as_listed_are_a_damaged_set(tmp_path, damage):
+    dataset = pack({**table(100), "text": ["abc"] * 100}, tmp_path)
+    (shard,) = dataset.manifest.splits["train"]
+    path = tmp_path / (shard.sidecar if damage == "sidecar" else shard.file)
+    content = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content + b"x" if damage == "longer" else content[:-1])
+    with pytest.raises(DatasetError, match="the set is damaged"):
+        Dataset.open(tmp_path)
+
+
+def changed(**entries):
+    return lambda text: json.dumps({**json.loads(text), **entries}).encode()
+
+
+def edited(find, replace):
+    def edit(text):
+        assert find in text
+        return text.replace(find, replace)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "complaint"),
+    [
+        (lambda text: b"", "not JSON"),
+        (lambda text: text[: len(text) // 2], "not JSON"),
+        (lambda text: b"\xff\xfe", "not JSON"),
+        (lambda text: b"[1, 2]", "not a manifest of spark_elastic.data"),
+        (changed(format="parquet"), "not a manifest of spark_elastic.data"),
+        (changed(version=2), "format version 2; this is version 1"),
+        (changed(layout={"version": 9}), "layout version 9"),
+        (changed(layout=None), "not a manifest"),
+        (changed(splits=[1]), "not a manifest"),
+        (changed(splits={"train": [{"file": "x"}]}), "not a manifest"),
+        (edited(b'"rows": 100', b'"rows": 99'), "bytes for 99 rows"),
+        (edited(b'"rows": 100', b'"rows": "a"'), "sizes of"),
+        (edited(b'"file": "', b'"file": "/etc/'), "not a file of this set"),
+        (edited(b'"file": "', b'"file": "../'), "not a file of this set"),
+        (edited(b'"offset": 0', b'"offset": 4'), "offsets or stride"),
+    ],
+)
+def test_rubbish_in_the_manifest_is_named(tmp_path, edit, complaint):
+    pack(table(100), tmp_path)
+    path = tmp_path / MANIFEST_NAME
+    path.write_bytes(edit(path.read_bytes()))
+    with pytest.raises(DatasetError, match=complaint):
+        Dataset.open(tmp_path)
