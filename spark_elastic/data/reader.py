@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from spark_elastic.core.sampling import EpochOrder
+from spark_elastic.core.lanes import LaneOrder, LaneSettings
+from spark_elastic.core.orders import GlobalOrder, Order
 from spark_elastic.data.batch import Batch
-from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.files import open_files
+from spark_elastic.data.layout import Kind, TensorField
+from spark_elastic.data.prefetch import Buffers, Prefetcher
+from spark_elastic.data.read_order import lane_settings, resolve_order
+from spark_elastic.errors import InvalidSettingsError, nearest
+
+_TURN_ROWS = 1 << 14
+"""Rows that are gathered at a time where batches are smaller: what one turn costs besides its rows (a hand-over
+between threads, some dozen calls) is then shared by several batches."""
+_TURN_BYTES = 4 << 20
+"""But no more than this, so that what was gathered is still in the cache when it is used."""
 
 
 class BatchReader:
@@ -27,18 +42,23 @@ class BatchReader:
     Args:
         dataset: a `Dataset`.
         batch_size: rows of a global batch; ranks share them.
-        order: "global": a true permutation of all rows. "lanes": for sets that do not fit into memory, or are remote.
-        prefetch: batches that are gathered ahead; 0: none.
+        shuffle: another order each epoch. Otherwise rows come as they lie in the files.
+        order: "global": a true permutation of all rows. "lanes": for sets that do not fit into memory, or are remote:
+            shuffled in windows, see `LaneOrder`. "auto": `resolve_order`.
+        lanes: how lanes are cut; None: `lane_settings`. The same on all ranks, and for all of a training.
+        prefetch: turns that are gathered ahead, each of one batch or of several small ones; 0: none, and no thread.
         fields: the tensors that batches hold; None: all.
-        cache_dir, cache_bytes: where, and how much of, a remote set is kept on this host's disk.
+        cache_dir, cache_bytes: where, and how much of, a remote set is kept on this host's disk; None: a folder of
+            the user's temporary files, and all of it.
 
     Raises:
-        InvalidSettingsError: a value that cannot be; DatasetError: a shard is missing or damaged.
+        InvalidSettingsError: a value that cannot be, a split or a field that the set does not have.
+        DatasetError: a shard is missing or damaged.
     """
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset,
         split: str = "train",
         *,
         batch_size: int,
@@ -47,61 +67,154 @@ class BatchReader:
         seed: int = 0,
         shuffle: bool = True,
         order: str = "auto",
+        lanes: LaneSettings | None = None,
         prefetch: int = 3,
         fields: Sequence[str] | None = None,
-        cache_dir: str | None = None,
+        cache_dir: str | Path | None = None,
         cache_bytes: int | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise InvalidSettingsError(f"batch_size must be at least 1, not {batch_size}")
-        self.batch_size = batch_size
+        if split not in dataset.splits:
+            raise InvalidSettingsError(f"the set has no split {split!r}, but {', '.join(map(repr, dataset.splits))}")
+        if prefetch < 0:
+            raise InvalidSettingsError(f"prefetch must not be negative, not {prefetch}")
+        self.batch_size = _checked_batch_size(batch_size)
         self.seed = seed
         self.shuffle = shuffle
-        self._fields = [field for field in dataset.layout.fields if fields is None or field.name in fields]
-        self._maps = [
-            np.memmap(dataset.store.local_path(shard.file), np.dtype((np.void, dataset.layout.stride)), "r")
-            for shard in dataset.manifest.splits[split]
-            if shard.rows
-        ]
-        self._ends = np.cumsum([len(records) for records in self._maps], dtype=np.int64)
+        self.rows = dataset.rows(split)
+        self.order = resolve_order(dataset, split, order=order, shuffle=shuffle)
+        self.fields = _chosen(dataset, fields)
+        self._lanes = lanes or lane_settings(self.rows, dataset.layout.stride, batch_size)
+        self._prefetch = prefetch
         self._dtype = dataset.layout.dtype
-        self.rows = int(self._ends[-1]) if len(self._ends) else 0
+        self._buffers = Buffers(keep=prefetch + 3)
+        self._running: set[Prefetcher[list[Batch]]] = set()
+        self._closed = False
         self.set_world(rank, size)
+        sidecars = any(field.kind is not Kind.DENSE for field in self.fields)
+        self._files = open_files(dataset, split, sidecars, cache_dir, cache_bytes, windowed=self.order == "lanes")
 
     def set_world(self, rank: int, size: int) -> None:
-        """From the next batch on, be rank `rank` of `size`."""
+        """From the next batch on, be rank `rank` of `size`. To be called between batches."""
         if not 0 <= rank < size:
             raise InvalidSettingsError(f"rank {rank} is not one of {size}")
-        self.rank, self.size = rank, size
+        self._world = (rank, size)
+
+    @property
+    def rank(self) -> int:
+        return self._world[0]
+
+    @property
+    def size(self) -> int:
+        return self._world[1]
 
     def epoch(self, epoch: int, position: int = 0, *, batch_size: int | None = None) -> Iterator[Batch]:
-        """The global batches from `position` on: this rank's rows of each."""
-        order = EpochOrder(self.rows, self.seed, epoch, self.shuffle)
-        while position < self.rows:
-            stop = min(position + (batch_size or self.batch_size), self.rows)
-            lo, hi = (position + (stop - position) * part // self.size for part in (self.rank, self.rank + 1))
-            records = self._take(order[np.arange(lo, hi)]).view(self._dtype)
-            tensors = {field.name: records[field.name] for field in self._fields}
-            yield Batch(tensors, hi - lo, stop - position, position, stop)
-            position = stop
+        """The global batches from `position` on: this rank's rows of each.
 
-    def _take(self, rows: Any) -> Any:
-        if len(self._maps) == 1:
-            return np.take(self._maps[0], rows)
-        out = np.empty(len(rows), self._maps[0].dtype if self._maps else np.dtype((np.void, self._dtype.itemsize)))
-        owners = np.searchsorted(self._ends, rows, side="right")
-        for shard in np.unique(owners):
-            chosen = np.flatnonzero(owners == shard)
-            first = int(self._ends[shard - 1]) if shard else 0
-            out[chosen] = np.take(self._maps[shard], rows[chosen] - first)
-        return out
+        batch_size: another one for this pass.
+
+        Raises: InvalidSettingsError: a position outside of the epoch; ValueError: the reader is closed.
+        """
+        if self._closed:
+            raise ValueError("the reader is closed")
+        if not 0 <= position <= self.rows:
+            raise InvalidSettingsError(f"position {position} is not one of an epoch of {self.rows} rows")
+        batch_size = self.batch_size if batch_size is None else _checked_batch_size(batch_size)
+        return self._batches(epoch, position, batch_size)
+
+    def _batches(self, epoch: int, position: int, batch_size: int) -> Iterator[Batch]:
+        while position < self.rows:
+            world = self._world
+            turns = self._turns_from(epoch, position, batch_size)
+            try:
+                for turn in turns:
+                    for batch in turn:
+                        position = batch.stop
+                        yield batch
+                        if self._closed:
+                            raise ValueError("the reader was closed in the middle of an epoch")
+                        if self._world is not world:
+                            break
+                    if self._world is not world:
+                        break  # what was gathered ahead is another rank's by now
+            finally:
+                if isinstance(turns, Prefetcher):
+                    self._running.discard(turns)
+                    turns.close()
+
+    def _turns_from(self, epoch: int, position: int, batch_size: int) -> Iterable[list[Batch]]:
+        rank, size = self._world
+
+        def turns() -> Iterator[list[Batch]]:
+            order = self._order_of(epoch)
+            mine = max(1, -(-batch_size // size))
+            rows = max(1, min(_TURN_ROWS, _TURN_BYTES // self._dtype.itemsize))
+            length = max(1, rows // mine) * batch_size
+            for start in range(position, self.rows, length):
+                stop = min(start + length, self.rows)
+                edges = [*range(start, stop, batch_size), stop]
+                self._files.prepare(order, edges[0], edges[-1], rank, size)
+                yield self._gathered(order, edges, rank, size)
+
+        if not self._prefetch:
+            return turns()
+        started = Prefetcher(turns, self._prefetch, "spark-elastic-reader")
+        self._running.add(started)
+        return started
+
+    def _order_of(self, epoch: int) -> Order:
+        if self.order == "lanes":
+            return LaneOrder(self.rows, self.seed, epoch, self._lanes)
+        return GlobalOrder(self.rows, self.seed, epoch, self.shuffle)
+
+    def _gathered(self, order: Order, edges: Sequence[int], rank: int, size: int) -> list[Batch]:
+        """The rank's rows of some consecutive global batches."""
+        numbers, counts = order.take(edges, rank, size)
+        if not self.shuffle:
+            numbers = self._files.numbering.in_file_order(numbers)
+        nbytes = len(numbers) * self._dtype.itemsize
+        out: npt.NDArray[Any] = self._buffers.take(nbytes)[:nbytes]
+        self._files.rows.take(numbers, out.view(np.dtype((np.void, self._dtype.itemsize))))
+        records = out.view(self._dtype)
+        tensors = {field.name: records[field.name] for field in self.fields}
+        if self._files.sidecars is not None:
+            shards = self._files.numbering.places(numbers)[0]
+            for field in self.fields:
+                if field.kind is not Kind.DENSE:
+                    tensors[field.name] = self._files.sidecars.values(field, tensors[field.name], shards)
+        batches, first = [], 0
+        for (start, stop), count in zip(pairwise(edges), counts, strict=True):
+            last = first + count
+            parts = {name: values[first:last] for name, values in tensors.items()}
+            batches.append(Batch(parts, count, stop - start, start, stop))
+            first = last
+        return batches
 
     def close(self) -> None:
-        """Let go of the files."""
-        self._maps = []
+        """Stop reading and let go of the files. Batches that were handed over stay as they are."""
+        self._closed = True
+        for turns in list(self._running):
+            turns.close()
+        self._running.clear()
+        self._files.close()
 
     def __enter__(self) -> BatchReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _checked_batch_size(batch_size: int) -> int:
+    if batch_size < 1:
+        raise InvalidSettingsError(f"batch_size must be at least 1, not {batch_size}")
+    return batch_size
+
+
+def _chosen(dataset: Dataset, names: Sequence[str] | None) -> tuple[TensorField, ...]:
+    known = [field.name for field in dataset.layout.fields]
+    for name in names or ():
+        if name not in known:
+            close = nearest(name, known)
+            hint = f"; did you mean {close!r}?" if close else f", but {', '.join(map(repr, known))}"
+            raise InvalidSettingsError(f"the set has no tensor {name!r}{hint}")
+    return tuple(field for field in dataset.layout.fields if names is None or field.name in names)

@@ -2,43 +2,259 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import gc
+import os
+import threading
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_elastic.data.layout import Layout, TensorField
-from spark_elastic.data.manifest import Manifest, Shard
+from spark_elastic.core.lanes import LaneSettings
+from spark_elastic.data.pack import pack
+from spark_elastic.data.read_order import resolve_order
 from spark_elastic.data.reader import BatchReader
+from spark_elastic.errors import DatasetError, InvalidSettingsError
+from tests.unit.data.sets import labels, numbered
+
+# 24 bytes a row: 512 rows fill whole pages, so shards of these sizes join in memory, or leave a few rows over
+SHARD_ROWS = st.lists(st.sampled_from([0, 1, 3, 511, 512, 513, 1024, 1500]), max_size=4)
+ORDERS = st.sampled_from([{"order": "global"}, {"shuffle": False}, {"order": "lanes", "lanes": LaneSettings(5, 7, 60)}])
 
 
-def tiny_set(folder, shard_rows):
-    layout = Layout.of([TensorField("features", ("f",), "<f4", (3,)), TensorField("label", ("l",), "<i8", ())])
-    shards, first = [], 0
-    for number, rows in enumerate(shard_rows):
-        records = np.zeros(rows, layout.dtype)
-        records["label"] = np.arange(first, first + rows)
-        records["features"] = np.arange(first, first + rows)[:, None] * [1, 2, 3]
-        records.tofile(folder / f"{number}.rows")
-        shards.append(Shard(f"{number}.rows", rows, records.nbytes, 0))
-        first += rows
-    store = SimpleNamespace(local_path=lambda file: folder / file)
-    return SimpleNamespace(store=store, layout=layout, manifest=Manifest(layout, {"train": tuple(shards)}))
+def assert_whole_rows(batch):
+    assert batch.rows == len(batch["label"])
+    assert (batch["features"] == batch["label"][:, None] * np.float32([1, 2, 3])).all()
 
 
-@settings(max_examples=30)
-@given(shard_rows=st.lists(st.integers(0, 20), max_size=4), size=st.integers(1, 6), batch=st.integers(1, 25))
-def test_each_row_comes_once_and_global_batches_are_those_of_one_rank(tmp_path_factory, shard_rows, size, batch):
-    dataset = tiny_set(tmp_path_factory.mktemp("set"), shard_rows)
-    alone = [set(b["label"].tolist()) for b in BatchReader(dataset, batch_size=batch).epoch(0)]
-    ranks = [BatchReader(dataset, batch_size=batch, rank=rank, size=size).epoch(0) for rank in range(size)]
-    together = []
-    for parts in zip(*ranks, strict=True):
-        labels = np.concatenate([part["label"] for part in parts])
-        assert len(set(labels.tolist())) == len(labels) == parts[0].global_rows == sum(part.rows for part in parts)
+@settings(max_examples=40, deadline=None)
+@given(rows=SHARD_ROWS, size=st.integers(1, 6), batch=st.integers(1, 900), order=ORDERS, prefetch=st.integers(0, 3))
+def test_each_row_comes_once_and_global_batches_are_those_of_one_rank(
+    tmp_path_factory, rows, size, batch, order, prefetch
+):
+    dataset = numbered(tmp_path_factory.mktemp("set"), rows)
+    with BatchReader(dataset, batch_size=batch, prefetch=0, **order) as alone:
+        expected = [set(found) for found in labels(alone.epoch(0))]
+    readers = [
+        BatchReader(dataset, batch_size=batch, rank=rank, size=size, prefetch=prefetch, **order) for rank in range(size)
+    ]
+    together, position = [], 0
+    for parts in zip(*(reader.epoch(0) for reader in readers), strict=True):
         for part in parts:
-            assert (part["features"] == part["label"][:, None] * np.float32([1, 2, 3])).all()
-        together.append(set(labels.tolist()))
-    assert together == alone
-    assert sorted(row for rows in alone for row in rows) == list(range(sum(shard_rows)))
+            assert_whole_rows(part)
+            assert (part.start, part.global_rows) == (position, parts[0].global_rows)
+        position = parts[0].stop
+        found = np.concatenate([part["label"] for part in parts]).tolist()
+        assert len(found) == parts[0].global_rows
+        together.append(set(found))
+    assert together == expected
+    assert sorted(row for found in expected for row in found) == list(range(sum(rows)))
+    for reader in readers:
+        reader.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(order=ORDERS, prefetch=st.integers(0, 2), data=st.data())
+def test_the_world_may_change_between_any_batches_and_a_reader_may_be_replaced(tmp_path_factory, order, prefetch, data):
+    dataset = numbered(tmp_path_factory.mktemp("set"), [600, 513])
+    options = {"batch_size": 64, "prefetch": prefetch, **order}
+    with BatchReader(dataset, **options) as alone:
+        expected = [set(found) for found in labels(alone.epoch(3))]
+    size, seen = 2, []
+    readers = [BatchReader(dataset, rank=rank, size=size, **options) for rank in range(size)]
+    epochs = [reader.epoch(3) for reader in readers]
+    while len(seen) < len(expected):
+        parts = [next(epoch) for epoch in epochs]
+        seen.append({row for part in parts for row in part["label"].tolist()})
+        new = data.draw(st.integers(1, 4))
+        for gone in readers[new:]:
+            gone.close()
+        readers, epochs = readers[:new], epochs[:new]
+        for rank, reader in enumerate(readers):
+            reader.set_world(rank, new)
+        for rank in range(len(readers), new):  # one that joins knows the position and nothing else
+            readers.append(BatchReader(dataset, rank=rank, size=new, **options))
+            epochs.append(readers[-1].epoch(3, parts[0].stop))
+    assert seen == expected
+    assert [next(epoch, None) for epoch in epochs] == [None] * len(epochs)
+    for reader in readers:
+        reader.close()
+
+
+def test_without_a_shuffle_rows_come_as_they_lie_in_the_files(tmp_path):
+    dataset = numbered(tmp_path, [513, 700, 3])
+    with dataset.reader(batch_size=100, shuffle=False) as reader:
+        assert [row for batch in labels(reader.epoch(0)) for row in batch] == list(range(1216))
+
+
+def test_epochs_and_seeds_differ_and_repeat(tmp_path):
+    dataset = numbered(tmp_path, [300])
+
+    def read(seed, epoch):
+        with dataset.reader(batch_size=300, seed=seed) as reader:
+            return labels(reader.epoch(epoch))[0]
+
+    assert read(0, 0) == read(0, 0)
+    assert len({tuple(read(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+
+
+def test_a_pass_may_have_a_batch_size_of_its_own(tmp_path):
+    with numbered(tmp_path, [100]).reader(batch_size=10) as reader:
+        assert [batch.rows for batch in reader.epoch(0, 5, batch_size=40)] == [40, 40, 15]
+        assert [batch.rows for batch in reader.epoch(0, 100)] == []
+
+
+def test_a_rank_without_rows_in_a_last_short_batch_still_gets_the_batch(tmp_path):
+    with numbered(tmp_path, [10]).reader(batch_size=8, rank=0, size=4) as reader:
+        assert [(batch.rows, batch.global_rows) for batch in reader.epoch(0)] == [(2, 8), (0, 2)]
+
+
+def test_batches_hold_the_fields_that_were_asked_for(tmp_path):
+    dataset = pack({"a": np.arange(10.0), "b": np.arange(10), "text": [str(i) for i in range(10)]}, tmp_path)
+    with dataset.reader(batch_size=10, fields=["b", "text"]) as reader:
+        (batch,) = reader.epoch(0)
+    assert sorted(batch.tensors) == ["b", "text"]
+    assert batch["text"] == [str(row) for row in batch["b"]]
+
+
+def test_values_of_variable_length_come_with_their_rows(tmp_path):
+    rows = 700
+    random = np.random.default_rng(0)
+    dense = random.random((rows, 9)) * (random.random((rows, 9)) < 0.3)
+    values = {
+        "id": np.arange(rows),
+        "raw": [bytes([row % 256]) * (row % 5) for row in range(rows)],
+        "text": ["ä" * (row % 4) + str(row) for row in range(rows)],
+        "ragged": [np.arange(row % 6, dtype=np.float32) + row for row in range(rows)],
+        "sparse": dense,
+        "sparse32": dense.astype(np.float32),
+    }
+    dataset = pack(values, tmp_path, sparse=["sparse", "sparse32"], shards=3)
+    seen = 0
+    with dataset.reader(batch_size=64, order="lanes") as reader:
+        for batch in reader.epoch(1):
+            for index, row in enumerate(batch["id"].tolist()):
+                assert batch["raw"][index] == values["raw"][row]
+                assert batch["text"][index] == values["text"][row]
+                assert batch["ragged"][index].tolist() == values["ragged"][row].tolist()
+                assert batch["ragged"][index].dtype == np.float32
+            assert (batch["sparse"] == dense[batch["id"]]).all()
+            assert (batch["sparse32"] == dense[batch["id"]].astype(np.float32)).all()
+            seen += batch.rows
+    assert seen == rows
+
+
+def test_batches_that_are_kept_keep_their_values(tmp_path):
+    with numbered(tmp_path, [50_000]).reader(batch_size=512) as reader:
+        kept = [batch["features"][3:5] for batch in reader.epoch(0)]
+        copies = [values.copy() for values in kept]
+        for _ in reader.epoch(1):
+            pass
+    assert all((values == copy).all() for values, copy in zip(kept, copies, strict=True))
+
+
+def test_buffers_are_used_again_once_nobody_looks(tmp_path):
+    with numbered(tmp_path, [200_000]).reader(batch_size=20_000) as reader:
+        addresses = {batch["label"].__array_interface__["data"][0] for batch in reader.epoch(0)}
+    assert len(addresses) < 10
+
+
+# --- what can go wrong --------------------------------------------------------------------------
+
+
+def test_a_truncated_shard_is_refused_before_it_is_mapped(tmp_path):
+    dataset = numbered(tmp_path, [512, 600])
+    os.truncate(tmp_path / "1.rows", 600 * 24 - 5)
+    with pytest.raises(DatasetError, match=r"1\.rows has 14395 bytes, the manifest says 14400"):
+        dataset.reader(batch_size=10)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    dataset = numbered(tmp_path, [512, 600])
+    (tmp_path / "0.rows").unlink()
+    with pytest.raises(DatasetError, match=r"0\.rows"):
+        dataset.reader(batch_size=10)
+
+
+def test_a_truncated_sidecar_is_refused_and_one_that_nobody_reads_is_not_looked_at(tmp_path):
+    dataset = pack({"id": np.arange(9), "text": ["some"] * 9}, tmp_path)
+    os.truncate(tmp_path / dataset.manifest.splits["train"][0].sidecar, 3)
+    with pytest.raises(DatasetError, match="3 bytes, the manifest says 36"):
+        dataset.reader(batch_size=3)
+    with dataset.reader(batch_size=3, fields=["id"]) as reader:
+        assert sum(batch.rows for batch in reader.epoch(0)) == 9
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_error_while_gathering_reaches_the_consumer_in_its_turn(tmp_path, prefetch):
+    dataset = pack({"id": np.arange(40_000), "text": ["some"] * 40_000}, tmp_path)
+    shard = tmp_path / dataset.manifest.splits["train"][0].file
+    records = np.fromfile(shard, dataset.layout.dtype)
+    records["text"]["start"][39_999] = 10**9
+    records.tofile(shard)
+    with dataset.reader(batch_size=1000, shuffle=False, prefetch=prefetch) as reader:
+        seen = []
+        with pytest.raises(DatasetError, match="its sidecar does not have"):
+            seen.extend(reader.epoch(0))
+        assert sum(batch.rows for batch in seen) in range(16_000, 40_000)
+        assert next(reader.epoch(0)).rows == 1000  # and nothing hangs
+
+
+def descriptors_and_maps(folder):
+    with open("/proc/self/maps") as maps:
+        return len(os.listdir("/proc/self/fd")), sum(str(folder) in line for line in maps)
+
+
+def test_readers_leave_no_threads_descriptors_or_maps_behind_wherever_they_are_stopped(tmp_path):
+    dataset = numbered(tmp_path, [512] * 20 + [7] * 20)
+    threads, before = threading.active_count(), descriptors_and_maps(tmp_path)
+    for stop_after in (0, 1, 7):
+        reader = dataset.reader(batch_size=300)
+        epoch = reader.epoch(0)
+        for _ in range(stop_after):
+            next(epoch)
+        assert descriptors_and_maps(tmp_path)[1] <= before[1] + 40
+        reader.close()
+        reader.close()
+    reader = dataset.reader(batch_size=300)
+    next(reader.epoch(0))  # a consumer that lets go of both without a word
+    del reader
+    gc.collect()
+    assert threading.active_count() == threads
+    assert descriptors_and_maps(tmp_path) == before
+
+
+def test_a_closed_reader_says_so(tmp_path):
+    reader = numbered(tmp_path, [100]).reader(batch_size=10)
+    epoch = reader.epoch(0)
+    next(epoch)
+    reader.close()
+    with pytest.raises(ValueError, match="closed"):
+        next(epoch)
+    with pytest.raises(ValueError, match="closed"):
+        reader.epoch(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
+        ({"rank": 2, "size": 2}, "rank 2 is not one of 2"),
+        ({"prefetch": -1}, "prefetch"),
+        ({"order": "random"}, "order must be"),
+        ({"order": "lanes", "shuffle": False}, "shuffle"),
+        ({"fields": ["labl"]}, "did you mean 'label'"),
+        ({"split": "test"}, "no split 'test', but 'train'"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(tmp_path, options, message):
+    with pytest.raises(InvalidSettingsError, match=message):
+        numbered(tmp_path, [10]).reader(**{"batch_size": 4, **options})
+
+
+def test_the_order_is_resolved_from_the_manifest_alone(tmp_path):
+    dataset = numbered(tmp_path, [10])
+    assert resolve_order(dataset) == "global"
+    assert resolve_order(dataset, order="lanes") == "lanes"
+    assert resolve_order(dataset, shuffle=False) == "global"

@@ -1,0 +1,99 @@
+"""Values of variable length: found through the references that records hold, in the sidecars beside the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spark_elastic.data import mapping
+from spark_elastic.data.layout import Kind, TensorField
+from spark_elastic.data.mapping import FileRange, Piece, check_size
+from spark_elastic.data.shards import spans
+from spark_elastic.errors import DatasetError
+
+Indices = npt.NDArray[np.int64]
+_PAGE = 4096
+
+
+class Sidecars:
+    """The sidecars of a split's shards.
+
+    Raises: DatasetError: one is missing, or has another size than the manifest says.
+    """
+
+    def __init__(self, files: Sequence[Path | None], nbytes: Sequence[int]) -> None:
+        self._nbytes = np.array(nbytes, np.int64)
+        pages = -(-self._nbytes // _PAGE) * _PAGE
+        self._starts = np.cumsum(pages) - pages
+        self._range: FileRange | None = None
+        self._copies: list[npt.NDArray[np.uint8]] = []
+        pieces = [
+            Piece(file, 0, size, int(at), size)
+            for file, size, at in zip(files, nbytes, self._starts.tolist(), strict=True)
+            if file is not None and size
+        ]
+        if mapping.possible():
+            try:
+                self._range = FileRange(pieces)
+                self._bytes = self._range.bytes
+                return
+            except OSError:
+                pass
+        # elsewhere they have to fit into memory
+        self._bytes = np.zeros(int(pages.sum()), np.uint8)
+        for piece in pieces:
+            check_size(piece.path, piece.expected)
+            self._bytes[piece.at : piece.at + piece.nbytes] = np.fromfile(piece.path, np.uint8)
+
+    def spans_of(self, references: npt.NDArray[Any], shards: Indices) -> tuple[Indices, Indices]:
+        """Where in the range the values lie, and how long they are; int64, shape (rows,).
+
+        Raises: DatasetError: a reference points out of its sidecar.
+        """
+        starts, lengths = references["start"].astype(np.int64), references["length"].astype(np.int64)
+        if len(starts) and bool(((starts < 0) | (lengths < 0) | (starts + lengths > self._nbytes[shards])).any()):
+            raise DatasetError("a record refers to bytes that its sidecar does not have; the set is damaged")
+        return starts + self._starts[shards], lengths
+
+    def values(self, field: TensorField, references: npt.NDArray[Any], shards: Indices) -> Any:
+        """A batch's values: a list for those of variable length, an array [rows, *shape] for sparse ones."""
+        starts, lengths = self.spans_of(references, shards)
+        if field.kind is Kind.SPARSE:
+            return self._densified(field, starts, lengths)
+        view = self._bytes.data
+        edges = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
+        if field.kind is Kind.BYTES:
+            return [bytes(view[start:stop]) for start, stop in edges]
+        if field.kind is Kind.STRING:
+            return [str(view[start:stop], "utf-8") for start, stop in edges]
+        return [np.frombuffer(bytearray(view[start:stop]), field.dtype) for start, stop in edges]
+
+    def _densified(self, field: TensorField, starts: Indices, lengths: Indices) -> npt.NDArray[Any]:
+        dtype = np.dtype(field.dtype)
+        out = np.zeros((len(starts), *field.shape), dtype)
+        flat = out.reshape(len(starts), -1)
+        counts = lengths // (4 + dtype.itemsize)
+        indices = self._gathered(starts, counts * 4).view("<i4")
+        values = self._gathered(starts + counts * 4, counts * dtype.itemsize).view(dtype)
+        rows = np.repeat(np.arange(len(starts)), counts)
+        if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= flat.shape[1]):
+            raise DatasetError(
+                f"tensor {field.name!r}: a sparse value's index is outside of its {flat.shape[1]} values"
+            )
+        flat[rows, indices] = values
+        return out
+
+    def _gathered(self, starts: Indices, lengths: Indices) -> npt.NDArray[np.uint8]:
+        if not ((starts % 4).any() or (lengths % 4).any()):  # words, as all sparse values are, and often start at one
+            words = self._bytes[: len(self._bytes) // 4 * 4].view(np.uint32)
+            return np.take(words, spans(starts // 4, lengths // 4)).view(np.uint8)
+        return np.take(self._bytes, spans(starts, lengths))
+
+    def close(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+        if self._range is not None:
+            self._range.close()

@@ -1,0 +1,212 @@
+"""What is minimised: losses as sums over rows, so that the ranks' shares add up to the batch's loss in any world.
+
+A worker's gradient is that of (sum over its rows) / (rows of the whole batch). Gradients are then summed, not averaged,
+and neither the number of workers nor an uneven division of the last batch changes what a step does.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.ml.torch.batches import TorchBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One forward pass. sums: of each loss over the rows, scalars with a graph. counts: what each sum is a mean over
+    (rows, or the sum of the class weights), of these rows alone."""
+
+    outputs: tuple[torch.Tensor, ...]
+    labels: tuple[torch.Tensor, ...]
+    sums: list[torch.Tensor]
+    counts: list[float]
+
+
+class Term:
+    """One loss of one output and one label, as a sum over rows.
+
+    Without sample weights a loss may return the mean over the rows, or a value for each row, or, if it says so by
+    `reduction="sum"`, their sum. With them it has to be able to return a value for each row.
+    """
+
+    def __init__(self, loss: Callable[..., Any], weighted: bool) -> None:
+        self.name = getattr(loss, "__name__", type(loss).__name__)
+        self.is_sum = getattr(loss, "reduction", "mean") == "sum"
+        self.normalised = _divides_by_class_weights(loss)
+        """The mean is not over rows: class weights, or labels that do not count. What it divides by follows from the
+        labels of the whole batch, see `count`."""
+        self._loss = loss
+        if weighted:
+            self._loss = _with_reduction(loss, "none") or loss
+        elif self.normalised:
+            self._loss = _with_reduction(loss, "sum") or loss
+
+    def count(self, label: torch.Tensor) -> float:
+        """What these rows add to the denominator of a normalised loss."""
+        loss: Any = self._loss
+        counted = label[label != loss.ignore_index]
+        return float(counted.numel() if loss.weight is None else loss.weight[counted].sum())
+
+    def __call__(
+        self, output: torch.Tensor, label: torch.Tensor, weights: torch.Tensor | None, rows: int
+    ) -> torch.Tensor:
+        """Raises: DataError: the loss does not return what it has to."""
+        value: torch.Tensor = self._loss(output, label)
+        if weights is not None:
+            if value.dim() == 0 or value.shape[0] != rows:
+                raise DataError(
+                    f"{self.name} returned a tensor of shape {tuple(value.shape)} for {rows} rows; with sample weights "
+                    "it has to return a value for each row"
+                )
+            return _of_rows(value, self.is_sum) @ weights.to(value.dtype)
+        if value.dim() == 0:
+            return value if self.is_sum or self.normalised else value * rows
+        if value.shape[0] != rows:
+            raise DataError(f"{self.name} returned a tensor of shape {tuple(value.shape)} for {rows} rows")
+        return _of_rows(value, self.is_sum).sum()
+
+
+class Objective:
+    """The losses of a training and their weights.
+
+    Args:
+        loss: one, or one for each label.
+        labels: how many there are.
+
+    Raises: InvalidSettingsError: the numbers of losses, weights and labels do not fit.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None,
+        train_fn: Callable[..., Any] | None,
+        *,
+        labels: int,
+        weighted: bool,
+        loss_weights: Sequence[float] | None = None,
+    ) -> None:
+        self._train_fn = train_fn
+        self.terms: list[Term] = []
+        if train_fn is None:
+            several = isinstance(loss, Sequence)
+            losses: Any = loss if several else [loss] * max(1, labels)
+            if labels and len(losses) != labels:
+                raise InvalidSettingsError(f"{len(losses)} losses were given for {labels} labels")
+            self.terms = [Term(one, weighted) for one in losses]
+        count = len(self.terms) or 1
+        self.weights = list(loss_weights or [1.0] * count)
+        if len(self.weights) != count:
+            raise InvalidSettingsError(f"{len(self.weights)} loss_weights were given for {count} losses")
+
+    def __len__(self) -> int:
+        return max(1, len(self.terms))
+
+    @property
+    def normalised(self) -> bool:
+        return any(term.normalised for term in self.terms)
+
+    def counts(self, parts: Sequence[TorchBatch]) -> list[float]:
+        """What this worker's rows add to the denominators of the normalised losses; 0 for the others."""
+        return [
+            sum(term.count(part.labels[at]) for part in parts) if term.normalised else 0.0
+            for at, term in enumerate(self.terms)
+        ]
+
+    def measure(self, model: torch.nn.Module, batch: TorchBatch) -> Measured:
+        """The forward pass. Raises: DataError: outputs and losses do not fit."""
+        if self._train_fn is not None:
+            return self._measure_by_hook(model, batch)
+        outputs = _outputs(model(*batch.inputs))
+        labels = batch.labels
+        if len(outputs) < len(self.terms):
+            raise DataError(f"the model has {len(outputs)} outputs and there are {len(self.terms)} losses")
+        if labels:
+            labels = tuple(shaped_like(label, output) for label, output in zip(labels, outputs, strict=False))
+        sums, counts = [], []
+        for at, term in enumerate(self.terms):
+            label = labels[at] if labels else batch.inputs[0]
+            sums.append(term(outputs[at], label, batch.weights, batch.rows))
+            counts.append(term.count(label) if term.normalised else float(batch.rows))
+        return Measured(outputs, labels, sums, counts)
+
+    def _measure_by_hook(self, model: torch.nn.Module, batch: TorchBatch) -> Measured:
+        assert self._train_fn is not None
+        returned = self._train_fn(model, batch)
+        loss, outputs = returned if isinstance(returned, tuple) else (returned, ())
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise DataError(f"train_fn must return a loss of one value, or (loss, outputs), not {returned!r:.200}")
+        return Measured(_outputs(outputs), batch.labels, [loss.reshape(()) * batch.rows], [float(batch.rows)])
+
+    def share(self, measured: Measured, global_rows: int, global_counts: Sequence[float]) -> torch.Tensor:
+        """This worker's part of the batch's loss: scalar, to call `backward` on. The parts of all add up to it."""
+        total: Any = 0.0
+        for at, (weight, value) in enumerate(zip(self.weights, measured.sums, strict=True)):
+            term = self.terms[at] if self.terms else None
+            if term is None or not (term.is_sum or term.normalised):
+                divisor = float(global_rows)
+            elif term.normalised:
+                divisor = global_counts[at] or 1.0
+            else:
+                divisor = 1.0
+            total = total + value * (weight / divisor)
+        assert isinstance(total, torch.Tensor)
+        return total
+
+    def means(self, sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
+        """For the history: "loss", and with several losses "loss_0", ... by their places."""
+        each = [value / count if count else float("nan") for value, count in zip(sums, counts, strict=True)]
+        total = sum(weight * value for weight, value in zip(self.weights, each, strict=True))
+        return {"loss": total, **({f"loss_{at}": value for at, value in enumerate(each)} if len(each) > 1 else {})}
+
+
+def shaped_like(label: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Labels that are numbers, in the output's shape if they are as many: [rows] against [rows, 1] would be broadcast
+    to [rows, rows], which no loss complains about."""
+    if label.is_floating_point() and label.shape != output.shape and label.numel() == output.numel():
+        return label.view(output.shape)
+    return label
+
+
+def _outputs(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, dict):
+        return tuple(value.values())
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _of_rows(value: torch.Tensor, sums: bool) -> torch.Tensor:
+    """[rows, ...] -> [rows]."""
+    if value.dim() == 1:
+        return value
+    flat = value.flatten(1)
+    return flat.sum(1) if sums else flat.mean(1)
+
+
+def _divides_by_class_weights(loss: Any) -> bool:
+    if not isinstance(loss, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)) or loss.reduction != "mean":
+        return False
+    if loss.weight is None and loss.ignore_index == -100:
+        return False
+    # label smoothing mixes the weights of all classes into the denominator's rows; torch's own mean is kept there
+    return not getattr(loss, "label_smoothing", 0.0)
+
+
+def _with_reduction(loss: Any, reduction: str) -> Callable[..., Any] | None:
+    """The same loss with another reduction; None if it has none that could be chosen."""
+    if isinstance(loss, torch.nn.Module) and hasattr(loss, "reduction"):
+        other: Any = copy.copy(loss)
+        other.reduction = reduction
+        return other  # type: ignore[no-any-return]
+    try:
+        if "reduction" in inspect.signature(loss).parameters:
+            return functools.partial(loss, reduction=reduction)
+    except (TypeError, ValueError):  # builtins have no signature
+        pass
+    return None

@@ -1,0 +1,81 @@
+"""The optimizer and its learning rate scheduler, from what the user gave."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.ml.torch.spec import TorchTraining
+
+
+def build_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The instance itself, or what a class or function makes of the model's parameters.
+
+    Raises: InvalidSettingsError: it is for other parameters than the model's, or no optimizer, or one that evaluates
+        the loss several times a step.
+    """
+    optimizer = given if isinstance(given, torch.optim.Optimizer) else given(list(model.parameters()))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidSettingsError(
+            f"optimizer must be a torch optimizer, its class, or a function of the parameters that returns one; "
+            f"it gave {type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidSettingsError("LBFGS evaluates the loss several times a step, which batches do not allow")
+    own = {id(param) for param in model.parameters()}
+    foreign = sum(id(param) not in own for group in optimizer.param_groups for param in group["params"])
+    if foreign:
+        raise InvalidSettingsError(
+            f"{foreign} of the optimizer's parameters are not the model's; make the optimizer from the parameters of "
+            "this very model, or give its class or a function of the parameters"
+        )
+    return optimizer
+
+
+class Schedule:
+    """A learning rate scheduler and when it steps."""
+
+    def __init__(self, training: TorchTraining, optimizer: torch.optim.Optimizer, default_monitor: str) -> None:
+        given = training.lr_scheduler
+        self.scheduler: Any = given if given is None or hasattr(given, "step") else given(optimizer)
+        if self.scheduler is not None and not hasattr(self.scheduler, "state_dict"):
+            raise InvalidSettingsError(f"lr_scheduler is {type(self.scheduler).__name__}, which is no scheduler")
+        own = getattr(self.scheduler, "optimizer", optimizer)
+        if own is not optimizer:
+            raise InvalidSettingsError(
+                "lr_scheduler belongs to another optimizer; give a function of the optimizer that returns a scheduler"
+            )
+        self._plateau = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        self._by_step = training.scheduler_interval == "step" and not self._plateau
+        self._monitor = training.scheduler_monitor or default_monitor
+        self._stepped = False
+
+    def after_step(self) -> None:
+        if self.scheduler is not None and self._by_step:
+            self._step()
+
+    def after_epoch(self, logs: dict[str, float]) -> None:
+        """Raises: InvalidSettingsError: the logs do not have what the scheduler follows."""
+        if self.scheduler is None or self._by_step:
+            return
+        if not self._plateau:
+            self._step()
+            return
+        if self._monitor not in logs:
+            raise InvalidSettingsError(f"scheduler_monitor={self._monitor!r} is not one of {', '.join(logs)}")
+        self._step(logs[self._monitor])
+
+    def _step(self, *args: float) -> None:
+        if self._stepped:
+            self.scheduler.step(*args)
+            return
+        self._stepped = True
+        with warnings.catch_warnings():
+            # The optimizer that steps is another instance, with the same parameter groups, than the one that the
+            # scheduler watches; so torch's advice at its first step, on the order of the two calls, is void.
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.*")
+            warnings.filterwarnings("ignore", message=".*optimizer.step.*")
+            self.scheduler.step(*args)

@@ -1,0 +1,71 @@
+"""The training as callbacks see it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.ml.history import History
+
+if TYPE_CHECKING:
+    from spark_elastic.ml.torch.trainer import Trainer
+
+
+class RunView:
+    """`callbacks.Run`; also holds what callbacks have asked for since it was last acted upon."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.wants_restore = False
+        self.why = ""
+        """Of `stop`. Stays: the others act on it together, at the next reduction that succeeds."""
+        self.forget()
+
+    def forget(self) -> None:
+        """What was asked for was done, or is asked for again because the collective after it has failed."""
+        self.wants_checkpoint = False
+        self.wants_best = False
+
+    @property
+    def rank(self) -> int:
+        return self._trainer.rank
+
+    @property
+    def size(self) -> int:
+        return self._trainer.size
+
+    @property
+    def epoch(self) -> int:
+        return self._trainer.state.at.epoch
+
+    @property
+    def epochs(self) -> int:
+        return self._trainer.training.epochs
+
+    @property
+    def step(self) -> int:
+        return self._trainer.state.at.step
+
+    @property
+    def history(self) -> History:
+        return self._trainer.state.at.history
+
+    @property
+    def model(self) -> Any:
+        return self._trainer.model
+
+    @property
+    def optimizer(self) -> Any:
+        return self._trainer.optimizer
+
+    def stop(self, reason: str) -> None:
+        self.why = reason or "a callback has asked for it"
+
+    def checkpoint(self, *, best: bool = False) -> None:
+        self.wants_checkpoint = True
+        self.wants_best = self.wants_best or best
+
+    def restore_best(self) -> None:
+        if self._trainer.best is None:
+            raise InvalidSettingsError("a callback that calls restore_best() has to set `restores_best = True`")
+        self.wants_restore = True

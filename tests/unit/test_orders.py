@@ -1,0 +1,117 @@
+"""Orders of an epoch: each row once however often the world changes, and the same global batches in every world."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spark_elastic.core.lanes import LaneOrder, LaneSettings
+from spark_elastic.core.orders import GlobalOrder
+
+LANES = st.builds(LaneSettings, lanes=st.integers(1, 20), chunk_rows=st.integers(1, 40), window_rows=st.integers(1, 90))
+
+
+@st.composite
+def orders(draw, rows=None):
+    rows = draw(st.integers(0, 700)) if rows is None else rows
+    seed, epoch = draw(st.integers(-5, 5)), draw(st.integers(0, 3))
+    lanes, shuffle = draw(st.none() | LANES), draw(st.booleans())
+    if lanes is None:
+        return lambda: GlobalOrder(rows, seed, epoch, shuffle)
+    return lambda: LaneOrder(rows, seed, epoch, lanes)
+
+
+def whole(order):
+    return order.take([0, order.rows], 0, 1)[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(make=orders(), data=st.data())
+def test_each_row_comes_once_and_global_batches_are_the_same_however_the_world_changes(make, data):
+    one = make()
+    everything = whole(one)
+    assert sorted(everything.tolist()) == list(range(one.rows))
+    held: dict[int, object] = {}  # what a rank keeps between steps is its own
+    position = 0
+    while position < one.rows:
+        size = data.draw(st.integers(1, 24))  # more ranks than lanes, than rows of a batch
+        edges = [position]
+        for _ in range(data.draw(st.integers(1, 4))):
+            edges.append(min(one.rows, edges[-1] + data.draw(st.integers(1, 150))))
+        position = edges[-1]
+        held |= {rank: make() for rank in range(size) if rank not in held}
+        parts = [
+            np.split(rows, np.cumsum(counts)) for rows, counts in (held[r].take(edges, r, size) for r in range(size))
+        ]
+        for number, (start, stop) in enumerate(pairwise(edges)):
+            batch = np.concatenate([part[number] for part in parts])
+            assert sorted(batch.tolist()) == sorted(everything[start:stop].tolist())
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 600), lanes=LANES, size=st.integers(1, 9))
+def test_a_rank_reads_only_what_the_windows_of_its_lanes_cover(rows, lanes, size):
+    order = LaneOrder(rows, 1, 2, lanes)
+    seen = []
+    for rank in range(size):
+        first, last = order.owned(rank, size)
+        taken = order.take([0, rows], rank, size)[0].tolist()
+        covered = []
+        for lane in range(first, last):
+            index, length = 0, order.lane(lane)[1]
+            while index < length:
+                _, start, stop = order.window_at(lane, index)
+                assert start == index < stop
+                for begin, end in order.window_ranges(lane, start, stop):
+                    covered += range(begin, end)
+                index = stop
+        assert sorted(taken) == sorted(covered)
+        seen += taken
+    assert sorted(seen) == list(range(rows))
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.integers(0, 5000), lanes=st.integers(1, 64))
+def test_lanes_differ_by_at_most_a_row_and_follow_each_other_on_the_tape(rows, lanes):
+    order = LaneOrder(rows, 0, 0, LaneSettings(lanes, 16, 64))
+    spans = [order.lane(lane) for lane in range(lanes)]
+    assert max(length for _, length in spans) - min(length for _, length in spans) <= 1
+    assert [begin for begin, _ in spans] == np.cumsum([0, *[length for _, length in spans]])[:-1].tolist()
+    assert sum(length for _, length in spans) == rows
+
+
+def test_ranks_take_equal_parts_of_batches_that_the_lanes_divide():
+    order = LaneOrder(100_000, 0, 0, LaneSettings(64, 256, 4096))
+    for size in (1, 2, 4, 8, 64):
+        assert {len(order.take([1024, 2048], rank, size)[0]) for rank in range(size)} == {1024 // size}
+
+
+def test_orders_differ_between_seeds_and_epochs():
+    settings_ = LaneSettings(8, 16, 200)
+    for kind in (GlobalOrder, lambda *key: LaneOrder(*key, settings_)):
+        made = [whole(kind(2000, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)]
+        for i, a in enumerate(made):
+            assert all((a == b).sum() < 30 for b in made[:i])
+
+
+@pytest.mark.parametrize(("window", "bound"), [(1 << 20, 1.15), (32_768, 1.15)])
+def test_batches_of_sorted_rows_vary_hardly_more_than_those_of_a_shuffle(window, bound):
+    rows, batch = 1_000_000, 1024
+    order = LaneOrder(rows, 3, 0, LaneSettings(64, 1024, window))
+    batches = whole(order)[: rows // batch * batch].reshape(-1, batch)
+    of_ten = np.stack([(batches // (rows // 10) == label).sum(1) for label in range(10)])
+    assert of_ten.var(1).mean() / (batch * 0.09) < bound
+
+
+def test_an_epoch_of_a_billion_rows_can_be_entered_in_the_middle():
+    order = LaneOrder(10**9, 0, 5, LaneSettings(64, 4096, 1 << 17))
+    rows = order.take([500_000_000, 500_001_024], 1, 2)[0]
+    assert len(np.unique(rows)) == 512
+
+
+def test_a_lane_order_never_changes_between_versions():
+    assert whole(LaneOrder(12, 0, 0, LaneSettings(3, 2, 3))).tolist() == [4, 2, 6, 1, 3, 11, 0, 8, 7, 5, 9, 10]
