@@ -99,7 +99,8 @@ class LocalSource:
             self._advise(wanted, _DONTNEED)
 
     def want_all(self) -> None:
-        self._advise([(0, self._numbering.rows)], _WILLNEED)
+        if not self._drop_behind:  # what does not stay in memory cannot be brought there as a whole
+            self._advise([(0, self._numbering.rows)], _WILLNEED)
 
     def _advise(self, ranges: Ranges, advice: int | None) -> None:
         if advice is None:  # a system without it
