@@ -151,7 +151,7 @@ def chunk_reads(dataset: Dataset) -> None:
 
 def cold(name: str, dataset: Dataset, rounds: int) -> tuple[list[Series], dict[str, list[float]]]:
     rows, stride = dataset.rows(), dataset.layout.stride
-    windows = lane_settings(rows, stride, BATCH, open_bytes=rows * stride // 8)
+    windows = lane_settings(rows, stride, open_bytes=rows * stride // 8)
     ns: dict[str, list[float]] = {"chunks": [], "lanes": [], "global": []}
     for number in range(rounds):
         dropped(dataset)
@@ -239,7 +239,7 @@ def memory_of(where: str, order: str) -> None:
 
 def resume(dataset: Dataset) -> list[float]:
     """ms until the rows of the first batch of a resume in the middle of an epoch are known, per world of 8."""
-    settings = lane_settings(dataset.rows(), dataset.layout.stride, BATCH)
+    settings = lane_settings(dataset.rows(), dataset.layout.stride)
 
     def once(number: int) -> None:
         LaneOrder(dataset.rows(), 0, number, settings).take([dataset.rows() // 2, dataset.rows() // 2 + BATCH], 3, 8)
@@ -251,7 +251,9 @@ def resume(dataset: Dataset) -> list[float]:
 
 
 def ran(command: list[str]) -> Any:
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"PYTHONWARNINGS": "ignore"}
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -282,10 +284,10 @@ def main() -> None:
                 found, raw[f"{name} cold"] = cold(name, dataset, 2 if args.quick else 3)
                 series += found
         if "quality" in parts:
-            large = lane_settings(100_000_000, 88, BATCH)
+            large = lane_settings(100_000_000, 88)
             orders = {
                 "global, 2 M rows": GlobalOrder(2_000_000, 0, 0),
-                "lanes, 2 M rows, one window a lane": LaneOrder(2_000_000, 0, 0, lane_settings(2_000_000, 88, BATCH)),
+                "lanes, 2 M rows, one window a lane": LaneOrder(2_000_000, 0, 0, lane_settings(2_000_000, 88)),
                 "lanes, 100 M rows (8.8 GB), windows of 1 GiB": LaneOrder(100_000_000, 0, 0, large),
                 "lanes, 2 M rows, 128 chunks open": LaneOrder(2_000_000, 0, 0, LaneSettings(64, 2048, 4096)),
             }

@@ -89,7 +89,7 @@ class BatchReader:
         self.order = resolve_order(dataset, split, order=order, shuffle=shuffle, cache_bytes=cache_bytes)
         self.fields = _chosen(dataset, fields)
         cached = None if dataset.store.is_local else cache_bytes
-        self._lanes = lanes or lane_settings(self.rows, dataset.layout.stride, batch_size, cache_bytes=cached)
+        self._lanes = lanes or lane_settings(self.rows, dataset.layout.stride, cache_bytes=cached)
         self._prefetch = prefetch
         self._dtype = dataset.layout.dtype
         self._buffers = Buffers(keep=prefetch + 3)
