@@ -314,7 +314,9 @@ def main() -> None:
                     target = 1 / PEER_TIMES[shape]
                     series.append(Series(f"{shape}: reader over Petastorm", [factor], "times", target_p50=target))
             labels = ran([args.peer_python, str(PEER), "sorted", "--rows", "2000000"])["labels"]
-            series.append(Series("spread, Petastorm", [spread(np.array(labels))], "times"))
+            series.append(
+                Series("spread, Petastorm, shuffling queue of 100,000 rows", [spread(np.array(labels))], "times")
+            )
     raw["page"] = mmap.PAGESIZE
     report("data_read", args, *series, raw=raw)
 
