@@ -8,11 +8,13 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from spark_elastic.clock import wall
+from spark_elastic.data.arrow_batches import small_batches
 from spark_elastic.data.cache import collect_orphans, delete_set, folder_of, leased, mark_used
 from spark_elastic.data.columns import Request, cast_of
 from spark_elastic.data.dataset import Dataset
@@ -213,8 +215,10 @@ def _run(df: Any, request: Request, folder: Store, run: str) -> list[Receipt]:
     context = df.sparkSession.sparkContext
     described = context.getLocalProperty("spark.job.description")
     context.setJobDescription(f"spark_elastic: write {', '.join(request.tensors)}")
+    wide = any(column.source != "scalar" for tensor in tensors for column in tensor.columns)
     try:
-        found = rows.mapInArrow(task, RECEIPT_SCHEMA).collect()
+        with small_batches(df.sparkSession) if wide else nullcontext():
+            found = rows.mapInArrow(task, RECEIPT_SCHEMA).collect()
     except Exception as error:  # py4j, captured by pyspark or not
         failure, reason = reason_of(error)
         raise failure(f"the rows could not be written: {reason}") from error
