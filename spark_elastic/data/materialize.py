@@ -33,6 +33,8 @@ _writing: dict[str, threading.Lock] = {}
 """URL of a set → held by the thread that writes it: of several fits at once on the same rows, one writes."""
 _shared: set[tuple[str, str]] = set()
 """(application, URL) of the stores that were found to be shared."""
+_collected: set[str] = set()
+"""URLs of the stores that this process has looked through for what others left behind."""
 
 
 def materialize(
@@ -130,7 +132,9 @@ def materialize(
             mark_used(folder, kept)
         except OSError as error:
             raise StoreError(f"the driver cannot write to {folder.url}: {error}", url=folder.url) from error
-        collect_orphans(place, wall())
+        if place.url not in _collected:
+            _collected.add(place.url)
+            collect_orphans(place, wall())
         return dataset
 
 
@@ -209,8 +213,7 @@ def _run(df: Any, request: Request, folder: Store, run: str) -> list[Receipt]:
     rows = df.select(*_selected(df, request))
     if request.pre_shuffle:
         # Which partition, and where in it, by two draws: a repartition alone keeps what lay side by side together.
-        parts = max(rows.sparkSession.sparkContext.defaultParallelism, rows.rdd.getNumPartitions())
-        rows = rows.repartition(parts, functions.rand(request.seed))
+        rows = rows.repartition(functions.rand(request.seed))
         rows = rows.sortWithinPartitions(functions.rand(request.seed + 1))
     context = df.sparkSession.sparkContext
     described = context.getLocalProperty("spark.job.description")
