@@ -128,7 +128,7 @@ def materialize(
         _check_shared(place, df.sparkSession)
         try:
             with leased(folder):
-                dataset = _write(df, request, folder, key, settings)
+                dataset = _write(df, request, folder, key, settings, kept)
             mark_used(folder, kept)
         except OSError as error:
             raise StoreError(f"the driver cannot write to {folder.url}: {error}", url=folder.url) from error
@@ -168,7 +168,7 @@ def _check_shared(place: Store, spark: Any) -> None:
         _shared.add(about)
 
 
-def _write(df: Any, request: Request, folder: Store, key: str, settings: Mapping[str, Any]) -> Dataset:
+def _write(df: Any, request: Request, folder: Store, key: str, settings: Mapping[str, Any], kept: bool) -> Dataset:
     run, started = uuid.uuid4().hex[:12], wall()
     try:
         receipts = _run(df, request, folder, run)
@@ -185,7 +185,7 @@ def _write(df: Any, request: Request, folder: Store, key: str, settings: Mapping
     except BaseException:
         folder.delete(run)
         raise
-    if folder.write_bytes(MANIFEST_NAME, manifest.dumps(), only_if_absent=True):
+    if folder.write_bytes(MANIFEST_NAME, manifest.dumps(), only_if_absent=True, durable=kept):
         _delete_unlisted(dataset, run)
         return dataset
     theirs = Dataset.open(folder)  # another process was quicker with the same rows
