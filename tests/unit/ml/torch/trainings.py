@@ -16,7 +16,7 @@ import spark_elastic.torch as hvd
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.pack import pack
 from spark_elastic.data.store import Store
-from spark_elastic.ml.callbacks import Callback
+from spark_elastic.ml.callbacks import BestCheckpoint, Callback
 from spark_elastic.ml.torch.spec import MODEL_FILE, CheckpointPlan, TorchTraining
 from spark_elastic.ml.torch.training import train
 
@@ -297,3 +297,34 @@ class EpochCounter(Callback):
 def in_worker_slowly(data: Path, folder: Path) -> Any:
     counter = EpochCounter()
     return {**outcome(make_training(data, folder, callbacks=[counter])), "epochs counted": counter.epochs}
+
+
+def in_worker_that_checkpoints(data: Path, folder: Path, file: str, half: bool) -> Any:
+    """Ends while it writes its second checkpoint."""
+    from tests.unit.torch.kit import die, tell
+
+    training = make_training(data, folder)
+    calls = itertools.count(1)
+
+    def second() -> None:
+        if next(calls) == 2:
+            tell("dying")
+            die()
+
+    return outcome(replace(training, store=StoreThat(training.store, file, second, half=half)))
+
+
+def in_worker_resumed(data: Path, folder: Path, name: str) -> Any:
+    nothing = At("on_batch_end", 1 << 30, lambda: None)
+    return outcome(
+        make_training(data, folder, checkpoints=CheckpointPlan(every_steps=5), callbacks=[nothing], resume_from=name)
+    )
+
+
+def in_worker_with_best(data: Path, folder: Path) -> Any:
+    """The first epoch is the best; rank 0 ends in the second."""
+    from tests.unit.torch.kit import die, link
+
+    dies = At("on_batch_end", 20, die if link().worker == 1 else lambda: None)
+    callbacks = [BestCheckpoint("lr", mode="max"), dies]
+    return outcome(make_training(data, folder, callbacks=callbacks, lr_scheduler=halved_every_epoch))
