@@ -1,6 +1,7 @@
 """Elastic data-parallel training of PyTorch models inside Apache Spark.
 
-`run` and `run_async` start a job; `spark_elastic.torch` is what the function in it uses.
+`ElasticTorchEstimator` trains on a DataFrame. `run` and `run_async` start a job of your own; `spark_elastic.torch` is
+what the function in it uses.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from spark_elastic.driver.host_discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
     from spark_elastic.driver.local_launcher import LocalLauncher
     from spark_elastic.job import ElasticJob
+    from spark_elastic.ml.torch.estimator import ElasticTorchEstimator
+    from spark_elastic.ml.torch.model import ElasticTorchModel
     from spark_elastic.runner import run, run_async
 
 __version__ = "0.1.0"
@@ -20,6 +23,8 @@ _HOMES = {
     "run": "spark_elastic.runner",
     "run_async": "spark_elastic.runner",
     "ElasticJob": "spark_elastic.job",
+    "ElasticTorchEstimator": "spark_elastic.ml.torch.estimator",
+    "ElasticTorchModel": "spark_elastic.ml.torch.model",
     "LocalLauncher": "spark_elastic.driver.local_launcher",
     "FixedHosts": "spark_elastic.driver.host_discovery",
     "HostDiscovery": "spark_elastic.driver.host_discovery",
@@ -28,6 +33,8 @@ _HOMES = {
 
 __all__ = [
     "ElasticJob",
+    "ElasticTorchEstimator",
+    "ElasticTorchModel",
     "FixedHosts",
     "HostDiscovery",
     "HostDiscoveryScript",

@@ -1,0 +1,287 @@
+"""Arrow batches to blocks of records. The first row decides the lengths, and every other row is held to them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spark_elastic.data.arrow_values import SparseValues, Values, values_of
+from spark_elastic.data.columns import Column, Tensor
+from spark_elastic.data.faults import Fault, RowsRefused
+from spark_elastic.data.layout import Kind, Layout, TensorField
+from spark_elastic.data.shards import Blob, Block
+from spark_elastic.data.sparse import encode_rows
+
+SPARSE_FROM = 4096
+"""Vectors that are no longer than this are stored densely: a gather of 16 KB costs less than a detour."""
+_SPARSE_BELOW = 0.25
+
+
+class Encoder:
+    """Encodes the batches of one task, in their order.
+
+    rows: seen so far. layout: None until there was a row.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self._tensors = tensors
+        self.rows = 0
+        self.layout: Layout | None = None
+        self._flat = np.dtype([])
+        self._buffer: npt.NDArray[Any] = np.zeros(0)
+        self._lengths: dict[tuple[str, str], int] = {}
+        self._inner: dict[tuple[str, str], tuple[int, ...]] = {}
+
+    def encode(self, batch: Any) -> Block:
+        """The block of a pyarrow `RecordBatch` with a row at least. It is valid until the next is encoded.
+
+        Raises: RowsRefused: with all that is wrong with the batch.
+        """
+        faults: list[Fault] = []
+        found: dict[tuple[str, str], Values | SparseValues] = {}
+        first_row, self.rows = self.rows, self.rows + batch.num_rows
+        for tensor in self._tensors:
+            for column in tensor.columns:
+                try:
+                    values = values_of(column, batch.column(column.name), first_row)
+                    found[tensor.name, column.name] = self._same_length(tensor, column, values, first_row)
+                except RowsRefused as refused:
+                    faults += refused.faults
+        if faults:
+            raise RowsRefused(*dict.fromkeys(faults))
+        if self.layout is None:
+            self._decide(found, batch.num_rows, first_row)
+        assert self.layout is not None
+        if len(self._buffer) < batch.num_rows or self._buffer.dtype != self._flat:
+            self._buffer = np.zeros(batch.num_rows, self._flat)  # the gaps between fields stay zero for good
+        records = self._buffer[: batch.num_rows]
+        blobs = {}
+        for tensor, field in zip(self._tensors, self.layout.fields, strict=True):
+            try:
+                parts = [(column, found[tensor.name, column.name]) for column in tensor.columns]
+                if field.kind is Kind.DENSE:
+                    self._fill(records[tensor.name], tensor, parts, first_row)
+                else:
+                    blobs[tensor.name] = _blob(tensor, field, *parts[0], first_row)
+            except RowsRefused as refused:
+                faults += refused.faults
+        if faults:
+            raise RowsRefused(*faults)
+        return Block(records.view(self.layout.dtype), blobs)
+
+    def _same_length(
+        self, tensor: Tensor, column: Column, values: Values | SparseValues, first_row: int
+    ) -> Values | SparseValues:
+        if tensor.kind in (Kind.BYTES, Kind.STRING, Kind.ARRAY) or column.source == "scalar":
+            return values
+        if isinstance(values, SparseValues):
+            width, lengths = values.size, None
+        else:
+            if self._inner.setdefault((tensor.name, column.name), values.inner) != values.inner:
+                raise RowsRefused(
+                    Fault(
+                        column.name,
+                        self.rows - first_row,
+                        first_row,
+                        f"inner arrays of {list(values.inner)}",
+                        f"inner arrays of {list(self._inner[tensor.name, column.name])} as in the first row",
+                    )
+                )
+            width, lengths = values.width, values.lengths
+        if tensor.pad_to is not None:
+            expected = self._lengths.setdefault((tensor.name, column.name), tensor.pad_to)
+            wrong = np.flatnonzero((lengths if lengths is not None else np.array([width])) > expected)
+            words = f"arrays of {expected} at most (pad_to)", "Raise pad_to, or F.slice them"
+        else:
+            expected = self._lengths.setdefault(
+                (tensor.name, column.name), width if lengths is None else int(lengths[0])
+            )
+            wrong = np.flatnonzero((lengths if lengths is not None else np.array([width])) != expected)
+            words = (
+                f"{'values' if column.source == 'binary' else 'arrays'} of {expected} as in the first row",
+                "Store them padded (pad_to=) or with their own lengths (variable=)"
+                if column.source in ("list", "binary") and column.depth < 2
+                else "",
+            )
+        if expected == 0:
+            wrong, words = np.arange(1), ("a value at least", "")
+        if len(wrong):
+            row = int(wrong[0])
+            found = width if lengths is None else int(lengths[row])
+            rows = self.rows - first_row if lengths is None else len(wrong)
+            what = "values" if column.source == "binary" else "arrays"
+            raise RowsRefused(Fault(column.name, rows, first_row + row, f"{what} of {found}", *words))
+        return values
+
+    def _decide(self, found: dict[tuple[str, str], Values | SparseValues], rows: int, first_row: int) -> None:
+        """The layout, from the first batch."""
+        fields = []
+        for tensor in self._tensors:
+            names = tuple(column.name for column in tensor.columns)
+            kind = tensor.kind
+            shape: tuple[int, ...] = ()
+            if kind in (None, Kind.DENSE, Kind.SPARSE):
+                widths = [self._width(tensor, column) for column in tensor.columns]
+                only = tensor.columns[0]
+                if len(names) == 1 and (only.source != "scalar" or not tensor.stacked):
+                    place = (tensor.name, only.name)
+                    shape = () if only.source == "scalar" else (self._lengths[place], *self._inner.get(place, ()))
+                else:
+                    shape = (sum(widths),)
+                if kind is None:
+                    kind = _storage(found[tensor.name, only.name])
+                if tensor.shape is not None:
+                    if math.prod(tensor.shape) != math.prod(shape):
+                        raise RowsRefused(
+                            Fault(
+                                ", ".join(names),
+                                rows,
+                                first_row,
+                                f"{math.prod(shape)} values",
+                                f"{math.prod(tensor.shape)} for a shape of {list(tensor.shape)} (shapes=)",
+                            )
+                        )
+                    shape = tensor.shape
+            fields.append(TensorField(tensor.name, names, tensor.dtype, shape, kind=kind))
+        self.layout = Layout.of(fields)
+        # The same record with one axis a tensor: values come one behind the other.
+        self._flat = np.dtype(
+            {
+                "names": [field.name for field in self.layout.fields],
+                "formats": [
+                    (field.dtype, (math.prod(field.shape),)) if field.kind is Kind.DENSE else field.record_type
+                    for field in self.layout.fields
+                ],
+                "offsets": [field.offset for field in self.layout.fields],
+                "itemsize": self.layout.stride,
+            }
+        )
+
+    def _width(self, tensor: Tensor, column: Column) -> int:
+        if column.source == "scalar":
+            return 1
+        place = (tensor.name, column.name)
+        return self._lengths[place] * math.prod(self._inner.get(place, ()))
+
+    def _fill(
+        self,
+        out: npt.NDArray[Any],
+        tensor: Tensor,
+        parts: list[tuple[Column, Values | SparseValues]],
+        first_row: int,
+    ) -> None:
+        """out: [rows, values of a row], a view into the records."""
+        start = 0
+        for column, values in parts:
+            width = self._width(tensor, column)
+            target = out[:, start : start + width]
+            start += width
+            if isinstance(values, SparseValues):
+                rows = np.repeat(np.arange(len(out)), values.counts)
+                target[...] = 0
+                target[rows, values.indices] = _checked(tensor, column, values.flat, rows, first_row)
+            elif values.lengths is not None or values.width < self._lengths.get((tensor.name, column.name), 0):
+                lengths = values.lengths if values.lengths is not None else np.full(len(out), values.width)
+                rows = np.repeat(np.arange(len(out)), lengths)
+                target[...] = 0
+                target[np.arange(width) < lengths[:, None]] = _checked(tensor, column, values.flat, rows, first_row)
+            else:
+                matrix = values.flat.reshape(len(out), width)
+                if _needs_no_look(values.flat.dtype, target.dtype) or (
+                    tensor.allow_nan and target.dtype.kind == "f" == matrix.dtype.kind
+                ):
+                    target[...] = matrix
+                elif matrix.dtype.kind == target.dtype.kind == "f":
+                    self._fill_floats(target, column, tensor, matrix, first_row)
+                else:
+                    target[...] = _checked(tensor, column, values.flat, None, first_row, width).reshape(matrix.shape)
+
+    def _fill_floats(
+        self, target: npt.NDArray[Any], column: Column, tensor: Tensor, matrix: npt.NDArray[Any], first_row: int
+    ) -> None:
+        narrower = target.dtype.itemsize < matrix.dtype.itemsize
+        with np.errstate(over="ignore", invalid="ignore"):
+            target[...] = matrix
+        if not np.isfinite(target if narrower else matrix).all():
+            _checked(tensor, column, matrix.reshape(-1), None, first_row, width=matrix.shape[1])
+
+
+def _storage(values: Values | SparseValues) -> Kind:
+    if isinstance(values, SparseValues) and values.size > SPARSE_FROM:
+        density = len(values.flat) / max(1, len(values.counts) * values.size)
+        return Kind.SPARSE if density < _SPARSE_BELOW else Kind.DENSE
+    return Kind.DENSE
+
+
+def _needs_no_look(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
+    """Whether every value of `source` has its place in `target`; large integers may be rounded to floats."""
+    if source.kind == "f":
+        return False
+    return np.can_cast(source, target) or (target.kind == "f" and target.itemsize >= 4)
+
+
+def _checked(
+    tensor: Tensor,
+    column: Column,
+    flat: npt.NDArray[Any],
+    rows: npt.NDArray[Any] | None,
+    first_row: int,
+    width: int | None = None,
+) -> npt.NDArray[Any]:
+    """`flat` as the tensor's dtype.
+
+    rows: which row of the batch each value is of; None: rows have `width` values each, or one if that is None too.
+
+    Raises: RowsRefused: a value is not finite, or the dtype has no place for it.
+    """
+    dtype = np.dtype(tensor.dtype)
+    if _needs_no_look(flat.dtype, dtype):
+        return flat.astype(dtype, copy=False)
+    with np.errstate(over="ignore", invalid="ignore"):
+        stored = flat.astype(dtype)
+        if flat.dtype.kind == "f" and not tensor.allow_nan and not np.isfinite(flat).all():
+            wrong, found = ~np.isfinite(flat), "NaN or infinity"
+            expected, remedy = "finite numbers", "Clean them, or say allow_nan="
+        elif dtype.kind == "f":
+            wrong, found = np.isfinite(flat) & ~np.isfinite(stored), "numbers too large"
+            expected, remedy = f"what {dtype.name} can hold", "Choose a wider type with dtypes="
+        else:
+            wrong, found = stored != flat, "numbers"
+            expected, remedy = f"what {dtype.name} can hold", "Choose another type with dtypes="
+    if not wrong.any():
+        return stored
+    places = np.flatnonzero(wrong)
+    found = f"{found} such as {flat[places[0]]}" if found != "NaN or infinity" else found
+    owners = np.unique(rows[places] if rows is not None else places // (width or 1))
+    raise RowsRefused(Fault(column.name, len(owners), first_row + int(owners[0]), found, expected, remedy))
+
+
+def _blob(tensor: Tensor, field: TensorField, column: Column, values: Values | SparseValues, first_row: int) -> Blob:
+    if field.kind is Kind.SPARSE:
+        if isinstance(values, Values):
+            values = _compressed(values)
+        rows = np.repeat(np.arange(len(values.counts)), values.counts)
+        flat = _checked(tensor, column, values.flat, rows, first_row)
+        return encode_rows(values.counts, values.indices, flat)
+    assert isinstance(values, Values)
+    count = len(values.flat) // values.width if values.width else 0
+    lengths = values.lengths if values.lengths is not None else np.full(count, values.width, np.int64)
+    if field.kind is not Kind.ARRAY:
+        return Blob(values.flat, lengths)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    flat = _checked(tensor, column, values.flat, rows, first_row)
+    return Blob(np.ascontiguousarray(flat).view(np.uint8), lengths * flat.dtype.itemsize)
+
+
+def _compressed(values: Values) -> SparseValues:
+    matrix = values.flat.reshape(-1, values.width)
+    rows, places = np.nonzero(matrix)
+    return SparseValues(
+        np.bincount(rows, minlength=len(matrix)).astype(np.int64),
+        places.astype(np.int32),
+        matrix[rows, places],
+        values.width,
+    )

@@ -1,0 +1,301 @@
+"""A DataFrame into a set of packed records: one pass over the query, written by the executors."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from spark_elastic.clock import wall
+from spark_elastic.data.cache import collect_orphans, delete_set, folder_of, leased, mark_used
+from spark_elastic.data.columns import Request, cast_of
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.faults import Fault, error_of
+from spark_elastic.data.layout import Kind
+from spark_elastic.data.manifest import MANIFEST_NAME, Manifest
+from spark_elastic.data.reuse import Identity, identify, key_of
+from spark_elastic.data.shards import SHARD_BYTES
+from spark_elastic.data.spark_failure import reason_of
+from spark_elastic.data.store import Store
+from spark_elastic.data.write_task import RECEIPT_SCHEMA, Receipt, WriteTask
+from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, StoreError
+
+_log = logging.getLogger(__name__)
+_writing: dict[str, threading.Lock] = {}
+"""URL of a set → held by the thread that writes it: of several fits at once on the same rows, one writes."""
+_shared: set[tuple[str, str]] = set()
+"""(application, URL) of the stores that were found to be shared."""
+
+
+def materialize(
+    df: Any,
+    tensors: Mapping[str, str | Sequence[str]],
+    *,
+    store: str | Path | Store | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    dtypes: Mapping[str, str] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    pad_to: Mapping[str, int] | None = None,
+    variable: Sequence[str] = (),
+    sparse: Mapping[str, bool] | None = None,
+    allow_nan: bool | Sequence[str] = False,
+    validation: float | str | None = None,
+    seed: int = 0,
+    dataset_id: str | None = None,
+    reuse: bool = True,
+    keep: bool | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    pre_shuffle: str | None = None,
+) -> Dataset:
+    """Write the rows of `df`, unless they are there already.
+
+    Args:
+        tensors: what batches call it → a column, or a list of columns whose values are put end to end. One scalar
+            column is a scalar a row; in a list, even of one, scalars become an axis. Numbers, booleans, decimals (as
+            float64), dates (days since 1970) and timestamps (microseconds since 1970, UTC; both int64), arrays of
+            these, vectors, and binary need one length, that of the first row.
+        store: where to; executors and driver have to share it. None: this user's temporary folder, for local mode.
+        dtypes: tensor → numpy's name of a type; otherwise that of the column. Values it has no place for are an error.
+        shapes: tensor → shape of a row's value, of as many elements as were found.
+        pad_to: tensor → length that shorter arrays or binaries are filled up to, with zeros.
+        variable: tensors, each of one binary or array column, that keep the length of each row. Strings always do.
+        sparse: tensor of one vector column → whether to store only its non-zero values. Otherwise vectors of more than
+            4,096 elements are, if the first rows are mostly zeros.
+        allow_nan: whether NaN and infinity may be stored: in all tensors, or in those named.
+        validation: share of the rows, drawn at random, or a boolean column that is true for them: the split
+            "validation".
+        seed: of that draw, and of `pre_shuffle`.
+        dataset_id: a name to find the set by, from other sessions too, whatever has become of the DataFrame since.
+        reuse: take a set of the same query, inputs and settings if there is one. Not for queries that are not
+            deterministic, unless they are cached.
+        keep: whether the set outlives this process. None: if it has a `dataset_id`.
+        shard_bytes: where a task ends a file and begins another.
+        pre_shuffle: "spark": spread the rows at random first. For input that is sorted, and larger than memory.
+
+    Raises:
+        InvalidSettingsError, DataError: before anything runs, for what settings and schema show; and DataError from
+            what the rows hold, with the column, how many rows, what was found and what was expected.
+        DatasetError: the set named `dataset_id` was written with other settings, or is damaged.
+        StoreError: the executors do not see the store, or cannot write to it.
+    """
+    request = Request(
+        dict(tensors),
+        dict(dtypes or {}),
+        dict(shapes or {}),
+        dict(pad_to or {}),
+        tuple(variable),
+        dict(sparse or {}),
+        allow_nan if isinstance(allow_nan, bool) else tuple(allow_nan),
+        validation,
+        seed,
+        shard_bytes,
+        pre_shuffle,
+    )
+    request.check()
+    if df.isStreaming:
+        raise DataError("a streaming DataFrame has no end; write it to a table first")
+    request.resolve(df.schema)
+    place = Store.create(store, storage_options)
+    settings = request.to_json()
+    if dataset_id is not None:
+        if not re.fullmatch(r"[\w.=-]+", dataset_id) or dataset_id.startswith((".", "auto-")):
+            raise InvalidSettingsError(f"dataset_id must be letters, digits, '_', '-', '=' and '.', not {dataset_id!r}")
+        name, key = dataset_id, key_of(settings)
+    else:
+        identity = identify(df.select(*_selected(df, request))) if reuse else Identity(None, "reuse=False")
+        key = key_of(settings, identity.facts if identity.facts is not None else uuid.uuid4().hex)
+        name = f"auto-{key}"
+        if identity.facts is None:
+            _log.debug("the set will not be found again: %s", identity.reason)
+    folder = folder_of(place, name)
+    kept = keep if keep is not None else dataset_id is not None
+    with _writing.setdefault(folder.url, threading.Lock()):
+        found = _find(folder, key, settings, dataset_id) if reuse else None
+        if found is not None:
+            mark_used(folder, kept)
+            _log.info("rows are read from %s, where they were written before", folder.url)
+            return found
+        _check_shared(place, df.sparkSession)
+        with leased(folder):
+            dataset = _write(df, request, folder, key, settings)
+        mark_used(folder, kept)
+        collect_orphans(place, wall())
+        return dataset
+
+
+def _find(folder: Store, key: str, settings: Mapping[str, Any], dataset_id: str | None) -> Dataset | None:
+    """The set if it is there and can be trusted. What is left of an automatic one that cannot be is removed."""
+    if not folder.exists(MANIFEST_NAME):
+        return None
+    try:
+        dataset = Dataset.open(folder)
+        if dataset.manifest.key == key:
+            return dataset
+        written = dataset.manifest.about.get("settings", {})
+        different = sorted(name for name in settings if written.get(name) != settings[name])
+        raise DatasetError(
+            f"the set {dataset_id!r} in {folder.url} was written with other settings: "
+            + ", ".join(f"{name}={written.get(name)!r}, not {settings[name]!r}" for name in different)
+            + "; choose another dataset_id, or delete it",
+            url=folder.url,
+        )
+    except DatasetError:
+        if dataset_id is not None:
+            raise
+        delete_set(folder)
+        return None
+
+
+def _check_shared(place: Store, spark: Any) -> None:
+    about = (spark.sparkContext.applicationId, place.url)
+    if about not in _shared:
+        place.check_shared(spark)
+        _shared.add(about)
+
+
+def _write(df: Any, request: Request, folder: Store, key: str, settings: Mapping[str, Any]) -> Dataset:
+    run, started = uuid.uuid4().hex[:12], wall()
+    try:
+        receipts = _run(df, request, folder, run)
+        _refuse_faults(receipts)
+        if mixed := _stored_both_ways(receipts):
+            # Some tasks began with mostly empty vectors and some did not.
+            folder.delete(run)
+            request = replace(request, sparse={**request.sparse, **dict.fromkeys(mixed, True)})
+            receipts = _run(df, request, folder, run)
+            _refuse_faults(receipts)
+        manifest = _manifest(receipts, request, key, {**_about(df, wall() - started), "settings": settings})
+        dataset = Dataset(folder, manifest)
+        _check_arrived(dataset, receipts)
+    except BaseException:
+        folder.delete(run)
+        raise
+    if folder.write_bytes(MANIFEST_NAME, manifest.dumps(), only_if_absent=True):
+        _delete_unlisted(dataset, run)
+        return dataset
+    theirs = Dataset.open(folder)  # another process was quicker with the same rows
+    folder.delete(run)
+    return theirs
+
+
+def _selected(df: Any, request: Request) -> list[Any]:
+    from pyspark.sql import functions
+
+    selected = []
+    for name in request.columns:
+        column = functions.col("`" + name.replace("`", "``") + "`")
+        cast = cast_of(df.schema[name].dataType)
+        selected.append(column.cast(cast).alias(name) if cast else column)
+    return selected
+
+
+def _run(df: Any, request: Request, folder: Store, run: str) -> list[Receipt]:
+    from pyspark.sql import functions
+
+    task = WriteTask(folder, run, request.resolve(df.schema), request.shard_bytes, request.validation, request.seed)
+    rows = df.select(*_selected(df, request))
+    if request.pre_shuffle:
+        # Which partition, and where in it, by two draws: a repartition alone keeps what lay side by side together.
+        parts = max(rows.sparkSession.sparkContext.defaultParallelism, rows.rdd.getNumPartitions())
+        rows = rows.repartition(parts, functions.rand(request.seed))
+        rows = rows.sortWithinPartitions(functions.rand(request.seed + 1))
+    context = df.sparkSession.sparkContext
+    described = context.getLocalProperty("spark.job.description")
+    context.setJobDescription(f"spark_elastic: write {', '.join(request.tensors)}")
+    try:
+        found = rows.mapInArrow(task, RECEIPT_SCHEMA).collect()
+    except Exception as error:  # py4j, captured by pyspark or not
+        failure, reason = reason_of(error)
+        raise failure(f"the rows could not be written: {reason}") from error
+    finally:
+        context.setJobDescription(described)
+    return sorted((Receipt.loads(row.receipt) for row in found), key=lambda receipt: receipt.partition)
+
+
+def _refuse_faults(receipts: Sequence[Receipt]) -> None:
+    """Raises: DataError: from all tasks together."""
+    seen = sum(receipt.rows for receipt in receipts)
+    if faults := [fault for receipt in receipts for fault in receipt.faults]:
+        raise error_of(faults, seen)
+    if not seen:
+        raise DataError("the DataFrame has no rows")
+    layouts = [(receipt, receipt.layout) for receipt in receipts if receipt.layout is not None]
+    counts: Counter[tuple[int, tuple[int, ...]]] = Counter()
+    for receipt, layout in layouts:
+        counts.update({(index, field.shape): receipt.rows for index, field in enumerate(layout.fields)})
+    for index in range(len(layouts[0][1].fields)):
+        usual = max((shape for i, shape in counts if i == index), key=lambda shape: counts[index, shape])
+        for receipt, layout in layouts:
+            field = layout.fields[index]
+            if field.shape != usual:
+                faults.append(
+                    Fault(
+                        ", ".join(field.columns),
+                        receipt.rows,
+                        0,
+                        f"values of shape {list(field.shape)}",
+                        f"shape {list(usual)} as in most partitions",
+                        "Store them padded (pad_to=) or with their own lengths (variable=)",
+                        receipt.partition,
+                    )
+                )
+    if faults:
+        raise error_of(faults, seen)
+
+
+def _stored_both_ways(receipts: Sequence[Receipt]) -> list[str]:
+    kinds = {(field.name, field.kind) for receipt in receipts if receipt.layout for field in receipt.layout.fields}
+    return sorted(name for name, kind in kinds if kind is Kind.SPARSE and (name, Kind.DENSE) in kinds)
+
+
+def _manifest(receipts: Sequence[Receipt], request: Request, key: str, about: Mapping[str, Any]) -> Manifest:
+    layout = next(receipt.layout for receipt in receipts if receipt.layout is not None)
+    names = ("train",) if request.validation is None else ("train", "validation")
+    splits = {name: tuple(shard for receipt in receipts for shard in receipt.splits.get(name, ())) for name in names}
+    manifest = Manifest(layout, splits, key, about)
+    rows = sum(receipt.rows for receipt in receipts)
+    for name in names:
+        if not manifest.rows(name):
+            raise DataError(
+                f"validation={request.validation!r} leaves no row for the split {name!r}, of {rows:,} rows in all",
+                rows=rows,
+            )
+    return manifest
+
+
+def _check_arrived(dataset: Dataset, receipts: Sequence[Receipt]) -> None:
+    """Raises: StoreError: the driver does not see what a task wrote."""
+    for receipt in receipts:
+        for shard in (shard for shards in receipt.splits.values() for shard in shards):
+            if dataset.store.size(shard.file) != shard.nbytes:
+                raise StoreError(
+                    f"{receipt.host} wrote {shard.file} to {dataset.store.url}, where the driver does not see it or "
+                    "not all of it; name a store that driver and executors share",
+                    url=dataset.store.url,
+                    host=receipt.host,
+                )
+
+
+def _delete_unlisted(dataset: Dataset, run: str) -> None:
+    """What attempts left behind that Spark repeated. Those still at it write on, and are collected by age."""
+    shards = [shard for split in dataset.manifest.splits.values() for shard in split]
+    listed = {file for shard in shards for file in (shard.file, shard.sidecar)}
+    for entry in dataset.store.list(run):
+        if entry.path not in listed:
+            dataset.store.delete(entry.path)
+
+
+def _about(df: Any, seconds: float) -> dict[str, Any]:
+    from spark_elastic import __version__
+
+    return {
+        "written_by": f"spark_elastic {__version__}",
+        "application": df.sparkSession.sparkContext.applicationId,
+        "seconds": round(seconds, 3),
+    }

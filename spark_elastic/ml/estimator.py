@@ -1,0 +1,407 @@
+"""ElasticEstimator: from a DataFrame to a trained model, whatever framework trains it.
+
+validate -> write the rows -> try the model on the first of them -> train elastically -> load what was trained
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyspark.ml import Estimator
+
+from spark_elastic import clock
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.store import Store
+from spark_elastic.driver import preflight
+from spark_elastic.errors import CheckpointError, DataError, DatasetError, InvalidSettingsError
+from spark_elastic.ml import preparation
+from spark_elastic.ml.history import History
+from spark_elastic.ml.model import ElasticModel, Fitted, event_rows
+from spark_elastic.ml.outputs import OutputShape
+from spark_elastic.ml.persistence import Savable
+from spark_elastic.ml.preparation import Tensors
+from spark_elastic.ml.shared_params import (
+    READ_OPTIONS,
+    WRITE_OPTIONS,
+    ClusterParams,
+    FeatureParams,
+    LabelParams,
+    OutputParams,
+    StorageParams,
+    TrainingParams,
+)
+from spark_elastic.settings import ElasticSettings
+
+if TYPE_CHECKING:
+    from spark_elastic.job import ElasticJob
+
+RUNS = "runs"
+_IDENTITY = "run.json"
+DEFAULT_BATCH_SIZE = 32
+
+
+@dataclass(frozen=True)
+class TrialRun:
+    """What the first rows have shown. outputs: of the model in `transform`; (): `why_not` says why it has none."""
+
+    outputs: tuple[OutputShape, ...]
+    rule: str | None = None
+    why_not: str = ""
+
+
+@dataclass
+class Parts:
+    """Seconds that the parts of a fit took, by name."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        start = clock.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + clock.monotonic() - start
+
+
+class ElasticEstimator(
+    FeatureParams, LabelParams, TrainingParams, ClusterParams, StorageParams, OutputParams, Savable, Estimator
+):
+    """Base of the estimators. A subclass says how its framework trains."""
+
+    TOGETHER = ("model", "optimizer", "lr_scheduler")
+    _sets: _SharedSets | None = None
+    """Within fitMultiple: the sets that have been written for the same DataFrame."""
+
+    # What a framework adds.
+
+    def _check_framework(self) -> None:
+        """Raises: InvalidSettingsError: the settings of this framework, missing ones too."""
+        raise NotImplementedError
+
+    def _label_dtypes(self) -> list[str | None]:
+        """What each label has to be stored as for its loss; None: as its column is."""
+        return []
+
+    def _training(self, dataset: Dataset, run: Store, resume_from: str | None) -> Any:
+        """What the workers are told."""
+        raise NotImplementedError
+
+    def _try(self, training: Any) -> TrialRun:
+        """One step of a copy on the first rows. Raises: DataError, InvalidSettingsError: what does not fit."""
+        raise NotImplementedError
+
+    def _train_fn(self) -> Callable[[Any], Any]:
+        """What each worker calls with `_training`; returns something with a `history`."""
+        raise NotImplementedError
+
+    def _fitted_model(self, run: Store, fitted: Fitted) -> ElasticModel:
+        """The model that the workers left in `run`."""
+        raise NotImplementedError
+
+    def _latest_checkpoint(self, run: Store) -> str | None:
+        """Raises: CheckpointError."""
+        raise NotImplementedError
+
+    # What users call, beside fit(df) of Spark ML.
+
+    def from_dataset_path(self, where: str | Path | Store | Dataset, params: Mapping[Any, Any] | None = None) -> Any:
+        """Fit on a set that `spark_elastic.materialize` has written, with tensors "features_0", ..., "label_0", ...
+
+        where: the set's folder, or the set itself. It is neither changed nor removed.
+        Returns: the model, as of `fit`.
+        Raises: DatasetError: there is no complete set, or it has other tensors.
+        """
+        estimator = self.copy(dict(params)) if params else self
+        estimator._check_complete(from_columns=False)
+        dataset = (
+            where if isinstance(where, Dataset) else Dataset.open(where, estimator.getOrDefault("storage_options"))
+        )
+        _check_tensors(dataset)
+        session = None if estimator._launcher() is not None else preflight.check_spark(None)
+        with estimator._run_folder(dataset) as (run, resume_from):
+            return estimator._train(dataset, run, resume_from, session, Parts())
+
+    def fitMultiple(self, dataset: Any, paramMaps: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """As in Spark ML. The rows are written once for all param maps that train on the same columns."""
+        estimator = self.copy()
+        # Rows of a random split, as a CrossValidator makes it, are not found again by any later fit.
+        passing = not dataset._jdf.queryExecution().analyzed().deterministic()
+        estimator._sets = sets = _SharedSets(len(paramMaps), removed=passing and not estimator._keeps_rows())
+
+        def fit(index: int) -> Any:
+            try:
+                return estimator.fit(dataset, paramMaps[index])
+            finally:
+                sets.done()
+
+        return _Fits(fit, len(paramMaps))
+
+    def _fit(self, dataset: Any) -> Any:
+        self._check_complete(from_columns=True)
+        if dataset.isStreaming:
+            raise DataError("fit needs a DataFrame with an end, and this one is streaming; write it to a table first")
+        context = preflight.check_spark(dataset.sparkSession)
+        tensors = self._tensors(dataset.schema)
+        parts = Parts()
+        with parts.part("write"):
+            written = self._written(dataset, tensors)
+        with self._run_folder(written) as (run, resume_from):
+            model = self._train(written, run, resume_from, context, parts)
+        if self.getOrDefault("run_id") is not None and not self._keeps_rows():
+            written.delete()  # they had been kept for a fit that goes on after the driver's death
+        return model
+
+    # Checks.
+
+    def _check_complete(self, from_columns: bool) -> None:
+        """All that can be known before any job. Raises: InvalidSettingsError."""
+        if from_columns:
+            for name in ("feature_cols", "label_cols"):
+                if self.getOrDefault(name) is None:
+                    raise InvalidSettingsError(f"{name} is not set; which columns are it?")
+        self._check_together()
+        self._check_framework()
+        options = self.getOrDefault("run_options") or {}
+        low, first, high = (self.getOrDefault(name) for name in ("min_num_proc", "num_proc", "max_num_proc"))
+        start = first or low or high or 1
+        timeouts = ("start_timeout", "elastic_timeout", "heartbeat_timeout", "stall_timeout", "cooldown_range")
+        ElasticSettings(
+            num_proc=start,
+            min_num_proc=low or start,
+            max_num_proc=high or max(start, low or 1),
+            **{f"{name}_s": options[name] for name in timeouts if name in options},
+            **({"reset_limit": options["reset_limit"]} if "reset_limit" in options else {}),
+        )
+        if self._launcher() is not None and (first or (low if low == high else None)) is None:
+            raise InvalidSettingsError("a LocalLauncher has no slots to count; set num_proc")
+        if not isinstance(self.getOrDefault("store"), (str, Path, Store, type(None))):
+            raise InvalidSettingsError(f"store must be a path, a URI or a Store, not {self.getOrDefault('store')!r}")
+
+    def _launcher(self) -> Any:
+        return (self.getOrDefault("run_options") or {}).get("launcher")
+
+    def _tensors(self, schema: Any) -> Tensors:
+        """Raises: DataError: columns that cannot be trained on."""
+        made = preparation.features(schema, self.getOrDefault("feature_cols"), self.getOrDefault("input_shapes"))
+        made |= preparation.labels(
+            schema, self.getOrDefault("label_cols"), self.getOrDefault("label_shapes"), self._label_dtypes()
+        )
+        if self.getOrDefault("sample_weight_col") is not None:
+            made |= preparation.weight(schema, self.getOrDefault("sample_weight_col"))
+        if isinstance(self.getOrDefault("validation"), str):
+            preparation.check_validation(schema, self.getOrDefault("validation"))
+        return made
+
+    # The rows.
+
+    def _base_store(self) -> Store:
+        return Store.create(self.getOrDefault("store"), self.getOrDefault("storage_options"))
+
+    def _written(self, dataset: Any, tensors: Tensors) -> Dataset:
+        if self._sets is None:
+            return self._write(dataset, tensors)
+        wanted = json.dumps(self._write_settings(tensors), sort_keys=True, default=repr)
+        return self._sets.get(wanted, lambda: self._write(dataset, tensors))
+
+    def _keeps_rows(self) -> bool:
+        return bool(self.getOrDefault("keep_dataset")) or self.getOrDefault("dataset_id") is not None
+
+    def _write_settings(self, tensors: Tensors) -> dict[str, Any]:
+        """The arguments of `materialize` that decide what is written."""
+        options = self.getOrDefault("data_options") or {}
+        return {
+            "tensors": tensors.columns,
+            "dtypes": tensors.dtypes,
+            "shapes": tensors.shapes,
+            "validation": self.getOrDefault("validation"),
+            "seed": self.getOrDefault("seed"),
+            **{name: options[name] for name in WRITE_OPTIONS if name in options},
+        }
+
+    def _write(self, dataset: Any, tensors: Tensors) -> Dataset:
+        """Unless told otherwise the rows stay for later fits of this process, and are removed when it ends."""
+        from spark_elastic.data.materialize import materialize
+
+        settings = self._write_settings(tensors)
+        return materialize(
+            dataset,
+            settings.pop("tensors"),
+            store=self._base_store(),
+            dataset_id=self.getOrDefault("dataset_id"),
+            keep=True if self._keeps_rows() or self.getOrDefault("run_id") is not None else None,
+            **settings,
+        )
+
+    # The run.
+
+    @contextlib.contextmanager
+    def _run_folder(self, dataset: Dataset) -> Iterator[tuple[Store, str | None]]:
+        """The folder of this run, and the checkpoint to go on from. It is removed in the end if it is not to last."""
+        lasting = self.getOrDefault("checkpoint_dir")
+        if lasting is None:
+            run = self._base_store().sub(f"{RUNS}/{uuid.uuid4().hex}")
+            try:
+                yield run, None
+            finally:
+                with contextlib.suppress(OSError):  # a store that is gone is not what the caller has to hear of
+                    run.delete()
+            return
+        run_id = self.getOrDefault("run_id") or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
+        run = Store.create(lasting, self.getOrDefault("storage_options")).sub(run_id)
+        if not self.getOrDefault("resume"):
+            run.delete()
+        resume_from = self._latest_checkpoint(run)
+        identity = self._identity(dataset)
+        if resume_from is not None:
+            self._check_identity(run, identity)
+        else:
+            run.write_bytes(_IDENTITY, json.dumps(identity, indent=1).encode())
+        yield run, resume_from
+
+    def _identity(self, dataset: Dataset) -> dict[str, Any]:
+        """What has to be the same for a checkpoint to be gone on from."""
+        return {
+            "rows": dataset.rows("train"),
+            "tensors": [
+                [field.name, list(field.columns), field.dtype, list(field.shape)] for field in dataset.layout.fields
+            ],
+            "seed": self.getOrDefault("seed"),
+            "shuffle": self.getOrDefault("shuffle"),
+            "content": sorted(
+                shard.crc32 for shards in dataset.manifest.splits.values() for shard in shards if shard.rows
+            ),
+        }
+
+    def _check_identity(self, run: Store, identity: Mapping[str, Any]) -> None:
+        found = json.loads(run.read_bytes(_IDENTITY)) if run.exists(_IDENTITY) else {}
+        different = [name for name in identity if found.get(name) != identity[name]]
+        if different:
+            name = different[0]
+            raise CheckpointError(
+                f"run_id={self.getOrDefault('run_id')!r} has checkpoints of another training: {name} was "
+                f"{_short(found.get(name))} and is {_short(identity[name])}. Choose another run_id, or set "
+                "resume=False to replace them"
+            )
+
+    def _train(self, dataset: Dataset, run: Store, resume_from: str | None, context: Any, parts: Parts) -> Any:
+        from spark_elastic.runner import run_async
+
+        training = self._training(dataset, run, resume_from)
+        with parts.part("try"):
+            trial = self._try(training)
+        options = dict(self.getOrDefault("run_options") or {})
+        with parts.part("train"):
+            job = run_async(
+                self._train_fn(),
+                (training,),
+                num_proc=self.getOrDefault("num_proc"),
+                min_num_proc=self.getOrDefault("min_num_proc"),
+                max_num_proc=self.getOrDefault("max_num_proc"),
+                verbose=min(2, self.getOrDefault("verbose")),
+                **({} if options.get("launcher") is not None else {"spark": context}),
+                **options,
+            )
+            results = _result(job)
+        with parts.part("load"):
+            history: History = next(result.history for result in results if result is not None)
+            inputs = tuple(each for each in dataset.layout.fields if each.name.startswith("features_"))
+            fitted = Fitted(
+                inputs, trial.outputs, trial.rule, history, event_rows(job.events()), trial.why_not, _padding(dataset)
+            )
+            model = self._fitted_model(run, fitted)
+        model.fit_seconds = dict(parts.seconds)
+        self._hand_on(model)
+        return model
+
+    def _hand_on(self, model: ElasticModel) -> None:
+        """The model has the estimator's uid, as in Spark ML, so that param maps of a CrossValidator reach it."""
+        model._resetUid(self.uid)
+        for param in OutputParams().params:
+            if self.isSet(param.name):
+                model._set(**{param.name: self.getOrDefault(param.name)})
+
+    def _read_options(self) -> dict[str, Any]:
+        options = self.getOrDefault("data_options") or {}
+        return {name: options[name] for name in READ_OPTIONS if name in options}
+
+    def _batch_sizes(self) -> tuple[int | None, int | None]:
+        """Of the global batch, or of each worker's."""
+        whole, each = self.getOrDefault("batch_size"), self.getOrDefault("per_worker_batch_size")
+        return (DEFAULT_BATCH_SIZE, None) if whole is None and each is None else (whole, each)
+
+
+def _result(job: ElasticJob) -> list[Any]:
+    try:
+        return job.result()
+    except BaseException as error:
+        if not job.done():  # Ctrl-C, or the notebook's Cancel
+            job.cancel(f"interrupted by {type(error).__name__}")
+        raise
+
+
+def _padding(dataset: Dataset) -> dict[str, int]:
+    padded: dict[str, int] = dataset.manifest.about.get("settings", {}).get("pad_to", {})
+    return padded
+
+
+def _check_tensors(dataset: Dataset) -> None:
+    names = [each.name for each in dataset.layout.fields]
+    if "features_0" not in names or "train" not in dataset.splits:
+        raise DatasetError(
+            f"{dataset.store.url} has the tensors {names} and the splits {list(dataset.splits)}; an estimator needs "
+            "features_0 (and features_1, ..., label_0, ...) in train: materialize(df, {'features_0': [...], "
+            "'label_0': ...})"
+        )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:80]}..."
+
+
+class _SharedSets:
+    """Sets that several fits on one DataFrame have in common. removed: whether to, when the last of `fits` is done."""
+
+    def __init__(self, fits: int, removed: bool) -> None:
+        self._left = fits
+        self._removed = removed
+        self._lock = threading.Lock()
+        self._sets: dict[str, Dataset] = {}
+
+    def get(self, key: str, write: Callable[[], Dataset]) -> Dataset:
+        with self._lock:
+            if key not in self._sets:
+                self._sets[key] = write()
+            return self._sets[key]
+
+    def done(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left == 0 and self._removed:
+                for dataset in self._sets.values():
+                    dataset.delete()
+
+
+class _Fits:
+    """(index, model) for each param map; safe to be drawn from by several threads, as CrossValidator does."""
+
+    def __init__(self, fit: Callable[[int], Any], count: int) -> None:
+        self._fit = fit
+        self._indices = iter(range(count))
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> _Fits:
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        with self._lock:
+            index = next(self._indices)
+        return index, self._fit(index)

@@ -1,0 +1,157 @@
+"""What a model's outputs become: columns of their own, a prediction, probabilities. numpy in, Arrow out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spark_elastic.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputShape:
+    """One output of a model. dtype: numpy's ("<f4"). shape: of one row's value; only its length has to hold."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AddedColumn:
+    """A column that `transform` adds.
+
+    made: "raw": output number `output` as it is; "prediction" or "probability": of output 0, by `rule`.
+    as_vector: as a Spark ML vector.
+    """
+
+    name: str
+    made: str
+    output: int
+    rule: str
+    shape: OutputShape
+    as_vector: bool = False
+
+    def values(self, outputs: Sequence[Array]) -> Array:
+        """outputs: of the model, each [rows, ...]. Returns: [rows, ...] in the column's own dtype."""
+        output = outputs[self.output]
+        if self.made == "raw":
+            if output.ndim - 1 != len(self.shape.shape):
+                raise DataError(
+                    f"output {self.output} of the model has shape {list(output.shape)} here; when it was fitted, a row "
+                    f"had shape {list(self.shape.shape)}"
+                )
+            return output
+        return prediction(output, self.rule) if self.made == "prediction" else probability(output, self.rule)
+
+
+def prediction(output: Array, rule: str) -> Array:
+    """The prediction for each row: float64, shape (rows,). output: [rows], [rows, 1] or, for "argmax", [rows, k]."""
+    if rule == "argmax":
+        return np.asarray(output.argmax(axis=1), np.float64)
+    flat = output.reshape(len(output))
+    if rule == "value":
+        return flat.astype(np.float64)
+    threshold = 0.0 if rule == "binary_logit" else 0.5
+    return (flat > threshold).astype(np.float64)
+
+
+def probability(output: Array, rule: str) -> Array:
+    """The probability of each class: float64, shape (rows, classes)."""
+    values = output.astype(np.float64)
+    if rule == "argmax":
+        raised = np.exp(values - values.max(axis=1, keepdims=True))
+        return np.asarray(raised / raised.sum(axis=1, keepdims=True))
+    flat = values.reshape(len(values))
+    if rule == "binary_logit":
+        positive = np.empty_like(flat)
+        low = flat < 0
+        positive[~low] = 1 / (1 + np.exp(-flat[~low]))
+        raised = np.exp(flat[low])
+        positive[low] = raised / (1 + raised)
+    else:
+        positive = flat
+    return np.stack([1 - positive, positive], axis=1)
+
+
+def suits(rule: str, shape: tuple[int, ...]) -> bool:
+    """Whether a prediction can be made by this rule of an output whose rows have this shape."""
+    return len(shape) == 1 if rule == "argmax" else shape in ((), (1,))
+
+
+def rule_of_shape(shape: tuple[int, ...]) -> str | None:
+    """The rule if nothing else is known; None: there is no telling."""
+    return "value" if shape in ((), (1,)) else None
+
+
+def spark_type(column: AddedColumn) -> Any:
+    """The DataType of the column."""
+    from pyspark.ml.linalg import VectorUDT
+    from pyspark.sql import types
+
+    if column.as_vector:
+        return VectorUDT()
+    if column.made == "prediction":
+        return types.DoubleType()
+    dtype, depth = np.dtype(column.shape.dtype), len(column.shape.shape)
+    if dtype.kind == "f":
+        made = types.DoubleType() if depth == 0 or dtype.itemsize == 8 else types.FloatType()
+    elif dtype.kind == "b":
+        made = types.BooleanType()
+    else:
+        made = types.IntegerType() if dtype.itemsize <= 4 and dtype.str != "<u4" else types.LongType()
+    for _ in range(depth):
+        made = types.ArrayType(made)
+    return made
+
+
+def arrow_array(column: AddedColumn, values: Array) -> pa.Array:
+    """The values of a column, exactly of the Arrow type that Spark has for `spark_type`."""
+    import pyarrow as pa
+
+    if column.as_vector:
+        return _vectors(values.astype(np.float64, copy=False))
+    if values.ndim == 1 and values.dtype.kind == "f":
+        return pa.array(values.astype(np.float64, copy=False))
+    if values.dtype.str[1:] == "f2":
+        values = values.astype(np.float32)
+    elif values.dtype.kind in "iu":
+        small = values.dtype.itemsize <= 4 and values.dtype.str != "<u4"
+        values = values.astype(np.int32 if small else np.int64, copy=False)
+    made = pa.array(np.ascontiguousarray(values).reshape(-1))
+    for axis in range(values.ndim - 1, 0, -1):
+        size, count = values.shape[axis], int(np.prod(values.shape[:axis]))
+        made = pa.ListArray.from_arrays(pa.array(np.arange(count + 1) * size, pa.int32()), made)
+    return made
+
+
+def _vectors(values: Array) -> pa.Array:
+    """Dense vectors as VectorUDT stores them: values of shape (rows, size)."""
+    import pyarrow as pa
+
+    rows, size = values.shape
+    flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+    offsets = pa.array(np.arange(rows + 1) * size, pa.int32())
+    # Nothing in a vector's lists is null, and Spark compares the types to the letter.
+    number, index = pa.field("element", pa.float64(), nullable=False), pa.field("element", pa.int32(), nullable=False)
+    fields = [
+        pa.field("type", pa.int8(), nullable=False),
+        pa.field("size", pa.int32()),
+        pa.field("indices", pa.list_(index)),
+        pa.field("values", pa.list_(number)),
+    ]
+    parts = [
+        pa.array(np.ones(rows, np.int8)),
+        pa.nulls(rows, pa.int32()),
+        pa.nulls(rows, pa.list_(index)),
+        pa.ListArray.from_arrays(offsets, flat, type=pa.list_(number)),
+    ]
+    return pa.StructArray.from_arrays(parts, fields=fields)

@@ -1,0 +1,150 @@
+"""Which columns become which tensors, told from the schema alone, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spark_elastic.errors import DataError, InvalidSettingsError, nearest
+
+WEIGHT = "sample_weight"
+_INTEGERS = frozenset({"byte", "tinyint", "short", "smallint", "int", "integer", "long", "bigint"})
+_REALS = frozenset({"float", "double", "decimal", "boolean"})
+_TIMES = frozenset({"date", "timestamp", "timestamp_ntz"})
+_OPAQUE = frozenset({"string", "binary", "char", "varchar"})
+FLOAT, INTEGER = "<f4", "<i8"
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What `materialize` is asked for. columns: name of the tensor -> its column as it is, or columns to join."""
+
+    columns: Mapping[str, str | tuple[str, ...]]
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def __or__(self, other: Tensors) -> Tensors:
+        return Tensors(
+            {**self.columns, **other.columns}, {**self.dtypes, **other.dtypes}, {**self.shapes, **other.shapes}
+        )
+
+
+def features(schema: Any, feature_cols: Sequence[Any], input_shapes: Sequence[Sequence[int]] | None) -> Tensors:
+    """The inputs "features_0", "features_1", ... of the model.
+
+    schema: a Spark StructType.
+    Raises:
+        DataError: a column is missing or of a type that no tensor can be made of.
+        InvalidSettingsError: other than one shape for each input.
+    """
+    groups = [[name] for name in feature_cols] if _each_by_itself(schema, feature_cols) else [list(feature_cols)]
+    if any(isinstance(each, (list, tuple)) for each in feature_cols):
+        groups = [list(each) for each in feature_cols]
+    if input_shapes is not None and len(input_shapes) != len(groups):
+        raise InvalidSettingsError(
+            f"{len(input_shapes)} input_shapes for {len(groups)} inputs ({_listed(groups)}); give one for each"
+        )
+    made = Tensors({})
+    for index, group in enumerate(groups):
+        shape = None if input_shapes is None else tuple(input_shapes[index])
+        made |= _tensor(schema, f"features_{index}", group, shape, "feature_cols")
+    return made
+
+
+def labels(
+    schema: Any,
+    label_cols: Sequence[str],
+    label_shapes: Sequence[Sequence[int]] | None,
+    dtypes: Sequence[str | None] = (),
+) -> Tensors:
+    """The labels "label_0", "label_1", ...
+
+    dtypes: of each label, where the loss says it; otherwise integers stay, and the rest becomes float32.
+    Raises: as for `features`.
+    """
+    if label_shapes is not None and len(label_shapes) != len(label_cols):
+        raise InvalidSettingsError(f"{len(label_shapes)} label_shapes for {len(label_cols)} label_cols")
+    made = Tensors({})
+    for index, name in enumerate(label_cols):
+        shape = None if label_shapes is None else tuple(label_shapes[index])
+        one = _tensor(schema, f"label_{index}", [name], shape, "label_cols", alone_is_scalar=True)
+        if index < len(dtypes) and dtypes[index] is not None and not _is_list(schema[name].dataType):
+            one = Tensors(one.columns, {f"label_{index}": str(dtypes[index])}, one.shapes)
+        made |= one
+    return made
+
+
+def weight(schema: Any, name: str) -> Tensors:
+    """Raises: DataError: the column is missing or no number."""
+    if _element(_column(schema, name, "sample_weight_col").dataType) not in _INTEGERS | _REALS:
+        raise DataError(f"sample_weight_col {name!r} is {_type_name(schema, name)}; weights must be numbers")
+    return Tensors({WEIGHT: name}, {WEIGHT: FLOAT})
+
+
+def check_validation(schema: Any, name: str) -> None:
+    """Raises: DataError: the column is missing or not boolean."""
+    if _column(schema, name, "validation").dataType.typeName() != "boolean":
+        raise DataError(
+            f"validation column {name!r} is {_type_name(schema, name)}; it must be boolean, true for the rows to set "
+            f"aside: df.withColumn({name!r}, F.col({name!r}) > 0), for example"
+        )
+
+
+def _each_by_itself(schema: Any, feature_cols: Sequence[Any]) -> bool:
+    flat = [name for name in feature_cols if isinstance(name, str)]
+    types = [_column(schema, name, "feature_cols").dataType for name in flat]
+    return any(_is_list(each) or _element(each) in _OPAQUE for each in types)
+
+
+def _tensor(
+    schema: Any,
+    tensor: str,
+    names: Sequence[str],
+    shape: tuple[int, ...] | None,
+    setting: str,
+    alone_is_scalar: bool = False,
+) -> Tensors:
+    kinds = [_element(_column(schema, name, setting).dataType) for name in names]
+    if any(kind in _OPAQUE for kind in kinds):
+        if len(names) > 1:
+            raise DataError(f"{setting} {list(names)}: strings and binary cannot be joined with other columns")
+        return Tensors({tensor: names[0]}, shapes={} if shape is None else {tensor: shape})
+    # Whatever else a column may be, `materialize` says what is wrong with it.
+    integer = len(names) == 1 and kinds[0] in _INTEGERS | _TIMES
+    alone = len(names) == 1 and (alone_is_scalar or integer or _is_list(schema[names[0]].dataType))
+    return Tensors(
+        {tensor: names[0] if alone else tuple(names)},
+        {tensor: INTEGER if integer else FLOAT},
+        {} if shape is None else {tensor: shape},
+    )
+
+
+def _is_list(spark_type: Any) -> bool:
+    return spark_type.typeName() in ("array", "vectorudt")
+
+
+def _element(spark_type: Any) -> str:
+    """The type's name; of arrays, that of what they hold in the end."""
+    while spark_type.typeName() == "array":
+        spark_type = spark_type.elementType
+    return str(spark_type.typeName())
+
+
+def _column(schema: Any, name: str, setting: str) -> Any:
+    found = [column for column in schema.fields if column.name == name]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise DataError(f"{setting} {name!r} stands for {len(found)} columns of the DataFrame; rename all but one")
+    close = nearest(name, schema.names)
+    hint = f"did you mean {close!r}?" if close else f"it has {', '.join(schema.names)}"
+    raise DataError(f"{setting} {name!r} is not a column of the DataFrame; {hint}")
+
+
+def _type_name(schema: Any, name: str) -> str:
+    return str(schema[name].dataType.simpleString())
+
+
+def _listed(groups: Sequence[Sequence[str]]) -> str:
+    return ", ".join("+".join(group) for group in groups)

@@ -1,0 +1,102 @@
+"""What runs on the executors in `transform`: batches of columns in, the same with the model's outputs appended out.
+
+A Python worker process loads a model once, however many tasks of however many jobs it serves.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from spark_elastic.data.columns import Tensor
+from spark_elastic.errors import DataError
+from spark_elastic.ml.features import FeatureReader
+from spark_elastic.ml.outputs import AddedColumn, arrow_array
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Array = npt.NDArray[Any]
+KEPT = 2
+"""Models that a Python worker keeps loaded: the one in use, and one before it."""
+
+
+class Predictor(Protocol):
+    """A loaded model. inputs: by name, [rows, ...]. Returns: each output of the model, [rows, ...]."""
+
+    def __call__(self, inputs: Mapping[str, Any]) -> list[Array]: ...
+
+
+class SavedPredictor(Protocol):
+    """A model on its way to the executors."""
+
+    def load(self) -> Predictor: ...
+
+
+@dataclass(frozen=True)
+class Serving:
+    """One `transform`. model: a Spark broadcast of the pickled SavedPredictor; key: what it is cached under."""
+
+    key: str
+    model: Any
+    inputs: tuple[Tensor, ...]
+    added: tuple[AddedColumn, ...]
+    batch_size: int
+    inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """What mapInArrow runs for each partition."""
+        import pyarrow as pa
+
+        read = FeatureReader(self.inputs)
+        for batch in batches:
+            if batch.num_rows:
+                values = self._values(_loaded(self.key, self.model), read(batch), batch.num_rows)
+            else:
+                values = [np.empty((0, *column.shape.shape), column.shape.dtype) for column in self.added]
+            arrays = [arrow_array(column, each) for column, each in zip(self.added, values, strict=True)]
+            fields = [pa.field(c.name, each.type, nullable=False) for c, each in zip(self.added, arrays, strict=True)]
+            yield pa.RecordBatch.from_arrays([*batch.columns, *arrays], schema=pa.schema([*batch.schema, *fields]))
+
+    def _values(self, predict: Predictor, features: dict[str, Any], rows: int) -> list[Array]:
+        """The values of each added column for the rows of one Arrow batch."""
+        parts = []
+        for start in range(0, rows, self.batch_size):
+            part = {name: value[start : start + self.batch_size] for name, value in features.items()}
+            parts.append(self._part(predict, part, min(self.batch_size, rows - start)))
+        return [np.concatenate(each) if len(each) > 1 else each[0] for each in zip(*parts, strict=True)]
+
+    def _part(self, predict: Predictor, inputs: dict[str, Any], rows: int) -> list[Array]:
+        if self.inference_fn is not None:
+            inputs = dict(self.inference_fn(inputs))
+        outputs = predict(inputs)
+        for index, output in enumerate(outputs):
+            if output.shape[:1] != (rows,):
+                raise DataError(
+                    f"output {index} of the model has shape {list(output.shape)} for {rows} rows; the first axis of "
+                    "each output must be the rows"
+                )
+        return [column.values(outputs) for column in self.added]
+
+
+_lock = threading.Lock()
+_models: OrderedDict[str, Predictor] = OrderedDict()
+
+
+def _loaded(key: str, broadcast: Any) -> Predictor:
+    with _lock:
+        if key not in _models:
+            import cloudpickle
+
+            saved: SavedPredictor = cloudpickle.loads(broadcast.value)
+            _models[key] = saved.load()
+            while len(_models) > KEPT:
+                _models.popitem(last=False)
+        _models.move_to_end(key)
+        return _models[key]

@@ -1,0 +1,223 @@
+"""ElasticTorchEstimator: a PyTorch module, trained elastically on the rows of a DataFrame."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.ml import converters as to
+from spark_elastic.ml.callbacks import Callback
+from spark_elastic.ml.checkpoints import Checkpoints
+from spark_elastic.ml.estimator import ElasticEstimator, TrialRun
+from spark_elastic.ml.model import Fitted
+from spark_elastic.ml.params import setting
+from spark_elastic.ml.persistence import Codec
+from spark_elastic.ml.torch import losses, safe_objects, trial, weights
+from spark_elastic.ml.torch.model import ElasticTorchModel
+from spark_elastic.ml.torch.spec import CHECKPOINTS, MODEL_FILE, CheckpointPlan, TorchTraining
+from spark_elastic.ml.torch.training import train
+
+
+class ElasticTorchEstimator(ElasticEstimator):
+    """Trains a `torch.nn.Module` on a DataFrame, in workers that may come and go, and returns an `ElasticTorchModel`.
+
+    ::
+
+        estimator = ElasticTorchEstimator(
+            model=net, optimizer=torch.optim.Adam(net.parameters(), lr=1e-3), loss=nn.CrossEntropyLoss(),
+            feature_cols=["features"], label_cols=["label"], batch_size=1024, epochs=10, validation=0.1,
+            min_num_proc=2, max_num_proc=8,
+        )
+        model = estimator.fit(df)
+
+    All settings are keywords, and Params of Spark ML: `print(estimator.explainParams())` lists them. The module that is
+    given is not changed by `fit`.
+
+    optimizer: an instance on the model's parameters, whose groups and their options are kept; a class; or a function
+        of the list of parameters.
+    loss: a module or function of (output, label); a list with one for each label.
+    metrics: functions of (output, label) or torchmetrics metrics, by name.
+    train_fn: (model, batch) -> loss or (loss, outputs), instead of loss, for models that are not trained as
+        loss(model(inputs), label). `batch.inputs`, `batch.labels`, `batch.weights`, `batch["features_0"]`.
+
+    Raises (fit):
+        InvalidSettingsError, DataError, StoreError, CheckpointError: what has to be changed; no worker was started.
+        UserFunctionError: your code raised in a worker. JobError: the job could not go on.
+    """
+
+    train_fn: Any = setting(
+        "train_fn",
+        "(model, batch) -> loss, or (loss, outputs) for metrics; instead of loss. batch has inputs, labels, weights.",
+        to.function,
+    )
+    lr_scheduler: Any = setting(
+        "lr_scheduler",
+        "a scheduler on the optimizer, or a function of the optimizer that returns one.",
+        to.anything,
+    )
+    scheduler_interval: Any = setting(
+        "scheduler_interval",
+        "whether lr_scheduler steps after each 'epoch' or each 'step'.",
+        to.one_of("epoch", "step"),
+        default="epoch",
+    )
+    scheduler_monitor: Any = setting(
+        "scheduler_monitor",
+        "column of the history that a scheduler such as ReduceLROnPlateau follows. Default: 'val_loss', or 'loss'.",
+        to.text,
+    )
+    device: Any = setting(
+        "device", "device to train on: 'cpu', 'cuda', 'cuda:0', ... Default: cuda where a worker has it.", to.text
+    )
+    num_threads: Any = setting(
+        "num_threads", "torch's threads in each worker. Default: the workers of a host share its cores.", to.whole(1)
+    )
+
+    @classmethod
+    def _codec(cls) -> Codec:
+        return safe_objects
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self._given("loss") is not None and self._given("train_fn") is not None:
+            raise InvalidSettingsError(
+                "loss and train_fn are both set; a train_fn computes its own loss, leave one out"
+            )
+        if self._given("loss_weights") is not None and self._given("train_fn") is not None:
+            raise InvalidSettingsError("loss_weights are for losses; a train_fn adds its own up")
+        for name in ("scheduler_monitor",):
+            if self._given(name) is not None and self._given("lr_scheduler") is None:
+                raise InvalidSettingsError(f"{name} is set, but there is no lr_scheduler")
+
+    def _check_framework(self) -> None:
+        model, optimizer = self._given("model"), self._given("optimizer")
+        if not isinstance(model, torch.nn.Module):
+            raise InvalidSettingsError(
+                f"model must be a torch.nn.Module, not {model!r}" if model is not None else "model is not set"
+            )
+        if optimizer is None:
+            raise InvalidSettingsError(
+                "optimizer is not set: torch.optim.Adam(model.parameters(), lr=1e-3), for example"
+            )
+        if not (isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer)):
+            raise InvalidSettingsError(
+                f"optimizer must be a torch optimizer, its class, or a function of the parameters, not {optimizer!r}"
+            )
+        self._check_losses()
+        self._check_optimizer(model, optimizer)
+        callbacks = self._given("callbacks")
+        for callback in [] if callbacks is None else callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]:
+            if not isinstance(callback, Callback):
+                raise InvalidSettingsError(
+                    f"callbacks must be a list of spark_elastic.ml.callbacks.Callback; {callback!r} is none"
+                )
+        if self._given("device") is not None:
+            try:
+                torch.device(self._given("device"))
+            except RuntimeError as error:
+                raise InvalidSettingsError(f"device={self._given('device')!r}: {error}") from None
+
+    def _check_losses(self) -> None:
+        loss, labels = self._given("loss"), self._given("label_cols")
+        if loss is None and self._given("train_fn") is None:
+            raise InvalidSettingsError("neither loss nor train_fn is set; give one of them")
+        for each in loss if isinstance(loss, (list, tuple)) else [] if loss is None else [loss]:
+            if not losses.is_loss(each):
+                hint = f"; make one: {each.__name__}()" if isinstance(each, type) else ""
+                raise InvalidSettingsError(
+                    f"loss must be a module or a function of (output, label), not {each!r}{hint}"
+                )
+        if isinstance(loss, (list, tuple)) and labels and len(loss) != len(labels):
+            raise InvalidSettingsError(f"{len(loss)} losses for {len(labels)} label_cols ({', '.join(labels)})")
+
+    def _check_optimizer(self, model: torch.nn.Module, optimizer: Any) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return
+        own = {id(parameter) for parameter in model.parameters()}
+        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+        if foreign:
+            raise InvalidSettingsError(
+                f"{len(foreign)} of the optimizer's parameters are not the model's: it was made for another module. "
+                "Give a function of the parameters instead, which goes with any model: "
+                f"lambda params: torch.optim.{type(optimizer).__name__}(params, lr={optimizer.defaults.get('lr')})"
+            )
+        scheduler = self._given("lr_scheduler")
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            raise InvalidSettingsError(
+                "lr_scheduler was made for another optimizer than the one that is set; give a function of the "
+                "optimizer that returns a scheduler"
+            )
+
+    def _label_dtypes(self) -> list[str | None]:
+        loss, labels = self._given("loss"), self._given("label_cols") or []
+        each = list(loss) if isinstance(loss, (list, tuple)) else [loss] * len(labels)
+        return [losses.label_dtype(one) for one in each]
+
+    def _training(self, dataset: Dataset, run: Store, resume_from: str | None) -> TorchTraining:
+        batch_size, per_worker = self._batch_sizes()
+        callbacks = self._given("callbacks") or []
+        return TorchTraining(
+            dataset=dataset,
+            store=run,
+            model=self._given("model"),
+            optimizer=self._given("optimizer"),
+            loss=self._given("loss"),
+            loss_weights=self._given("loss_weights"),
+            train_fn=self._given("train_fn"),
+            metrics=self._given("metrics") or {},
+            transformation_fn=self._given("transformation_fn"),
+            batch_size=batch_size,
+            per_worker_batch_size=per_worker,
+            accumulation=self._given("accumulation_steps"),
+            epochs=self._given("epochs"),
+            shuffle=self._given("shuffle"),
+            seed=self._given("seed"),
+            lr_scheduler=self._given("lr_scheduler"),
+            scheduler_interval=self._given("scheduler_interval"),
+            scheduler_monitor=self._given("scheduler_monitor"),
+            clip_norm=self._given("gradient_clip_norm"),
+            clip_value=self._given("gradient_clip_value"),
+            compression=self._given("gradient_compression"),
+            callbacks=list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks],
+            checkpoints=self._checkpoint_plan(),
+            resume_from=resume_from,
+            device=self._given("device"),
+            num_threads=self._given("num_threads"),
+            input_shapes=self._given("input_shapes"),
+            label_shapes=self._given("label_shapes"),
+            verbose=self._given("verbose"),
+            **self._read_options(),
+        )
+
+    def _checkpoint_plan(self) -> CheckpointPlan | None:
+        if self._given("checkpoint_dir") is None:
+            return None
+        return CheckpointPlan(
+            every_epochs=self._given("checkpoint_interval"),
+            every_seconds=self._given("checkpoint_seconds"),
+            keep=self._given("keep_checkpoints"),
+            best_of=self._given("checkpoint_best_of"),
+            mode=self._given("checkpoint_best_mode"),
+        )
+
+    def _latest_checkpoint(self, run: Store) -> str | None:
+        found = Checkpoints(run.sub(CHECKPOINTS)).latest()
+        return None if found is None else found.name
+
+    def _try(self, training: TorchTraining) -> TrialRun:
+        return trial.run_once(training, self._given("inference_fn"))
+
+    def _train_fn(self) -> Callable[[Any], Any]:
+        return train
+
+    def _fitted_model(self, run: Store, fitted: Fitted) -> ElasticTorchModel:
+        model = ElasticTorchModel()
+        module = copy.deepcopy(self._given("model")).cpu()
+        model._attach(weights.fill(module, weights.loads(run.read_bytes(MODEL_FILE))), fitted)
+        return model

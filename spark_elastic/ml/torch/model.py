@@ -1,0 +1,131 @@
+"""ElasticTorchModel: a trained PyTorch module as a Spark ML Transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.ml.model import ElasticModel, Fitted
+from spark_elastic.ml.persistence import Codec
+from spark_elastic.ml.serving import Predictor
+from spark_elastic.ml.torch import safe_objects, weights
+
+_WEIGHTS = "weights.pt"
+_ARCHITECTURE = "architecture"
+_T = TypeVar("_T", bound="ElasticTorchModel")
+
+
+class ElasticTorchModel(ElasticModel):
+    """What `ElasticTorchEstimator.fit` returns: `transform` appends the outputs of the trained module.
+
+    module: the trained `torch.nn.Module`, on the CPU, in eval mode.
+    history: a row for each epoch. events: the membership timeline.
+    """
+
+    _module: torch.nn.Module | None = None
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The trained module, on the CPU, in eval mode. Not a copy."""
+        if self._module is None:
+            raise InvalidSettingsError(f"this {type(self).__name__} was not made by a fit, and has no module")
+        return self._module
+
+    @classmethod
+    def load(cls: type[_T], path: str, *, trusted: bool = False, module: torch.nn.Module | None = None) -> _T:
+        """Load a model that was saved at `path`.
+
+        trusted: whether code that the files name may be run: needed for modules of your own classes.
+        module: of the same architecture; it is given the saved weights, and what the files say of the architecture is
+            not looked at. The way without trust.
+        Raises: CheckpointError: nothing of this kind is there, it is damaged, or it needs trust.
+        """
+        reader = cls.read().trusted(trusted)
+        return reader.load(path) if module is None else reader.instead(architecture=module).load(path)
+
+    @classmethod
+    def _codec(cls) -> Codec:
+        return safe_objects
+
+    def _attach(self, module: torch.nn.Module, fitted: Fitted) -> None:
+        self._module, self._fitted = module.eval(), fitted
+
+    def _saved_predictor(self) -> TorchSavedPredictor:
+        device = self.getOrDefault("transform_device")
+        return TorchSavedPredictor(self.module, device, self.getOrDefault("transform_threads"))
+
+    def _files(self) -> dict[str, bytes]:
+        return {_WEIGHTS: weights.dumps(self.module)}
+
+    def _objects(self) -> dict[str, Any]:
+        return {_ARCHITECTURE: weights.hollow(self.module)}
+
+    def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
+        super()._restore(facts, files, objects)
+        self._module = weights.fill(objects[_ARCHITECTURE], weights.loads(files[_WEIGHTS])).eval()
+
+
+@dataclass(frozen=True)
+class TorchSavedPredictor:
+    """A module on its way to the executors."""
+
+    module: torch.nn.Module
+    device: str
+    threads: int
+
+    def load(self) -> Predictor:
+        torch.set_num_threads(self.threads)
+        try:
+            return TorchPredictor(self.module.to(self.device).eval(), self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise InvalidSettingsError(
+                f"transform_device={self.device!r} cannot be used on this executor: {error}"
+            ) from error
+
+
+class TorchPredictor:
+    """numpy in, numpy out. Raises: DataError: the module returns something other than tensors."""
+
+    def __init__(self, module: torch.nn.Module, device: str) -> None:
+        self._module = module
+        self._device = device
+
+    def __call__(self, inputs: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
+        with torch.inference_mode():
+            outputs = self._module(*(tensor_of(value).to(self._device) for value in inputs.values()))
+            return [as_numpy(each) for each in outputs_of(outputs)]
+
+
+def tensor_of(value: Any) -> torch.Tensor:
+    """An array as a tensor; its memory is shared where that is safe."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value if value.flags.writeable else value.copy())
+    raise DataError(f"the model can take arrays, not {type(value).__name__}; inference_fn has to make arrays of them")
+
+
+def outputs_of(returned: Any) -> list[torch.Tensor]:
+    """What a module returned, as its outputs: a tensor, or several in a tuple, list or dict.
+
+    Raises: DataError: anything else.
+    """
+    values = list(returned.values()) if isinstance(returned, Mapping) else returned
+    values = list(values) if isinstance(values, (tuple, list)) else [values]
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            raise DataError(
+                f"the model returned {type(value).__name__}; tensors are needed, or a tuple or dict of them"
+            )
+    return values
+
+
+def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()

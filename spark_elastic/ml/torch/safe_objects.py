@@ -1,0 +1,102 @@
+"""Objects in a file that can be loaded without running code that the file names.
+
+PyTorch's own restricted loader (`weights_only=True`) is told to accept the classes of `torch.nn`, `torch.optim` and the
+callbacks of this package beside tensors; what consists of these alone needs no trust in where the file comes from.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import importlib
+import io
+import pickletools
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from spark_elastic.errors import CheckpointError
+
+_CLASSES_OF = ("torch.nn.modules.", "torch.optim.", "spark_elastic.ml.callbacks")
+_FUNCTIONS_OF = ("torch.nn.functional",)
+_PLAIN = {
+    ("__builtin__", "dict"): builtins.dict,
+    ("builtins", "dict"): builtins.dict,
+    ("collections", "defaultdict"): collections.defaultdict,
+}
+
+
+def dumps(value: Any) -> bytes | None:
+    """The value as a file that `loads` accepts; None if it consists of more than that."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        loads(file.getvalue())
+    except Exception:  # whatever cannot be pickled, or not be loaded again, is for others to deal with
+        return None
+    return file.getvalue()
+
+
+def loads(file: bytes) -> Any:
+    """What `dumps` was given.
+
+    Raises: CheckpointError: the file is damaged, or names something that is not accepted.
+    """
+    try:
+        needed = [_accepted(module, name) for module, name in _names_in(file)]
+    except (zipfile.BadZipFile, KeyError, StopIteration) as error:
+        raise CheckpointError(f"not a file of torch.save: {error}") from None
+    try:
+        with _accepting([each for each in needed if each is not None]):
+            return torch.load(io.BytesIO(file), weights_only=True, map_location="cpu")
+    except CheckpointError:
+        raise
+    except Exception as error:
+        why = str(error).partition("\n")[0]
+        raise CheckpointError(f"cannot be loaded without trust, by torch {torch.__version__}: {why}") from error
+
+
+def _names_in(file: bytes) -> Iterator[tuple[str, str]]:
+    """(module, name) of all that the pickle within the file refers to."""
+    with zipfile.ZipFile(io.BytesIO(file)) as archive:
+        pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name == "GLOBAL":
+            module, _, name = str(argument).partition(" ")
+            yield module, name
+
+
+def _accepted(module: str, name: str) -> Any:
+    """The object if it is on our list; None if it is for torch's own list to decide."""
+    if (module, name) in _PLAIN:
+        return _PLAIN[module, name]
+    if not f"{module}.".startswith((*_CLASSES_OF, *_FUNCTIONS_OF)):
+        return None
+    found = getattr(importlib.import_module(module), name, None)
+    home = f"{getattr(found, '__module__', '')}."
+    if isinstance(found, type) and home.startswith(_CLASSES_OF):
+        return found
+    return found if callable(found) and module in _FUNCTIONS_OF and home.startswith(_FUNCTIONS_OF) else None
+
+
+def _accepting(objects: list[Any]) -> Any:
+    if hasattr(torch.serialization, "safe_globals"):
+        return torch.serialization.safe_globals(objects)
+    return _accepting_before_2_5(objects)
+
+
+class _accepting_before_2_5:
+    """torch 2.4 has a list for the process, and no way to take single entries off it."""
+
+    def __init__(self, objects: list[Any]) -> None:
+        self._objects = objects
+
+    def __enter__(self) -> None:
+        self._before = torch.serialization.get_safe_globals()
+        torch.serialization.add_safe_globals(self._objects)
+
+    def __exit__(self, *error: object) -> None:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(self._before)

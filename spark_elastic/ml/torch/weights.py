@@ -1,0 +1,56 @@
+"""A module without its weights, and a module's weights without it: what a saved model consists of."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import torch
+
+from spark_elastic.errors import CheckpointError
+
+
+def hollow(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy whose weights are all zero and take no room: one number each, whatever their shape."""
+    weights = [each for each in module.state_dict(keep_vars=True).values() if isinstance(each, torch.Tensor)]
+    return copy.deepcopy(module, {id(weight): _hollow_tensor(weight) for weight in weights})
+
+
+def fill(module: torch.nn.Module, weights: dict[str, Any]) -> torch.nn.Module:
+    """Give a module these weights; it may be hollow. Tensors stay the same objects: layers may refer to them twice.
+
+    Raises: CheckpointError: they belong to another architecture.
+    """
+    for tensor in module.state_dict(keep_vars=True).values():
+        if isinstance(tensor, torch.Tensor) and tensor.numel() > 1 and 0 in tensor.stride():
+            tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(f"the saved weights do not fit {type(module).__name__}: {error}") from error
+    return module
+
+
+def dumps(module: torch.nn.Module) -> bytes:
+    """The module's `state_dict`, on the CPU, as a file of torch.save."""
+    file = io.BytesIO()
+    weights = module.state_dict()
+    torch.save({k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in weights.items()}, file)
+    return file.getvalue()
+
+
+def loads(file: bytes) -> dict[str, Any]:
+    """Raises: CheckpointError: damaged, or more than tensors."""
+    try:
+        weights: dict[str, Any] = torch.load(io.BytesIO(file), weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise CheckpointError(f"the saved weights cannot be loaded: {str(error).partition(chr(10))[0]}") from error
+    return weights
+
+
+def _hollow_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    zero = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(zero, requires_grad=tensor.requires_grad)
+    return zero
