@@ -66,6 +66,7 @@ class GradientReducer:
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
         self._slots: list[Slot] = []
+        self._hooks: list[Any] = []
         self._sparse: set[int] = set()
         self._buckets: list[Bucket] = []
         self._works: list[dist.Work] = []
@@ -85,9 +86,15 @@ class GradientReducer:
             if param.requires_grad:
                 slot = Slot(param, self.passes)
                 self._slots.append(slot)
-                param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
+                self._hooks.append(param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot)))
         self._buckets = []
         self._agreed_on = None
+
+    def detach(self) -> None:
+        """Take the hooks off the parameters, so that another optimizer can reduce them from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def set_passes(self, passes: int) -> None:
         self.passes = passes

@@ -114,6 +114,11 @@ class DistributedOptimizerMixin:
         if "_reducer" in self.__dict__:
             self._reducer.add(param_group["params"])
 
+    def detach(self) -> None:
+        """Let go of the model: gradients are not reduced any more, and another optimizer can be made for it."""
+        self._reducer.abandon()
+        self._reducer.detach()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._inner.__dict__["state"] = self.__dict__["state"]

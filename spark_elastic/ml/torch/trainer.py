@@ -20,6 +20,7 @@ from spark_elastic import clock
 from spark_elastic.core.sampling import splitmix64
 from spark_elastic.data.batch import Batch
 from spark_elastic.data.reader import BatchReader
+from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.checkpoints import CheckpointWriter
 from spark_elastic.ml.torch.batches import BatchMaker
@@ -129,6 +130,7 @@ class Trainer:
         for reader in self._readers.values():
             reader.close()
         self._writer.close()
+        self.optimizer.detach()  # the model may be trained again in this process
 
     def _reader(self, split: str) -> BatchReader:
         if split not in self._readers:
@@ -390,7 +392,10 @@ class Trainer:
             weights = {name: value.detach().cpu() for name, value in self.model.state_dict().items()}
             store.write_bytes(MODEL_FILE, to_bytes(weights))
             store.write_bytes(HISTORY_FILE, state.at.history.dumps().encode())
-            self._writer.drain()
+            try:
+                self._writer.drain()
+            except CheckpointError as error:  # the model is there; what is missing is only what it could go on from
+                log.warning("%s", error)
         hvd.barrier()
         state.at = replace(state.at, phase=Phase.DONE, serial=state.at.serial + 1)
 
