@@ -39,6 +39,14 @@ class DistributedOptimizerMixin:
         """Backward passes whose gradients are added up before they are reduced."""
         self._reducer.set_passes(_positive(passes))
 
+    def carry(self, numbers: torch.Tensor) -> None:
+        """Have a few numbers (losses, counts) added up over the members together with the gradients of this step.
+
+        numbers: float64, on the CPU; holds the sums after `step` or `synchronize`. Every member gives equally many, in
+        every step before its last `backward`. Counts are exact up to 2**24.
+        """
+        self._reducer.carry(numbers)
+
     def synchronize(self) -> None:
         """Finish the reduction, so that every `param.grad` is the average; for clipping and the like before `step`.
 

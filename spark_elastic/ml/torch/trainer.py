@@ -88,6 +88,7 @@ class Trainer:
         self._params = [param for param in self.model.parameters() if param.requires_grad]
         self._buffers = list(self.model.buffers())
         self._on_batch_end = _overridden(self.callbacks, "on_batch_end")
+        self._validates = training.validates
         self._readers: dict[str, BatchReader] = {}
         self._run = RunView(self)
         self._begun = False
@@ -178,7 +179,7 @@ class Trainer:
         if numbers[-1]:
             stopped = self._run.why or "a callback of another worker has asked for it"
         if last or stopped:
-            phase = Phase.VALIDATE if "validation" in self.training.dataset.splits else Phase.EPOCH_END
+            phase = Phase.VALIDATE if self._validates else Phase.EPOCH_END
         self.state.at = replace(
             at,
             phase=phase,
@@ -195,11 +196,8 @@ class Trainer:
         self.state.check_host_updates()
 
     def _gradients(self, batch: Batch) -> tuple[torch.Tensor, tuple[Piece, ...]]:
-        """Forward and backward. Returns what was measured of the whole batch: float64, and the stop flag behind it.
-
-        The reduction of these few numbers is begun before the last backward pass and waited for after it, when it has
-        long ended. In the gradients' own buffers it would cost less still, but a bfloat16 model, or compression, would
-        round the counts; 0.1 ms beside a step is the price of exact ones.
+        """Forward and backward. Returns what was measured of these rows, and the stop flag behind it: float64. They go
+        with the gradients, so that the optimizer's step makes them the sums over all workers.
         """
         model, objective, tally = self.model, self._objective, self._tally
         parts = self._maker.parts(batch)
@@ -217,11 +215,10 @@ class Trainer:
             pieces.append(tally.measure(measured, part.rows, numbers))
             if number < len(parts) - 1:
                 share.backward()  # type: ignore[no-untyped-call]
-        reduced = hvd.allreduce_async_(numbers, op=hvd.Sum)
+        self.optimizer.carry(numbers)
         everyones = _gather(pieces) if tally.gathers else ()
         if share is not None:
             share.backward()  # type: ignore[no-untyped-call]
-        reduced.wait()
         return numbers, everyones
 
     def _apply(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -173,10 +174,15 @@ def test_rank_0_says_as_much_as_it_was_asked_to(verbose, lines, data, tmp_path, 
     assert Counter("val_accuracy" in line for line in printed)[True] == min(lines, 3)
 
 
-def test_a_set_without_validation_is_trained_without_it(tmp_path):
+@pytest.mark.parametrize("empty", [False, True], ids=["no split", "a split without rows"])
+def test_a_set_without_validation_is_trained_without_it(empty, tmp_path):
     rows = {"features_0": np.random.default_rng(0).normal(size=(50, 6)), "label_0": np.arange(50) % 3}
-    pack(rows, tmp_path / "set")
-    result = alone(make_training(tmp_path / "set", tmp_path / "run"))
+    made = pack(rows, tmp_path / "set")
+    training = make_training(tmp_path / "set", tmp_path / "run")
+    if empty:
+        manifest = replace(made.manifest, splits={**made.manifest.splits, "validation": ()})
+        training = replace(training, dataset=replace(made, manifest=manifest))
+    result = alone(training)
     assert all(not name.startswith("val_") for name in result["history"][0])
 
 

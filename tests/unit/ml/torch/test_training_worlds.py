@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+
 import pytest
 import torch
 
@@ -159,3 +162,24 @@ def test_all_workers_stop_when_one_of_them_asks_for_it(data, tmp_path):
     assert [result["steps"] for result in results] == [5, 5, 5]
     assert results[1]["stopped"] == "rank 1 has seen enough"
     assert results[0]["stopped"] == "a callback of another worker has asked for it"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(100))
+def test_kills_and_arrivals_at_any_moment_change_nothing(seed, data, tmp_path, undisturbed):
+    chance = random.Random(seed)
+    with KitDriver(start_with=3) as driver:
+        driver.start(trainings.in_worker_that_tells, data, tmp_path, count=3)
+        driver.wait(lambda: driver.told("step"))
+        for _ in range(chance.randint(1, 3)):
+            moment = len(driver.events) + chance.randint(1, 60)
+            driver.wait(lambda moment=moment: len(driver.events) >= moment or driver.done)
+            time.sleep(chance.random() * 0.01)
+            if chance.random() < 0.4:
+                driver.start(trainings.in_worker_that_tells, data, tmp_path)
+            elif driver.world is not None and not driver.done:
+                alive = [w for w in driver.world.workers if driver._peers[w].process.is_alive()]
+                if len(alive) > 1:
+                    driver.kill(chance.choice(alive))
+        for result in driver.results(1):
+            assert_as_undisturbed(result, tmp_path, undisturbed)

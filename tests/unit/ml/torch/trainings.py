@@ -348,3 +348,14 @@ def in_worker_that_stops(data: Path, folder: Path) -> Any:
             run.stop("rank 1 has seen enough")
 
     return outcome(make_training(data, folder, callbacks=[LambdaCallback(on_batch_end=enough)]))
+
+
+def in_worker_that_tells(data: Path, folder: Path) -> Any:
+    from tests.unit.torch.kit import tell
+
+    events = {
+        f"on_{name}": lambda run, *_, name=name: tell(name, run.step)
+        for name in ("epoch_begin", "validation_end", "epoch_end", "fit_end")
+    }
+    callback = LambdaCallback(on_batch_end=lambda run: tell("step", run.step), **events)
+    return outcome(make_training(data, folder, callbacks=[callback]))
