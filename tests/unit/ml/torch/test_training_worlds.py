@@ -165,7 +165,7 @@ def test_all_workers_stop_when_one_of_them_asks_for_it(data, tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(30))
 def test_kills_and_arrivals_at_any_moment_change_nothing(seed, data, tmp_path, undisturbed):
     chance = random.Random(seed)
     with KitDriver(start_with=3) as driver:
