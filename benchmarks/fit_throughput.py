@@ -93,9 +93,7 @@ def fit(dataset: Any, store: Any, batch: int, epochs: int, prefetch: int, metric
         prefetch=prefetch,
         verbose=0,
     )
-    results = spark_elastic.run(
-        train, (training,), num_proc=workers, launcher=spark_elastic.LocalLauncher(), verbose=0
-    )
+    results = spark_elastic.run(train, (training,), num_proc=workers, launcher=spark_elastic.LocalLauncher(), verbose=0)
     return list(results[0].history["seconds"])
 
 

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyspark.ml import Estimator
 
@@ -38,9 +38,6 @@ from spark_elastic.ml.shared_params import (
     TrainingParams,
 )
 from spark_elastic.settings import ElasticSettings
-
-if TYPE_CHECKING:
-    from spark_elastic.job import ElasticJob
 
 RUNS = "runs"
 _IDENTITY = "run.json"
@@ -292,34 +289,43 @@ class ElasticEstimator(
             )
 
     def _train(self, dataset: Dataset, run: Store, resume_from: str | None, context: Any, parts: Parts) -> Any:
-        from spark_elastic.runner import run_async
-
         training = self._training(dataset, run, resume_from)
         with parts.part("try"):
             trial = self._try(training)
-        options = dict(self.getOrDefault("run_options") or {})
         with parts.part("train"):
-            job = run_async(
-                self._train_fn(),
-                (training,),
-                num_proc=self.getOrDefault("num_proc"),
-                min_num_proc=self.getOrDefault("min_num_proc"),
-                max_num_proc=self.getOrDefault("max_num_proc"),
-                verbose=min(2, self.getOrDefault("verbose")),
-                **({} if options.get("launcher") is not None else {"spark": context}),
-                **options,
-            )
-            results = _result(job)
+            results, records = self._run_job(training, context)
         with parts.part("load"):
             history: History = next(result.history for result in results if result is not None)
             inputs = tuple(each for each in dataset.layout.fields if each.name.startswith("features_"))
-            fitted = Fitted(
-                inputs, trial.outputs, trial.rule, history, event_rows(job.events()), trial.why_not, _padding(dataset)
-            )
+            events = event_rows(records)
+            fitted = Fitted(inputs, trial.outputs, trial.rule, history, events, trial.why_not, _padding(dataset))
             model = self._fitted_model(run, fitted)
         model.fit_seconds = dict(parts.seconds)
         self._hand_on(model)
         return model
+
+    def _run_job(self, training: Any, context: Any) -> tuple[list[Any], Sequence[Any]]:
+        """What the workers returned, and the timeline. Ctrl-C, or the notebook's Cancel, ends the workers."""
+        from spark_elastic.runner import run_async
+
+        options = dict(self.getOrDefault("run_options") or {})
+        if options.get("launcher") is None:
+            options["spark"] = context
+        job = run_async(
+            self._train_fn(),
+            (training,),
+            num_proc=self.getOrDefault("num_proc"),
+            min_num_proc=self.getOrDefault("min_num_proc"),
+            max_num_proc=self.getOrDefault("max_num_proc"),
+            verbose=min(2, self.getOrDefault("verbose")),
+            **options,
+        )
+        try:
+            return job.result(), job.events()
+        except BaseException as error:
+            if not job.done():
+                job.cancel(f"interrupted by {type(error).__name__}")
+            raise
 
     def _hand_on(self, model: ElasticModel) -> None:
         """The model has the estimator's uid, as in Spark ML, so that param maps of a CrossValidator reach it."""
@@ -336,15 +342,6 @@ class ElasticEstimator(
         """Of the global batch, or of each worker's."""
         whole, each = self.getOrDefault("batch_size"), self.getOrDefault("per_worker_batch_size")
         return (DEFAULT_BATCH_SIZE, None) if whole is None and each is None else (whole, each)
-
-
-def _result(job: ElasticJob) -> list[Any]:
-    try:
-        return job.result()
-    except BaseException as error:
-        if not job.done():  # Ctrl-C, or the notebook's Cancel
-            job.cancel(f"interrupted by {type(error).__name__}")
-        raise
 
 
 def _padding(dataset: Dataset) -> dict[str, int]:

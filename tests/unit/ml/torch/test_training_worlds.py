@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.ml.torch import trainings
-from tests.unit.ml.torch.trainings import BATCH, EPOCHS, ROWS, STEPS, in_worker
+from tests.unit.ml.torch.trainings import EPOCHS, ROWS, STEPS, in_worker
 from tests.unit.torch.kit import KitDriver
 
 STEPS_AN_EPOCH = STEPS // EPOCHS
