@@ -17,6 +17,7 @@ import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +36,7 @@ from _training import StepLog, is_alive, train
 import spark_elastic
 from spark_elastic.core.timeline import WorldStarted
 from tests.integration import clusters
-from tests.integration.processes import children
+from tests.integration.processes import children, wait_until
 
 HEARTBEAT_TIMEOUT_S = 2.0
 
@@ -51,6 +52,8 @@ class Figures:
     worker_outlives_jvm: list[float] = field(default_factory=list)
     join_pause: list[float] = field(default_factory=list)
     full_strength_s: list[float] = field(default_factory=list)
+    executor_start_s: list[float] = field(default_factory=list)
+    import_s: list[float] = field(default_factory=list)
     lost_steps: int = 0
     false_evictions: int = 0
 
@@ -107,6 +110,7 @@ def strike(fault: str, victim: int, cluster: Any) -> Callable[[], None]:
 
 def one_fault(log: StepLog, fault: str, size: int, cluster: Any, figures: Figures, rng: random.Random) -> None:
     """Strike one of `size` workers, wait for the survivors' next steps, then for the replacement."""
+    known = _executor_ids(cluster) if fault == "executor" else set()
     members = log.wait_for_world(size, _newest_round(log) - 1)
     round = _newest_round(log)
     time.sleep(rng.uniform(0.05, 0.15))  # anywhere in a step
@@ -130,6 +134,9 @@ def one_fault(log: StepLog, fault: str, size: int, cluster: Any, figures: Figure
     if fault == "executor":
         figures.from_worker_death.append(max(last - died, 0.0) * 1000)
     undo()
+    if fault == "executor":
+        wait_until(lambda: _executor_ids(cluster) - known, 180.0, "the new executor")
+        figures.executor_start_s.append(time.monotonic() - start)
     log.wait_for_world(size, round + 1, 180.0)
     joined = _newest_round(log)
     figures.full_strength_s.append(max(step.at for step in log.newest().values() if step.round == joined) - start)
@@ -137,6 +144,19 @@ def one_fault(log: StepLog, fault: str, size: int, cluster: Any, figures: Figure
         before, after = log.last_step_before(pid, joined), log.first_step(pid, joined)
         if before is not None and after is not None:
             figures.join_pause.append((after.at - before.at) * 1000)
+
+
+def _executor_ids(cluster: Any) -> set[str]:
+    """The executors that have registered with the driver."""
+    ids = cluster.sc._jsc.sc().getExecutorIds()
+    return {str(ids.apply(index)) for index in range(ids.size())}
+
+
+def _seconds_to_import() -> float:
+    """What a worker imports before it can join, in a process of its own, beside whatever else runs now."""
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch, torch._dynamo, spark_elastic.torch"], check=True)
+    return time.monotonic() - start
 
 
 def _newest_round(log: StepLog) -> int:
@@ -163,6 +183,8 @@ def main() -> None:
             log.wait_for_world(size, 0, 180.0)
             for number in range(repeat):
                 one_fault(log, args.fault, size, cluster, figures, rng)
+                if args.fault == "executor":
+                    figures.import_s.append(_seconds_to_import())
                 print(f"\r{size}: {number + 1}/{repeat}", end="", file=sys.stderr, flush=True)
             log.read()
             figures.lost_steps += log.lost_steps()
@@ -180,6 +202,12 @@ def main() -> None:
         series.append(Series("worker's death -> next step", figures.from_worker_death, "ms", target_p50=100.0))
     series.append(Series("newcomer joins: pause", figures.join_pause, "ms", target_p50=100.0))
     series.append(Series("fault -> full strength", figures.full_strength_s, "s"))
+    if figures.executor_start_s:
+        parts = zip(figures.full_strength_s, figures.executor_start_s, figures.import_s, strict=True)
+        beyond = [whole - executor - imported for whole, executor, imported in parts]
+        series.append(Series("of it: until the new executor registers", figures.executor_start_s, "s"))
+        series.append(Series("import torch beside the training", figures.import_s, "s"))
+        series.append(Series("full strength, beyond these two", beyond, "s", target_max=2.0))
     series.append(Series("applied steps lost", [float(figures.lost_steps)], "steps", target_max=0.0))
     series.append(Series("worlds that no fault explains", [float(figures.false_evictions)], "worlds", target_max=0.0))
     report(f"recovery-{args.fault}-{args.on}", args, *series, raw=dict(vars(figures)))

@@ -29,7 +29,7 @@ _ELEMENTS = {
 _INSTEAD = {
     "map": "take the values you need: df.withColumn(name, F.col(column)['key'])",
     "struct": "select its fields as columns: df.select('column.*')",
-    "null": "give the column a type: F.col(column).cast('float')",
+    "void": "give the column a type: F.col(column).cast('float')",
     "variant": "extract typed values: F.variant_get(column, path, 'double')",
     "yearmonthinterval": "cast it to a number of months: F.col(column).cast('int')",
     "interval": "cast it to a day-time interval",

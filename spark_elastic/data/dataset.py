@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,12 @@ class Dataset:
         from spark_elastic.data.reader import BatchReader
 
         return BatchReader(self, split, **options)
+
+    def lease(self) -> AbstractContextManager[None]:
+        """While the block runs, clean-up leaves the set alone, that of other processes too."""
+        from spark_elastic.data.cache import leased
+
+        return leased(self.store)
 
     def delete(self) -> None:
         """Remove every file, the manifest first: whoever looks meanwhile finds no set rather than half of one."""

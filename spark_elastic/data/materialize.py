@@ -122,9 +122,12 @@ def materialize(
             _log.info("rows are read from %s, where they were written before", folder.url)
             return found
         _check_shared(place, df.sparkSession)
-        with leased(folder):
-            dataset = _write(df, request, folder, key, settings)
-        mark_used(folder, kept)
+        try:
+            with leased(folder):
+                dataset = _write(df, request, folder, key, settings)
+            mark_used(folder, kept)
+        except OSError as error:
+            raise StoreError(f"the driver cannot write to {folder.url}: {error}", url=folder.url) from error
         collect_orphans(place, wall())
         return dataset
 
@@ -188,17 +191,19 @@ def _selected(df: Any, request: Request) -> list[Any]:
     from pyspark.sql import functions
 
     selected = []
-    for name in request.columns:
+    for index, name in enumerate(request.columns):
         column = functions.col("`" + name.replace("`", "``") + "`")
         cast = cast_of(df.schema[name].dataType)
-        selected.append(column.cast(cast).alias(name) if cast else column)
+        # Under another name: mapInArrow does not find columns with dots or backticks in theirs.
+        selected.append((column.cast(cast) if cast else column).alias(f"c{index}"))
     return selected
 
 
 def _run(df: Any, request: Request, folder: Store, run: str) -> list[Receipt]:
     from pyspark.sql import functions
 
-    task = WriteTask(folder, run, request.resolve(df.schema), request.shard_bytes, request.validation, request.seed)
+    tensors = request.resolve(df.schema)
+    task = WriteTask(folder, run, request.columns, tensors, request.shard_bytes, request.validation, request.seed)
     rows = df.select(*_selected(df, request))
     if request.pre_shuffle:
         # Which partition, and where in it, by two draws: a repartition alone keeps what lay side by side together.

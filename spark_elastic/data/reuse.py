@@ -44,14 +44,16 @@ def identify(df: Any) -> Identity:
     spark = df.sparkSession
     # What is cached is computed once, so not even rand() in it matters. A new DataFrame, for Spark looks into the cache
     # once for each.
-    plan = df.select("*")._jdf.queryExecution().withCachedData()
+    execution = df.select("*")._jdf.queryExecution()
+    plan = execution.withCachedData()
     if not plan.deterministic():
         return Identity(None, "the query is not deterministic; cache() it to have its rows re-used")
     patterns = spark.sparkContext._jvm.org.apache.spark.sql.catalyst.trees.TreePattern
     if plan.containsPattern(patterns.CURRENT_LIKE()):
         return Identity(None, "the query depends on the time")
-    text = _text(spark, plan)
     of_session = any(plan.containsPattern(getattr(patterns, name)()) for name in _FUNCTIONS)
+    plan = execution.optimizedPlan()  # columns that nobody asked for are gone from it
+    text = _text(spark, plan)
     of_session = of_session or any(name in text for name in _OPAQUE)
     leaves: list[Any] = []
     found = plan.collectLeaves()

@@ -28,8 +28,8 @@ def check_shared(store: Store, spark: Any) -> None:
         raise StoreError(f"the driver cannot write to {store.url}: {error}", url=store.url) from error
     try:
         context = spark.sparkContext
-        if context.master == "local" or context.master.startswith("local["):
-            return  # everything runs on this machine, as this user
+        if store.is_local and (context.master == "local" or context.master.startswith("local[")):
+            return  # all of it runs on this machine, as this user
         tasks = context.defaultParallelism
         answers = (
             context.parallelize(range(tasks), tasks).mapPartitionsWithIndex(_probe(store, folder, token)).collect()

@@ -61,10 +61,13 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class WriteTask:
-    """store: the set's folder. run: the folder in it for this write; what other attempts leave there does not count."""
+    """store: the set's folder. run: the folder in it for this write; what other attempts leave there does not count.
+    columns: what the batches' columns are called; Spark sends them in this order, under names of its own.
+    """
 
     store: Store
     run: str
+    columns: tuple[str, ...]
     tensors: tuple[Tensor, ...]
     shard_bytes: int
     validation: float | str | None
@@ -84,6 +87,8 @@ class WriteTask:
         yield pyarrow.RecordBatch.from_pydict({"receipt": pyarrow.array([receipt.dumps()], pyarrow.string())})
 
     def write(self, batches: Iterator[Any], partition: int) -> Receipt:
+        import pyarrow
+
         encoder = Encoder(self.tensors)
         attempt = uuid.uuid4().hex[:8]
         splits = ("train",) if self.validation is None else ("train", "validation")
@@ -92,6 +97,7 @@ class WriteTask:
             for batch in batches:
                 if not batch.num_rows:
                     continue
+                batch = pyarrow.RecordBatch.from_arrays(batch.columns, names=self.columns)
                 first_row = encoder.rows
                 block = encoder.encode(batch)
                 if not writers:

@@ -1,0 +1,212 @@
+"""What cannot be stored is refused with the column, how many rows, what was found and what was expected."""
+
+from __future__ import annotations
+
+import pytest
+from pyspark.ml.linalg import Vectors, VectorUDT
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from spark_elastic.data.cache import SETS
+from spark_elastic.data.materialize import materialize
+from spark_elastic.errors import DataError, InvalidSettingsError, StoreError
+
+NAN = float("nan")
+
+
+def refused(spark, store, schema, rows, *, parts=1, tensors=None, **options):
+    """The error; nothing may have been left in the store."""
+    frame = spark.createDataFrame(spark.sparkContext.parallelize(rows, parts), schema)
+    with pytest.raises(DataError) as caught:
+        materialize(frame, tensors or {"x": "x"}, store=store, **options)
+    left = [entry.path for entry in store.list(recursive=True) if not entry.is_dir]
+    assert left == []
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("schema", "values", "options", "complaint"),
+    [
+        ("x float", [1.0, None, None], {}, r"column 'x': 2 of 3 rows looked at hold null \(the first is row 1 of"),
+        ("x string", ["a", None], {}, "column 'x': 1 of 2 rows looked at hold null"),
+        (
+            "x array<float>",
+            [[1.0], None],
+            {},
+            "1 of 2 rows looked at hold null .*expected a value in every row.*na.drop",
+        ),
+        ("x array<float>", [[1.0, 2.0], [None, None]], {}, "1 of 2 rows .* null within the array .* row 1"),
+        (
+            "x double",
+            [1.0, NAN, float("inf"), 2.0],
+            {},
+            "2 of 4 .* NaN or infinity .*row 1 .*finite numbers.*allow_nan",
+        ),
+        ("x array<float>", [[1.0, NAN], [NAN, NAN]], {}, "2 of 2 rows looked at hold NaN or infinity"),
+        ("x array<float>", [[1.0], [NAN, 1.0]], {"pad_to": {"x": 2}}, "1 of 2 rows .* NaN or infinity .* row 1"),
+        ("x array<float>", [[1.0, NAN], [2.0]], {"variable": ["x"]}, "1 of 2 rows .* NaN or infinity .* row 0"),
+        (
+            "x array<int>",
+            [[1, 2], [3, 4], [5]],
+            {},
+            "1 of 3 .* arrays of 1 .*row 2.*arrays of 2 as in the first.*pad_to=",
+        ),
+        ("x array<int>", [[1], [3, 4]], {"pad_to": {"x": 1}}, r"arrays of 2 .*expected arrays of 1 at most \(pad_to\)"),
+        ("x array<int>", [[], []], {}, "arrays of 0 .*expected a value at least"),
+        ("x array<array<int>>", [[[1], [2]], [[3], [4, 5]]], {}, "1 of 2 .* inner arrays of 2 .*inner arrays of 1"),
+        ("x binary", [b"abc", b"ab"], {}, "values of 2 .*expected values of 3 as in the first row.*variable="),
+        ("x array<int>", [[1, 2, 3]], {"shapes": {"x": (2, 2)}}, r"3 values .*expected 4 for a shape of \[2, 2\]"),
+        ("x int", [1, 300], {"dtypes": {"x": "int8"}}, "1 of 2 .* numbers such as 300 .*expected what int8 can hold"),
+        (
+            "x float",
+            [1.0, 1.5],
+            {"dtypes": {"x": "int32"}},
+            "numbers such as 1.5 .*expected what int32 can hold.*dtypes=",
+        ),
+        ("x double", [1.0, 1e300], {"dtypes": {"x": "float32"}}, "too large such as 1e.300 .*what float32 can hold"),
+        ("x int", [1, 2], {"dtypes": {"x": "bool"}}, "numbers such as 2 .*what bool can hold"),
+    ],
+)
+def test_rows_that_cannot_be_stored(spark, store, schema, values, options, complaint):
+    error = refused(spark, store, schema, [(value,) for value in values], **options)
+    assert error.column == "x"
+    assert_matches(complaint, str(error))
+
+
+def assert_matches(pattern, text):
+    with pytest.raises(DataError, match=pattern):
+        raise DataError(text)
+
+
+def test_the_rows_of_all_tasks_are_counted_together(spark, store):
+    values = [(float(n), None if n % 4 == 3 else 1) for n in range(40)]
+    error = refused(spark, store, "x float, y int", values, parts=2, tensors={"x": "x", "y": "y"})
+    assert (error.column, error.rows, error.found) == ("y", 10, "null")
+    assert "10 of 40 rows" in str(error)
+
+
+def test_everything_that_is_wrong_with_a_batch_is_said_at_once(spark, store):
+    error = refused(spark, store, "x float, y int", [(NAN, 1), (1.0, None)], tensors={"y": "y", "x": "x"})
+    assert "column 'y'" in str(error)
+    # NaN is only looked for where there are no nulls
+    assert (
+        refused(spark, store, "x float, z float", [(NAN, NAN)], tensors={"x": "x", "z": "z"}).args[0].count("NaN") == 2
+    )
+
+
+def test_partitions_with_other_lengths_each(spark, store):
+    error = refused(spark, store, "x array<int>", [([1, 2],)] * 3 + [([1, 2, 3],)] + [([1, 2],)] * 2, parts=6)
+    assert_matches(r"1 of 6 .*values of shape \[3\] .*expected shape \[2\] as in most partitions", str(error))
+
+
+def test_vectors_of_different_sizes(spark, store):
+    schema = T.StructType([T.StructField("x", VectorUDT())])
+    for other in (Vectors.dense([1, 2, 3]), Vectors.sparse(3, [1], [1.0])):
+        error = refused(spark, store, schema, [(Vectors.dense([1, 2]),), (other,)])
+        assert_matches("1 of 2 .* arrays of 3 .*expected arrays of 2 as in the first row", str(error))
+
+
+def test_no_rows(spark, store):
+    assert "the DataFrame has no rows" in str(refused(spark, store, "x int", []))
+
+
+def test_no_rows_for_a_split(spark, store):
+    error = refused(spark, store, "x int, v boolean", [(1, False), (2, False)], validation="v")
+    assert "validation='v' leaves no row for the split 'validation', of 2 rows in all" in str(error)
+    error = refused(spark, store, "x int, v boolean", [(1, True), (2, True)], validation="v")
+    assert "leaves no row for the split 'train'" in str(error)
+
+
+def test_a_null_where_the_split_should_be_said(spark, store):
+    error = refused(spark, store, "x int, v boolean", [(1, True), (2, None)], validation="v")
+    assert_matches("column 'v': 1 of 2 .*null .*expected true or false", str(error))
+
+
+@pytest.mark.parametrize(
+    ("sql", "tensors", "options", "complaint"),
+    [
+        ("1 price", {"x": "pice"}, {}, r"no column 'pice'; did you mean 'price'\?; the columns are \['price'\]"),
+        ("1 price", {"x": "price"}, {"validation": "is_val"}, "no column 'is_val'"),
+        ("1 x, 2 v", {"x": "x"}, {"validation": "v"}, "validation column 'v' must be boolean, not int"),
+        (
+            "map('a', 1) x",
+            {"x": "x"},
+            {},
+            "column 'x' is of type map<string,int>, which cannot be stored; take the values",
+        ),
+        ("named_struct('a', 1) x", {"x": "x"}, {}, r"struct<a:int>, which cannot be stored; select its fields"),
+        ("null x", {"x": "x"}, {}, "of type void, which cannot be stored; give the column a type"),
+        ("array('a') x", {"x": "x"}, {}, "array<string>, which cannot be stored; turn the elements into numbers"),
+        ("interval '1' year x", {"x": "x"}, {}, "interval year, which cannot be stored; cast it to a number of months"),
+        ("1 x, 'a' y", {"t": ["x", "y"]}, {}, "tensor 't': column 'y' is of variable length .* a tensor of its own"),
+        ("1 x", {"x": "x"}, {"variable": ["x"]}, "variable length is for binary, string and array columns, and 'x' is"),
+    ],
+)
+def test_what_the_schema_shows_is_refused_before_anything_runs(spark, store, sql, tensors, options, complaint):
+    frame = spark.sql(f"select {sql}")
+    with pytest.raises(DataError, match=complaint):
+        materialize(frame, tensors, store=store, **options)
+    assert not store.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"dtypes": {"y": "int8"}}, "dtypes names 'y', which is no tensor"),
+        ({"dtypes": {"x": "floaty"}}, "numpy knows no 'floaty'"),
+        ({"dtypes": {"x": "complex64"}}, "not a number of at most 8 bytes"),
+        ({"shapes": {"xs": (1,)}}, r"shapes names 'xs', which is no tensor; did you mean 'x'\?"),
+        ({"pad_to": {"x": 0}}, "pad_to of 'x' must be at least 1"),
+        ({"pad_to": {"x": 3}}, "pad_to is for one array or binary column"),
+        ({"sparse": {"x": True}}, "is not a vector"),
+        ({"validation": 1.0}, "a fraction between 0 and 1, or a boolean column"),
+        ({"validation": True}, "a fraction between 0 and 1"),
+        ({"shard_bytes": 5}, "shard_bytes must be at least 4096"),
+        ({"pre_shuffle": "python"}, "pre_shuffle must be None or 'spark'"),
+        ({"dataset_id": "../up"}, "dataset_id must be letters"),
+        ({"dataset_id": "auto-1"}, "dataset_id must be letters"),
+        ({"tensors": {}}, "needs a column at least"),
+        ({"tensors": {"x": []}}, "needs a column at least"),
+    ],
+)
+def test_settings_that_cannot_be(spark, store, options, complaint):
+    with pytest.raises(InvalidSettingsError, match=complaint):
+        materialize(spark.range(3), **{"tensors": {"x": "id"}, "store": store, **options})
+
+
+def test_a_stream_is_refused(spark, store):
+    with pytest.raises(DataError, match="a streaming DataFrame has no end"):
+        materialize(spark.readStream.format("rate").load(), {"x": "value"}, store=store)
+
+
+def test_an_error_of_a_function_of_the_query_is_named_without_the_frames_around_it(spark, store):
+    @F.udf("double")
+    def fails(x):
+        return 1 / (x - 7)
+
+    with pytest.raises(DataError) as caught:
+        materialize(spark.range(10).select(fails("id").alias("x")), {"x": "x"}, store=store)
+    assert str(caught.value) == "the rows could not be written: ZeroDivisionError: division by zero"
+
+
+def test_an_error_of_the_query_itself_is_named(spark, store):
+    frame = spark.range(3).select(F.raise_error(F.lit("the sensor is off")).cast("int").alias("x"))
+    with pytest.raises(DataError, match=r"the rows could not be written: .*the sensor is off") as caught:
+        materialize(frame, {"x": "x"}, store=store)
+    assert "\tat " not in str(caught.value)
+
+
+def test_a_store_that_cannot_be_written_to(spark, tmp_path):
+    place = tmp_path / "store"
+    (place / SETS).mkdir(parents=True)
+    frame = spark.range(3)
+    blocked = place / SETS / "mine"
+    blocked.write_text("a file where the folder should be")
+    with pytest.raises(StoreError, match=r"the driver cannot write to .*/mine"):
+        materialize(frame, {"x": "id"}, store=place, dataset_id="mine")
+
+
+def test_memory_that_other_processes_do_not_see_is_no_store(spark):
+    complaint = r"do not share memory://sets: .* does not see the driver's file\. Name a store .*hdfs://"
+    with pytest.raises(StoreError, match=complaint):
+        materialize(spark.range(3), {"x": "id"}, store="memory://sets")

@@ -1,0 +1,243 @@
+"""The same rows are written once; other rows, other settings, and sets that cannot be trusted are written anew."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from pyspark.sql import functions as F
+
+from spark_elastic.data.cache import SETS, clear_cache, delete_unkept
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.manifest import MANIFEST_NAME
+from spark_elastic.data.materialize import materialize
+from spark_elastic.errors import DatasetError
+from tests.integration.data.conftest import Rows
+
+X = {"x": "x"}
+
+
+@pytest.fixture(scope="module")
+def table(spark, tmp_path_factory):
+    """A Parquet table of 100 rows: x, v."""
+    path = str(tmp_path_factory.mktemp("table") / "t")
+    spark.range(0, 100, 1, 2).select(F.col("id").alias("x"), (F.col("id") % 5 == 0).alias("v")).write.parquet(path)
+    return path
+
+
+def where(dataset):
+    return dataset.store.url
+
+
+def test_the_same_query_is_written_once(spark, store, table):
+    query = lambda: spark.read.parquet(table).filter("x > 10").select((F.col("x") * 2).alias("x"))  # noqa: E731
+    first = materialize(query(), X, store=store)
+    assert materialize(query(), X, store=store) == first
+    assert len(store.list(SETS)) == 1
+
+
+def test_whatever_changes_the_rows_or_how_they_are_stored_is_written_anew(spark, store, table):
+    frame = spark.read.parquet(table)
+    sets = [
+        materialize(frame, X, store=store),
+        materialize(frame.filter("x > 10"), X, store=store),
+        materialize(frame.filter("x > 11"), X, store=store),
+        materialize(frame, {"y": "x"}, store=store),
+        materialize(frame, {"x": ["x"]}, store=store),
+        materialize(frame, X, store=store, dtypes={"x": "float32"}),
+        materialize(frame, X, store=store, validation=0.5),
+        materialize(frame, X, store=store, validation=0.5, seed=1),
+        materialize(frame, X, store=store, validation="v"),
+        materialize(frame, X, store=store, pre_shuffle="spark"),
+    ]
+    assert len(set(map(where, sets))) == len(sets)
+
+
+def test_columns_that_are_not_asked_for_do_not_matter(spark, store, table):
+    frame = spark.read.parquet(table)
+    first = materialize(frame, X, store=store)
+    assert materialize(frame.withColumn("more", F.lit(1)), X, store=store).store == first.store
+
+
+def test_files_that_changed_are_read_again(spark, store, tmp_path):
+    path = str(tmp_path / "t")
+    spark.range(10).write.parquet(path)
+    first = materialize(spark.read.parquet(path), {"x": "id"}, store=store)
+    spark.range(20).write.mode("overwrite").parquet(path)
+    second = materialize(spark.read.parquet(path), {"x": "id"}, store=store)
+    assert (first.rows(), second.rows()) == (10, 20)
+    spark.range(5).write.mode("append").parquet(path)
+    assert materialize(spark.read.parquet(path), {"x": "id"}, store=store).rows() == 25
+
+
+def test_rows_that_spark_holds_are_known_within_the_session(spark, store):
+    frame = spark.createDataFrame(spark.sparkContext.parallelize([(1,), (2,)], 1), "x int")
+    other = spark.createDataFrame(spark.sparkContext.parallelize([(1,), (3,)], 1), "x int")
+    first = materialize(frame, X, store=store)
+    assert materialize(frame, X, store=store).store == first.store
+    assert Rows(materialize(other, X, store=store))["x"].tolist() == [1, 3]
+
+
+def test_a_query_that_is_not_deterministic_is_written_each_time(spark, store):
+    frame = spark.range(50).select(F.rand().alias("x"))
+    assert materialize(frame, X, store=store).store != materialize(frame, X, store=store).store
+    now = spark.range(2).select(F.unix_micros(F.current_timestamp()).alias("x"))
+    assert materialize(now, X, store=store).store != materialize(now, X, store=store).store
+
+
+def test_unless_it_is_cached(spark, store):
+    frame = spark.range(50).select(F.rand().alias("x")).cache()
+    try:
+        first = materialize(frame.filter("x < 0.5"), X, store=store)
+        assert materialize(frame.filter("x < 0.5"), X, store=store).store == first.store
+        assert materialize(frame.filter("x >= 0.5"), X, store=store).rows() + first.rows() == 50
+    finally:
+        frame.unpersist(blocking=True)
+
+
+def test_functions_of_the_user_are_told_apart(spark, store):
+    double, triple = (F.udf(lambda x, by=by: x * by, "long") for by in (2, 3))
+    frame = spark.range(1, 3)
+    first = materialize(frame.select(double("id").alias("x")), X, store=store)
+    assert materialize(frame.select(double("id").alias("x")), X, store=store).store == first.store
+    second = materialize(frame.select(triple("id").alias("x")), X, store=store)
+    assert sorted(Rows(first)["x"].tolist()) == [2, 4]
+    assert sorted(Rows(second)["x"].tolist()) == [3, 6]
+
+
+def test_a_name_finds_the_set_whatever_became_of_the_query(spark, store):
+    first = materialize(spark.range(10), {"x": "id"}, store=store, dataset_id="mine")
+    again = materialize(spark.range(99), {"x": "id"}, store=store, dataset_id="mine")
+    assert again == first
+    assert again.rows() == 10
+
+
+def test_a_name_does_not_stand_for_other_settings(spark, store):
+    materialize(spark.range(10), {"x": "id"}, store=store, dataset_id="mine")
+    with pytest.raises(DatasetError, match=r"'mine' .* other settings: validation=None, not 0\.5; choose another"):
+        materialize(spark.range(10), {"x": "id"}, store=store, dataset_id="mine", validation=0.5)
+
+
+def test_a_set_whose_write_did_not_end_is_written_again(spark, store, table):
+    frame = spark.read.parquet(table)
+    first = materialize(frame, X, store=store)
+    first.store.delete(MANIFEST_NAME)
+    second = materialize(frame, X, store=store)
+    assert second.rows() == 100
+    assert {shard.file for shard in second.manifest.splits["train"]}.isdisjoint(
+        shard.file for shard in first.manifest.splits["train"]
+    )
+
+
+def test_a_damaged_set_is_written_again_or_refused_if_it_was_named(spark, store, table):
+    frame = spark.read.parquet(table)
+    for options in ({}, {"dataset_id": "mine"}):
+        dataset = materialize(frame, X, store=store, **options)
+        file = dataset.manifest.splits["train"][0].file
+        dataset.store.write_bytes(file, dataset.store.read_bytes(file)[:-8])
+        if not options:
+            assert len(Rows(materialize(frame, X, store=store))["x"]) == 100
+        else:
+            with pytest.raises(DatasetError, match="the set is damaged"):
+                materialize(frame, X, store=store, **options)
+
+
+def test_a_foreign_set_under_the_right_name_is_not_trusted(spark, store, table):
+    frame = spark.read.parquet(table)
+    ours, other = materialize(frame, X, store=store), materialize(frame.limit(3), X, store=store)
+    ours.store.write_bytes(MANIFEST_NAME, other.store.read_bytes(MANIFEST_NAME))
+    for shard in other.manifest.splits["train"]:
+        ours.store.write_bytes(shard.file, other.store.read_bytes(shard.file))
+    assert Dataset.open(ours.store).rows() == 3
+    assert materialize(frame, X, store=store).rows() == 100
+
+
+def test_several_fits_at_once_write_once(spark, store, table):
+    frame, found = spark.read.parquet(table), []
+    threads = [
+        threading.Thread(target=lambda: found.append(materialize(frame, X, store=store).manifest)) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [found[0]] * 4
+
+
+def test_of_two_processes_that_write_at_once_one_commits_and_both_read_it(spark, store, table):
+    """The other process is played by a set that is committed while ours is being written."""
+    frame = spark.read.parquet(table)
+    theirs = materialize(frame, X, store=store)
+    text = theirs.store.read_bytes(MANIFEST_NAME)
+    theirs.store.delete(MANIFEST_NAME)
+    url = theirs.store.url
+
+    @F.udf("long")
+    def commit_meanwhile(x):
+        from spark_elastic.data.store import Store
+
+        Store.create(url).write_bytes(MANIFEST_NAME, text)
+        return x
+
+    from spark_elastic.data import materialize as module
+
+    request = module.Request(X, {}, {}, {}, (), {}, False, None, 0, 1 << 20, None)
+    racing = frame.select(commit_meanwhile("x").alias("x"))
+    ours = module._write(racing, request, theirs.store, theirs.manifest.key, {})
+    assert ours.manifest == theirs.manifest
+    runs = {entry.path for entry in ours.store.list() if entry.is_dir} - {"leases"}
+    assert len(runs) == 1  # nothing of the slower one is left
+
+
+def test_sets_go_at_the_end_unless_they_are_kept(spark, store, table):
+    frame = spark.read.parquet(table)
+    gone = materialize(frame, X, store=store)
+    kept = [
+        materialize(frame.limit(5), X, store=store, keep=True),
+        materialize(frame, X, store=store, dataset_id="mine"),
+    ]
+    passing = materialize(frame, X, store=store, dataset_id="passing", keep=False)
+    delete_unkept()
+    assert not gone.store.exists()
+    assert not passing.store.exists()
+    assert [Dataset.open(dataset.store) for dataset in kept] == kept
+
+
+def test_a_set_that_another_fit_reads_stays(spark, store, table):
+    dataset = materialize(spark.read.parquet(table), X, store=store)
+    with dataset.lease():
+        delete_unkept()
+        assert clear_cache(store) == []
+        assert Dataset.open(dataset.store) == dataset
+    assert clear_cache(store) == [dataset.store.url.rpartition("/")[2]]
+    assert store.list(SETS) == []
+
+
+def test_the_rows_set_aside_are_a_share_drawn_by_the_seed(spark, store):
+    frame = spark.range(0, 20_000, 1, 4)
+    sets = [materialize(frame, {"x": "id"}, store=store, validation=0.1, seed=seed, reuse=False) for seed in (0, 0, 1)]
+    drawn = []
+    for dataset in sets:
+        train, aside = Rows(dataset)["x"], Rows(dataset, "validation")["x"]
+        assert sorted([*train, *aside]) == list(range(20_000))
+        assert abs(len(aside) / 2_000 - 1) < 0.1
+        assert abs(np.corrcoef(np.sort(aside), np.arange(len(aside)))[0, 1]) > 0.999  # from everywhere alike
+        drawn.append(set(aside))
+    assert drawn[0] == drawn[1]
+    assert len(drawn[0] & drawn[2]) < 400
+
+
+def test_the_rows_set_aside_can_be_named_by_a_column(spark, store, table):
+    dataset = materialize(spark.read.parquet(table), X, store=store, validation="v")
+    assert sorted(Rows(dataset, "validation")["x"]) == list(range(0, 100, 5))
+    assert sorted(Rows(dataset)["x"]) == [x for x in range(100) if x % 5]
+
+
+def test_rows_can_be_spread_by_spark_first(spark, store):
+    frame = spark.range(0, 10_000, 1, 4)
+    stored = Rows(materialize(frame, {"x": "id"}, store=store, pre_shuffle="spark"))["x"]
+    assert sorted(stored) == list(range(10_000))
+    assert abs(np.corrcoef(stored, np.arange(10_000))[0, 1]) < 0.05
+    neighbours = np.abs(np.diff(stored.astype(np.int64)))
+    assert abs(neighbours.mean() / (10_000 / 3) - 1) < 0.05  # as in a random order
