@@ -11,8 +11,8 @@ import numpy as np
 from spark_elastic.core.permutation import Permutation, derived_key, make_scratch
 from spark_elastic.core.sampling import Indices
 
-_PLANNED = 1 << 18
-"""Rows whose places in the lanes are computed at a time, in a few ms: what a resume costs, and 2 MB."""
+_PLANNED = 1 << 19
+"""Rows whose places in the lanes are computed at a time: what a resume costs, some ms and 4 MB."""
 _GOLDEN = 0.6180339887498949
 
 
@@ -27,6 +27,19 @@ class LaneSettings:
     lanes: int
     chunk_rows: int
     window_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """number: of the window in its lane. order: of its rows. first: where its first row is, counted from the start of
+    the first chunk that it touches. chunks: the first rows of the chunks that it touches; None: the short one is among
+    them, and `first` is a place on the tape.
+    """
+
+    number: int
+    order: Permutation
+    first: int
+    chunks: Indices | None
 
 
 class LaneOrder:
@@ -46,7 +59,7 @@ class LaneOrder:
         self._chunks = Permutation(full, derived_key(self._key, 1), self._scratch)
         # a last chunk that is short stands anywhere on the tape, like any other
         self._short_at = derived_key(self._key, 2) % (full + 1) * settings.chunk_rows
-        self._windows: dict[int, tuple[int, Permutation]] = {}
+        self._windows: dict[int, _Window] = {}
         self._plan = np.empty((0, 0), np.int64)
         self._planned = (0, 0, 0)
 
@@ -108,43 +121,60 @@ class LaneOrder:
 
     def _sequence(self, first: int, last: int, start: int, stop: int) -> Indices:
         """Number `start`..`stop` of the rows of these lanes, in the order of their positions."""
+        lanes = last - first
         if start == stop:
             return np.empty(0, np.int64)
-        lanes = last - first
         depth = max(1, _PLANNED // lanes)
         parts = []
-        while start < stop:
-            block = start // (lanes * depth)
+        index, end = start // lanes, -(-stop // lanes)
+        while index < end:
+            block = index // depth
             if self._planned != (first, last, block):
-                self._plan = self._planned_block(first, last, block * depth, depth)
+                self._plan = np.zeros((lanes, depth), np.int64)
+                for lane in range(first, last):
+                    self._fill(lane, block * depth, self._plan[lane - first])
                 self._planned = (first, last, block)
-            base = block * lanes * depth
-            end = min(stop, base + lanes * depth)
-            parts.append(self._plan.reshape(-1)[start - base : end - base])
-            start = end
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            until = min(end, (block + 1) * depth)
+            parts.append(self._plan[:, index - block * depth : until - block * depth].T.reshape(-1))
+            index = until
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return rows[start % lanes : start % lanes + stop - start]
 
-    def _planned_block(self, first: int, last: int, index: int, depth: int) -> Indices:
-        """Rows number `index`..`index + depth` of the lanes; shape (depth, lanes). Past a lane's end: undefined."""
-        tape = np.zeros((last - first, depth), np.int64)
-        for lane in range(first, last):
-            begin, length = self.lane(lane)
-            at, end = index, min(index + depth, length)
-            while at < end:
-                number, start, stop = self.window_at(lane, at)
-                until = min(stop, end)
-                order = self._window(lane, number, stop - start)
-                tape[lane - first, at - index : until - index] = order[np.arange(at - start, until - start)]
-                tape[lane - first, at - index : until - index] += begin + start
-                at = until
-        return self._rows_on_tape(np.ascontiguousarray(tape.T).reshape(-1)).reshape(depth, last - first)
+    def _fill(self, lane: int, index: int, out: Indices) -> None:
+        """A lane's rows from number `index` on; past its end `out` stays as it is."""
+        end = min(index + len(out), self.lane(lane)[1])
+        at = index
+        while at < end:
+            number, start, stop = self.window_at(lane, at)
+            until = min(stop, end)
+            window = self._windows.get(lane)
+            if window is None or window.number != number:
+                window = self._windows[lane] = self._window(lane, number, start, stop)
+            positions = window.order.span(at - start, until - start)
+            out[at - index : until - index] = self._rows_in(window, positions)
+            at = until
 
-    def _window(self, lane: int, number: int, rows: int) -> Permutation:
-        held, permutation = self._windows.get(lane, (-1, None))
-        if permutation is None or held != number:
-            permutation = Permutation(rows, derived_key(self._key, 3, lane, number), self._scratch)
-            self._windows[lane] = (number, permutation)
-        return permutation
+    def _window(self, lane: int, number: int, start: int, stop: int) -> _Window:
+        begin = self.lane(lane)[0]
+        first, last = begin + start, begin + stop
+        order = Permutation(stop - start, derived_key(self._key, 3, lane, number), self._scratch)
+        after = self._short_at + self._short
+        if self._short and first < after and last > self._short_at:
+            return _Window(number, order, first, None)
+        if first >= after:
+            first, last = first - self._short, last - self._short
+        chunk = self.settings.chunk_rows
+        slots = np.arange(first // chunk, -(-last // chunk))
+        return _Window(number, order, first % chunk, self._chunks[slots] * chunk)
+
+    def _rows_in(self, window: _Window, positions: Indices) -> Indices:
+        places = positions + window.first
+        if window.chunks is None:
+            return self._rows_on_tape(places)
+        slots = places // self.settings.chunk_rows
+        places -= slots * self.settings.chunk_rows
+        places += window.chunks[slots]
+        return places
 
     def _rows_on_tape(self, tape: Indices) -> Indices:
         chunk = self.settings.chunk_rows

@@ -40,9 +40,8 @@ class GlobalOrder:
             (start + (stop - start) * rank // size, start + (stop - start) * (rank + 1) // size)
             for start, stop in pairwise(edges)
         ]
-        if size == 1:
-            positions = np.arange(edges[0], edges[-1])
-        else:
-            positions = np.concatenate([np.arange(start, stop) for start, stop in parts])
-        rows = positions if self._permutation is None else self._permutation[positions]
-        return rows, [stop - start for start, stop in parts]
+        counts = [stop - start for start, stop in parts]
+        if size == 1 and self._permutation is not None:
+            return self._permutation.span(edges[0], edges[-1]), counts
+        positions = np.concatenate([np.arange(start, stop) for start, stop in parts])
+        return positions if self._permutation is None else self._permutation[positions], counts

@@ -19,6 +19,7 @@ from spark_elastic.errors import DatasetError
 _PROT_NONE, _PROT_READ = 0, 1
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
 _MADV_DONTNEED = 4
+_HUGE_PAGE = 2 << 20
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -82,7 +83,9 @@ class FileRange:
         if not self.nbytes:
             return
         reserved = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
-        self._address = self._mmap(None, self.nbytes, _PROT_NONE, reserved, -1, 0)
+        self._reserved = self._mmap(None, self.nbytes + _HUGE_PAGE, _PROT_NONE, reserved, -1, 0)
+        # where the page cache holds a file in large pieces, it is only mapped in large pieces at such an address
+        self._address = -(-self._reserved // _HUGE_PAGE) * _HUGE_PAGE
         try:
             for piece in pieces:
                 self._map(piece)
@@ -121,7 +124,7 @@ class FileRange:
     def close(self) -> None:
         self.bytes = np.empty(0, np.uint8)
         if self._address is not None:
-            self._libc.munmap(self._address, self.nbytes)
+            self._libc.munmap(self._reserved, self.nbytes + _HUGE_PAGE)
             self._address = None
 
     def __del__(self) -> None:

@@ -38,7 +38,7 @@ def lane_settings(rows: int, stride: int, batch_size: int, open_bytes: int = _OP
     batch_size: of the training, global: if the number of lanes divides it, ranks have equal shares of a batch.
     open_bytes: that the windows of all lanes may cover together.
     """
-    dividing = [lanes for lanes in range(32, 257) if batch_size % lanes == 0]
+    dividing = [lanes for lanes in range(32, 129) if batch_size % lanes == 0]
     lanes = max(dividing, default=min(64, batch_size))
     chunk_rows = max(1, min(_CHUNK_BYTES // stride, -(-rows // (4 * lanes)) or 1))
     return LaneSettings(lanes, chunk_rows, max(chunk_rows, open_bytes // stride // lanes))

@@ -25,6 +25,8 @@ _TURN_ROWS = 1 << 14
 between threads, some dozen calls) is then shared by several batches."""
 _TURN_BYTES = 4 << 20
 """But no more than this, so that what was gathered is still in the cache when it is used."""
+_AHEAD_BYTES = 4 << 20
+"""Nor is more than this gathered ahead, besides one turn: more buffers only push each other out of the cache."""
 
 
 class BatchReader:
@@ -46,7 +48,7 @@ class BatchReader:
         order: "global": a true permutation of all rows. "lanes": for sets that do not fit into memory, or are remote:
             shuffled in windows, see `LaneOrder`. "auto": `resolve_order`.
         lanes: how lanes are cut; None: `lane_settings`. The same on all ranks, and for all of a training.
-        prefetch: turns that are gathered ahead, each of one batch or of several small ones; 0: none, and no thread.
+        prefetch: batches that a thread gathers ahead, fewer if they are large, more if they are small; 0: no thread.
         fields: the tensors that batches hold; None: all.
         cache_dir, cache_bytes: where, and how much of, a remote set is kept on this host's disk; None: a folder of
             the user's temporary files, and all of it.
@@ -127,13 +129,12 @@ class BatchReader:
             turns = self._turns_from(epoch, position, batch_size)
             try:
                 for turn in turns:
-                    for batch in turn:
-                        position = batch.stop
-                        yield batch
+                    turn.reverse()
+                    while turn and self._world is world:
+                        position = turn[-1].stop
+                        yield turn.pop()  # no name for it here: its buffer is the consumer's alone
                         if self._closed:
                             raise ValueError("the reader was closed in the middle of an epoch")
-                        if self._world is not world:
-                            break
                     if self._world is not world:
                         break  # what was gathered ahead is another rank's by now
             finally:
@@ -143,12 +144,13 @@ class BatchReader:
 
     def _turns_from(self, epoch: int, position: int, batch_size: int) -> Iterable[list[Batch]]:
         rank, size = self._world
+        stride = self._dtype.itemsize
+        mine = -(-batch_size // size)
+        together = max(1, min(_TURN_ROWS, _TURN_BYTES // stride) // mine)
+        length = together * batch_size
 
         def turns() -> Iterator[list[Batch]]:
             order = self._order_of(epoch)
-            mine = max(1, -(-batch_size // size))
-            rows = max(1, min(_TURN_ROWS, _TURN_BYTES // self._dtype.itemsize))
-            length = max(1, rows // mine) * batch_size
             for start in range(position, self.rows, length):
                 stop = min(start + length, self.rows)
                 edges = [*range(start, stop, batch_size), stop]
@@ -157,7 +159,8 @@ class BatchReader:
 
         if not self._prefetch:
             return turns()
-        started = Prefetcher(turns, self._prefetch, "spark-elastic-reader")
+        ahead = min(-(-self._prefetch // together), _AHEAD_BYTES // (together * mine * stride))
+        started = Prefetcher(turns, max(1, ahead), "spark-elastic-reader")
         self._running.add(started)
         return started
 
