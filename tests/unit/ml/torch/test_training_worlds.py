@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.ml.torch import trainings
-from tests.unit.ml.torch.trainings import EPOCHS, ROWS, STEPS, in_worker
+from tests.unit.ml.torch.trainings import BATCH, EPOCHS, ROWS, STEPS, in_worker, in_worker_slowly
 from tests.unit.torch.kit import KitDriver
 
 STEPS_AN_EPOCH = STEPS // EPOCHS
@@ -17,8 +17,7 @@ def close(expected):
 
 def assert_as_undisturbed(result, folder, undisturbed):
     expected, weights = undisturbed
-    assert result["steps"] == expected["steps"] == STEPS
-    assert len(result["history"]) == EPOCHS
+    assert result["steps"] == expected["steps"]
     for row, wanted in zip(result["history"], expected["history"], strict=True):
         assert row == close(wanted)
         assert row["rows"] == ROWS
@@ -38,10 +37,27 @@ def test_every_row_counts_once_in_training_and_in_validation(undisturbed, data):
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_number_of_workers_changes_nothing(size, data, tmp_path, undisturbed):
     with KitDriver(start_with=size) as driver:
-        driver.start(in_worker, data, tmp_path, {}, {}, count=size)
+        driver.start(in_worker, data, tmp_path, {}, count=size)
         for result in driver.results(size):
             assert result["size"] == size
             assert_as_undisturbed(result, tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize(
+    "variant", [name for name in trainings.VARIANTS if name not in ("plain", "a batch for each worker")]
+)
+def test_no_setting_makes_the_result_depend_on_the_number_of_workers(
+    variant, data, weighted_data, tmp_path, undisturbed
+):
+    chosen = weighted_data if "weighted" in trainings.VARIANTS[variant] else data
+    single = trainings.make_training(chosen, tmp_path / "alone", **trainings.variant_of(variant))
+    expected = trainings.alone(single), trainings.weights(tmp_path / "alone")
+    with KitDriver(start_with=3) as driver:
+        driver.start(in_worker, chosen, tmp_path / "three", {}, variant, count=3)
+        for result in driver.results(3):
+            assert_as_undisturbed(result, tmp_path / "three", expected)
+    changes_nothing = {"accumulation", "a loss by row", "no prefetch", "metrics with states"}
+    assert (expected[1] == close(undisturbed[1])) == (variant in changes_nothing)
 
 
 KILLS = {
@@ -62,7 +78,7 @@ KILLS = {
 @pytest.mark.parametrize("kill", KILLS.values(), ids=KILLS.keys())
 def test_a_worker_that_is_killed_changes_nothing(kill, victim, data, tmp_path, undisturbed):
     with KitDriver(start_with=3) as driver:
-        driver.start(in_worker, data, tmp_path, {victim: kill}, {}, count=3)
+        driver.start(in_worker, data, tmp_path, {victim: kill}, count=3)
         for result in driver.results(2):
             assert_as_undisturbed(result, tmp_path, undisturbed)
         assert len(driver.worlds) >= 2
@@ -72,6 +88,46 @@ def test_a_worker_that_is_killed_changes_nothing(kill, victim, data, tmp_path, u
 @pytest.mark.parametrize("file", ["state.pt", "checkpoint.json", "model.pt", "history.json"])
 def test_rank_0_that_is_killed_while_it_writes_changes_nothing(file, half, data, tmp_path, undisturbed):
     with KitDriver(start_with=2) as driver:
-        driver.start(in_worker, data, tmp_path, {1: ("store", file, half)}, {}, count=2)
+        driver.start(in_worker, data, tmp_path, {1: ("store", file, half)}, count=2)
         (result,) = driver.results(1)
         assert_as_undisturbed(result, tmp_path, undisturbed)
+
+
+def test_two_kills_one_after_the_other_change_nothing(data, tmp_path, undisturbed):
+    with KitDriver(start_with=3) as driver:
+        plans = {1: ("on_batch_end", 3), 3: ("forward", 2 * STEPS_AN_EPOCH)}
+        driver.start(in_worker, data, tmp_path, plans, count=3)
+        (result,) = driver.results(1)
+        assert_as_undisturbed(result, tmp_path, undisturbed)
+        assert len(driver.worlds) == 3
+
+
+@pytest.mark.parametrize("kill", [("on_batch_end", 4), ("forward", STEPS_AN_EPOCH + 2)], ids=["training", "validation"])
+def test_metrics_with_states_count_each_row_once_through_a_kill(kill, data, tmp_path):
+    variant = "metrics with states"
+    single = trainings.make_training(data, tmp_path / "alone", **trainings.variant_of(variant))
+    expected = trainings.alone(single), trainings.weights(tmp_path / "alone")
+    with KitDriver(start_with=3) as driver:
+        driver.start(in_worker, data, tmp_path / "three", {2: kill}, variant, count=3)
+        for result in driver.results(2):
+            assert_as_undisturbed(result, tmp_path / "three", expected)
+            assert result["history"][0]["outputs_count"] == ROWS
+
+
+def test_newcomers_take_over_everything_and_change_nothing(data, tmp_path, undisturbed):
+    with KitDriver(start_with=1) as driver:
+        driver.start(in_worker_slowly, data, tmp_path)
+        driver.wait(lambda: driver.told("step"))
+        driver.start(in_worker_slowly, data, tmp_path, count=2)
+        results = driver.results(3)
+        assert max(world.size for world in driver.worlds) > 1
+        for result in results:
+            assert result["epochs counted"] == EPOCHS
+            assert_as_undisturbed(result, tmp_path, undisturbed)
+
+
+def test_the_batch_follows_the_number_of_workers_if_it_is_given_by_worker(data, tmp_path):
+    with KitDriver(start_with=3) as driver:
+        driver.start(in_worker, data, tmp_path, {}, "a batch for each worker", count=3)
+        for result in driver.results(3):
+            assert result["steps"] == EPOCHS * -(-ROWS // (3 * BATCH))
