@@ -129,9 +129,8 @@ class ElasticEstimator(
     def fitMultiple(self, dataset: Any, paramMaps: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """As in Spark ML. The rows are written once for all param maps that train on the same columns."""
         estimator = self.copy()
-        # Rows of a random split, as a CrossValidator makes it, are not found again by any later fit.
-        passing = not dataset._jdf.queryExecution().analyzed().deterministic()
-        estimator._sets = sets = _SharedSets(len(paramMaps), removed=passing and not estimator._keeps_rows())
+        passing = not estimator._keeps_rows() and not _is_found_again(dataset)
+        estimator._sets = sets = _SharedSets(len(paramMaps), removed=passing)
 
         def fit(index: int) -> Any:
             try:
@@ -150,10 +149,15 @@ class ElasticEstimator(
         parts = Parts()
         with parts.part("write"):
             written = self._written(dataset, tensors)
-        with self._run_folder(written) as (run, resume_from):
-            model = self._train(written, run, resume_from, context, parts)
-        if self.getOrDefault("run_id") is not None and not self._keeps_rows():
-            written.delete()  # they had been kept for a fit that goes on after the driver's death
+        passing = self._sets is None and not self._keeps_rows() and not _is_found_again(dataset)
+        try:
+            with self._run_folder(written) as (run, resume_from):
+                model = self._train(written, run, resume_from, context, parts)
+            # With a run_id they had been kept for a fit that goes on after the driver's death.
+            passing = passing or (self.getOrDefault("run_id") is not None and not self._keeps_rows())
+        finally:
+            if passing:
+                written.delete()
         return model
 
     # Checks.
@@ -191,6 +195,9 @@ class ElasticEstimator(
         made |= preparation.labels(
             schema, self.getOrDefault("label_cols"), self.getOrDefault("label_shapes"), self._label_dtypes()
         )
+        if self.getOrDefault("transformation_fn") is None:
+            for name in ("feature_cols", "label_cols"):
+                preparation.check_numbers(schema, _flat(self.getOrDefault(name)), name)
         if self.getOrDefault("sample_weight_col") is not None:
             made |= preparation.weight(schema, self.getOrDefault("sample_weight_col"))
         if isinstance(self.getOrDefault("validation"), str):
@@ -228,12 +235,13 @@ class ElasticEstimator(
         from spark_elastic.data.materialize import materialize
 
         settings = self._write_settings(tensors)
+        lasting = self._keeps_rows() or (self.getOrDefault("run_id") is not None and _is_found_again(dataset))
         return materialize(
             dataset,
             settings.pop("tensors"),
             store=self._base_store(),
             dataset_id=self.getOrDefault("dataset_id"),
-            keep=True if self._keeps_rows() or self.getOrDefault("run_id") is not None else None,
+            keep=lasting or None,
             **settings,
         )
 
@@ -342,6 +350,16 @@ class ElasticEstimator(
         """Of the global batch, or of each worker's."""
         whole, each = self.getOrDefault("batch_size"), self.getOrDefault("per_worker_batch_size")
         return (DEFAULT_BATCH_SIZE, None) if whole is None and each is None else (whole, each)
+
+
+def _is_found_again(dataset: Any) -> bool:
+    """Whether a later fit can find the rows of this DataFrame where they were written: not if the query is random, as
+    the folds of a CrossValidator are, or passes for it, as everything behind a VectorAssembler does."""
+    return bool(dataset.select("*")._jdf.queryExecution().withCachedData().deterministic())
+
+
+def _flat(names: Sequence[Any]) -> list[str]:
+    return [each for name in names for each in (name if isinstance(name, list) else [name])]
 
 
 def _padding(dataset: Dataset) -> dict[str, int]:

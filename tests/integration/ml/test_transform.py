@@ -61,7 +61,7 @@ def test_columns_are_kept_with_order_types_and_metadata_and_outputs_are_what_the
         x = torch.tensor([[row.a, *row.v.toArray()]], dtype=torch.float32)
         kind, size = module(x, torch.tensor([row.word]))
         assert np.allclose(row.output_0, kind[0].tolist(), atol=1e-5)
-        assert row.output_1 == pytest.approx(float(size), abs=1e-5)
+        assert row.output_1 == pytest.approx(size.item(), abs=1e-5)
         assert row.prediction == kind.argmax().item()
 
 
@@ -101,7 +101,7 @@ def test_partitions_without_rows_are_fine(spark: Any, rows: Any) -> None:
 
 def test_a_null_is_an_error_that_names_the_column(rows: Any) -> None:
     model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
-    with pytest.raises(PythonException, match="column 'a': .* hold null"):
+    with pytest.raises(PythonException, match=r"column 'a': .* hold null"):
         model.transform(rows.withColumn("a", F.when(F.col("id") != 5, F.col("a")))).collect()
 
 
@@ -176,7 +176,7 @@ def test_a_module_of_ones_own_class_needs_trust_or_the_module_itself(rows: Any, 
     path = str(tmp_path / "model")
     model = model_of(TwoInputs(), [JOINED, WORD], OutputShape("<f4", (4,)), OutputShape("<f4", ()), rule="argmax")
     PipelineModel([model]).write().overwrite().save(path)
-    with pytest.raises(CheckpointError, match="architecture in .* can only be loaded by running code"):
+    with pytest.raises(CheckpointError, match=r"architecture in .* can only be loaded by running code"):
         PipelineModel.load(path)
     with trusted_files():
         loaded = PipelineModel.load(path)
