@@ -1,48 +1,124 @@
-"""A split's files, opened for reading: from the store itself if it is a local one."""
+"""A split's files, opened for reading: from the store itself if it is a local one, else from a cache on this host."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 from spark_elastic.core.orders import Order
+from spark_elastic.data.ahead import Ahead, Ranges, Source
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.rows import GatheredRows, MappedRows, Numbering, open_rows
 from spark_elastic.data.sidecars import Sidecars
 
+_WILLNEED = getattr(os, "POSIX_FADV_WILLNEED", None)
+_DONTNEED = getattr(os, "POSIX_FADV_DONTNEED", None)
+_MAPPED_BYTES = 2 << 30
+
 
 class SplitFiles:
-    """numbering: of the rows. rows: their records. sidecars: None: no field that is read needs them."""
+    """numbering: of the rows. rows: their records. sidecars: None: no field that is read needs them.
 
-    def __init__(self, dataset: Dataset, split: str, sidecars: bool) -> None:
+    Raises: DatasetError: a file is missing or has another size than the manifest says.
+    """
+
+    def __init__(
+        self, dataset: Dataset, split: str, sidecars: bool, cache_dir: str | Path | None, cache_bytes: int | None
+    ) -> None:
         shards = dataset.manifest.splits[split]
+        stride = dataset.layout.stride
         self.numbering = Numbering([shard.rows for shard in shards], dataset.layout.rows_per_page_run)
-        self._paths = [dataset.store.local_path(shard.file) for shard in shards]
-        self.rows: MappedRows | GatheredRows = open_rows(
-            self._paths, self.numbering, dataset.layout.stride, [shard.nbytes for shard in shards]
-        )
-        self.sidecars: Sidecars | None = None
-        if sidecars:
-            self.sidecars = Sidecars(
-                [None if shard.sidecar is None else dataset.store.local_path(shard.sidecar) for shard in shards],
-                [shard.sidecar_nbytes for shard in shards],
-            )
+        self._opened: list[Callable[[], None]] = []
+        try:
+            source: Source
+            if dataset.store.is_local:
+                paths = [dataset.store.local_path(shard.file) for shard in shards]
+                sides = [dataset.store.local_path(shard.sidecar) if shard.sidecar else None for shard in shards]
+            else:
+                from spark_elastic.data.node_cache import CachedSplit
+
+                cached = CachedSplit(dataset, split, self.numbering, sidecars, cache_dir, cache_bytes)
+                self._opened.append(cached.close)
+                source, paths, sides = cached, cached.paths, cached.sidecar_paths
+            self.rows = open_rows(paths, self.numbering, stride, [shard.nbytes for shard in shards])
+            self._opened.append(self.rows.close)
+            if dataset.store.is_local:
+                source = LocalSource(paths, self.numbering, stride, self.rows, dataset.manifest.nbytes(split))
+            self.sidecars: Sidecars | None = None
+            if sidecars:
+                self.sidecars = Sidecars(sides, [shard.sidecar_nbytes for shard in shards])
+                self._opened.append(self.sidecars.close)
+        except BaseException:
+            self.close()
+            raise
+        self._ahead = Ahead(source)
 
     def prepare(self, order: Order, start: int, stop: int, rank: int, size: int) -> None:
-        """Positions `start`..`stop` are gathered next."""
+        """Returns when positions `start`..`stop` can be gathered without waiting for single rows."""
+        self._ahead.prepare(order, start, stop, rank, size)
 
     def close(self) -> None:
-        self.rows.close()
-        if self.sidecars is not None:
-            self.sidecars.close()
+        while self._opened:
+            self._opened.pop()()
 
 
-def open_files(
-    dataset: Dataset,
-    split: str,
-    sidecars: bool,
-    cache_dir: str | Path | None,
-    cache_bytes: int | None,
-    *,
-    windowed: bool,
-) -> SplitFiles:
-    return SplitFiles(dataset, split, sidecars)
+class LocalSource:
+    """Files of this host: the system is asked to read them in large pieces, rather than page by page when touched.
+
+    nbytes: of the split. What is large is unmapped behind, because resource managers count mapped pages as this
+    process's; what is too large to stay in memory also leaves the page cache, to make room for what comes.
+    """
+
+    def __init__(
+        self,
+        paths: list[Path],
+        numbering: Numbering,
+        stride: int,
+        rows: MappedRows | GatheredRows,
+        nbytes: int,
+    ) -> None:
+        self._paths = paths
+        self._numbering = numbering
+        self._stride = stride
+        self._rows = rows
+        self._unmap_behind = nbytes > _MAPPED_BYTES
+        self._drop_behind = nbytes > _memory_bytes() // 2
+
+    def want(self, ranges: Ranges) -> Ranges:
+        self._advise(ranges, _WILLNEED)
+        return ranges
+
+    def wait(self, wanted: Ranges) -> None:
+        """The system makes whoever touches a page wait until it is there."""
+
+    def release(self, wanted: Ranges) -> None:
+        for start, stop in wanted if self._unmap_behind else ():
+            self._rows.forget(start, stop)
+        if self._drop_behind:
+            self._advise(wanted, _DONTNEED)
+
+    def want_all(self) -> None:
+        self._advise([(0, self._numbering.rows)], _WILLNEED)
+
+    def _advise(self, ranges: Ranges, advice: int | None) -> None:
+        if advice is None:  # a system without it
+            return
+        pieces = [piece for start, stop in ranges for piece in self._numbering.ranges(start, stop)]
+        file, opened = -1, -1
+        try:
+            for shard, first, last in sorted(pieces):
+                if shard != opened:
+                    if file >= 0:
+                        os.close(file)
+                    file, opened = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC), shard
+                os.posix_fadvise(file, first * self._stride, (last - first) * self._stride, advice)
+        except OSError:  # advice only: files that cannot be read say so when they are
+            pass
+        finally:
+            if file >= 0:
+                os.close(file)
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -15,29 +15,49 @@ _OPEN_BYTES = 1 << 30
 1 + n / chunks times those of a true shuffle: 1.25 for a batch of 1024. It is page cache, and shared by the ranks."""
 
 
-def resolve_order(dataset: Dataset, split: str = "train", *, order: str = "auto", shuffle: bool = True) -> str:
+def resolve_order(
+    dataset: Dataset,
+    split: str = "train",
+    *,
+    order: str = "auto",
+    shuffle: bool = True,
+    cache_bytes: int | None = None,
+) -> str:
     """ "global" or "lanes". The driver calls this once and tells all workers, or they all call it: it is the same.
 
-    Raises: InvalidSettingsError: no such order, or lanes without a shuffle.
+    cache_bytes: of a remote set's cache. Rows of a permutation come from everywhere, so all must fit into it.
+
+    Raises: InvalidSettingsError: no such order, lanes without a shuffle, a permutation of what the cache cannot hold.
     """
+    nbytes = dataset.manifest.nbytes(split)
+    too_large = not dataset.store.is_local and cache_bytes is not None and nbytes > cache_bytes
     if order not in ("auto", "global", "lanes"):
         raise InvalidSettingsError(f"order must be 'auto', 'global' or 'lanes', not {order!r}")
     if not shuffle:
         if order == "lanes":
             raise InvalidSettingsError("lanes are a way to shuffle; with shuffle=False use order='auto'")
-        return "global"
+        order = "global"
+    if order == "global" and too_large:
+        raise InvalidSettingsError(
+            f"a cache of {cache_bytes} bytes cannot hold the {nbytes} bytes of {split!r}; raise cache_bytes, or "
+            "shuffle in lanes"
+        )
     if order != "auto":
         return order
-    # a remote set is fetched once and then read from the local disk, or its cache: the same question
-    return "global" if dataset.manifest.nbytes(split) <= GLOBAL_BYTES else "lanes"
+    return "global" if nbytes <= GLOBAL_BYTES and not too_large else "lanes"
 
 
-def lane_settings(rows: int, stride: int, batch_size: int, open_bytes: int = _OPEN_BYTES) -> LaneSettings:
+def lane_settings(
+    rows: int, stride: int, batch_size: int, *, cache_bytes: int | None = None, open_bytes: int = _OPEN_BYTES
+) -> LaneSettings:
     """How a set is cut into lanes.
 
     batch_size: of the training, global: if the number of lanes divides it, ranks have equal shares of a batch.
-    open_bytes: that the windows of all lanes may cover together.
+    open_bytes: that the windows of all lanes may cover together. cache_bytes: of a remote set's cache; it also holds
+    the next windows, and what is not yet let go.
     """
+    if cache_bytes is not None:
+        open_bytes = min(open_bytes, cache_bytes // 4)
     dividing = [lanes for lanes in range(32, 129) if batch_size % lanes == 0]
     lanes = max(dividing, default=min(64, batch_size))
     chunk_rows = max(1, min(_CHUNK_BYTES // stride, -(-rows // (4 * lanes)) or 1))

@@ -14,7 +14,7 @@ from spark_elastic.core.lanes import LaneOrder, LaneSettings
 from spark_elastic.core.orders import GlobalOrder, Order
 from spark_elastic.data.batch import Batch
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.files import open_files
+from spark_elastic.data.files import SplitFiles
 from spark_elastic.data.layout import Kind, TensorField
 from spark_elastic.data.prefetch import Buffers, Prefetcher
 from spark_elastic.data.read_order import lane_settings, resolve_order
@@ -83,9 +83,10 @@ class BatchReader:
         self.seed = seed
         self.shuffle = shuffle
         self.rows = dataset.rows(split)
-        self.order = resolve_order(dataset, split, order=order, shuffle=shuffle)
+        self.order = resolve_order(dataset, split, order=order, shuffle=shuffle, cache_bytes=cache_bytes)
         self.fields = _chosen(dataset, fields)
-        self._lanes = lanes or lane_settings(self.rows, dataset.layout.stride, batch_size)
+        cached = None if dataset.store.is_local else cache_bytes
+        self._lanes = lanes or lane_settings(self.rows, dataset.layout.stride, batch_size, cache_bytes=cached)
         self._prefetch = prefetch
         self._dtype = dataset.layout.dtype
         self._buffers = Buffers(keep=prefetch + 3)
@@ -93,7 +94,7 @@ class BatchReader:
         self._closed = False
         self.set_world(rank, size)
         sidecars = any(field.kind is not Kind.DENSE for field in self.fields)
-        self._files = open_files(dataset, split, sidecars, cache_dir, cache_bytes, windowed=self.order == "lanes")
+        self._files = SplitFiles(dataset, split, sidecars, cache_dir, cache_bytes)
 
     def set_world(self, rank: int, size: int) -> None:
         """From the next batch on, be rank `rank` of `size`. To be called between batches."""

@@ -129,7 +129,8 @@ class ElasticEstimator(
     def fitMultiple(self, dataset: Any, paramMaps: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """As in Spark ML. The rows are written once for all param maps that train on the same columns."""
         estimator = self.copy()
-        passing = not estimator._keeps_rows() and not _is_found_again(dataset)
+        # The folds of a CrossValidator are random, and cached only for as long as it needs them.
+        passing = not estimator._keeps_rows() and not dataset._jdf.queryExecution().analyzed().deterministic()
         estimator._sets = sets = _SharedSets(len(paramMaps), removed=passing)
 
         def fit(index: int) -> Any:
@@ -353,8 +354,8 @@ class ElasticEstimator(
 
 
 def _is_found_again(dataset: Any) -> bool:
-    """Whether a later fit can find the rows of this DataFrame where they were written: not if the query is random, as
-    the folds of a CrossValidator are, or passes for it, as everything behind a VectorAssembler does."""
+    """Whether a later fit can find the rows of this DataFrame where they were written: not if the query is random, or
+    passes for it, as everything behind a VectorAssembler does, unless it is cached."""
     return bool(dataset.select("*")._jdf.queryExecution().withCachedData().deterministic())
 
 

@@ -121,8 +121,8 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         for column in added:
             if column.name.lower() in present:
                 raise DataError(
-                    f"the DataFrame has a column {present[column.name.lower()]!r} already; give the output another name "
-                    f"({self._setting_of(column)}), or drop the column first"
+                    f"the DataFrame has a column {present[column.name.lower()]!r} already; give the output "
+                    f"another name ({self._setting_of(column)}), or drop the column first"
                 )
         # Never null, yet a vector column that may be is what Spark's own stages give.
         return StructType([*schema.fields, *(StructField(c.name, spark_type(c), nullable=False) for c in added)])

@@ -1,0 +1,238 @@
+"""Remote shards on this host's disk: as much of them as fits a limit, shared by all workers of the host."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spark_elastic.data.ahead import Ranges
+from spark_elastic.data.block_file import BlockFile
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.layout import Kind
+from spark_elastic.data.rows import Numbering
+from spark_elastic.errors import DatasetError, StoreError
+
+_FETCHERS = 8
+"""Requests under way at a time: an object store answers each in tens of ms, and many of them as fast as one."""
+_ROOM = 0.9
+"""Part of the limit that is left in use when room is made."""
+_CHECK_EVERY = 16 << 20
+"""Bytes fetched between two looks at what the cache takes: the limit is kept up to this, times the processes."""
+
+
+@dataclass(slots=True)
+class Wanted:
+    """futures: one a range. held: (file, start, stop) of what they have brought."""
+
+    futures: list[Future[None]] = field(default_factory=list)
+    held: list[tuple[BlockFile, int, int]] = field(default_factory=list)
+    released: bool = False
+
+
+class CachedSplit:
+    """A split of a remote set. paths, sidecar_paths: of its files here, as long as those there; only what is wanted
+    may be read of them.
+
+    Raises: StoreError: the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        split: str,
+        numbering: Numbering,
+        sidecars: bool,
+        cache_dir: str | Path | None,
+        cache_bytes: int | None,
+    ) -> None:
+        self._dataset = dataset
+        self._numbering = numbering
+        self._stride = dataset.layout.stride
+        self._references = [f.name for f in dataset.layout.fields if f.kind is not Kind.DENSE] if sidecars else []
+        self._root = Path(cache_dir) if cache_dir is not None else default_folder()
+        self._limit = cache_bytes
+        self._fetched = 0
+        self._guard = threading.Lock()
+        self._everything: Wanted | None = None
+        # another set at the same place is another set
+        key = hashlib.sha256(dataset.store.url.encode() + dataset.manifest.dumps()).hexdigest()[:24]
+        self._shards = dataset.manifest.splits[split]
+        self._remote: list[_RemoteFile] = []
+        self._files: list[BlockFile] = []
+        self._sidecars: list[BlockFile | None] = []
+        try:
+            for shard in self._shards:
+                self._files.append(self._local(key, shard.file, shard.nbytes))
+                side = shard.sidecar if sidecars else None
+                self._sidecars.append(self._local(key, side, shard.sidecar_nbytes) if side else None)
+        except OSError as error:
+            self.close()
+            raise StoreError(f"the cache in {self._root} cannot be used: {error}; set cache_dir") from error
+        self.paths = [file.path for file in self._files]
+        self.sidecar_paths = [file.path if file else None for file in self._sidecars]
+        self._pool = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="spark-elastic-fetch")
+
+    def _local(self, key: str, file: str, nbytes: int) -> BlockFile:
+        remote = _RemoteFile(self._dataset, file)
+        self._remote.append(remote)
+        name = hashlib.sha256(file.encode()).hexdigest()[:16]
+        return BlockFile(self._root / key / f"{name}.data", nbytes, remote.read)
+
+    # --- a source of rows -----------------------------------------------------------------------
+
+    def want(self, ranges: Ranges) -> Wanted:
+        wanted = Wanted()
+        for start, stop in ranges:
+            for shard, first, last in self._numbering.ranges(start, stop):
+                wanted.futures.append(self._pool.submit(self._bring, wanted, shard, first, last))
+        return wanted
+
+    def wait(self, wanted: Wanted) -> None:
+        for future in wanted.futures:
+            future.result()
+
+    def release(self, wanted: Wanted) -> None:
+        with self._guard:
+            wanted.released = True
+            held, wanted.held = wanted.held, []
+        for future in wanted.futures:
+            future.cancel()
+        for file, start, stop in held:
+            file.release(start, stop)
+
+    def want_all(self) -> None:
+        """Raises: DatasetError: a file is not what the manifest says."""
+        piece = max(1, (8 << 20) // self._stride)
+        rows = self._numbering.rows
+        self._everything = self.want([(start, min(start + piece, rows)) for start in range(0, rows, piece)])
+        self.wait(self._everything)
+        for file, side, shard in zip(self._files, self._sidecars, self._shards, strict=True):
+            self._check(file, shard.file, shard.crc32)
+            if side is not None:
+                self._check(side, str(shard.sidecar), shard.sidecar_crc32)
+
+    def _check(self, file: BlockFile, name: str, expected: int) -> None:
+        found = file.complete()
+        if found is not None and found != expected:
+            for block in range(len(file.states)):
+                file.forget(block)
+            raise DatasetError(
+                f"{self._dataset.store.url}/{name} has the checksum {found:08x}, the manifest says {expected:08x}; "
+                "the set is damaged, write it again",
+                file=name,
+            )
+
+    def _bring(self, wanted: Wanted, shard: int, first: int, last: int) -> None:
+        if wanted.released:
+            return
+        start, stop = first * self._stride, last * self._stride
+        self._hold(wanted, self._files[shard], start, stop)
+        side = self._sidecars[shard]
+        if side is None or not self._references:
+            return
+        records = np.fromfile(self.paths[shard], self._dataset.layout.dtype, last - first, offset=start)
+        starts = [int(records[name]["start"].min()) for name in self._references]
+        stops = [int((records[name]["start"] + records[name]["length"]).max()) for name in self._references]
+        if 0 <= min(starts) <= max(stops) <= side.nbytes:  # else whoever gathers it says what is wrong
+            self._hold(wanted, side, min(starts), max(stops))
+
+    def _hold(self, wanted: Wanted, file: BlockFile, start: int, stop: int) -> None:
+        if stop <= start:
+            return
+        fetched = file.hold(start, stop)
+        with self._guard:
+            released = wanted.released
+            if not released:
+                wanted.held.append((file, start, stop))
+            self._fetched += fetched
+            due = self._limit is not None and self._fetched >= _CHECK_EVERY
+            if due:
+                self._fetched = 0
+        if released:
+            file.release(start, stop)
+        if due:
+            self.make_room()
+
+    # --- the limit ------------------------------------------------------------------------------
+
+    def make_room(self) -> None:
+        """Drop what was not wanted for longest, of all sets in the folder, until the limit is kept."""
+        assert self._limit is not None
+        used = _used(self._root)
+        if used <= self._limit:
+            return
+        ours = {file.path: file for file in [*self._files, *self._sidecars] if file is not None}
+        others = []
+        try:
+            files = []
+            for path in self._root.glob("*/*.data"):
+                file = ours.get(path)
+                if file is None:
+                    file = BlockFile(path, path.stat().st_size)
+                    others.append(file)
+                files.append(file)
+            ages = [file.states["wanted"].astype(np.int64) for file in files]
+            owners = np.repeat(np.arange(len(files)), [len(age) for age in ages])
+            blocks = np.concatenate([np.arange(len(age)) for age in ages])
+            age = np.concatenate(ages)
+            for index in np.argsort(age, kind="stable"):
+                if used <= self._limit * _ROOM:
+                    break
+                if age[index]:
+                    used -= files[owners[index]].drop(int(blocks[index]))
+        finally:
+            for file in others:
+                file.close()
+
+    def close(self) -> None:
+        if hasattr(self, "_pool"):
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        for file in [*self._files, *self._sidecars]:
+            if file is not None:
+                file.close()
+        for remote in self._remote:
+            remote.close()
+
+
+class _RemoteFile:
+    """Handles of one file: an open one costs a request, and not every filesystem's may be shared by threads."""
+
+    def __init__(self, dataset: Dataset, file: str) -> None:
+        self._open: Callable[[], Any] = lambda: dataset.store.open_input(file)
+        self._name = f"{dataset.store.url}/{file}"
+        self._idle: list[Any] = []
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        try:
+            handle = self._idle.pop() if self._idle else self._open()
+            data = bytes(handle.read_at(nbytes, offset))
+        except OSError as error:
+            raise StoreError(f"{self._name} cannot be read: {error}") from error
+        self._idle.append(handle)
+        return data
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+
+def default_folder() -> Path:
+    """Of this user, in this host's temporary files. Raises: StoreError: it belongs to somebody else."""
+    folder = Path(tempfile.gettempdir()) / f"spark_elastic-cache-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
+        raise StoreError(f"{folder} belongs to another user; set cache_dir")
+    return folder
+
+
+def _used(root: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in root.glob("*/*.data"))

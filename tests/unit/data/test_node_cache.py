@@ -1,0 +1,313 @@
+"""Remote sets through a cache on the local disk: limited, shared, checked, and safe when anybody dies or is late."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from spark_elastic.core.lanes import LaneSettings
+from spark_elastic.data.block_file import BLOCK, BlockFile
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.manifest import MANIFEST_NAME
+from spark_elastic.data.pack import pack
+from spark_elastic.data.store import Store
+from spark_elastic.errors import DatasetError, InvalidSettingsError, StoreError
+from tests.unit.data.sets import labels, numbered
+
+fs = pytest.importorskip("pyarrow.fs")
+
+
+class Far(fs.FileSystemHandler):
+    """Another machine's files: those of a folder here, counting what is read of them."""
+
+    def __init__(self, folder):
+        self.local = fs.SubTreeFileSystem(str(folder), fs.LocalFileSystem())
+        self.read_bytes = 0
+
+    def open_input_file(self, path):
+        import pyarrow as pa
+
+        data = self.local.open_input_file(path).read()
+        handler = self
+
+        class Counting:
+            closed = False
+
+            def __init__(self):
+                self.at = 0
+
+            def read(self, nbytes=-1):
+                part = data[self.at : self.at + nbytes if nbytes >= 0 else None]
+                self.at += len(part)
+                handler.read_bytes += len(part)
+                return part
+
+            def seek(self, offset, whence=0):
+                self.at = offset + (0, self.at, len(data))[whence]
+                return self.at
+
+            def tell(self):
+                return self.at
+
+            def close(self):
+                self.closed = True
+
+            def readable(self):
+                return True
+
+            def seekable(self):
+                return True
+
+            def writable(self):
+                return False
+
+        return pa.PythonFile(Counting(), mode="r")
+
+    def open_input_stream(self, path):
+        return self.local.open_input_stream(path)
+
+    def get_file_info(self, paths):
+        return self.local.get_file_info(paths)
+
+    def get_file_info_selector(self, selector):
+        return self.local.get_file_info(selector)
+
+    def get_type_name(self):
+        return "far"
+
+    def normalize_path(self, path):
+        return path
+
+
+for _name in (
+    "create_dir",
+    "delete_dir",
+    "delete_dir_contents",
+    "delete_root_dir_contents",
+    "delete_file",
+    "move",
+    "copy_file",
+    "open_output_stream",
+    "open_append_stream",
+):
+    setattr(Far, _name, None)
+Far.__abstractmethods__ = frozenset()
+
+
+def remote(folder):
+    far = Far(folder)
+    return far, Dataset.open(Store.of(fs.PyFileSystem(far), ""))
+
+
+def cached_bytes(folder):
+    return sum(path.stat().st_blocks * 512 for path in folder.glob("*/*.data"))
+
+
+def test_a_remote_set_is_read_like_a_local_one_and_fetched_once(tmp_path):
+    local = numbered(tmp_path / "set", [5000, 70_000, 3])
+    far, dataset = remote(tmp_path / "set")
+    for order in ("global", "lanes"):
+        options = {"batch_size": 500, "order": order}
+        with local.reader(**options) as near, dataset.reader(cache_dir=tmp_path / "cache", **options) as reader:
+            for epoch in (0, 1):
+                assert labels(near.epoch(epoch)) == labels(reader.epoch(epoch))
+    nbytes = dataset.manifest.nbytes("train")
+    assert nbytes <= far.read_bytes < 1.2 * nbytes + 3 * BLOCK
+
+
+def test_sidecars_come_with_the_rows_that_refer_to_them(tmp_path):
+    values = {"id": np.arange(3000), "text": [f"{row:0{row % 90}d}" for row in range(3000)]}
+    pack(values, tmp_path / "set", shards=3)
+    _, dataset = remote(tmp_path / "set")
+    options = {"batch_size": 64, "order": "lanes", "lanes": LaneSettings(4, 50, 200), "cache_dir": tmp_path / "cache"}
+    with dataset.reader(**options) as reader:
+        seen = {row: text for batch in reader.epoch(0) for row, text in zip(batch["id"].tolist(), batch["text"])}  # noqa: B905
+    assert seen == dict(enumerate(values["text"]))
+
+
+def test_the_cache_keeps_its_limit_and_the_rows_stay_right(tmp_path):
+    rows = 400_000
+    dataset_there = pack(
+        {"label": np.arange(rows), "pad": np.zeros((rows, 30), np.float32)}, tmp_path / "set", shards=2
+    )
+    nbytes = dataset_there.manifest.nbytes("train")
+    _, dataset = remote(tmp_path / "set")
+    limit = nbytes // 2
+    settings = LaneSettings(16, 512, 1500)
+    options = {"batch_size": 4096, "order": "lanes", "lanes": settings}
+    with dataset.reader(cache_dir=tmp_path / "cache", cache_bytes=limit, **options) as reader:
+        found = np.concatenate([batch["label"] for batch in reader.epoch(0)])
+    assert (np.sort(found) == np.arange(rows)).all()
+    assert cached_bytes(tmp_path / "cache") < limit + (17 << 20)
+    with pytest.raises(InvalidSettingsError, match="cannot hold"):
+        dataset.reader(batch_size=10, order="global", cache_bytes=limit)
+    with dataset.reader(batch_size=10, cache_dir=tmp_path / "cache", cache_bytes=limit) as reader:
+        assert reader.order == "lanes"
+
+
+def test_a_block_that_was_damaged_on_the_disk_is_fetched_again(tmp_path):
+    numbered(tmp_path / "set", [40_000])
+    far, dataset = remote(tmp_path / "set")
+    options = {"batch_size": 1000, "cache_dir": tmp_path / "cache"}
+    with dataset.reader(**options) as reader:
+        expected = labels(reader.epoch(0))
+    before = far.read_bytes
+    (copy,) = (tmp_path / "cache").glob("*/*.data")
+    with copy.open("r+b") as file:
+        file.seek(3 * BLOCK + 77)
+        file.write(b"damaged")
+    with dataset.reader(**options) as reader:
+        assert labels(reader.epoch(0)) == expected
+    assert far.read_bytes == before + BLOCK
+
+
+def test_a_remote_file_that_is_not_the_manifests_is_refused(tmp_path):
+    numbered(tmp_path / "set", [40_000])
+    with (tmp_path / "set" / "0.rows").open("r+b") as file:
+        file.seek(24 * 20_000)
+        file.write(b"another")
+    _, dataset = remote(tmp_path / "set")
+    with (
+        dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache") as reader,
+        pytest.raises(DatasetError, match=r"0\.rows has the checksum \w+, the manifest says"),
+    ):
+        next(reader.epoch(0))
+
+
+@pytest.mark.parametrize("order", ["global", "lanes"])
+def test_a_remote_file_that_went_away_is_an_error_of_the_store(tmp_path, order):
+    numbered(tmp_path / "set", [40_000])
+    _, dataset = remote(tmp_path / "set")
+    (tmp_path / "set" / "0.rows").unlink()
+    with dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache", order=order) as reader:
+        with pytest.raises(StoreError, match=r"0\.rows cannot be read"):
+            next(reader.epoch(0))
+        assert threading.active_count() < 20
+
+
+def test_another_set_at_the_same_place_is_not_taken_for_the_old_one(tmp_path):
+    for add in (0, 7):
+        where = tmp_path / "set"
+        (where / MANIFEST_NAME).unlink(missing_ok=True)
+        pack({"label": np.arange(1000) + add}, where)
+        _, dataset = remote(where)
+        with dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache") as reader:
+            (batch,) = reader.epoch(0)
+        assert batch["label"].min() == add
+
+
+def test_threads_and_descriptors_are_gone_after_closing(tmp_path):
+    numbered(tmp_path / "set", [400_000])
+    _, dataset = remote(tmp_path / "set")
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for order in ("global", "lanes"):
+        with dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache", order=order) as reader:
+            next(reader.epoch(0))
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+# --- blocks -------------------------------------------------------------------------------------
+
+
+CONTENT = np.random.default_rng(0).bytes(5 * BLOCK + 100)
+
+
+class Origin:
+    def __init__(self):
+        self.requests = []
+
+    def __call__(self, offset, nbytes):
+        self.requests.append((offset, nbytes))
+        return CONTENT[offset : offset + nbytes]
+
+
+def bytes_of(file, start, stop):
+    with file.path.open("rb") as stream:
+        stream.seek(start)
+        return stream.read(stop - start)
+
+
+def test_only_what_is_absent_is_fetched_and_neighbours_come_together(tmp_path):
+    origin = Origin()
+    file = BlockFile(tmp_path / "a.data", len(CONTENT), origin)
+    assert file.hold(BLOCK + 5, BLOCK + 9) == BLOCK
+    assert file.hold(0, len(CONTENT)) == len(CONTENT) - BLOCK
+    assert origin.requests == [(BLOCK, BLOCK), (0, BLOCK), (2 * BLOCK, 3 * BLOCK + 100)]
+    assert bytes_of(file, 0, len(CONTENT)) == CONTENT
+    assert file.complete() == __import__("zlib").crc32(CONTENT)
+    file.close()
+
+
+def test_a_block_is_dropped_when_the_last_reader_of_any_process_lets_go(tmp_path):
+    ours = BlockFile(tmp_path / "a.data", len(CONTENT), Origin())
+    theirs = BlockFile(tmp_path / "a.data", len(CONTENT), Origin())  # locks belong to the open file: like a process
+    ours.hold(0, 10)
+    ours.hold(5, 20)
+    assert theirs.hold(0, 10) == 0  # what one has fetched is there for all
+    ours.release(0, 10)
+    assert ours.drop(0) == theirs.drop(0) == 0
+    ours.release(5, 20)
+    assert theirs.drop(0) == 0  # it reads it itself
+    theirs.release(0, 10)
+    assert ours.drop(0) == BLOCK
+    assert ours.drop(0) == 0
+    assert ours.hold(0, 10) == BLOCK
+    ours.close()
+    theirs.close()
+
+
+def test_whoever_closes_lets_go(tmp_path):
+    dead = BlockFile(tmp_path / "a.data", len(CONTENT), Origin())
+    dead.hold(0, len(CONTENT))
+    dead.close()
+    alive = BlockFile(tmp_path / "a.data", len(CONTENT))
+    assert alive.drop(2) == BLOCK
+    alive.close()
+
+
+def test_a_fetch_that_fails_leaves_the_block_absent_and_free(tmp_path):
+    answers = [OSError("gone"), CONTENT[: BLOCK - 1], CONTENT[:BLOCK]]
+
+    def origin(offset, nbytes):
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    file = BlockFile(tmp_path / "a.data", len(CONTENT), origin)
+    with pytest.raises(OSError, match="gone"):
+        file.hold(0, 10)
+    with pytest.raises(StoreError, match="65535 of 65536 bytes"):
+        file.hold(0, 10)
+    assert file.hold(0, 10) == BLOCK
+    file.close()
+
+
+def test_many_threads_of_several_processes_see_only_right_bytes_while_others_make_room(tmp_path):
+    files = [BlockFile(tmp_path / "a.data", len(CONTENT), Origin()) for _ in range(3)]
+    wrong = []
+
+    def read(file, seed):
+        random = np.random.default_rng(seed)
+        for _ in range(150):
+            start = int(random.integers(0, len(CONTENT) - 1))
+            stop = min(len(CONTENT), start + int(random.integers(1, 2 * BLOCK)))
+            file.hold(start, stop)
+            if bytes_of(file, start, stop) != CONTENT[start:stop]:
+                wrong.append((start, stop))
+            file.release(start, stop)
+            file.drop(int(random.integers(0, 6)))
+
+    threads = [threading.Thread(target=read, args=(file, number)) for number, file in enumerate(files * 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+    for file in files:
+        file.close()
