@@ -30,7 +30,8 @@ def main() -> None:
     spark = SparkSession.builder.master("local[3]").appName("digits").getOrCreate()
     spark.sparkContext.setLogLevel("ERROR")
     digits = load_digits()
-    rows = [([float(pixel) / 16 for pixel in image], int(label)) for image, label in zip(digits.data, digits.target)]
+    images = [[float(pixel) / 16 for pixel in image] for image in digits.data]
+    rows = list(zip(images, map(int, digits.target), strict=True))
     df = spark.createDataFrame(pd.DataFrame(rows, columns=["features", "label"]))
     train, test = df.randomSplit([0.8, 0.2], seed=1)
 

@@ -122,6 +122,7 @@ class ElasticEstimator(
             where if isinstance(where, Dataset) else Dataset.open(where, estimator.getOrDefault("storage_options"))
         )
         _check_tensors(dataset)
+        estimator._check_made_from(dataset)
         session = None if estimator._launcher() is not None else preflight.check_spark(None)
         with estimator._run_folder(dataset) as (run, resume_from):
             return estimator._train(dataset, run, resume_from, session, Parts())
@@ -186,6 +187,26 @@ class ElasticEstimator(
             raise InvalidSettingsError("a LocalLauncher has no slots to count; set num_proc")
         if not isinstance(self.getOrDefault("store"), (str, Path, Store, type(None))):
             raise InvalidSettingsError(f"store must be a path, a URI or a Store, not {self.getOrDefault('store')!r}")
+
+    def _check_made_from(self, dataset: Dataset) -> None:
+        """Settings that say what a set is made of cannot change one that is there. Raises: DatasetError."""
+        columns = {each.name: each.columns for each in dataset.layout.fields}
+        weight = self.getOrDefault("sample_weight_col")
+        for name, wanted, prefix in (
+            ("feature_cols", self.getOrDefault("feature_cols"), "features_"),
+            ("label_cols", self.getOrDefault("label_cols"), "label_"),
+            ("sample_weight_col", None if weight is None else [weight], preparation.WEIGHT),
+        ):
+            found = [each for tensor, names in columns.items() if tensor.startswith(prefix) for each in names]
+            if wanted is not None and _flat(wanted) != found:
+                raise DatasetError(f"{name}={wanted!r}, and {dataset.store.url} was made from {found}; leave it unset")
+        if self.getOrDefault("validation") is not None and "validation" not in dataset.splits:
+            raise DatasetError(
+                f"validation={self.getOrDefault('validation')!r}, and {dataset.store.url} was written without one; "
+                "materialize(..., validation=...) sets rows aside"
+            )
+        if unused := [name for name in self.getOrDefault("data_options") or {} if name in WRITE_OPTIONS]:
+            raise InvalidSettingsError(f"data_options has {', '.join(unused)}, which only matter when rows are written")
 
     def _launcher(self) -> Any:
         return (self.getOrDefault("run_options") or {}).get("launcher")
