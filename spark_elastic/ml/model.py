@@ -117,12 +117,12 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
 
         self._inputs(schema)
         added = self._added()
-        present = {name.lower() for name in schema.names}
+        present = {name.lower(): name for name in schema.names}  # Spark tells no columns apart by case alone
         for column in added:
             if column.name.lower() in present:
                 raise DataError(
-                    f"the DataFrame has a column {column.name!r} already; give the output another name "
-                    f"({self._setting_of(column)}), or drop the column first"
+                    f"the DataFrame has a column {present[column.name.lower()]!r} already; give the output "
+                    f"another name ({self._setting_of(column)}), or drop the column first"
                 )
         # Never null, yet a vector column that may be is what Spark's own stages give.
         return StructType([*schema.fields, *(StructField(c.name, spark_type(c), nullable=False) for c in added)])
