@@ -31,6 +31,8 @@ from spark_elastic.errors import CheckpointError, InvalidSettingsError
 
 FORMAT = 1
 _DATA = "data"
+_SECRETS = ("storage_options",)
+"""Settings that may hold credentials, which do not belong into files."""
 _trusted: contextvars.ContextVar[bool] = contextvars.ContextVar("spark_elastic_trusted", default=False)
 
 T = TypeVar("T", bound="Savable")
@@ -111,7 +113,7 @@ class ElasticWriter(MLWriter):
         target = _Folder(self.sparkSession, path)
         if target.exists():
             raise CheckpointError(f"{path} exists; save to another path, or use .write().overwrite().save(path)")
-        plain, objects = _split(self.instance)
+        plain, objects = plain_and_objects(self.instance)
         beside = self.instance._objects()
         objects.update(beside)
         stored, files = _encode(objects, self.instance.TOGETHER, self.instance._codec())
@@ -173,11 +175,13 @@ class ElasticReader(MLReader[T], Generic[T]):
         return instance  # type: ignore[no-any-return]
 
 
-def _split(instance: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings that were made: those that survive JSON as they are, and the others."""
+def plain_and_objects(instance: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings that were made: those that survive JSON as they are, and the others. Neither has secrets."""
     plain: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     for param, value in instance._paramMap.items():
+        if param.name in _SECRETS:
+            continue
         (plain if _survives_json(value) else objects)[param.name] = value
     return plain, objects
 
