@@ -146,8 +146,9 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         def predictions(batches: Iterable[Any]) -> Iterable[Any]:
             return serving(batches)
 
-        # pyspark looks the columns up by their names, in vain if there is a dot in one or two have the same.
-        plain = dataset.toDF(*(f"c{index}" for index in range(len(dataset.columns))))
+        # pyspark looks the columns up by their names, in vain if there is a dot in one or two have the same. Coming
+        # back they are taken by their places.
+        plain = dataset.toDF(*(f"column {index}" for index in range(len(dataset.columns))))
         return plain.mapInArrow(predictions, schema)
 
     # How the settings and the model go together.

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from py4j.protocol import Py4JJavaError
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable, MLReader, MLWritable, MLWriter
 
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
@@ -265,7 +266,7 @@ class _Folder:
                 )
 
     def read(self, folder: str, names: list[str]) -> dict[str, bytes]:
-        """Raises: CheckpointError: one is missing."""
+        """Raises: CheckpointError: one is missing, or cannot be read."""
         contents: dict[str, bytes] = {}
         with tempfile.TemporaryDirectory(prefix="spark_elastic-load-") as here:
             for name in names:
@@ -273,7 +274,11 @@ class _Folder:
                 if not self._filesystem.exists(at):
                     raise CheckpointError(f"{self._path} is incomplete: {folder}/{name} is missing")
                 target = Path(here) / posixpath.basename(name)
-                self._filesystem.copyToLocalFile(at, self._hadoop.Path(f"file:{target}"))
+                try:
+                    self._filesystem.copyToLocalFile(at, self._hadoop.Path(f"file:{target}"))
+                except Py4JJavaError as error:  # its checksum, for one
+                    reason = error.java_exception.toString()
+                    raise CheckpointError(f"{self._path}: {folder}/{name} cannot be read: {reason}") from error
                 contents[name] = target.read_bytes()
         return contents
 
