@@ -49,7 +49,7 @@ def table(spark: SparkSession, kind: str, rows: int) -> DataFrame:
 def packed(df: DataFrame, kind: str, folder: str) -> None:
     tensors: dict[str, Any] = {"x": FEATURES if kind == "A" else "x", "label": "label"}
     dtypes = {} if kind == "C" else {"x": "float32"}
-    materialize(df, tensors, store=folder, dtypes=dtypes, reuse=False, keep=True)
+    materialize(df, tensors, store=folder, dtypes=dtypes, reuse=False)
 
 
 def parquet(df: DataFrame, kind: str, folder: str) -> None:
@@ -73,6 +73,7 @@ def seconds(write: Callable[[DataFrame, str, str], None], df: DataFrame, kind: s
 
 def main() -> None:
     arguments = parser(__doc__, repeat=5)
+    arguments.add_argument("--scale", type=float, default=1.0, metavar="F", help="of the rows, for busy machines")
     arguments.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS))
     args = arguments.parse_args()
     builder = SparkSession.builder.master("local[2]").config("spark.driver.memory", "6g")
@@ -80,7 +81,7 @@ def main() -> None:
     spark.sparkContext.setLogLevel("ERROR")
     series, raw = [], {}
     for kind in args.only:
-        rows = ROWS[kind] // 10 if args.quick else ROWS[kind]
+        rows = int(ROWS[kind] * (0.1 if args.quick else args.scale))
         df = table(spark, kind, rows).cache()
         df.count()
         peer = row_by_row if kind == "vectors" else parquet
@@ -90,6 +91,7 @@ def main() -> None:
             if turn:  # the first compiles and starts Python
                 ours.append(times[0])
                 theirs.append(times[1])
+                print(kind, *(f"{rows / second / 1e3:.1f} k rows/s" for second in times), file=sys.stderr, flush=True)
         relative = [mine / other for mine, other in zip(ours, theirs, strict=True)]
         series += [
             Series(f"{kind}: materialize", [rows / second / 1e3 for second in ours], "k rows/s"),
