@@ -144,7 +144,7 @@ class Trainer:
                 size=self.size,
                 seed=training.seed,
                 shuffle=training.shuffle and split == "train",
-                order=training.order,
+                order=training.order if split == "train" else "auto",
                 prefetch=training.prefetch,
                 cache_dir=training.cache_dir,
                 cache_bytes=training.cache_bytes,
