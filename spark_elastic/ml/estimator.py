@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyspark.ml import Estimator
 
@@ -26,7 +26,7 @@ from spark_elastic.ml.history import History
 from spark_elastic.ml.model import ElasticModel, Fitted, event_rows
 from spark_elastic.ml.outputs import OutputShape
 from spark_elastic.ml.persistence import Savable
-from spark_elastic.ml.preparation import Tensors
+from spark_elastic.ml.preparation import WEIGHT, Tensors
 from spark_elastic.ml.shared_params import (
     READ_OPTIONS,
     WRITE_OPTIONS,
@@ -38,9 +38,6 @@ from spark_elastic.ml.shared_params import (
     TrainingParams,
 )
 from spark_elastic.settings import ElasticSettings
-
-if TYPE_CHECKING:
-    from spark_elastic.job import ElasticJob
 
 RUNS = "runs"
 _IDENTITY = "run.json"
@@ -117,7 +114,9 @@ class ElasticEstimator(
 
         where: the set's folder, or the set itself. It is neither changed nor removed.
         Returns: the model, as of `fit`.
-        Raises: DatasetError: there is no complete set, or it has other tensors.
+        Raises:
+            DatasetError: there is no complete set, or it has other tensors than the settings speak of.
+            InvalidSettingsError: what is set says how rows are written, and these are.
         """
         estimator = self.copy(dict(params)) if params else self
         estimator._check_complete(from_columns=False)
@@ -125,6 +124,7 @@ class ElasticEstimator(
             where if isinstance(where, Dataset) else Dataset.open(where, estimator.getOrDefault("storage_options"))
         )
         _check_tensors(dataset)
+        estimator._check_set(dataset)
         session = None if estimator._launcher() is not None else preflight.check_spark(None)
         with estimator._run_folder(dataset) as (run, resume_from):
             return estimator._train(dataset, run, resume_from, session, Parts())
@@ -132,9 +132,9 @@ class ElasticEstimator(
     def fitMultiple(self, dataset: Any, paramMaps: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """As in Spark ML. The rows are written once for all param maps that train on the same columns."""
         estimator = self.copy()
-        # Rows of a random split, as a CrossValidator makes it, are not found again by any later fit.
-        passing = not dataset._jdf.queryExecution().analyzed().deterministic()
-        estimator._sets = sets = _SharedSets(len(paramMaps), removed=passing and not estimator._keeps_rows())
+        # The folds of a CrossValidator are random, and cached only for as long as it needs them.
+        passing = not estimator._keeps_rows() and not dataset._jdf.queryExecution().analyzed().deterministic()
+        estimator._sets = sets = _SharedSets(len(paramMaps), removed=passing)
 
         def fit(index: int) -> Any:
             try:
@@ -145,6 +145,11 @@ class ElasticEstimator(
         return _Fits(fit, len(paramMaps))
 
     def _fit(self, dataset: Any) -> Any:
+        if not hasattr(dataset, "sparkSession"):
+            raise InvalidSettingsError(
+                f"fit needs a Spark DataFrame, not {type(dataset).__module__}.{type(dataset).__name__}; "
+                "spark.createDataFrame(...) makes one"
+            )
         self._check_complete(from_columns=True)
         if dataset.isStreaming:
             raise DataError("fit needs a DataFrame with an end, and this one is streaming; write it to a table first")
@@ -153,10 +158,15 @@ class ElasticEstimator(
         parts = Parts()
         with parts.part("write"):
             written = self._written(dataset, tensors)
-        with self._run_folder(written) as (run, resume_from):
-            model = self._train(written, run, resume_from, context, parts)
-        if self.getOrDefault("run_id") is not None and not self._keeps_rows():
-            written.delete()  # they had been kept for a fit that goes on after the driver's death
+        passing = self._sets is None and not self._keeps_rows() and not _is_found_again(dataset)
+        try:
+            with self._run_folder(written) as (run, resume_from):
+                model = self._train(written, run, resume_from, context, parts)
+            # With a run_id they had been kept for a fit that goes on after the driver's death.
+            passing = passing or (self.getOrDefault("run_id") is not None and not self._keeps_rows())
+        finally:
+            if passing:
+                written.delete()
         return model
 
     # Checks.
@@ -185,6 +195,30 @@ class ElasticEstimator(
         if not isinstance(self.getOrDefault("store"), (str, Path, Store, type(None))):
             raise InvalidSettingsError(f"store must be a path, a URI or a Store, not {self.getOrDefault('store')!r}")
 
+    def _check_set(self, dataset: Dataset) -> None:
+        """Settings about columns that are made must be true of a set that is there. Raises: as `from_dataset_path`."""
+        options = self.getOrDefault("data_options") or {}
+        of_writing = [name for name in ("dataset_id", "keep_dataset") if self.isSet(name) and self.getOrDefault(name)]
+        if of_writing := [*of_writing, *(f"data_options[{name!r}]" for name in WRITE_OPTIONS if name in options)]:
+            raise InvalidSettingsError(
+                f"{', '.join(of_writing)}: from_dataset_path writes no rows, so leave this out, or use it where they "
+                "are written"
+            )
+        columns = {each.name: list(each.columns) for each in dataset.layout.fields}
+        for setting, prefix in (("feature_cols", "features_"), ("label_cols", "label_"), ("sample_weight_col", WEIGHT)):
+            given = self.getOrDefault(setting)
+            stored = [name for tensor, names in columns.items() if tensor.startswith(prefix) for name in names]
+            if given is not None and _flat([given] if isinstance(given, str) else given) != stored:
+                raise DatasetError(
+                    f"{setting}={given!r}, but the set in {dataset.store.url} was made of {stored}; set it to what "
+                    "was stored, or to None"
+                )
+        if self.getOrDefault("validation") is not None and "validation" not in dataset.splits:
+            raise DatasetError(
+                f"validation={self.getOrDefault('validation')!r}, but the set in {dataset.store.url} has no split of "
+                "that name; it was written without validation="
+            )
+
     def _launcher(self) -> Any:
         return (self.getOrDefault("run_options") or {}).get("launcher")
 
@@ -194,6 +228,9 @@ class ElasticEstimator(
         made |= preparation.labels(
             schema, self.getOrDefault("label_cols"), self.getOrDefault("label_shapes"), self._label_dtypes()
         )
+        if self.getOrDefault("transformation_fn") is None:
+            for name in ("feature_cols", "label_cols"):
+                preparation.check_numbers(schema, _flat(self.getOrDefault(name)), name)
         if self.getOrDefault("sample_weight_col") is not None:
             made |= preparation.weight(schema, self.getOrDefault("sample_weight_col"))
         if isinstance(self.getOrDefault("validation"), str):
@@ -231,14 +268,22 @@ class ElasticEstimator(
         from spark_elastic.data.materialize import materialize
 
         settings = self._write_settings(tensors)
-        return materialize(
-            dataset,
-            settings.pop("tensors"),
-            store=self._base_store(),
-            dataset_id=self.getOrDefault("dataset_id"),
-            keep=True if self._keeps_rows() or self.getOrDefault("run_id") is not None else None,
-            **settings,
-        )
+        lasting = self._keeps_rows() or (self.getOrDefault("run_id") is not None and _is_found_again(dataset))
+        try:
+            return materialize(
+                dataset,
+                settings.pop("tensors"),
+                store=self._base_store(),
+                dataset_id=self.getOrDefault("dataset_id"),
+                keep=lasting or None,
+                **settings,
+            )
+        except DataError as error:
+            if named := [name for name in WRITE_OPTIONS if f"{name}=" in str(error)]:
+                error.message += (
+                    f"\n({', '.join(f'{name}=' for name in named)}: in data_options={{...}} of an estimator)"
+                )
+            raise
 
     # The run.
 
@@ -292,34 +337,43 @@ class ElasticEstimator(
             )
 
     def _train(self, dataset: Dataset, run: Store, resume_from: str | None, context: Any, parts: Parts) -> Any:
-        from spark_elastic.runner import run_async
-
         training = self._training(dataset, run, resume_from)
         with parts.part("try"):
             trial = self._try(training)
-        options = dict(self.getOrDefault("run_options") or {})
         with parts.part("train"):
-            job = run_async(
-                self._train_fn(),
-                (training,),
-                num_proc=self.getOrDefault("num_proc"),
-                min_num_proc=self.getOrDefault("min_num_proc"),
-                max_num_proc=self.getOrDefault("max_num_proc"),
-                verbose=min(2, self.getOrDefault("verbose")),
-                **({} if options.get("launcher") is not None else {"spark": context}),
-                **options,
-            )
-            results = _result(job)
+            results, records = self._run_job(training, context)
         with parts.part("load"):
             history: History = next(result.history for result in results if result is not None)
             inputs = tuple(each for each in dataset.layout.fields if each.name.startswith("features_"))
-            fitted = Fitted(
-                inputs, trial.outputs, trial.rule, history, event_rows(job.events()), trial.why_not, _padding(dataset)
-            )
+            events = event_rows(records)
+            fitted = Fitted(inputs, trial.outputs, trial.rule, history, events, trial.why_not, _padding(dataset))
             model = self._fitted_model(run, fitted)
         model.fit_seconds = dict(parts.seconds)
         self._hand_on(model)
         return model
+
+    def _run_job(self, training: Any, context: Any) -> tuple[list[Any], Sequence[Any]]:
+        """What the workers returned, and the timeline. Ctrl-C, or the notebook's Cancel, ends the workers."""
+        from spark_elastic.runner import run_async
+
+        options = dict(self.getOrDefault("run_options") or {})
+        if options.get("launcher") is None:
+            options["spark"] = context
+        job = run_async(
+            self._train_fn(),
+            (training,),
+            num_proc=self.getOrDefault("num_proc"),
+            min_num_proc=self.getOrDefault("min_num_proc"),
+            max_num_proc=self.getOrDefault("max_num_proc"),
+            verbose=min(2, self.getOrDefault("verbose")),
+            **options,
+        )
+        try:
+            return job.result(), job.events()
+        except BaseException as error:
+            if not job.done():
+                job.cancel(f"interrupted by {type(error).__name__}")
+            raise
 
     def _hand_on(self, model: ElasticModel) -> None:
         """The model has the estimator's uid, as in Spark ML, so that param maps of a CrossValidator reach it."""
@@ -338,13 +392,14 @@ class ElasticEstimator(
         return (DEFAULT_BATCH_SIZE, None) if whole is None and each is None else (whole, each)
 
 
-def _result(job: ElasticJob) -> list[Any]:
-    try:
-        return job.result()
-    except BaseException as error:
-        if not job.done():  # Ctrl-C, or the notebook's Cancel
-            job.cancel(f"interrupted by {type(error).__name__}")
-        raise
+def _is_found_again(dataset: Any) -> bool:
+    """Whether a later fit can find the rows of this DataFrame where they were written: not if the query is random, or
+    passes for it, as everything behind a VectorAssembler does, unless it is cached."""
+    return bool(dataset.select("*")._jdf.queryExecution().withCachedData().deterministic())
+
+
+def _flat(names: Sequence[Any]) -> list[str]:
+    return [each for name in names for each in (name if isinstance(name, list) else [name])]
 
 
 def _padding(dataset: Dataset) -> dict[str, int]:

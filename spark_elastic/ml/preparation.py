@@ -69,10 +69,22 @@ def labels(
     for index, name in enumerate(label_cols):
         shape = None if label_shapes is None else tuple(label_shapes[index])
         one = _tensor(schema, f"label_{index}", [name], shape, "label_cols", alone_is_scalar=True)
-        if index < len(dtypes) and dtypes[index] is not None and not _is_list(schema[name].dataType):
+        known = index < len(dtypes) and dtypes[index] is not None
+        if known and one.dtypes and not _is_list(schema[name].dataType):
             one = Tensors(one.columns, {f"label_{index}": str(dtypes[index])}, one.shapes)
         made |= one
     return made
+
+
+def check_numbers(schema: Any, columns: Sequence[str], setting: str) -> None:
+    """Raises: DataError: one of the columns is text or binary, of which no model makes anything by itself."""
+    for name in columns:
+        if _element(_column(schema, name, setting).dataType) in _OPAQUE:
+            remedy = "StringIndexer makes numbers of classes" if setting == "label_cols" else "make numbers of it"
+            raise DataError(
+                f"{setting} {name!r} is {_type_name(schema, name)}, which a model cannot take; {remedy}, or a "
+                "transformation_fn makes arrays of each batch"
+            )
 
 
 def weight(schema: Any, name: str) -> Tensors:

@@ -14,6 +14,14 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def weighted_data(tmp_path_factory):
+    """The same with sample weights."""
+    folder = tmp_path_factory.mktemp("weighted-set")
+    trainings.make_set(folder / "set", weights=True)
+    return folder / "set"
+
+
+@pytest.fixture(scope="session")
 def undisturbed(data, tmp_path_factory):
     """What the training comes to in a world of one: outcome and weights."""
     folder = tmp_path_factory.mktemp("undisturbed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import spark_elastic.torch as hvd
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.pack import pack
 from spark_elastic.data.store import Store
-from spark_elastic.ml.callbacks import Callback
+from spark_elastic.ml.callbacks import BestCheckpoint, Callback, LambdaCallback
 from spark_elastic.ml.torch.spec import MODEL_FILE, CheckpointPlan, TorchTraining
 from spark_elastic.ml.torch.training import train
 
@@ -106,6 +107,58 @@ class At(Callback):
         setattr(self, event, _at(count, action))
 
 
+class SumMetric:
+    """Shaped like a torchmetrics metric whose states are added up: the share of right answers of each class."""
+
+    def __init__(self) -> None:
+        self._reductions = {"right": dim_zero_sum, "total": dim_zero_sum}
+        self._defaults = {"right": torch.zeros(3, dtype=torch.int64), "total": torch.tensor(0)}
+        self.reset()
+
+    def reset(self) -> None:
+        self.right, self.total = (default.clone() for default in self._defaults.values())
+
+    def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
+        self.right = self.right + torch.bincount(label[output.argmax(1) == label], minlength=3)
+        self.total = self.total + len(label)
+
+    def compute(self) -> torch.Tensor:
+        return self.right / self.total
+
+
+class ListMetric:
+    """Shaped like one that keeps all it has seen: the median of the largest outputs, and how many there were."""
+
+    def __init__(self) -> None:
+        self._reductions = {"seen": dim_zero_cat, "most": dim_zero_max}
+        self._defaults = {"seen": [], "most": torch.tensor(-9.0, dtype=torch.float64)}
+        self.reset()
+
+    def reset(self) -> None:
+        self.seen: list[torch.Tensor] = []
+        self.most = torch.tensor(-9.0, dtype=torch.float64)
+
+    def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
+        self.seen.append(output.max(1).values)
+        self.most = torch.maximum(self.most, output.max())
+
+    def compute(self) -> dict[str, torch.Tensor]:
+        seen = torch.cat(self.seen)
+        return {"median": seen.median(), "count": torch.tensor(len(seen)), "most": self.most}
+
+
+def dim_zero_sum(states: torch.Tensor) -> torch.Tensor:
+    return states.sum(0)
+
+
+def dim_zero_cat(states: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(states)
+
+
+def dim_zero_max(states: torch.Tensor) -> torch.Tensor:
+    return states.max(0).values
+
+
 class StoreThat:
     """A store that does something before or after it writes a file whose name ends so."""
 
@@ -130,15 +183,71 @@ class StoreThat:
         return self._store.write_bytes(path, data, **options)
 
 
-def in_worker(data: Path, folder: Path, plans: Mapping[int, tuple[Any, ...]], changes: Mapping[str, Any]) -> Any:
+def adam(params: list[Any]) -> torch.optim.Optimizer:
+    """With options of its own for the first layer."""
+    return torch.optim.Adam([{"params": params[:2], "lr": 0.01}, {"params": params[2:], "weight_decay": 0.1}], lr=0.02)
+
+
+def halved_every_epoch(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def less_every_step(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def plateau(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+
+
+def squared(model: torch.nn.Module, batch: Any) -> Any:
+    output = model(batch["features_0"])
+    wanted = torch.nn.functional.one_hot(batch.labels[0], 3).double()
+    return (output - wanted).square().mean(), output
+
+
+def doubled(columns: dict[str, Any]) -> dict[str, Any]:
+    return {"features_0": columns["features_0"] * 2, "label_0": columns["label_0"]}
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"accumulation": 3},
+    "clipped by norm": {"clip_norm": 0.05},
+    "clipped by value": {"clip_value": 0.01},
+    "Adam with options by parameter": {"optimizer": adam},
+    "an optimizer's class": {"optimizer": torch.optim.Adagrad},
+    "a schedule by epoch": {"lr_scheduler": halved_every_epoch},
+    "a schedule by step": {"lr_scheduler": less_every_step, "scheduler_interval": "step"},
+    "a schedule by metric": {"lr_scheduler": plateau},
+    "class weights": {"loss": torch.nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64))},
+    "labels that do not count": {"loss": torch.nn.CrossEntropyLoss(ignore_index=1)},
+    "a loss that is a sum": {"loss": torch.nn.CrossEntropyLoss(reduction="sum"), "optimizer": torch.optim.Adagrad},
+    "a loss by row": {"loss": torch.nn.CrossEntropyLoss(reduction="none")},
+    "train_fn": {"loss": None, "train_fn": squared},
+    "transformation_fn": {"transformation_fn": doubled},
+    "metrics with states": {"metrics": {"by_class": SumMetric(), "outputs": ListMetric()}},
+    "sample weights": {"weighted": True},
+    "no shuffle": {"shuffle": False},
+    "another seed": {"seed": 5},
+    "no prefetch": {"prefetch": 0},
+    "a batch larger than the set": {"batch_size": 1000},
+    "batches of two rows, fewer than workers": {"batch_size": 2, "epochs": 1},
+}
+"""Settings under which the result must not depend on the world."""
+
+WORLDLY: dict[str, dict[str, Any]] = {
+    "a batch for each worker": {"batch_size": None, "per_worker_batch_size": BATCH},
+    "compressed": {"compression": "bf16"},
+}
+"""And settings under which it does."""
+
+
+def in_worker(data: Path, folder: Path, plans: Mapping[int, tuple[Any, ...]], variant: str = "plain") -> Any:
     """For a `KitDriver`. plans: worker -> what ends it: ("on_batch_end", 7), ("forward", 3), ("store", "model.pt")."""
     from tests.unit.torch.kit import die, link
 
-    options = dict(changes)
-    if "make_model" in options:
-        net = make_net(**options.pop("make_model"))
-        options |= {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)}
-    training = make_training(data, folder, **options)
+    training = make_training(data, folder, **variant_of(variant))
     for worker, (kind, *rest) in plans.items():
         action = die if worker == link().worker else lambda: None
         if kind.startswith("on_"):  # all workers have the same callbacks
@@ -152,6 +261,10 @@ def in_worker(data: Path, folder: Path, plans: Mapping[int, tuple[Any, ...]], ch
     return outcome(training)
 
 
+def variant_of(name: str) -> dict[str, Any]:
+    return {key: value for key, value in {**VARIANTS, **WORLDLY}[name].items() if key != "weighted"}
+
+
 def _at(count: int, action: Callable[[], None]) -> Callable[..., None]:
     """Calls the action at the `count`-th time that it is called itself."""
     calls = itertools.count(1)
@@ -161,3 +274,88 @@ def _at(count: int, action: Callable[[], None]) -> Callable[..., None]:
             action()
 
     return called
+
+
+class EpochCounter(Callback):
+    """Has a state, tells of its steps and takes its time, so that a newcomer comes in time."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def on_batch_end(self, run: Any) -> None:
+        from tests.unit.torch.kit import tell
+
+        tell("step", run.step)
+        if run.size == 1 and run.step < STEPS - 5:
+            threading.Event().wait(0.05)
+
+    def on_epoch_end(self, run: Any, logs: Any) -> None:
+        self.epochs += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epochs = state["epochs"]
+
+
+def in_worker_slowly(data: Path, folder: Path) -> Any:
+    counter = EpochCounter()
+    return {**outcome(make_training(data, folder, callbacks=[counter])), "epochs counted": counter.epochs}
+
+
+def in_worker_that_checkpoints(data: Path, folder: Path, file: str, half: bool) -> Any:
+    """Ends while it writes its second checkpoint."""
+    from tests.unit.torch.kit import die, tell
+
+    training = make_training(data, folder)
+    calls = itertools.count(1)
+
+    def second() -> None:
+        if next(calls) == 2:
+            tell("dying")
+            die()
+
+    return outcome(replace(training, store=StoreThat(training.store, file, second, half=half)))
+
+
+def in_worker_resumed(data: Path, folder: Path, name: str) -> Any:
+    nothing = At("on_batch_end", 1 << 30, lambda: None)
+    return outcome(
+        make_training(data, folder, checkpoints=CheckpointPlan(every_steps=5), callbacks=[nothing], resume_from=name)
+    )
+
+
+def in_worker_with_best(data: Path, folder: Path) -> Any:
+    """The first epoch is the best; rank 0 ends in the second."""
+    from tests.unit.torch.kit import die, link
+
+    dies = At("on_batch_end", 20, die if link().worker == 1 else lambda: None)
+    callbacks = [BestCheckpoint("lr", mode="max"), dies]
+    return outcome(make_training(data, folder, callbacks=callbacks, lr_scheduler=halved_every_epoch))
+
+
+def in_worker_with_norm(data: Path, folder: Path) -> Any:
+    net = make_net(norm=True)
+    return outcome(make_training(data, folder, model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1)))
+
+
+def in_worker_that_stops(data: Path, folder: Path) -> Any:
+    """Rank 1 alone asks for the end."""
+
+    def enough(run: Any) -> None:
+        if run.rank == 1 and run.step == 4:
+            run.stop("rank 1 has seen enough")
+
+    return outcome(make_training(data, folder, callbacks=[LambdaCallback(on_batch_end=enough)]))
+
+
+def in_worker_that_tells(data: Path, folder: Path) -> Any:
+    from tests.unit.torch.kit import tell
+
+    events = {
+        f"on_{name}": lambda run, *_, name=name: tell(name, run.step)
+        for name in ("epoch_begin", "validation_end", "epoch_end", "fit_end")
+    }
+    callback = LambdaCallback(on_batch_end=lambda run: tell("step", run.step), **events)
+    return outcome(make_training(data, folder, callbacks=[callback]))

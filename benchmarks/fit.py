@@ -1,0 +1,150 @@
+"""`ElasticTorchEstimator.fit` on a table, in a warm session: the wall clock and its parts.
+
+200,000 rows of 20 numbers, an MLP 20-256-256-2, 3 epochs, batches of 1,024, 2 workers. For comparison the same training
+as it is written by hand around TorchDistributor: rows to Parquet, read whole by each rank, DistributedDataParallel.
+
+    python benchmarks/fit.py --repeat 3 [--no-peer]
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._harness import Series, parser, report
+
+COLUMNS = [f"f{index}" for index in range(20)]
+TARGET_S = 9.0
+"""Half of what Horovod's TorchEstimator was measured to take on a loaded machine of this kind."""
+
+
+def make_net() -> Any:
+    from torch import nn
+
+    return nn.Sequential(nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 2))
+
+
+def table(spark: Any, rows: int, seed: int) -> Any:
+    from pyspark.sql import functions as F
+
+    columns = [(F.rand(seed + index) * 2 - 1).cast("float").alias(name) for index, name in enumerate(COLUMNS)]
+    df = spark.range(rows).select(*columns)
+    df = df.withColumn("label", (sum(F.col(name) for name in COLUMNS) > 0).cast("int")).cache()
+    df.count()
+    return df
+
+
+def fit(df: Any, args: argparse.Namespace) -> dict[str, float]:
+    import torch
+
+    from spark_elastic import ElasticTorchEstimator
+
+    net = make_net()
+    started = time.monotonic()
+    model = ElasticTorchEstimator(
+        model=net,
+        optimizer=torch.optim.Adam(net.parameters(), lr=1e-3),
+        loss=torch.nn.CrossEntropyLoss(),
+        feature_cols=COLUMNS,
+        label_cols=["label"],
+        batch_size=1024,
+        epochs=args.epochs,
+        num_proc=2,
+        verbose=0,
+    ).fit(df)
+    wall = time.monotonic() - started
+    assert model.history["loss"][-1] < 0.3, model.history["loss"]
+    epochs = sum(model.history["seconds"])
+    parts = dict(model.fit_seconds)
+    return {"wall": wall, **parts, "start and end": parts["train"] - epochs, "epochs": epochs}
+
+
+def by_hand(df: Any, args: argparse.Namespace) -> dict[str, float]:
+    from pyspark.ml.torch.distributor import TorchDistributor
+
+    folder = tempfile.mkdtemp(prefix="spark_elastic-fit-")
+    started = time.monotonic()
+    try:
+        df.write.parquet(f"{folder}/rows")
+        written = time.monotonic() - started
+        TorchDistributor(num_processes=2, local_mode=True, use_gpu=False).run(
+            _train_by_hand, f"{folder}/rows", args.epochs
+        )
+        return {"wall": time.monotonic() - started, "write": written}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _train_by_hand(path: str, epochs: int) -> float:
+    import numpy as np
+    import pyarrow.parquet as pq
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows = pq.read_table(path)
+    x = torch.from_numpy(np.stack([rows[name].to_numpy() for name in COLUMNS], axis=1))
+    y = torch.from_numpy(rows["label"].to_numpy().astype(np.int64))
+    net = torch.nn.parallel.DistributedDataParallel(make_net())
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for epoch in range(epochs):
+        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(epoch))[rank::size]
+        for start in range(0, len(order), 1024 // size):
+            batch = order[start : start + 1024 // size]
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(net(x[batch]), y[batch])
+            loss.backward()
+            optimizer.step()
+    dist.destroy_process_group()
+    return float(loss.detach())
+
+
+def main() -> None:
+    arguments = parser(__doc__, repeat=3)
+    arguments.add_argument("--rows", type=int, default=200_000)
+    arguments.add_argument("--epochs", type=int, default=3)
+    arguments.add_argument("--no-peer", action="store_true", help="without TorchDistributor")
+    args = arguments.parse_args()
+    repeat = 1 if args.quick else args.repeat
+
+    from tests.integration.clusters import local
+
+    logging.getLogger("TorchDistributor").setLevel(logging.ERROR)
+    ours: list[dict[str, float]] = []
+    theirs: list[dict[str, float]] = []
+    with local(2) as cluster:
+        warm = table(cluster.spark, 1000, 0)
+        fit_small = argparse.Namespace(**{**vars(args), "epochs": 30})
+        fit(warm, fit_small)
+        for index in range(repeat):
+            df = table(cluster.spark, args.rows, 100 * (index + 1))  # other rows each time, so that all are written
+            ours.append(fit(df, args))
+            print({name: round(value, 2) for name, value in ours[-1].items()}, file=sys.stderr)
+            if not args.no_peer:
+                theirs.append(by_hand(df, args))
+                print({name: round(value, 2) for name, value in theirs[-1].items()}, file=sys.stderr)
+            df.unpersist()
+    names = ["wall", "write", "try", "start and end", "epochs", "load"]
+    series = [
+        Series(f"fit: {name}", [run[name] for run in ours], "s", TARGET_S if name == "wall" else None) for name in names
+    ]
+    if theirs:
+        series += [Series(f"by hand: {name}", [run[name] for run in theirs], "s") for name in ("wall", "write")]
+        ratio = statistics.median(run["wall"] for run in theirs) / statistics.median(run["wall"] for run in ours)
+        print(f"by hand / fit: {ratio:.2f}")
+    report("fit", args, *series, raw={"fit": ours, "by hand": theirs})
+
+
+if __name__ == "__main__":
+    main()

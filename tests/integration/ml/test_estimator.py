@@ -1,0 +1,283 @@
+"""`fit` on a cluster: in Spark ML's own tools, on real data, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.evaluation import MulticlassClassificationEvaluator
+from pyspark.ml.feature import StringIndexer, VectorAssembler
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
+from pyspark.sql import functions as F
+from torch import nn
+
+from spark_elastic import ElasticTorchEstimator
+from spark_elastic.data.cache import delete_unkept
+from spark_elastic.data.store import Store
+from spark_elastic.errors import CheckpointError, DataError
+from spark_elastic.ml.checkpoints import Checkpoints
+from spark_elastic.ml.persistence import trusted_files
+from tests.integration.processes import wait_until
+from tests.unit.ml.torch.estimators import HereEstimator, make_set, weights_of
+from tests.unit.ml.torch.estimators import estimator as small_estimator
+
+ROOT = Path(__file__).resolve().parents[3]
+PIXELS = [f"p{index}" for index in range(64)]
+
+
+def accuracy() -> Any:
+    return MulticlassClassificationEvaluator(metricName="accuracy")
+
+
+def digit_net(width: int = 32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def adam(params: Any) -> Any:
+    return torch.optim.Adam(params, lr=5e-3)
+
+
+def digit_settings(**changes: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "model": digit_net(),
+        "optimizer": adam,
+        "loss": nn.CrossEntropyLoss(),
+        "feature_cols": ["pixels"],
+        "label_cols": ["label"],
+        "batch_size": 64,
+        "epochs": 8,
+        "verbose": 0,
+        **changes,
+    }
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def prepared(df: Any) -> Any:
+    return VectorAssembler(inputCols=PIXELS, outputCol="pixels").transform(
+        df.withColumn("label", F.substring("digit", 7, 1).cast("double"))
+    )
+
+
+def test_a_pipeline_learns_digits_and_is_saved_and_loaded_as_a_whole(digits: Any, tmp_path: Path) -> None:
+    train, test = digits
+    stages = [
+        VectorAssembler(inputCols=PIXELS, outputCol="pixels"),
+        StringIndexer(inputCol="digit", outputCol="label"),
+        ElasticTorchEstimator(**digit_settings(num_proc=2, validation=0.1, output_type="vector")),
+    ]
+    model = Pipeline(stages=stages).fit(train)
+    trained = model.stages[-1]
+    scored = model.transform(test)
+    assert accuracy().evaluate(scored) > 0.9
+    assert trained.history["val_loss"][-1] < trained.history["val_loss"][0]
+    assert [event["size"] for event in trained.events if event["event"] == "WorldStarted"] == [2]
+    assert set(trained.fit_seconds) == {"write", "try", "train", "load"}
+    path = str(tmp_path / "pipeline")
+    model.write().overwrite().save(path)
+    loaded = PipelineModel.load(path)
+    columns = ["digit", "prediction", "output"]
+    both = [sorted(map(str, each.select(columns).collect())) for each in (loaded.transform(test), scored)]
+    assert both[0] == both[1]
+
+
+def test_a_cross_validator_finds_the_better_model_and_each_fold_is_written_once(digits: Any, tmp_path: Path) -> None:
+    estimator = HereEstimator(**digit_settings(store=str(tmp_path)))
+    grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 10]).addGrid(estimator.batch_size, [32, 512]).build()
+    written: list[Any] = []
+    write = HereEstimator._write
+
+    def counted(self: Any, *args: Any) -> Any:
+        written.append(write(self, *args))
+        return written[-1]
+
+    HereEstimator._write = counted  # type: ignore[method-assign]
+    try:
+        model = CrossValidator(
+            estimator=estimator, estimatorParamMaps=grid, evaluator=accuracy(), numFolds=2, parallelism=2, seed=1
+        ).fit(prepared(digits[0]))
+    finally:
+        HereEstimator._write = write  # type: ignore[method-assign]
+    assert len(written) == 3, "two folds, and all rows for the best"
+    assert max(model.avgMetrics) == max(model.avgMetrics[2:]) > 0.9, "more epochs are better"
+    assert accuracy().evaluate(model.transform(prepared(digits[1]))) > 0.9
+    left = [dataset for dataset in written if dataset.store.exists("manifest.json")]
+    assert left == [], "the folds are random, nobody finds them again"
+
+
+def test_a_train_validation_split_gives_its_best_model(digits: Any) -> None:
+    estimator = HereEstimator(**digit_settings())
+    grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 8]).build()
+    model = TrainValidationSplit(
+        estimator=estimator, estimatorParamMaps=grid, evaluator=accuracy(), trainRatio=0.7, seed=2
+    ).fit(prepared(digits[0]))
+    assert model.validationMetrics[1] > model.validationMetrics[0]
+    assert accuracy().evaluate(model.transform(prepared(digits[1]))) > 0.9
+
+
+def test_a_saved_estimator_trains_as_the_one_that_was_saved(digits: Any, tmp_path: Path) -> None:
+    net = digit_net()
+    optimizer = torch.optim.SGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.5}], lr=0.1)
+    estimator = HereEstimator(**digit_settings(model=net, optimizer=optimizer, epochs=2))
+    df = prepared(digits[0])
+    path = str(tmp_path / "estimator")
+    Pipeline(stages=[estimator]).save(path)
+    loaded = Pipeline.load(path).getStages()[0]  # layers and an optimizer of torch need no trust
+    assert {p.name: loaded.isSet(p) for p in loaded.params} == {p.name: estimator.isSet(p) for p in estimator.params}
+    assert weights_of(loaded.fit(df)) == weights_of(estimator.fit(df))
+    own = HereEstimator(**digit_settings(model=net, optimizer=adam))
+    own.write().overwrite().save(path)
+    with pytest.raises(CheckpointError, match=r"optimizer in .* can only be loaded by running code"):
+        HereEstimator.load(path)
+    with trusted_files():
+        assert HereEstimator.load(path).getOptimizer() is adam
+
+
+def test_columns_weights_and_the_rows_set_aside_decide_what_is_learnt(digits: Any) -> None:
+    df = prepared(digits[0]).withColumn("half", F.col("p20") > 0.5).withColumn("w", F.col("p20") + 0.01).cache()
+
+    def trained(**changes: Any) -> Any:
+        made = HereEstimator(**digit_settings(epochs=1, **changes))
+        return made, weights_of(made.fit(df))
+
+    _, plain = trained()
+    few = PIXELS[:32]
+    narrow = nn.Linear(32, 10)
+    for changes in (
+        {"label_cols": ["half"], "model": nn.Linear(64, 1), "loss": nn.BCEWithLogitsLoss()},
+        {"feature_cols": few, "model": narrow},
+        {"sample_weight_col": "w"},
+        {"validation": 0.3},
+        {"validation": "half"},
+    ):
+        made, weights = trained(**changes)
+        assert weights != plain
+        if changes.get("validation") == "half":
+            assert made.training.dataset.rows("validation") == df.where("half").count()
+
+
+def test_a_second_fit_finds_the_rows_and_dataset_id_and_keep_dataset_make_them_last(
+    digits: Any, tmp_path: Path
+) -> None:
+    df = digits[0].withColumn("label", F.substring("digit", 7, 1).cast("double"))
+
+    def written(**changes: Any) -> Any:
+        made = HereEstimator(**digit_settings(feature_cols=PIXELS, epochs=1, store=str(tmp_path), **changes))
+        made.fit(df)
+        return made.training.dataset.store
+
+    first = written()
+    manifest = first.read_bytes("manifest.json")
+    assert written().url == first.url
+    assert first.read_bytes("manifest.json") == manifest
+    named, kept = written(dataset_id="digits"), written(keep_dataset=True, seed=9, validation=0.5)
+    assert named.url.endswith("digits")
+    delete_unkept()  # what happens when the process ends
+    assert [store.exists("manifest.json") for store in (first, named, kept)] == [False, True, True]
+
+
+def test_fit_takes_param_maps_and_several_of_them(digits: Any) -> None:
+    df = prepared(digits[0])
+    estimator = HereEstimator(**digit_settings(epochs=1))
+    assert len(estimator.fit(df, {estimator.epochs: 2}).history) == 2
+    models = estimator.fit(df, [{estimator.epochs: 1}, {estimator.epochs: 3}])
+    assert [len(model.history) for model in models] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "changes", "said"),
+    [
+        (lambda df: df.drop("label"), {}, "label_cols 'label' is not a column"),
+        (lambda df: df.withColumn("label", F.lit("x")), {}, "label_cols 'label' is string.* StringIndexer"),
+        (lambda df: df.withColumn("label", F.when(F.col("p20") < 0.5, 1)), {}, "column 'label': .* null"),
+        (lambda df: df.withColumn("label", F.col("label") + 0.5), {}, "column 'label': .* numbers such as .*5"),
+        (lambda df: df.where("p0 > 9"), {}, "no rows"),
+        (lambda df: df.withColumn("p1", F.lit(float("nan"))), {"feature_cols": PIXELS}, "column 'p1': .* NaN"),
+        (lambda df: df, {"sample_weight_col": "digit"}, "weights must be numbers"),
+        (lambda df: df, {"validation": "p1"}, "must be boolean"),
+        (lambda df: df, {"input_shapes": [(7, 7)]}, "64 values"),
+    ],
+)
+def test_rows_that_cannot_be_trained_on_are_named_before_any_worker_starts(
+    change: Any, changes: dict[str, Any], said: str, digits: Any
+) -> None:
+    estimator = HereEstimator(**digit_settings(**changes))
+    with pytest.raises(DataError, match=f"(?s){said}"):
+        estimator.fit(change(prepared(digits[0])))
+    assert not hasattr(estimator, "training")
+
+
+def test_nan_is_allowed_where_data_options_say_so(digits: Any) -> None:
+    df = prepared(digits[0]).withColumn("p1", F.when(F.col("p20") > 0.5, float("nan")).otherwise(0.0))
+    estimator = HereEstimator(**digit_settings(feature_cols=PIXELS, epochs=1, data_options={"allow_nan": True}))
+    assert len(estimator.fit(df).history) == 1
+
+
+def test_a_streaming_dataframe_is_refused(spark: Any) -> None:
+    stream = spark.readStream.format("rate").load().withColumn("label", F.lit(1))
+    with pytest.raises(DataError, match="streaming"):
+        HereEstimator(**digit_settings(feature_cols=["value"])).fit(stream)
+
+
+def test_ctrl_c_ends_the_workers_and_the_session_goes_on(digits: Any, spark: Any, tmp_path: Path) -> None:
+    df = prepared(digits[0])
+    estimator = ElasticTorchEstimator(
+        **digit_settings(num_proc=2, epochs=100_000, checkpoint_dir=str(tmp_path), run_id="a")
+    )
+    here = threading.get_ident()
+
+    def press() -> None:
+        wait_until(lambda: list(tmp_path.rglob("checkpoint.json")), 120, "the first checkpoint")
+        signal.pthread_kill(here, signal.SIGINT)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        estimator.fit(df)
+    presser.join()
+    wait_until(lambda: not spark.sparkContext.statusTracker().getActiveJobsIds(), 20, "no job is left")
+    assert spark.range(10).count() == 10
+
+
+DIES = """
+import sys
+from tests.integration.ml.test_estimator import endless
+endless(sys.argv[1], sys.argv[2])
+"""
+
+
+def endless(dataset: str, folder: str) -> None:
+    """What the process does that is killed: far more epochs than it will live for."""
+    small_estimator(epochs=10**6, checkpoint_dir=folder, run_id="a").from_dataset_path(dataset)
+
+
+def test_a_fit_whose_driver_was_killed_goes_on_under_its_run_id(tmp_path: Path) -> None:
+    dataset = make_set(tmp_path / "set")
+    runs = tmp_path / "runs"
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DIES, str(tmp_path / "set"), str(runs)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )
+    try:
+        wait_until(lambda: list(runs.rglob("checkpoint.json")), 120, "a checkpoint")
+    finally:
+        driver.kill()
+        driver.wait()
+    reached = Checkpoints(Store.create(runs / "a" / "checkpoints")).latest()
+    assert reached is not None
+    total = reached.epoch + 3
+    again = small_estimator(epochs=total, checkpoint_dir=str(runs), run_id="a")
+    model = again.from_dataset_path(dataset)
+    assert again.training.resume_from == reached.name
+    whole = small_estimator(epochs=total).from_dataset_path(dataset)
+    assert weights_of(model) == weights_of(whole)
+    assert model.history["loss"] == whole.history["loss"]

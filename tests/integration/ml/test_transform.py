@@ -1,0 +1,232 @@
+"""`transform` on a cluster: what it keeps, what it adds, what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark.errors import PythonException
+from pyspark.ml import PipelineModel
+from pyspark.ml.evaluation import BinaryClassificationEvaluator, RegressionEvaluator
+from pyspark.ml.linalg import Vectors
+from pyspark.sql import functions as F
+from torch import nn
+
+from spark_elastic import ElasticTorchModel
+from spark_elastic.data.layout import TensorField
+from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
+from spark_elastic.ml.history import History
+from spark_elastic.ml.model import Fitted
+from spark_elastic.ml.outputs import OutputShape
+from spark_elastic.ml.persistence import trusted_files
+from tests.integration.ml.modules import Logging, TwoInputs
+
+JOINED = TensorField("features_0", ("a", "v"), "<f4", (3,))
+WORD = TensorField("features_1", ("word",), "<i8", ())
+
+
+def model_of(module: nn.Module, inputs: Any, *outputs: OutputShape, rule: str | None = None, **settings: Any) -> Any:
+    made = ElasticTorchModel(**settings)
+    event = {"at": 1.5, "event": "JobEnded", "text": "done"}
+    made._attach(module, Fitted(tuple(inputs), outputs, rule, History([{"epoch": 0, "loss": 0.5}]), (event,)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def rows(spark: Any) -> Any:
+    made = [(index, index / 10, Vectors.dense([1.0, index]), index % 5, f"row {index}") for index in range(30)]
+    made[7] = (7, 0.7, Vectors.sparse(2, {1: 7.0}), 2, "row 7")
+    df = spark.createDataFrame(made, ["id", "a", "v", "word", "text"])
+    return (
+        df.withColumn("id", F.col("id").cast("int").alias("id", metadata={"what": "a number"})).repartition(3).cache()
+    )
+
+
+def test_columns_are_kept_with_order_types_and_metadata_and_outputs_are_what_the_module_gives(rows: Any) -> None:
+    module = TwoInputs()
+    model = model_of(module, [JOINED, WORD], OutputShape("<f4", (4,)), OutputShape("<f4", ()), rule="argmax")
+    made = model.transform(rows)
+    assert made.columns == [*rows.columns, "output_0", "output_1", "prediction"]
+    for before, after in zip(rows.schema, made.schema, strict=False):
+        assert before == after
+        assert before.metadata == after.metadata
+    before = {row.id: row for row in rows.collect()}
+    found = made.collect()
+    assert len(found) == 30
+    for row in found:
+        assert row[: len(rows.columns)] == before[row.id][:]
+        x = torch.tensor([[row.a, *row.v.toArray()]], dtype=torch.float32)
+        kind, size = module(x, torch.tensor([row.word]))
+        assert np.allclose(row.output_0, kind[0].tolist(), atol=1e-5)
+        assert row.output_1 == pytest.approx(size.item(), abs=1e-5)
+        assert row.prediction == kind.argmax().item()
+
+
+def test_outputs_suit_the_evaluators_of_spark_ml(rows: Any) -> None:
+    labelled = rows.withColumn("label", (F.col("a") > 1.45).cast("double"))
+    torch.manual_seed(0)
+    linear = nn.Linear(3, 2)
+    with torch.no_grad():
+        linear.weight.zero_()
+        linear.weight[1, 0] = 1.0
+        linear.bias.copy_(torch.tensor([1.45, 0.0]))
+    classes = model_of(
+        linear, [JOINED], OutputShape("<f4", (2,)), rule="argmax", output_type="vector", probability_col="probability"
+    ).transform(labelled)
+    assert BinaryClassificationEvaluator(rawPredictionCol="output").evaluate(classes) == 1.0
+    assert BinaryClassificationEvaluator(rawPredictionCol="probability").evaluate(classes) == 1.0
+    assert classes.where("prediction != label").count() == 0
+    number = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ())).transform(labelled)
+    assert RegressionEvaluator(labelCol="output", predictionCol="prediction").evaluate(number) == 0.0
+
+
+def test_a_model_is_loaded_once_by_each_worker_process_for_all_of_its_tasks(rows: Any, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    model = model_of(Logging(str(log)), [JOINED], OutputShape("<f4", ()))
+    for _ in range(3):
+        model.transform(rows).write.format("noop").mode("overwrite").save()
+    pids = log.read_text().split()
+    assert 1 <= len(pids) <= 3
+    assert len(pids) == len(set(pids)), "each of them once"
+
+
+def test_partitions_without_rows_are_fine(spark: Any, rows: Any) -> None:
+    model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
+    assert model.transform(rows.where("id = 3").repartition(4)).count() == 1
+    assert model.transform(rows.where("id < 0")).collect() == []
+
+
+def test_a_null_is_an_error_that_names_the_column(rows: Any) -> None:
+    model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
+    with pytest.raises(PythonException, match=r"column 'a': .* hold null"):
+        model.transform(rows.withColumn("a", F.when(F.col("id") != 5, F.col("a")))).collect()
+
+
+def test_what_cannot_be_done_is_said_when_transform_is_called(rows: Any) -> None:
+    model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
+    with pytest.raises(DataError, match="needs a column 'v', which the DataFrame does not have"):
+        model.transform(rows.drop("v"))
+    with pytest.raises(DataError, match=r"has a column 'Output' already; .* \(output_cols\)"):
+        model.transform(rows.withColumn("Output", F.lit(1)))
+    with pytest.raises(DataError, match="has a column 'prediction' already"):
+        model.transform(rows.withColumn("prediction", F.lit(1)))
+    with pytest.raises(InvalidSettingsError, match="prediction='argmax' does not go with"):
+        model.transform(rows, {model.prediction: "argmax"})
+    with pytest.raises(InvalidSettingsError, match="nothing to add"):
+        model.transform(rows, {model.output_cols: [], model.prediction_col: ""})
+    with pytest.raises(InvalidSettingsError, match="was not made by a fit"):
+        ElasticTorchModel().transform(rows)
+
+
+def test_feature_columns_may_have_other_names_than_in_training(rows: Any) -> None:
+    model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
+    expected = sorted(row.output for row in model.transform(rows).collect())
+    renamed = rows.withColumnRenamed("a", "b").withColumnRenamed("v", "w")
+    assert sorted(row.output for row in model.setFeatureCols(["b", "w"]).transform(renamed).collect()) == expected
+    with pytest.raises(InvalidSettingsError, match=r"\[3\] columns for the model's inputs, which take \[2\]"):
+        model.setFeatureCols(["b", "w", "id"]).transform(renamed)
+
+
+def test_column_names_may_have_dots_and_columns_that_are_not_used_may_share_a_name(rows: Any) -> None:
+    model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
+    odd = rows.select(F.col("id").alias("the id.of it"), "a", F.col("text").alias("ß"), "v", F.lit(1).alias("ß"))
+    made = model.transform(odd)
+    assert made.columns == ["the id.of it", "a", "ß", "v", "ß", "output", "prediction"]
+    assert sorted(row[5] for row in made.collect()) == sorted(row.output for row in model.transform(rows).collect())
+    dotted = model.copy({model.feature_cols: ["a.b", "v"]}).transform(rows.withColumnRenamed("a", "a.b"))
+    assert dotted.where("`a.b` = 0.5").first()[dotted.columns.index("output")] == pytest.approx(0.5 + 1 + 5)
+
+
+def test_copies_of_a_model_send_it_to_executors_once(rows: Any) -> None:
+    model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
+    model.transform(rows)
+    model.copy({model.output_cols: ["other"]}).transform(rows)
+    assert len(model._shipments) == 1
+    model.copy({model.transform_threads: 2}).transform(rows)
+    assert len(model._shipments) == 2
+
+
+def test_it_works_on_a_stream(spark: Any, rows: Any, tmp_path: Path) -> None:
+    rows.write.parquet(str(tmp_path / "rows"))
+    stream = spark.readStream.schema(rows.schema).parquet(str(tmp_path / "rows"))
+    model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
+    query = (
+        model.transform(stream)
+        .writeStream.format("memory")
+        .queryName("scored")
+        .option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+        .start()
+    )
+    assert query.awaitTermination(120)
+    assert spark.table("scored").count() == 30
+    assert spark.table("scored").where("prediction is null").count() == 0
+
+
+# --- saving -------------------------------------------------------------------------------------
+
+
+def plain(**settings: Any) -> Any:
+    torch.manual_seed(4)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    return model_of(module, [JOINED], OutputShape("<f4", (4,)), rule="argmax", **settings)
+
+
+def test_a_saved_model_comes_back_with_settings_history_and_events_and_gives_the_same(
+    rows: Any, tmp_path: Path
+) -> None:
+    model = plain(prediction_col="class", transform_batch_size=7)
+    model.save(str(tmp_path / "model"))
+    loaded = ElasticTorchModel.load(str(tmp_path / "model"))
+    assert loaded.uid == model.uid
+    assert (loaded.getPredictionCol(), loaded.getTransformBatchSize()) == ("class", 7)
+    assert loaded.history == model.history
+    assert loaded.events == model.events
+    assert sorted(loaded.transform(rows).collect()) == sorted(model.transform(rows).collect())
+    with pytest.raises(CheckpointError, match="exists; save to another path"):
+        model.save(str(tmp_path / "model"))
+    model.write().overwrite().save(str(tmp_path / "model"))
+
+
+def test_a_module_of_ones_own_class_needs_trust_or_the_module_itself(rows: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "model")
+    model = model_of(TwoInputs(), [JOINED, WORD], OutputShape("<f4", (4,)), OutputShape("<f4", ()), rule="argmax")
+    PipelineModel([model]).write().overwrite().save(path)
+    with pytest.raises(CheckpointError, match=r"architecture in .* can only be loaded by running code"):
+        PipelineModel.load(path)
+    with trusted_files():
+        loaded = PipelineModel.load(path)
+    expected = sorted(model.transform(rows).collect())
+    assert sorted(loaded.transform(rows).collect()) == expected
+
+    model.save(str(tmp_path / "alone"))
+    with torch.no_grad():
+        other = TwoInputs()
+        other.size.weight.zero_()
+    filled = ElasticTorchModel.load(str(tmp_path / "alone"), module=other)
+    assert sorted(filled.transform(rows).collect()) == expected
+
+
+def test_what_is_no_saved_model_or_a_damaged_one_is_an_error_of_ours(spark: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is nothing at"):
+        ElasticTorchModel.load(str(tmp_path / "none"))
+    from pyspark.ml.feature import VectorAssembler
+
+    VectorAssembler(inputCols=["a"]).save(str(tmp_path / "other"))
+    with pytest.raises(CheckpointError, match="VectorAssembler, not a"):
+        ElasticTorchModel.load(str(tmp_path / "other"))
+    plain().save(str(tmp_path / "model"))
+    weights = tmp_path / "model" / "data" / "weights.pt"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    with pytest.raises(CheckpointError, match=r"data/weights.pt cannot be read: .*[Cc]hecksum"):
+        ElasticTorchModel.load(str(tmp_path / "model"))
+    (weights.parent / ".weights.pt.crc").unlink()
+    with pytest.raises(CheckpointError):
+        ElasticTorchModel.load(str(tmp_path / "model"))
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=r"is incomplete: data/weights.pt is missing"):
+        ElasticTorchModel.load(str(tmp_path / "model"))

@@ -1,0 +1,134 @@
+"""Checkpoints are complete or not there at all, whatever is cut off and whenever the writer ends."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from spark_elastic.data.store import Store
+from spark_elastic.errors import CheckpointError
+from spark_elastic.ml.checkpoints import MANIFEST, CheckpointFacts, Checkpoints, CheckpointWriter, Contents
+
+
+def contents(number: int, best: bool = False) -> Contents:
+    facts = CheckpointFacts(f"{number:012d}", step=number, epoch=number // 10, position=number % 10, best=best)
+    return Contents(facts, {"at": number}, {"state.pt": bytes(range(256)) * 40, "more": b"x" * number})
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    return Checkpoints(Store.create(tmp_path / "checkpoints"))
+
+
+def test_without_any_there_is_no_latest(checkpoints):
+    assert checkpoints.latest() is None
+    assert checkpoints.complete() == []
+
+
+def test_what_was_written_is_read_back(checkpoints):
+    checkpoints.write(contents(12))
+    assert checkpoints.load("000000000012") == contents(12)
+    assert checkpoints.latest() == contents(12).facts
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, 0.5, -1], ids=["empty", "one byte", "100 bytes", "half", "all but one"])
+@pytest.mark.parametrize("file", ["state.pt", "more", MANIFEST])
+def test_a_file_cut_off_anywhere_leaves_the_one_before_as_the_latest(checkpoints, tmp_path, file, keep):
+    checkpoints.write(contents(110))
+    checkpoints.write(contents(120))
+    cut = tmp_path / "checkpoints" / "000000000120" / file
+    data = cut.read_bytes()
+    cut.write_bytes(data[: int(len(data) * keep)] if isinstance(keep, float) else data[:keep])
+    assert checkpoints.latest().step == 110
+    assert [facts.step for facts in checkpoints.complete()] == [110]
+    with pytest.raises(CheckpointError, match=r"incomplete|damaged"):
+        checkpoints.load("000000000120")
+
+
+@pytest.mark.parametrize("file", ["state.pt", "more", MANIFEST])
+def test_a_file_that_is_missing_leaves_the_one_before_as_the_latest(checkpoints, tmp_path, file):
+    checkpoints.write(contents(110))
+    checkpoints.write(contents(120))
+    (tmp_path / "checkpoints" / "000000000120" / file).unlink()
+    assert checkpoints.latest().step == 110
+
+
+def test_a_changed_byte_is_found(checkpoints, tmp_path):
+    checkpoints.write(contents(12))
+    changed = tmp_path / "checkpoints" / "000000000012" / "state.pt"
+    data = bytearray(changed.read_bytes())
+    data[5000] ^= 1
+    changed.write_bytes(data)
+    assert checkpoints.latest() is None
+    with pytest.raises(CheckpointError, match=r"state\.pt is not what was written"):
+        checkpoints.load("000000000012")
+
+
+@pytest.mark.parametrize("text", [b"[]", b"{}", b'{"format": "something else"}'])
+def test_another_json_is_no_checkpoint(checkpoints, text):
+    checkpoints.store.write_bytes(f"000000000001/{MANIFEST}", text)
+    assert checkpoints.latest() is None
+
+
+def test_a_newer_version_is_named(checkpoints):
+    checkpoints.store.write_bytes(
+        f"000000000001/{MANIFEST}", b'{"format": "spark_elastic.checkpoint", "version": 9, "files": {}}'
+    )
+    with pytest.raises(CheckpointError, match="version 9; this is version 1"):
+        checkpoints.load("000000000001")
+
+
+def test_the_newest_and_the_best_are_kept(checkpoints):
+    for number in range(1, 7):
+        checkpoints.write(contents(number, best=number in (1, 2)))
+    checkpoints.keep(2)
+    assert [facts.step for facts in checkpoints.complete()] == [2, 5, 6]
+    assert checkpoints.best().step == 2
+
+
+def test_what_was_never_completed_is_removed_once_there_is_a_newer_one(checkpoints, tmp_path):
+    checkpoints.store.write_bytes("000000000001/state.pt", b"half of it")
+    checkpoints.write(contents(2))
+    checkpoints.store.write_bytes("000000000003/state.pt", b"being written")
+    checkpoints.keep(3)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["000000000002", "000000000003"]
+
+
+def test_the_writer_writes_in_order_and_keeps_as_many_as_it_shall(checkpoints):
+    writer = CheckpointWriter(checkpoints, keep=2)
+    for number in range(1, 6):
+        writer.submit(lambda number=number: contents(number))
+    writer.drain()
+    writer.close()
+    assert [facts.step for facts in checkpoints.complete()] == [4, 5]
+
+
+def test_the_writer_is_busy_until_all_is_written(checkpoints):
+    go_on = threading.Event()
+    writer = CheckpointWriter(checkpoints, keep=2)
+
+    def slow():
+        go_on.wait(30)
+        return contents(1)
+
+    assert not writer.busy
+    writer.submit(slow)
+    assert writer.busy
+    go_on.set()
+    writer.drain()
+    assert not writer.busy
+    writer.close()
+
+
+def test_a_failed_write_is_told_at_the_end_unless_a_later_one_succeeds(checkpoints):
+    def fails():
+        raise OSError("the disk is full")
+
+    writer = CheckpointWriter(checkpoints, keep=2)
+    writer.submit(fails)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        writer.drain()
+    writer.submit(lambda: contents(1))
+    writer.drain()
+    writer.close()

@@ -1,0 +1,137 @@
+"""How settings behave as keywords, as Params, and when they are wrong."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+from pyspark.ml.param import Param
+
+from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
+from spark_elastic.errors import InvalidSettingsError
+
+
+@pytest.mark.parametrize("kind", [ElasticTorchEstimator, ElasticTorchModel])
+def test_every_setting_is_a_param_with_a_doc_a_getter_and_a_setter(kind: Any) -> None:
+    made = kind()
+    keywords = inspect.signature(kind).parameters
+    assert [param.name for param in made.params] == sorted(keywords)
+    for param in made.params:
+        assert isinstance(param, Param)
+        assert len(param.doc) > 10
+        assert param.doc.endswith(".")
+        name = "".join(part.capitalize() for part in param.name.split("_"))
+        assert getattr(made, f"get{name}")() == keywords[param.name].default
+        assert getattr(made, f"set{name}").__doc__
+
+
+def test_a_setter_returns_the_object_and_a_getter_what_was_set() -> None:
+    estimator = ElasticTorchEstimator()
+    assert estimator.setBatchSize(64) is estimator
+    assert estimator.getBatchSize() == 64
+    assert "current: 64" in estimator.explainParam("batch_size")
+
+
+def test_settings_are_keywords_alone() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        ElasticTorchEstimator("model")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("batchSize", "snake_case here, 'batch_size'"),
+        ("featuresCol", "here it is 'feature_cols'"),
+        ("random_seed", "here it is 'seed'"),
+        ("batch_sise", "did you mean 'batch_size'"),
+        ("zzz", "it has accumulation_steps, batch_size"),
+    ],
+)
+def test_a_name_that_does_not_exist_is_answered_with_the_one_that_does(name: str, hint: str) -> None:
+    with pytest.raises(InvalidSettingsError, match=hint):
+        ElasticTorchEstimator(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
+        ({"batch_size": 2.5}, "batch_size must be a whole number, not 2.5"),
+        ({"epochs": True}, "epochs must be a whole number, not True"),
+        ({"validation": 1.0}, "fraction between 0 and 1 .* not 1.0"),
+        ({"validation": 0}, "leave it out"),
+        ({"validation": [0.1]}, "fraction of the rows, or the name of a boolean column"),
+        ({"feature_cols": []}, "feature_cols must name at least one column"),
+        ({"feature_cols": ["a", "a"]}, "feature_cols names a more than once"),
+        ({"feature_cols": ["a", ["b"]]}, "mixes names and lists"),
+        ({"feature_cols": [1]}, "feature_cols must be a list of names"),
+        ({"input_shapes": 3}, "list of shapes"),
+        ({"input_shapes": [(0,)]}, r"input_shapes\[0\] must be at least 1"),
+        ({"metrics": [len]}, "metrics must be a dict with names as keys"),
+        ({"gradient_clip_norm": 0}, "a number above 0"),
+        ({"gradient_clip_value": float("nan")}, "a number above 0"),
+        ({"gradient_compression": "int8"}, "'none', 'fp16', 'bf16'"),
+        ({"shuffle": "yes"}, "shuffle must be True or False"),
+        ({"loss_weights": ["a"]}, r"loss_weights\[0\] must be a number"),
+        ({"transformation_fn": 3}, "transformation_fn must be a function"),
+        ({"run_options": {"start_timout": 3}}, "did you mean 'start_timeout'"),
+        ({"data_options": {"batch": 3}}, "data_options takes no 'batch'"),
+        ({"output_type": "list"}, "'array', 'vector'"),
+        ({"prediction": "softmax"}, "'argmax', 'value'"),
+        ({"checkpoint_dir": 3}, "a path or a URI"),
+        ({"device": ""}, "device must be a name"),
+    ],
+)
+def test_an_impossible_value_is_refused_with_what_would_be_possible(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidSettingsError, match=said):
+        ElasticTorchEstimator(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"batch_size": 8, "per_worker_batch_size": 4}, "contradict each other"),
+        ({"loss": [len, len], "loss_weights": [1.0]}, "1 loss_weights for 2 losses"),
+        ({"loss": len, "train_fn": len}, "loss and train_fn are both set"),
+        ({"train_fn": len, "loss_weights": [1.0]}, "loss_weights are for losses"),
+        ({"min_num_proc": 3, "max_num_proc": 2}, "min_num_proc=3 is larger than max_num_proc=2"),
+        ({"num_proc": 1, "min_num_proc": 2}, "min_num_proc=2 is larger than num_proc=1"),
+        ({"run_id": "a"}, "run_id='a' without checkpoint_dir"),
+        ({"checkpoint_seconds": 3}, "checkpoint_seconds=3.0 without checkpoint_dir"),
+        ({"scheduler_monitor": "loss"}, "no lr_scheduler"),
+        ({"output_cols": ["a"], "prediction_col": "a"}, "'a' would be 2 of the output columns"),
+    ],
+)
+def test_settings_that_contradict_one_another_are_refused_at_once(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidSettingsError, match=said):
+        ElasticTorchEstimator(**settings)
+
+
+def test_a_wrong_value_set_through_spark_ml_keeps_its_error() -> None:
+    estimator = ElasticTorchEstimator()
+    with pytest.raises(InvalidSettingsError, match="epochs must be at least 1"):
+        estimator.set(estimator.epochs, 0)
+
+
+def test_numpy_numbers_become_plain_ones() -> None:
+    estimator = ElasticTorchEstimator(batch_size=np.int64(8), validation=np.float32(0.5), shuffle=np.bool_(False))
+    values = [estimator.getBatchSize(), estimator.getValidation(), estimator.getShuffle()]
+    assert [type(value) for value in values] == [int, float, bool]
+
+
+def test_a_copy_has_its_own_settings_and_the_same_uid() -> None:
+    estimator = ElasticTorchEstimator(epochs=2, batch_size=8)
+    copied = estimator.copy({estimator.epochs: 5})
+    assert (estimator.getEpochs(), copied.getEpochs(), copied.getBatchSize()) == (2, 5, 8)
+    assert copied.uid == estimator.uid
+    copied._resetUid("other")
+    assert estimator.epochs.parent == estimator.uid
+    assert copied.getEpochs() == 5
+
+
+def test_a_copy_whose_settings_contradict_one_another_is_refused() -> None:
+    estimator = ElasticTorchEstimator(batch_size=8)
+    with pytest.raises(InvalidSettingsError, match="contradict"):
+        estimator.copy({estimator.per_worker_batch_size: 4})

@@ -1,0 +1,100 @@
+"""Which tensors columns become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql.types import (
+    ArrayType,
+    BooleanType,
+    DecimalType,
+    DoubleType,
+    FloatType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+)
+
+from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.ml import preparation
+
+SCHEMA = StructType(
+    [
+        StructField("a", DoubleType()),
+        StructField("b", IntegerType()),
+        StructField("id", LongType()),
+        StructField("price", DecimalType(10, 2)),
+        StructField("flag", BooleanType()),
+        StructField("image", ArrayType(FloatType())),
+        StructField("words", ArrayType(LongType())),
+        StructField("vector", VectorUDT()),
+        StructField("text", StringType()),
+        StructField("twice", DoubleType()),
+        StructField("twice", DoubleType()),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("feature_cols", "columns", "dtypes"),
+    [
+        (["a", "b"], {"features_0": ("a", "b")}, ["<f4"]),
+        (["a"], {"features_0": ("a",)}, ["<f4"]),
+        (["id"], {"features_0": "id"}, ["<i8"]),
+        (["image"], {"features_0": "image"}, ["<f4"]),
+        (["words", "vector"], {"features_0": "words", "features_1": "vector"}, ["<i8", "<f4"]),
+        (["image", "a"], {"features_0": "image", "features_1": ("a",)}, ["<f4", "<f4"]),
+        ([["a", "price"], ["id"]], {"features_0": ("a", "price"), "features_1": "id"}, ["<f4", "<i8"]),
+        ([["vector", "flag"]], {"features_0": ("vector", "flag")}, ["<f4"]),
+    ],
+)
+def test_scalars_are_stacked_and_arrays_stand_alone_unless_lists_say_otherwise(
+    feature_cols: Any, columns: Any, dtypes: Any
+) -> None:
+    made = preparation.features(SCHEMA, feature_cols, None)
+    assert dict(made.columns) == columns
+    assert list(made.dtypes.values()) == dtypes
+
+
+def test_a_text_column_keeps_its_own_type() -> None:
+    made = preparation.features(SCHEMA, ["text"], None)
+    assert (dict(made.columns), dict(made.dtypes)) == ({"features_0": "text"}, {})
+
+
+def test_shapes_go_to_the_inputs_in_their_order() -> None:
+    made = preparation.features(SCHEMA, ["image", "words"], [[2, 3], [4]])
+    assert made.shapes == {"features_0": (2, 3), "features_1": (4,)}
+
+
+def test_a_number_of_shapes_that_is_not_that_of_the_inputs_is_refused() -> None:
+    with pytest.raises(InvalidSettingsError, match=r"1 input_shapes for 2 inputs \(image, words\)"):
+        preparation.features(SCHEMA, ["image", "words"], [[2, 3]])
+
+
+def test_labels_keep_integers_unless_the_loss_wants_numbers_and_the_other_way_round() -> None:
+    assert list(preparation.labels(SCHEMA, ["b", "a"], None).dtypes.values()) == ["<i8", "<f4"]
+    assert list(preparation.labels(SCHEMA, ["b", "a"], None, ["<f4", "<i8"]).dtypes.values()) == ["<f4", "<i8"]
+
+
+def test_a_label_that_is_one_number_is_a_scalar() -> None:
+    assert preparation.labels(SCHEMA, ["a"], None).columns == {"label_0": "a"}
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: preparation.features(SCHEMA, ["imgae"], None), "did you mean 'image'"),
+        (lambda: preparation.labels(SCHEMA, ["zzzz"], None), "label_cols 'zzzz' is not a column .* it has a, b"),
+        (lambda: preparation.features(SCHEMA, ["twice"], None), "stands for 2 columns"),
+        (lambda: preparation.features(SCHEMA, [["text", "a"]], None), "cannot be joined"),
+        (lambda: preparation.weight(SCHEMA, "text"), "sample_weight_col 'text' is string; weights must be numbers"),
+        (lambda: preparation.check_validation(SCHEMA, "b"), "validation column 'b' is int; it must be boolean"),
+    ],
+)
+def test_a_column_that_cannot_be_used_is_named_with_what_it_is(call: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        call()

@@ -1,0 +1,149 @@
+"""What runs on executors in `transform`, on batches made here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql.types import ArrayType, DecimalType, DoubleType, StringType, StructField, StructType
+
+from spark_elastic.data.layout import Kind, TensorField
+from spark_elastic.errors import DataError
+from spark_elastic.ml.features import FeatureReader, tensors_for
+from spark_elastic.ml.outputs import AddedColumn, OutputShape
+from spark_elastic.ml.serving import Serving
+
+SCHEMA = StructType([StructField("a", DoubleType()), StructField("v", ArrayType(DoubleType()))])
+JOINED = TensorField("features_0", ("a", "v"), "<f4", (3,))
+
+
+@dataclass
+class Broadcast:
+    value: bytes
+
+
+@dataclass
+class Adding:
+    """A "model" that adds up its input, and remembers in a file how often it was loaded."""
+
+    log: str
+
+    def load(self) -> Any:
+        with open(self.log, "a") as file:
+            file.write("loaded ")
+        return self
+
+    def __call__(self, inputs: Mapping[str, Any]) -> list[Any]:
+        return [inputs["features_0"].sum(axis=1)]
+
+
+def batch(a: Any, v: Any) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.array(a, pa.float64()), pa.array(v, pa.list_(pa.float64()))], ["a", "v"])
+
+
+def serving(log: Any, key: str = "one", **more: Any) -> Serving:
+    added = (AddedColumn("sum", "raw", 0, "", OutputShape("<f4", ())),)
+    settings: dict[str, Any] = {"batch_size": 2, **more}
+    payload = Broadcast(cloudpickle.dumps(Adding(str(log))))
+    return Serving(key, payload, tensors_for(SCHEMA, [JOINED], {}), added, **settings)
+
+
+def test_outputs_follow_the_input_columns_row_by_row_also_over_several_parts(tmp_path: Any) -> None:
+    given = [batch([1, 2, 3], [[1, 1], [2, 2], [3, 3]]), batch([4], [[0, 0]])]
+    made = list(serving(tmp_path / "log")(given))
+    assert [each.schema.names for each in made] == [["a", "v", "sum"]] * 2
+    assert [each.column("sum").to_pylist() for each in made] == [[3, 6, 9], [4]]
+    assert made[0].column("v").equals(given[0].column("v"))
+
+
+def test_a_model_is_loaded_once_for_all_partitions_and_not_at_all_for_empty_ones(tmp_path: Any) -> None:
+    log = tmp_path / "log"
+    work = serving(log, key="loaded once")
+    empty = list(work([batch([], [])]))
+    assert (empty[0].num_rows, empty[0].schema.names) == (0, ["a", "v", "sum"])
+    assert list(work([])) == []
+    assert not log.exists()
+    for _ in range(3):
+        list(work([batch([1], [[1, 1]])]))
+    assert log.read_text() == "loaded "
+
+
+def test_a_null_is_an_error_that_names_the_column_and_the_rows(tmp_path: Any) -> None:
+    with pytest.raises(DataError, match="column 'a': 1 of 2 rows looked at hold null"):
+        list(serving(tmp_path / "log")([batch([1, None], [[1, 1], [1, 1]])]))
+
+
+def test_an_array_of_another_length_than_in_training_is_an_error_with_both_lengths(tmp_path: Any) -> None:
+    with pytest.raises(DataError, match="3 for a shape of"):
+        list(serving(tmp_path / "log")([batch([1], [[1, 1, 1]])]))
+
+
+def test_inference_fn_sees_the_features_and_what_it_returns_goes_to_the_model(tmp_path: Any) -> None:
+    work = serving(tmp_path / "log", inference_fn=lambda features: {"features_0": features["features_0"] * 10})
+    assert next(iter(work([batch([1], [[1, 1]])]))).column("sum").to_pylist() == [30]
+
+
+def read(kind: Any, values: pa.Array, field: TensorField, pad_to: dict[str, int] | None = None) -> Any:
+    schema = StructType([StructField("x", kind)])
+    reader = FeatureReader(tensors_for(schema, [field], pad_to or {}))
+    return reader(pa.RecordBatch.from_arrays([values], ["x"]))["f"]
+
+
+def test_decimals_and_arrays_of_them_become_numbers() -> None:
+    scalar = read(DecimalType(5, 2), pa.array([Decimal("1.50")]), TensorField("f", ("x",), "<f4", ()))
+    assert scalar.tolist() == [1.5]
+    values = pa.array([[Decimal("1.50"), Decimal("2.25")]])
+    nested = read(ArrayType(DecimalType(5, 2)), values, TensorField("f", ("x",), "<f4", (2,)))
+    assert nested.tolist() == [[1.5, 2.25]]
+
+
+def test_sparse_and_dense_vectors_in_one_column_become_one_dense_tensor() -> None:
+    kind = to_arrow(VectorUDT())
+    rows = [
+        {"type": 0, "size": 3, "indices": [2], "values": [7.0]},
+        {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0, 3.0]},
+    ]
+    for stored in (Kind.DENSE, Kind.SPARSE):
+        made = read(VectorUDT(), pa.array(rows, kind), TensorField("f", ("x",), "<f4", (3,), kind=stored))
+        assert made.tolist() == [[0, 0, 7], [1, 2, 3]]
+
+
+def to_arrow(udt: Any) -> pa.DataType:
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    return to_arrow_type(udt.sqlType())
+
+
+def test_text_and_arrays_of_any_length_come_as_lists() -> None:
+    assert read(StringType(), pa.array(["ä", ""]), TensorField("f", ("x",), "|u1", (), kind=Kind.STRING)) == ["ä", ""]
+    made = read(
+        ArrayType(DoubleType()), pa.array([[1.0], [2.0, 3.0]]), TensorField("f", ("x",), "<f4", (), kind=Kind.ARRAY)
+    )
+    assert [each.tolist() for each in made] == [[1], [2, 3]]
+
+
+def test_arrays_are_padded_as_they_were_in_training() -> None:
+    field = TensorField("f", ("x",), "<f4", (3,))
+    made = read(ArrayType(DoubleType()), pa.array([[1.0], [2.0, 3.0]]), field, {"f": 3})
+    assert np.array_equal(made, [[1, 0, 0], [2, 3, 0]])
+
+
+def test_columns_that_come_under_other_names_are_told_by_their_places(tmp_path: Any) -> None:
+    values = [pa.array([7, 8]), pa.array([1.0, 2.0]), pa.array([[1.0, 1.0]] * 2), pa.array([9, 9])]
+    given = pa.RecordBatch.from_arrays(values, ["0", "1", "2", "3"])
+    (made,) = serving(tmp_path / "log", names=("x.y", "a", "v", "x.y"))([given])
+    assert made.schema.names == ["0", "1", "2", "3", "sum"]
+    assert made.columns[:4] == values
+    assert made.column("sum").to_pylist() == [3.0, 4.0]
+
+
+def test_text_where_there_were_numbers_is_an_error_that_names_the_column() -> None:
+    with pytest.raises(DataError, match="column 'a' is of type string, and the model was trained on values of <f4"):
+        tensors_for(StructType([StructField("a", StringType()), SCHEMA["v"]]), [JOINED], {})

@@ -1,0 +1,233 @@
+"""Losses and metrics as sums over rows: the parts of a batch add up to the batch, however it is cut."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.ml.torch.batches import TorchBatch
+from spark_elastic.ml.torch.metrics import Tally
+from spark_elastic.ml.torch.objective import Objective, shaped_like
+from tests.unit.ml.torch.trainings import ListMetric, SumMetric, accuracy, label_sum
+
+ROWS = 11
+
+
+class Fixed(nn.Module):
+    """Its outputs are its inputs."""
+
+    def forward(self, *inputs):
+        return inputs if len(inputs) > 1 else inputs[0]
+
+
+def batch(*inputs, labels, weights=None):
+    tensors = {f"features_{at}": value for at, value in enumerate(inputs)}
+    return TorchBatch(inputs, labels, weights, len(inputs[0]), tensors)
+
+
+def cut(whole, sizes):
+    start = 0
+    for size in sizes:
+        rows = slice(start, start + size)
+        yield TorchBatch(
+            tuple(one[rows] for one in whole.inputs),
+            tuple(one[rows] for one in whole.labels),
+            None if whole.weights is None else whole.weights[rows],
+            size,
+            {},
+        )
+        start += size
+
+
+def scores(rows=ROWS, classes=3, seed=1):
+    return torch.randn(rows, classes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def classes(rows=ROWS, seed=2):
+    return torch.randint(0, 3, (rows,), generator=torch.Generator().manual_seed(seed))
+
+
+LOSSES = {
+    "mean": nn.CrossEntropyLoss(),
+    "smoothed": nn.CrossEntropyLoss(label_smoothing=0.1),
+    "class weights": nn.CrossEntropyLoss(torch.tensor([0.1, 2.0, 5.0], dtype=torch.float64)),
+    "ignored class": nn.CrossEntropyLoss(ignore_index=2),
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+    "function": nn.functional.cross_entropy,
+    "own mean": lambda output, label: (output.logsumexp(1) - output.gather(1, label[:, None])[:, 0]).mean(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+@pytest.mark.parametrize("sizes", [[11], [4, 4, 3], [1] * 11])
+def test_the_parts_add_up_to_what_the_loss_is_of_the_whole(loss, sizes):
+    whole = batch(scores(), labels=(classes(),))
+    objective = Objective(loss, None, labels=1, weighted=False)
+    counts = [sum(each) for each in zip(*(objective.counts([part]) for part in cut(whole, sizes)), strict=True)]
+    parts = [objective.share(objective.measure(Fixed(), part), ROWS, counts) for part in cut(whole, sizes)]
+    assert sum(parts).item() == pytest.approx(loss(whole.inputs[0], whole.labels[0]).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("loss", [LOSSES["mean"], LOSSES["function"]], ids=["module", "function"])
+def test_sample_weights_multiply_the_rows_and_the_sum_is_divided_by_their_number(loss):
+    weights = torch.linspace(0, 2, ROWS, dtype=torch.float64)
+    whole = batch(scores(), labels=(classes(),), weights=weights)
+    objective = Objective(loss, None, labels=1, weighted=True)
+    by_row = nn.functional.cross_entropy(scores(), classes(), reduction="none")
+    parts = [objective.share(objective.measure(Fixed(), part), ROWS, ()) for part in cut(whole, [5, 6])]
+    assert sum(parts).item() == pytest.approx((by_row * weights).sum().item() / ROWS)
+
+
+def test_sample_weights_need_a_loss_that_can_tell_its_rows_apart():
+    whole = batch(scores(), labels=(classes(),), weights=torch.ones(ROWS, dtype=torch.float64))
+    objective = Objective(LOSSES["own mean"], None, labels=1, weighted=True)
+    with pytest.raises(DataError, match="has to return a value for each row"):
+        objective.measure(Fixed(), whole)
+
+
+def test_several_losses_are_multiplied_by_their_weights():
+    whole = batch(scores(), scores(seed=5), labels=(classes(), scores(seed=6)))
+    objective = Objective([nn.CrossEntropyLoss(), nn.MSELoss()], None, labels=2, weighted=False, loss_weights=[2, 0.5])
+    measured = objective.measure(Fixed(), whole)
+    first = nn.functional.cross_entropy(scores(), classes()).item()
+    second = nn.functional.mse_loss(scores(seed=5), scores(seed=6)).item()
+    assert objective.share(measured, ROWS, (0, 0)).item() == pytest.approx(2 * first + 0.5 * second)
+    logs = objective.means([value.item() for value in measured.sums], measured.counts)
+    assert logs == pytest.approx({"loss": 2 * first + 0.5 * second, "loss_0": first, "loss_1": second})
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "weights", "message"),
+    [
+        ([nn.MSELoss()], 2, None, "1 losses were given for 2 labels"),
+        (nn.MSELoss(), 1, [1, 2], "2 loss_weights were given for 1 losses"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(loss, labels, weights, message):
+    with pytest.raises(InvalidSettingsError, match=message):
+        Objective(loss, None, labels=labels, weighted=False, loss_weights=weights)
+
+
+def test_too_few_outputs_are_refused():
+    with pytest.raises(DataError, match="1 outputs and there are 2 losses"):
+        Objective(nn.MSELoss(), None, labels=2, weighted=False).measure(
+            Fixed(), batch(scores(), labels=(scores(), scores()))
+        )
+
+
+def test_numbers_as_labels_take_the_shape_of_the_output_and_classes_do_not():
+    assert shaped_like(torch.zeros(4), torch.zeros(4, 1)).shape == (4, 1)
+    assert shaped_like(torch.zeros(4, dtype=torch.int64), torch.zeros(4, 1)).shape == (4,)
+    assert shaped_like(torch.zeros(4), torch.zeros(4, 3)).shape == (4,)
+    column = batch(scores(classes=1), labels=(scores(classes=1)[:, 0],))
+    assert Objective(nn.MSELoss(), None, labels=1, weighted=False).measure(Fixed(), column).sums[0].item() == 0
+
+
+def test_without_labels_the_loss_is_of_the_input():
+    measured = Objective(nn.MSELoss(), None, labels=0, weighted=False).measure(Fixed(), batch(scores(), labels=()))
+    assert measured.sums[0].item() == 0
+
+
+def test_train_fn_computes_the_loss_itself():
+    objective = Objective(None, lambda model, batch: model(batch["features_0"]).mean(), labels=1, weighted=False)
+    measured = objective.measure(Fixed(), batch(scores(), labels=(classes(),)))
+    assert objective.share(measured, 2 * ROWS, ()).item() == pytest.approx(scores().mean().item() / 2)
+    wrong = Objective(None, lambda model, batch: scores(), labels=1, weighted=False)
+    with pytest.raises(DataError, match="train_fn must return a loss of one value"):
+        wrong.measure(Fixed(), batch(scores(), labels=(classes(),)))
+
+
+@pytest.mark.parametrize("sizes", [[11], [4, 4, 3], [1] * 11])
+def test_metrics_count_each_row_once_however_the_rows_are_cut(sizes):
+    metrics = {"accuracy": accuracy, "label": label_sum, "by_class": SumMetric(), "outputs": ListMetric()}
+    objective = Objective(nn.CrossEntropyLoss(), None, labels=1, weighted=False)
+    tally = Tally(objective, metrics)
+    sums, pieces = torch.zeros(tally.width, dtype=torch.float64), []
+    whole = batch(scores(), labels=(classes(),))
+    for part in cut(whole, sizes):
+        pieces.append(tally.measure(objective.measure(Fixed(), part), part.rows, sums))
+    logs = tally.logs(sums.numpy(), pieces, "val_")
+    right = scores().argmax(1) == classes()
+    assert tally.rows(sums.numpy()) == ROWS
+    assert logs["val_accuracy"] == pytest.approx(right.double().mean().item())
+    assert logs["val_label"] == pytest.approx(classes().double().mean().item())
+    assert logs["val_by_class_1"] == pytest.approx((right & (classes() == 1)).sum().item() / ROWS)
+    assert logs["val_outputs_median"] == pytest.approx(scores().max(1).values.median().item())
+    assert logs["val_outputs_most"] == pytest.approx(scores().max().item())
+    assert logs["val_outputs_count"] == ROWS
+
+
+def test_metrics_of_torchmetrics_are_what_they_are_of_all_rows_at_once():
+    classification = pytest.importorskip("torchmetrics.classification")
+    metrics = {
+        "accuracy": classification.MulticlassAccuracy(3),
+        "auroc": classification.MulticlassAUROC(3),
+        "f1": classification.MulticlassF1Score(3),
+    }
+    objective = Objective(nn.CrossEntropyLoss(), None, labels=1, weighted=False)
+    tally = Tally(objective, metrics)
+    sums, pieces = torch.zeros(tally.width, dtype=torch.float64), []
+    whole = batch(scores(), labels=(classes(),))
+    for part in cut(whole, [4, 1, 6]):
+        pieces.append(tally.measure(objective.measure(Fixed(), part), part.rows, sums))
+    logs = tally.logs(sums.numpy(), pieces)
+    for name, metric in metrics.items():
+        metric.reset()
+        assert logs[name] == pytest.approx(metric(scores(), classes()).item())
+
+
+def test_the_mean_by_class_weights_is_the_same_for_an_epoch_as_for_a_batch():
+    loss = LOSSES["class weights"]
+    objective = Objective(loss, None, labels=1, weighted=False)
+    tally = Tally(objective, {})
+    sums = torch.zeros(tally.width, dtype=torch.float64)
+    for part in cut(batch(scores(), labels=(classes(),)), [5, 6]):
+        tally.measure(objective.measure(Fixed(), part), part.rows, sums)
+    assert tally.logs(sums.numpy(), [])["loss"] == pytest.approx(loss(scores(), classes()).item())
+
+
+@pytest.mark.parametrize(
+    ("metric", "error", "message"),
+    [
+        (3, InvalidSettingsError, "the metric wrong is neither a function"),
+        (lambda output, label: output, None, None),
+        (lambda output, label: torch.zeros(7), DataError, r"returned a tensor of shape \(7,\) for 11 rows"),
+    ],
+)
+def test_a_metric_of_no_use_is_refused(metric, error, message):
+    objective = Objective(nn.CrossEntropyLoss(), None, labels=1, weighted=False)
+
+    def measure():
+        tally = Tally(objective, {"wrong": metric})
+        sums = torch.zeros(tally.width, dtype=torch.float64)
+        tally.measure(objective.measure(Fixed(), batch(scores(), labels=(classes(),))), ROWS, sums)
+        return tally.logs(sums.numpy(), [])["wrong"]
+
+    if error is None:
+        assert measure() == pytest.approx(scores().mean().item())
+    else:
+        with pytest.raises(error, match=message):
+            measure()
+
+
+def test_with_several_outputs_a_metric_sees_all_or_the_one_it_was_given():
+    whole = batch(scores(), scores(seed=5), labels=(classes(), scores(seed=6)))
+    objective = Objective([nn.CrossEntropyLoss(), nn.MSELoss()], None, labels=2, weighted=False)
+    tally = Tally(
+        objective, {"first": (0, accuracy), "both": lambda outputs, labels: float(len(outputs) + len(labels))}
+    )
+    sums = torch.zeros(tally.width, dtype=torch.float64)
+    tally.measure(objective.measure(Fixed(), whole), ROWS, sums)
+    logs = tally.logs(sums.numpy(), [])
+    assert logs["both"] == 4
+    assert logs["first"] == pytest.approx(accuracy(scores(), classes()).item())
+    assert set(logs) == {"loss", "loss_0", "loss_1", "first", "both"}
+
+
+def test_a_mean_over_no_rows_that_count_is_not_a_number():
+    objective = Objective(nn.CrossEntropyLoss(ignore_index=0), None, labels=1, weighted=False)
+    assert math.isnan(objective.means([0.0], [0.0])["loss"])

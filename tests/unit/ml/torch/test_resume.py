@@ -1,0 +1,258 @@
+"""A training that ended somewhere goes on from its last durable checkpoint, to the same result."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spark_elastic.data.store import Store
+from spark_elastic.errors import CheckpointError
+from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback
+from spark_elastic.ml.checkpoints import Checkpoints
+from spark_elastic.ml.torch.snapshots import detached, from_bytes, to_bytes
+from spark_elastic.ml.torch.spec import CHECKPOINTS, CheckpointPlan
+from tests.unit.ml.torch import trainings
+from tests.unit.ml.torch.test_training_worlds import assert_as_undisturbed, close
+from tests.unit.ml.torch.trainings import EPOCHS, STEPS, At, alone, make_training
+from tests.unit.torch.kit import KitDriver
+
+
+class TheEnd(Exception):
+    """The job is over, before the training is."""
+
+
+def end():
+    raise TheEnd
+
+
+def checkpoints_in(folder):
+    return Checkpoints(Store.create(folder).sub(CHECKPOINTS))
+
+
+def stop_and_resume(data, folder, event, count, plan, **changes):
+    """What the training comes to that ended at an event, was loaded from its latest checkpoint, and went on."""
+    ending = At(event, count, end)
+    changes = {"checkpoints": plan, **changes}
+    with pytest.raises(TheEnd):
+        alone(make_training(data, folder, **{**changes, "callbacks": [*changes.get("callbacks", ()), ending]}))
+    latest = checkpoints_in(folder).latest()
+    nothing = At(event, 1 << 30, end)  # the same callbacks as before
+    changes["callbacks"] = [*changes.get("callbacks", ()), nothing]
+    return alone(make_training(data, folder, resume_from=latest.name, **changes)), latest
+
+
+VARIANTS = [
+    "plain",
+    "Adam with options by parameter",
+    "a schedule by epoch",
+    "a schedule by step",
+    "a schedule by metric",
+    "metrics with states",
+    "an optimizer's class",
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_in_the_middle_of_an_epoch_it_goes_on_after_the_last_row(variant, data, tmp_path):
+    changes = trainings.variant_of(variant)
+    expected = alone(make_training(data, tmp_path / "whole", **changes)), trainings.weights(tmp_path / "whole")
+    plan = CheckpointPlan(every_epochs=None, every_steps=5)
+    result, latest = stop_and_resume(data, tmp_path / "cut", "on_batch_end", 22, plan, **changes)
+    assert latest.step in (5, 10, 15, 20)  # one that comes while another is being written is left out
+    assert (latest.epoch, latest.position) == (latest.step // 13, latest.step % 13 * 16)
+    assert_as_undisturbed(result, tmp_path / "cut", expected)
+
+
+@pytest.mark.parametrize(
+    ("event", "count"), [("on_epoch_begin", 2), ("on_validation_end", 2), ("on_epoch_end", 3), ("on_fit_end", 1)]
+)
+def test_between_epochs_it_goes_on_with_the_next(event, count, data, tmp_path, undisturbed):
+    result, latest = stop_and_resume(data, tmp_path, event, count, CheckpointPlan(every_epochs=1))
+    assert latest.position == 0
+    assert_as_undisturbed(result, tmp_path, undisturbed)
+
+
+def test_dropout_is_the_same_after_a_resume(data, tmp_path):
+    net = trainings.make_net(dropout=0.5)
+    changes = {"model": net, "optimizer": trainings.adam}
+    whole = alone(make_training(data, tmp_path / "whole", **{**changes, "model": trainings.make_net(dropout=0.5)}))
+    expected = whole, trainings.weights(tmp_path / "whole")
+    plan, ending = CheckpointPlan(every_steps=1), [At("on_batch_end", 17, end)]
+    with pytest.raises(TheEnd):
+        alone(make_training(data, tmp_path / "cut", checkpoints=plan, callbacks=ending, **changes))
+    latest = checkpoints_in(tmp_path / "cut").latest()
+    torch.manual_seed(99)
+    changes["model"] = trainings.make_net(dropout=0.5)
+    again = [At("on_batch_end", 999, end)]
+    result = alone(
+        make_training(data, tmp_path / "cut", checkpoints=plan, callbacks=again, resume_from=latest.name, **changes)
+    )
+    assert_as_undisturbed(result, tmp_path / "cut", expected)
+
+
+def test_more_epochs_than_before_go_on_from_the_end(data, tmp_path, undisturbed):
+    alone(make_training(data, tmp_path, epochs=EPOCHS - 1))
+    latest = checkpoints_in(tmp_path).latest()
+    result = alone(make_training(data, tmp_path, resume_from=latest.name))
+    assert_as_undisturbed(result, tmp_path, undisturbed)
+
+
+def test_a_training_that_was_done_does_nothing_again(data, tmp_path, undisturbed):
+    alone(make_training(data, tmp_path))
+    latest = checkpoints_in(tmp_path).latest()
+    steps = Counter()
+    counting = LambdaCallback(on_batch_end=lambda run: steps.update(["step"]))
+    with pytest.raises(CheckpointError, match="was written with the callbacks"):
+        alone(make_training(data, tmp_path, resume_from=latest.name, callbacks=[counting]))
+    result = alone(make_training(data, tmp_path, resume_from=latest.name))
+    assert_as_undisturbed(result, tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("half", [True, False], ids=["half written", "written"])
+@pytest.mark.parametrize("file", ["state.pt", "checkpoint.json"])
+def test_a_job_whose_only_worker_was_killed_while_it_wrote_goes_on(file, half, data, tmp_path, undisturbed):
+    with KitDriver(start_with=1) as driver:
+        driver.start(trainings.in_worker_that_checkpoints, data, tmp_path, file, half)
+        driver.wait(lambda: driver.told("dying"))
+        driver._peers[1].process.join(30)
+    latest = checkpoints_in(tmp_path).latest()
+    assert latest.step == (13 if half or file == "state.pt" else 26)
+    result = alone(make_training(data, tmp_path, resume_from=latest.name))
+    assert_as_undisturbed(result, tmp_path, undisturbed)
+
+
+def test_another_number_of_workers_goes_on_to_the_same_result(data, tmp_path, undisturbed):
+    plan = CheckpointPlan(every_steps=5)
+    with pytest.raises(TheEnd):
+        alone(make_training(data, tmp_path, checkpoints=plan, callbacks=[At("on_batch_end", 18, end)]))
+    latest = checkpoints_in(tmp_path).latest()
+    with KitDriver(start_with=2) as driver:
+        driver.start(trainings.in_worker_resumed, data, tmp_path, latest.name, count=2)
+        for result in driver.results(2):
+            assert_as_undisturbed(result, tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 1}, "was written with seed=0, and now it is 1"),
+        ({"shuffle": False}, "was written with shuffle=True, and now it is False"),
+        ({"metrics": {}}, r"was written with metrics=\['accuracy', 'label_sum'\]"),
+        ({"model": torch.nn.Linear(6, 3).double(), "optimizer": torch.optim.SGD}, "another model or optimizer"),
+    ],
+)
+def test_a_checkpoint_of_another_training_is_refused(changes, message, data, tmp_path):
+    alone(make_training(data, tmp_path, epochs=1))
+    latest = checkpoints_in(tmp_path).latest()
+    with pytest.raises(CheckpointError, match=message):
+        alone(make_training(data, tmp_path, resume_from=latest.name, **changes))
+
+
+# --- which are written ------------------------------------------------------------------------------
+
+
+def test_checkpoints_come_as_often_as_was_asked_and_the_last_so_many_stay(data, tmp_path):
+    alone(make_training(data, tmp_path, checkpoints=CheckpointPlan(every_epochs=2, keep=2)))
+    assert [facts.step for facts in checkpoints_in(tmp_path).complete()] == [26, STEPS]
+
+
+def test_without_a_plan_there_are_none(data, tmp_path):
+    alone(make_training(data, tmp_path, checkpoints=None))
+    assert checkpoints_in(tmp_path).complete() == []
+
+
+def test_time_can_make_a_checkpoint_due(data, tmp_path):
+    plan = CheckpointPlan(every_epochs=None, every_seconds=1e-9, keep=1000)
+    alone(make_training(data, tmp_path, checkpoints=plan, epochs=1))
+    assert checkpoints_in(tmp_path).complete()[0].step == 1
+
+
+def test_the_best_by_a_metric_is_kept_whatever_its_age(data, tmp_path):
+    plan = CheckpointPlan(keep=1, best_of="lr", mode="max")  # the first epoch has the largest learning rate
+    alone(make_training(data, tmp_path, checkpoints=plan, lr_scheduler=trainings.halved_every_epoch))
+    assert [(facts.epoch, facts.best) for facts in checkpoints_in(tmp_path).complete()] == [(1, True), (3, False)]
+    assert checkpoints_in(tmp_path).best().epoch == 1
+
+
+def test_the_trained_model_gets_the_weights_of_the_best_epoch(data, tmp_path):
+    one_epoch = make_training(data, tmp_path / "one", epochs=1)
+    alone(one_epoch)
+    callbacks = [BestCheckpoint("lr", mode="max")]
+    schedule = trainings.halved_every_epoch
+    result = alone(make_training(data, tmp_path / "best", callbacks=callbacks, lr_scheduler=schedule))
+    assert result["restored"] == 0
+    assert trainings.weights(tmp_path / "best") == close(trainings.weights(tmp_path / "one"))
+
+
+def test_the_best_weights_outlive_the_worker_that_had_found_them_and_a_resume(data, tmp_path):
+    alone(make_training(data, tmp_path / "one", epochs=1))
+    best = trainings.weights(tmp_path / "one")
+    with KitDriver(start_with=2) as driver:
+        driver.start(trainings.in_worker_with_best, data, tmp_path / "two", count=2)
+        (result,) = driver.results(1)
+        assert result["restored"] == 0
+        assert trainings.weights(tmp_path / "two") == close(best)
+    changes = {"lr_scheduler": trainings.halved_every_epoch, "callbacks": [BestCheckpoint("lr", mode="max")]}
+    result, _ = stop_and_resume(data, tmp_path / "cut", "on_batch_end", 32, CheckpointPlan(every_steps=2), **changes)
+    assert result["restored"] == 0
+    assert trainings.weights(tmp_path / "cut") == close(best)
+
+
+def test_early_stopping_stops_and_a_resume_stays_stopped(data, tmp_path):
+    stopping = EarlyStopping("lr", mode="min", patience=1)  # which never falls
+    result = alone(make_training(data, tmp_path, callbacks=[stopping], epochs=10))
+    assert len(result["history"]) == 2
+    assert "lr has not become better than 0.1 in 1 epochs" in result["stopped"]
+    latest = checkpoints_in(tmp_path).latest()
+    again = make_training(data, tmp_path, callbacks=[EarlyStopping("lr", mode="min")], epochs=10)
+    assert len(alone(replace(again, resume_from=latest.name))["history"]) == 2
+
+
+def test_a_callback_can_stop_in_the_middle_of_an_epoch(data, tmp_path):
+    def enough(run):
+        if run.step == 4:
+            run.stop("that was enough")
+
+    result = alone(make_training(data, tmp_path, callbacks=[LambdaCallback(on_batch_end=enough)]))
+    assert result["steps"] == 5
+    assert result["stopped"] == "that was enough"
+    assert result["history"][0]["rows"] == 5 * 16
+    assert "val_loss" in result["history"][0]
+
+
+def test_restoring_must_be_announced(data, tmp_path):
+    class Restores(Callback):
+        def on_fit_end(self, run):
+            run.restore_best()
+
+    with pytest.raises(ValueError, match="restores_best = True"):
+        alone(make_training(data, tmp_path, callbacks=[Restores()]))
+
+
+# --- what is in them --------------------------------------------------------------------------------
+
+
+def test_only_tensors_and_plain_values_are_written():
+    value = {"a": [torch.ones(2), (1, 2.5, "x", None, True)], "b": OrderedDict(c=Counter([3, 3, 4]))}
+    assert repr(from_bytes(to_bytes(detached(value, "it")))) == repr(value)
+    with pytest.raises(
+        CheckpointError, match=r"it\.a\[1\] is of test_.*which a checkpoint cannot hold|it\.a\[1\] is of"
+    ):
+        detached({"a": [1, TheEnd()]}, "it")
+
+
+def test_what_would_run_code_is_not_loaded():
+    with pytest.raises(CheckpointError, match=r"not what torch\.save has written"):
+        from_bytes(to_bytes(TheEnd))
+    with pytest.raises(CheckpointError):
+        from_bytes(b"nothing of ours")
+
+
+def test_a_copy_does_not_change_with_what_it_is_of():
+    weight = torch.ones(2)
+    copy = detached({"weight": weight}, "it")
+    weight += 1
+    assert copy["weight"].tolist() == [1, 1]

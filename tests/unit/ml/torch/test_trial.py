@@ -1,0 +1,151 @@
+"""What the driver says before any worker starts, and what the fitted model is told of its outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.pack import pack
+from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError
+from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, make_set, settings
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_set(tmp_path_factory.mktemp("set"))
+
+
+def wrong_net() -> nn.Module:
+    return nn.Linear(5, 3)
+
+
+def detached(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(*batch.inputs).detach().mean()
+
+
+def strange_metric(output: Any, label: Any) -> Any:
+    raise ValueError("no such thing")
+
+
+def frozen() -> nn.Module:
+    return make_net().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"model": wrong_net()}, DataError, r"cannot deal with the first 4 rows: .*features_0 float32 \[4, 6\]"),
+        ({"loss": nn.BCELoss()}, DataError, r"label_0 int64 \[4\]"),
+        ({"metrics": {"a": strange_metric}}, DataError, r"the metrics cannot .* no such thing"),
+        ({"metrics": {"loss": strange_metric}}, InvalidSettingsError, "cannot be called 'loss'"),
+        ({"metrics": {"a": 3}}, InvalidSettingsError, "the metric a is neither"),
+        ({"loss": None, "train_fn": detached}, InvalidSettingsError, "does not depend on any parameter"),
+        ({"model": frozen()}, InvalidSettingsError, "does not depend on any parameter"),
+        ({"loss": [nn.CrossEntropyLoss()] * 2}, InvalidSettingsError, "2 losses were given for 1 labels"),
+        ({"optimizer": torch.optim.LBFGS}, InvalidSettingsError, "LBFGS"),
+        ({"optimizer": lambda params: 3}, InvalidSettingsError, "it gave int"),
+        ({"transformation_fn": lambda columns: {}}, DataError, "the model and its loss cannot deal"),
+    ],
+)
+def test_what_does_not_fit_is_said_with_names_types_and_shapes(
+    changes: dict[str, Any], error: Any, said: str, dataset: Dataset
+) -> None:
+    made = estimator(**changes)
+    with pytest.raises(error, match=f"(?s){said}"):
+        made.from_dataset_path(dataset)
+    assert not hasattr(made, "training"), "no job was started"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": None}, "model is not set"),
+        ({"model": 3, "optimizer": torch.optim.SGD}, "model must be a torch.nn.Module, not 3"),
+        ({"optimizer": None}, "optimizer is not set"),
+        ({"optimizer": 3}, "optimizer must be a torch optimizer"),
+        ({"loss": None}, "neither loss nor train_fn"),
+        ({"loss": nn.CrossEntropyLoss}, r"make one: CrossEntropyLoss\(\)"),
+        ({"callbacks": [len]}, "callbacks must be a list of"),
+        ({"num_proc": None}, "set num_proc"),
+        ({"run_options": {"elastic_timeout": -1}}, "elastic_timeout must be a positive number"),
+        ({"optimizer": torch.optim.SGD(make_net().parameters(), lr=0.5)}, "4 of the optimizer's .* lr=0.5"),
+    ],
+)
+def test_settings_are_checked_before_anything_is_read(changes: dict[str, Any], said: str, dataset: Dataset) -> None:
+    given = settings()
+    given.update(changes)
+    with pytest.raises(InvalidSettingsError, match=said):
+        HereEstimator(**given).from_dataset_path(dataset)
+
+
+def test_a_scheduler_of_another_optimizer_is_refused(dataset: Dataset) -> None:
+    net = make_net()
+    first, second = (torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2))
+    scheduler = torch.optim.lr_scheduler.StepLR(second, 1)
+    with pytest.raises(InvalidSettingsError, match="made for another optimizer"):
+        estimator(model=net, optimizer=first, lr_scheduler=scheduler).from_dataset_path(dataset)
+
+
+def test_a_set_without_the_tensors_of_an_estimator_is_refused(tmp_path: Any) -> None:
+    other = pack({"x": torch.zeros(3, 2).numpy()}, tmp_path)
+    with pytest.raises(DatasetError, match=r"has the tensors \['x'\]"):
+        estimator().from_dataset_path(other)
+
+
+@pytest.mark.parametrize(
+    ("loss", "last", "rule"),
+    [
+        (nn.CrossEntropyLoss(), 3, "argmax"),
+        (nn.functional.cross_entropy, 3, "argmax"),
+        (lambda output, label: nn.functional.mse_loss(output[:, 0], label.float()), 3, None),
+        (lambda output, label: nn.functional.mse_loss(output[:, 0], label.float()), 1, "value"),
+    ],
+)
+def test_the_rule_of_the_prediction_follows_from_the_loss_and_the_output(
+    loss: Any, last: int, rule: str | None, dataset: Dataset
+) -> None:
+    net = nn.Linear(6, last)
+    model = estimator(model=net, optimizer=torch.optim.SGD, loss=loss, epochs=1).from_dataset_path(dataset)
+    assert [column.rule for column in model._added() if column.made == "prediction"] == ([rule] if rule else [])
+
+
+def through_a_column(columns: dict[str, Any]) -> dict[str, Any]:
+    return {**columns, "features_0": columns["features_0"][:, :5]}
+
+
+def test_a_model_that_needs_the_transformation_says_so_only_where_it_is_asked_to_transform(dataset: Dataset) -> None:
+    chosen: dict[str, Any] = {"model": nn.Linear(5, 3), "optimizer": torch.optim.SGD, "epochs": 1}
+    model = estimator(**chosen, transformation_fn=through_a_column).from_dataset_path(dataset)
+    with pytest.raises(InvalidSettingsError, match="transform does so through inference_fn"):
+        model._added()
+    model = estimator(**chosen, transformation_fn=through_a_column, inference_fn=through_a_column).from_dataset_path(
+        dataset
+    )
+    assert [column.name for column in model._added()] == ["output", "prediction"]
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"kind": self.a(x), "size": self.b(x).squeeze(1)}
+
+
+def test_several_outputs_become_several_columns(dataset: Dataset) -> None:
+    chosen: dict[str, Any] = {"model": TwoHeads(), "optimizer": torch.optim.SGD, "epochs": 1}
+    chosen["loss"] = nn.CrossEntropyLoss()
+    model = estimator(**chosen).from_dataset_path(dataset)
+    assert [column.name for column in model._added()] == ["output_0", "output_1", "prediction"]
+    named = estimator(**chosen, output_cols=["kind", "size"]).from_dataset_path(dataset)
+    assert [(column.name, column.shape.shape) for column in named._added()[:2]] == [
+        ("kind", (3,)),
+        ("size", ()),
+    ]
+    with pytest.raises(InvalidSettingsError, match="1 output_cols for the 2 outputs"):
+        model.setOutputCols(["one"])._added()
