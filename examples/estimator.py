@@ -30,9 +30,7 @@ def main() -> None:
     spark = SparkSession.builder.master("local[3]").appName("digits").getOrCreate()
     spark.sparkContext.setLogLevel("ERROR")
     digits = load_digits()
-    images = [[float(pixel) / 16 for pixel in image] for image in digits.data]
-    rows = list(zip(images, map(int, digits.target), strict=True))
-    df = spark.createDataFrame(pd.DataFrame(rows, columns=["features", "label"]))
+    df = spark.createDataFrame(pd.DataFrame({"features": (digits.data / 16).tolist(), "label": digits.target}))
     train, test = df.randomSplit([0.8, 0.2], seed=1)
 
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ from spark_elastic.data.encode import Encoder
 from spark_elastic.data.faults import RowsRefused, error_of
 from spark_elastic.data.layout import Kind, TensorField
 from spark_elastic.data.shards import SHARD_BYTES, Blob
+from spark_elastic.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,6 +25,15 @@ def tensors_for(schema: Any, inputs: Sequence[TensorField], pad_to: Mapping[str,
 
     Raises: DataError: a column is missing, or of a type that cannot be one.
     """
+    types = {field.name: field.dataType.typeName() for field in schema.fields}
+    for field in inputs:
+        for name in field.columns:
+            if (types[name] in ("string", "char", "varchar")) != (field.kind is Kind.STRING):
+                was = "text" if field.kind is Kind.STRING else f"values of {field.dtype}"
+                raise DataError(
+                    f"column {name!r} is of type {types[name]}, and the model was trained on {was}; cast it",
+                    column=name,
+                )
     request = Request(
         tensors={field.name: _columns(field) for field in inputs},
         dtypes={field.name: field.dtype for field in inputs if field.kind not in (Kind.BYTES, Kind.STRING)},

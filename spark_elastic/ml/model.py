@@ -85,8 +85,11 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
     _fitted: Fitted | None = None
     fit_seconds: Mapping[str, float] = MappingProxyType({})
     """What the parts of the fit took: write, try, train, load. Not saved."""
-    _broadcast: tuple[str, str, Any] | None = None
-    """Application, key of the executors' caches, and the broadcast: one for all transforms of this model."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # By application and settings: the key of the executors' caches, and the broadcast. Copies have it in common.
+        self._shipments: dict[tuple[Any, ...], tuple[str, Any]] = {}
 
     # What a framework adds.
 
@@ -137,22 +140,16 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             added=self._added(),
             batch_size=self.getOrDefault("transform_batch_size"),
             inference_fn=self.getOrDefault("inference_fn"),
+            names=tuple(dataset.columns),
         )
 
         def predictions(batches: Iterable[Any]) -> Iterable[Any]:
             return serving(batches)
 
-        return dataset.mapInArrow(predictions, schema)
-
-    def copy(self, extra: Any = None) -> Any:
-        """A copy with the same uid and, if given, other settings. The weights are shared."""
-        that = super().copy(extra)
-        that._broadcast = None  # what was shipped has the old device and threads
-        return that
-
-    def set(self, param: Any, value: Any) -> None:
-        super().set(param, value)
-        self._broadcast = None
+        # pyspark looks the columns up by their names, in vain if there is a dot in one or two have the same. Coming
+        # back they are taken by their places.
+        plain = dataset.toDF(*(f"column {index}" for index in range(len(dataset.columns))))
+        return plain.mapInArrow(predictions, schema)
 
     # How the settings and the model go together.
 
@@ -242,12 +239,16 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         return "output_cols" if column.made == "raw" else f"{column.made}_col"
 
     def _shipped(self, context: Any) -> tuple[str, Any]:
-        """The key and the broadcast of the model; sent once for each application."""
-        if self._broadcast is None or self._broadcast[0] != context.applicationId:
+        """The key and the broadcast of the model; sent once for each application, device and number of threads."""
+        about = (
+            context.applicationId,
+            *(self.getOrDefault(name) for name in ("transform_device", "transform_threads")),
+        )
+        if about not in self._shipments:
             # Two pickles: the outer one is Spark's, and must not load the model in every worker that reads the bytes.
             payload = cloudpickle.dumps(self._saved_predictor())
-            self._broadcast = (context.applicationId, uuid.uuid4().hex, context.broadcast(payload))
-        return self._broadcast[1], self._broadcast[2]
+            self._shipments[about] = (uuid.uuid4().hex, context.broadcast(payload))
+        return self._shipments[about]
 
     def _facts(self) -> dict[str, Any]:
         return self._facts_of_fit().to_json()

@@ -25,12 +25,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from py4j.protocol import Py4JJavaError
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable, MLReader, MLWritable, MLWriter
 
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 
 FORMAT = 1
 _DATA = "data"
+_SECRETS = ("storage_options",)
+"""Settings that may hold credentials, which do not belong into files."""
 _trusted: contextvars.ContextVar[bool] = contextvars.ContextVar("spark_elastic_trusted", default=False)
 
 T = TypeVar("T", bound="Savable")
@@ -111,7 +114,7 @@ class ElasticWriter(MLWriter):
         target = _Folder(self.sparkSession, path)
         if target.exists():
             raise CheckpointError(f"{path} exists; save to another path, or use .write().overwrite().save(path)")
-        plain, objects = _split(self.instance)
+        plain, objects = plain_and_objects(self.instance)
         beside = self.instance._objects()
         objects.update(beside)
         stored, files = _encode(objects, self.instance.TOGETHER, self.instance._codec())
@@ -173,11 +176,13 @@ class ElasticReader(MLReader[T], Generic[T]):
         return instance  # type: ignore[no-any-return]
 
 
-def _split(instance: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings that were made: those that survive JSON as they are, and the others."""
+def plain_and_objects(instance: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings that were made: those that survive JSON as they are, and the others. Neither has secrets."""
     plain: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     for param, value in instance._paramMap.items():
+        if param.name in _SECRETS:
+            continue
         (plain if _survives_json(value) else objects)[param.name] = value
     return plain, objects
 
@@ -261,7 +266,7 @@ class _Folder:
                 )
 
     def read(self, folder: str, names: list[str]) -> dict[str, bytes]:
-        """Raises: CheckpointError: one is missing."""
+        """Raises: CheckpointError: one is missing, or cannot be read."""
         contents: dict[str, bytes] = {}
         with tempfile.TemporaryDirectory(prefix="spark_elastic-load-") as here:
             for name in names:
@@ -269,7 +274,11 @@ class _Folder:
                 if not self._filesystem.exists(at):
                     raise CheckpointError(f"{self._path} is incomplete: {folder}/{name} is missing")
                 target = Path(here) / posixpath.basename(name)
-                self._filesystem.copyToLocalFile(at, self._hadoop.Path(f"file:{target}"))
+                try:
+                    self._filesystem.copyToLocalFile(at, self._hadoop.Path(f"file:{target}"))
+                except Py4JJavaError as error:  # its checksum, for one
+                    reason = error.java_exception.toString()
+                    raise CheckpointError(f"{self._path}: {folder}/{name} cannot be read: {reason}") from error
                 contents[name] = target.read_bytes()
         return contents
 

@@ -41,7 +41,8 @@ class SavedPredictor(Protocol):
 
 @dataclass(frozen=True)
 class Serving:
-    """One `transform`. model: a Spark broadcast of the pickled SavedPredictor; key: what it is cached under."""
+    """One `transform`. model: a Spark broadcast of the pickled SavedPredictor; key: what it is cached under; names: of
+    the columns, in their order, if they come (and go) under others."""
 
     key: str
     model: Any
@@ -49,20 +50,22 @@ class Serving:
     added: tuple[AddedColumn, ...]
     batch_size: int
     inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
+    names: tuple[str, ...] = ()
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """What mapInArrow runs for each partition."""
         import pyarrow as pa
 
         read = FeatureReader(self.inputs)
-        for batch in batches:
+        for plain in batches:
+            batch = pa.RecordBatch.from_arrays(plain.columns, self.names or plain.schema.names)
             if batch.num_rows:
                 values = self._values(_loaded(self.key, self.model), read(batch), batch.num_rows)
             else:
                 values = [np.empty((0, *column.shape.shape), column.shape.dtype) for column in self.added]
             arrays = [arrow_array(column, each) for column, each in zip(self.added, values, strict=True)]
             fields = [pa.field(c.name, each.type, nullable=False) for c, each in zip(self.added, arrays, strict=True)]
-            yield pa.RecordBatch.from_arrays([*batch.columns, *arrays], schema=pa.schema([*batch.schema, *fields]))
+            yield pa.RecordBatch.from_arrays([*plain.columns, *arrays], schema=pa.schema([*plain.schema, *fields]))
 
     def _values(self, predict: Predictor, features: dict[str, Any], rows: int) -> list[Array]:
         """The values of each added column for the rows of one Arrow batch."""

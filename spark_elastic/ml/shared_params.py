@@ -27,6 +27,13 @@ RUN_OPTIONS = (
 """What `spark_elastic.run` takes beside the settings that estimators have of their own."""
 
 WRITE_OPTIONS = ("pad_to", "variable", "sparse", "allow_nan", "shard_bytes", "pre_shuffle")
+_OF_CHECKPOINTS = (
+    "checkpoint_interval",
+    "checkpoint_seconds",
+    "checkpoint_best_of",
+    "checkpoint_best_mode",
+    "keep_checkpoints",
+)
 READ_OPTIONS = ("order", "prefetch", "cache_dir", "cache_bytes")
 """What `materialize` and `BatchReader` take beside them."""
 
@@ -181,7 +188,10 @@ class StorageParams(ElasticParams):
         to.anything,
     )
     storage_options: Any = setting(
-        "storage_options", "what the filesystem behind a URI needs, such as credentials.", to.dictionary
+        "storage_options",
+        "what the filesystem behind a URI needs, such as credentials. Not saved with an estimator: set "
+        "it again after loading.",
+        to.dictionary,
     )
     dataset_id: Any = setting(
         "dataset_id",
@@ -217,7 +227,11 @@ class StorageParams(ElasticParams):
         to.text,
     )
     checkpoint_best_mode: Any = setting(
-        "checkpoint_best_mode", "whether the least or the largest is best.", to.one_of("min", "max"), default="min"
+        "checkpoint_best_mode",
+        "whether the least ('min') or the largest ('max') is best; 'auto': the least of what is called a loss or an "
+        "error, the largest of anything else.",
+        to.one_of("auto", "min", "max"),
+        default="auto",
     )
     keep_checkpoints: Any = setting(
         "keep_checkpoints", "how many of the last checkpoints are kept.", to.whole(at_least=1), default=3
@@ -241,9 +255,14 @@ class StorageParams(ElasticParams):
             raise InvalidSettingsError(
                 f"run_id={self._given('run_id')!r} without checkpoint_dir: there is nothing to go on from; set both"
             )
-        for name in ("checkpoint_seconds", "checkpoint_best_of"):
-            if self._given(name) is not None and self._given("checkpoint_dir") is None:
-                raise InvalidSettingsError(f"{name}={self._given(name)!r} without checkpoint_dir: none are written")
+        if self._given("checkpoint_dir") is None:
+            for name in _OF_CHECKPOINTS:
+                if self.isSet(name) and self._given(name) is not None:
+                    raise InvalidSettingsError(f"{name}={self._given(name)!r} without checkpoint_dir: none are written")
+        if self._given("checkpoint_best_of") is None and self.isSet("checkpoint_best_mode"):
+            raise InvalidSettingsError("checkpoint_best_mode is set, but checkpoint_best_of is not: the best of what?")
+        if not self._given("resume") and self._given("run_id") is None:
+            raise InvalidSettingsError("resume=False without run_id: there is nothing that could be gone on from")
 
 
 class OutputParams(ElasticParams):

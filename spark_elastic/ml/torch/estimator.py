@@ -91,8 +91,8 @@ class ElasticTorchEstimator(ElasticEstimator):
             )
         if self._given("loss_weights") is not None and self._given("train_fn") is not None:
             raise InvalidSettingsError("loss_weights are for losses; a train_fn adds its own up")
-        for name in ("scheduler_monitor",):
-            if self._given(name) is not None and self._given("lr_scheduler") is None:
+        for name in ("scheduler_monitor", "scheduler_interval"):
+            if self.isSet(name) and self._given(name) is not None and self._given("lr_scheduler") is None:
                 raise InvalidSettingsError(f"{name} is set, but there is no lr_scheduler")
 
     def _check_framework(self) -> None:

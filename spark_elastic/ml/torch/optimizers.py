@@ -49,7 +49,16 @@ class Schedule:
                 "lr_scheduler belongs to another optimizer; give a function of the optimizer that returns a scheduler"
             )
         self._plateau = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        self._by_step = training.scheduler_interval == "step" and not self._plateau
+        if self._plateau and training.scheduler_interval == "step":
+            raise InvalidSettingsError(
+                "scheduler_interval='step' with ReduceLROnPlateau, which follows a value of whole epochs"
+            )
+        if not self._plateau and training.scheduler_monitor is not None:
+            raise InvalidSettingsError(
+                f"scheduler_monitor={training.scheduler_monitor!r} with {type(self.scheduler).__name__}, which follows "
+                "no value"
+            )
+        self._by_step = training.scheduler_interval == "step"
         self._monitor = training.scheduler_monitor or default_monitor
         self._stepped = False
 

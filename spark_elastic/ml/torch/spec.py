@@ -29,7 +29,8 @@ class CheckpointPlan:
 
     every_epochs: at the end of every so many epochs; None: not then. every_steps: after every so many optimizer steps.
     every_seconds: once so much time has passed since the last. keep: the newest so many. best_of: the column of the
-    history by which the best of the epochs is kept as well, whatever its age; mode: "min" or "max" of it.
+    history by which the best of the epochs is kept as well, whatever its age; mode: "min", "max" or "auto", as of
+    `callbacks.Monitor`.
     """
 
     every_epochs: int | None = 1
@@ -37,7 +38,7 @@ class CheckpointPlan:
     every_seconds: float | None = None
     keep: int = 3
     best_of: str | None = None
-    mode: str = "min"
+    mode: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("every_epochs", "every_steps", "every_seconds"):
@@ -46,8 +47,8 @@ class CheckpointPlan:
                 raise InvalidSettingsError(f"{name} must be positive, not {value!r}")
         if self.keep < 1:
             raise InvalidSettingsError(f"keep must be at least 1, not {self.keep!r}")
-        if self.mode not in ("min", "max"):
-            raise InvalidSettingsError(f'mode must be "min" or "max", not {self.mode!r}')
+        if self.mode not in ("auto", "min", "max"):
+            raise InvalidSettingsError(f'mode must be "auto", "min" or "max", not {self.mode!r}')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -130,6 +130,25 @@ def test_feature_columns_may_have_other_names_than_in_training(rows: Any) -> Non
         model.setFeatureCols(["b", "w", "id"]).transform(renamed)
 
 
+def test_column_names_may_have_dots_and_columns_that_are_not_used_may_share_a_name(rows: Any) -> None:
+    model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
+    odd = rows.select(F.col("id").alias("the id.of it"), "a", F.col("text").alias("ß"), "v", F.lit(1).alias("ß"))
+    made = model.transform(odd)
+    assert made.columns == ["the id.of it", "a", "ß", "v", "ß", "output", "prediction"]
+    assert sorted(row[5] for row in made.collect()) == sorted(row.output for row in model.transform(rows).collect())
+    dotted = model.copy({model.feature_cols: ["a.b", "v"]}).transform(rows.withColumnRenamed("a", "a.b"))
+    assert dotted.where("`a.b` = 0.5").first()[dotted.columns.index("output")] == pytest.approx(0.5 + 1 + 5)
+
+
+def test_copies_of_a_model_send_it_to_executors_once(rows: Any) -> None:
+    model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
+    model.transform(rows)
+    model.copy({model.output_cols: ["other"]}).transform(rows)
+    assert len(model._shipments) == 1
+    model.copy({model.transform_threads: 2}).transform(rows)
+    assert len(model._shipments) == 2
+
+
 def test_it_works_on_a_stream(spark: Any, rows: Any, tmp_path: Path) -> None:
     rows.write.parquet(str(tmp_path / "rows"))
     stream = spark.readStream.schema(rows.schema).parquet(str(tmp_path / "rows"))
@@ -201,6 +220,13 @@ def test_what_is_no_saved_model_or_a_damaged_one_is_an_error_of_ours(spark: Any,
         ElasticTorchModel.load(str(tmp_path / "other"))
     plain().save(str(tmp_path / "model"))
     weights = tmp_path / "model" / "data" / "weights.pt"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    with pytest.raises(CheckpointError, match=r"data/weights.pt cannot be read: .*[Cc]hecksum"):
+        ElasticTorchModel.load(str(tmp_path / "model"))
+    (weights.parent / ".weights.pt.crc").unlink()
+    with pytest.raises(CheckpointError):
+        ElasticTorchModel.load(str(tmp_path / "model"))
     weights.unlink()
     with pytest.raises(CheckpointError, match=r"is incomplete: data/weights.pt is missing"):
         ElasticTorchModel.load(str(tmp_path / "model"))

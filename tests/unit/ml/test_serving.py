@@ -133,3 +133,17 @@ def test_arrays_are_padded_as_they_were_in_training() -> None:
     field = TensorField("f", ("x",), "<f4", (3,))
     made = read(ArrayType(DoubleType()), pa.array([[1.0], [2.0, 3.0]]), field, {"f": 3})
     assert np.array_equal(made, [[1, 0, 0], [2, 3, 0]])
+
+
+def test_columns_that_come_under_other_names_are_told_by_their_places(tmp_path: Any) -> None:
+    values = [pa.array([7, 8]), pa.array([1.0, 2.0]), pa.array([[1.0, 1.0]] * 2), pa.array([9, 9])]
+    given = pa.RecordBatch.from_arrays(values, ["0", "1", "2", "3"])
+    (made,) = serving(tmp_path / "log", names=("x.y", "a", "v", "x.y"))([given])
+    assert made.schema.names == ["0", "1", "2", "3", "sum"]
+    assert made.columns[:4] == values
+    assert made.column("sum").to_pylist() == [3.0, 4.0]
+
+
+def test_text_where_there_were_numbers_is_an_error_that_names_the_column() -> None:
+    with pytest.raises(DataError, match="column 'a' is of type string, and the model was trained on values of <f4"):
+        tensors_for(StructType([StructField("a", StringType()), SCHEMA["v"]]), [JOINED], {})

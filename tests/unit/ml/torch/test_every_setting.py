@@ -221,7 +221,7 @@ def test_checkpoint_seconds_adds_some_within_an_epoch(dataset: Dataset, tmp_path
 
 def test_the_best_is_kept_by_its_column_and_mode(dataset: Dataset, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"checkpoint_dir": tmp_path, "epochs": 4, "keep_checkpoints": 1}
-    least = estimator(**settings, run_id="least", checkpoint_best_of="steps")
+    least = estimator(**settings, run_id="least", checkpoint_best_of="steps", checkpoint_best_mode="min")
     least.from_dataset_path(dataset)
     most = estimator(**settings, run_id="most", checkpoint_best_of="steps", checkpoint_best_mode="max")
     most.from_dataset_path(dataset)
