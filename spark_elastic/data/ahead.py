@@ -16,7 +16,12 @@ Ranges = list[tuple[int, int]]
 
 
 class Source(Protocol):
-    """Where rows come from: files of this host, or a store far away."""
+    """Where rows come from: files of this host, or a store far away.
+
+    at_once: the set is small enough to be wanted as a whole, whatever the order.
+    """
+
+    at_once: bool
 
     def want(self, ranges: Ranges) -> Any:
         """Begin to bring these rows near. Returns what `wait` and `release` are to be given."""
@@ -59,7 +64,7 @@ class Ahead:
 
         They follow those of the last call, or the order or the world is another.
         """
-        if not isinstance(order, LaneOrder):
+        if self._source.at_once or not isinstance(order, LaneOrder):
             if self._order is None:
                 self._source.want_all()
             self._order = order

@@ -50,7 +50,7 @@ def leased(folder: Store) -> Iterator[None]:
 
     def renew() -> None:
         text = {"until": wall() + LEASE_S, "host": socket.gethostname(), "pid": os.getpid()}
-        folder.write_bytes(name, json.dumps(text).encode())
+        folder.write_bytes(name, json.dumps(text).encode(), durable=False)
 
     def keep_renewing() -> None:
         while not stop.wait(LEASE_S / 4):
@@ -85,7 +85,7 @@ def is_leased(folder: Store, now: float) -> bool:
 
 def mark_used(folder: Store, keep: bool) -> None:
     """Note that the set was asked for now; without `keep` it goes when this process ends, unless it was kept before."""
-    folder.write_bytes("used", b"")
+    folder.write_bytes("used", b"", durable=False)
     if keep:
         folder.write_bytes("keep", b"")
         _unkept.pop(folder, None)

@@ -78,17 +78,20 @@ class Dataset:
         self.store.delete()
 
     def _check_files(self) -> None:
-        for split, shards in self.manifest.splits.items():
-            for shard in shards:
-                files = [(shard.file, shard.nbytes)]
-                if shard.sidecar is not None:
-                    files.append((shard.sidecar, shard.sidecar_nbytes))
-                for file, nbytes in files:
-                    found = self.store.size(file)
-                    if found != nbytes:
-                        raise DatasetError(
-                            f"{self.store.url}: {file} ({split}) has {'no file' if found is None else f'{found} bytes'}"
-                            f", the manifest says {nbytes} bytes; the set is damaged, delete it and write it again",
-                            url=self.store.url,
-                            file=file,
-                        )
+        expected = {}
+        for shard in (shard for shards in self.manifest.splits.values() for shard in shards):
+            expected[shard.file] = shard.nbytes
+            if shard.sidecar is not None:
+                expected[shard.sidecar] = shard.sidecar_nbytes
+        found = {}
+        for folder in sorted({file.rpartition("/")[0] for file in expected}):  # one question, not one for each file
+            found.update({entry.path: entry.nbytes for entry in self.store.list(folder) if not entry.is_dir})
+        for file, nbytes in expected.items():
+            if found.get(file) != nbytes:
+                size = f"{found[file]} bytes" if file in found else "not there"
+                raise DatasetError(
+                    f"{self.store.url}: {file} is {size}, the manifest says {nbytes} bytes; the set is damaged, delete "
+                    "it and write it again",
+                    url=self.store.url,
+                    file=file,
+                )

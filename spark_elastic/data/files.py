@@ -66,8 +66,8 @@ class SplitFiles:
 class LocalSource:
     """Files of this host: the system is asked to read them in large pieces, rather than page by page when touched.
 
-    nbytes: of the split. What is large is unmapped behind, because resource managers count mapped pages as this
-    process's; what is too large to stay in memory also leaves the page cache, to make room for what comes.
+    nbytes: of the split. Windows of what is large are unmapped behind, because resource managers count mapped pages as
+    this process's; what is too large to stay in memory also leaves the page cache, to make room for what comes.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LocalSource:
         self._numbering = numbering
         self._stride = stride
         self._rows = rows
-        self._unmap_behind = nbytes > _MAPPED_BYTES
+        self.at_once = nbytes <= _MAPPED_BYTES
         self._drop_behind = nbytes > _memory_bytes() // 2
 
     def want(self, ranges: Ranges) -> Ranges:
@@ -93,13 +93,14 @@ class LocalSource:
         """The system makes whoever touches a page wait until it is there."""
 
     def release(self, wanted: Ranges) -> None:
-        for start, stop in wanted if self._unmap_behind else ():
+        for start, stop in wanted:
             self._rows.forget(start, stop)
         if self._drop_behind:
             self._advise(wanted, _DONTNEED)
 
     def want_all(self) -> None:
-        self._advise([(0, self._numbering.rows)], _WILLNEED)
+        if not self._drop_behind:  # what does not stay in memory cannot be brought there as a whole
+            self._advise([(0, self._numbering.rows)], _WILLNEED)
 
     def _advise(self, ranges: Ranges, advice: int | None) -> None:
         if advice is None:  # a system without it

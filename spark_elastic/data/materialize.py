@@ -8,11 +8,13 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from spark_elastic.clock import wall
+from spark_elastic.data.arrow_batches import small_batches
 from spark_elastic.data.cache import collect_orphans, delete_set, folder_of, leased, mark_used
 from spark_elastic.data.columns import Request, cast_of
 from spark_elastic.data.dataset import Dataset
@@ -31,6 +33,8 @@ _writing: dict[str, threading.Lock] = {}
 """URL of a set → held by the thread that writes it: of several fits at once on the same rows, one writes."""
 _shared: set[tuple[str, str]] = set()
 """(application, URL) of the stores that were found to be shared."""
+_collected: set[str] = set()
+"""URLs of the stores that this process has looked through for what others left behind."""
 
 
 def materialize(
@@ -124,11 +128,13 @@ def materialize(
         _check_shared(place, df.sparkSession)
         try:
             with leased(folder):
-                dataset = _write(df, request, folder, key, settings)
+                dataset = _write(df, request, folder, key, settings, kept)
             mark_used(folder, kept)
         except OSError as error:
             raise StoreError(f"the driver cannot write to {folder.url}: {error}", url=folder.url) from error
-        collect_orphans(place, wall())
+        if place.url not in _collected:
+            _collected.add(place.url)
+            collect_orphans(place, wall())
         return dataset
 
 
@@ -162,7 +168,7 @@ def _check_shared(place: Store, spark: Any) -> None:
         _shared.add(about)
 
 
-def _write(df: Any, request: Request, folder: Store, key: str, settings: Mapping[str, Any]) -> Dataset:
+def _write(df: Any, request: Request, folder: Store, key: str, settings: Mapping[str, Any], kept: bool) -> Dataset:
     run, started = uuid.uuid4().hex[:12], wall()
     try:
         receipts = _run(df, request, folder, run)
@@ -179,7 +185,7 @@ def _write(df: Any, request: Request, folder: Store, key: str, settings: Mapping
     except BaseException:
         folder.delete(run)
         raise
-    if folder.write_bytes(MANIFEST_NAME, manifest.dumps(), only_if_absent=True):
+    if folder.write_bytes(MANIFEST_NAME, manifest.dumps(), only_if_absent=True, durable=kept):
         _delete_unlisted(dataset, run)
         return dataset
     theirs = Dataset.open(folder)  # another process was quicker with the same rows
@@ -207,14 +213,15 @@ def _run(df: Any, request: Request, folder: Store, run: str) -> list[Receipt]:
     rows = df.select(*_selected(df, request))
     if request.pre_shuffle:
         # Which partition, and where in it, by two draws: a repartition alone keeps what lay side by side together.
-        parts = max(rows.sparkSession.sparkContext.defaultParallelism, rows.rdd.getNumPartitions())
-        rows = rows.repartition(parts, functions.rand(request.seed))
+        rows = rows.repartition(functions.rand(request.seed))
         rows = rows.sortWithinPartitions(functions.rand(request.seed + 1))
     context = df.sparkSession.sparkContext
     described = context.getLocalProperty("spark.job.description")
     context.setJobDescription(f"spark_elastic: write {', '.join(request.tensors)}")
+    wide = any(column.source != "scalar" for tensor in tensors for column in tensor.columns)
     try:
-        found = rows.mapInArrow(task, RECEIPT_SCHEMA).collect()
+        with small_batches(df.sparkSession) if wide else nullcontext():
+            found = rows.mapInArrow(task, RECEIPT_SCHEMA).collect()
     except Exception as error:  # py4j, captured by pyspark or not
         failure, reason = reason_of(error)
         raise failure(f"the rows could not be written: {reason}") from error

@@ -54,6 +54,7 @@ class CachedSplit:
         cache_dir: str | Path | None,
         cache_bytes: int | None,
     ) -> None:
+        self.at_once = False  # a rank's lanes need its share alone
         self._dataset = dataset
         self._numbering = numbering
         self._stride = dataset.layout.stride

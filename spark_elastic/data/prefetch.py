@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -58,22 +58,34 @@ class Prefetcher(Iterator[T], Generic[T]):
         self._thread.start()
 
     def _run(self, source: Callable[[], Iterable[T]]) -> None:
+        items: Iterator[T] = iter(())
         try:
-            for item in source():
+            items = iter(source())
+            while self._room():
+                try:
+                    item = next(items)
+                except StopIteration:
+                    break
                 with self._changed:
-                    while len(self._items) >= self._depth and not self._closed:
-                        self._changed.wait()
-                    if self._closed:
-                        return
                     self._items.append(item)
                     self._changed.notify_all()
                 del item
         except BaseException as error:  # crosses to the consumer's thread
             self._error = error
         finally:
+            if isinstance(items, Generator):
+                items.close()
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
+
+    def _room(self) -> bool:
+        """Waits before an item is made, not after: what is made and not wanted yet would only take memory. False: close
+        was called."""
+        with self._changed:
+            while len(self._items) >= self._depth and not self._closed:
+                self._changed.wait()
+            return not self._closed
 
     def __next__(self) -> T:
         with self._changed:

@@ -36,10 +36,16 @@ def key_of(*parts: object) -> str:
 
 
 def identify(df: Any) -> Identity:
-    """What the rows of a DataFrame depend on.
+    """What the rows of a DataFrame depend on; nothing is known if this version of Spark cannot be asked."""
+    try:
+        return _identify(df)
+    except Exception as error:  # py4j's, or pyspark's: the JVM's side of a query is not a public interface
+        return Identity(None, f"Spark could not be asked: {error}")
 
-    Plans of files and built-in functions alone mean the same in every session. Everything that Spark holds in memory,
-    and every function of the user, is known by what it is called in this session, so the facts then name the session.
+
+def _identify(df: Any) -> Identity:
+    """Plans of files and built-in functions alone mean the same in every session. What Spark holds in memory, and every
+    function of the user, is known by what it is called in this session, so the facts then name the session.
     """
     spark = df.sparkSession
     # What is cached is computed once, so not even rand() in it matters. A new DataFrame, for Spark looks into the cache
