@@ -24,7 +24,14 @@ def described(value: Any) -> str:
     if isinstance(code, CodeType):
         cells = [described(cell.cell_contents) for cell in value.__closure__ or ()]
         return f"{value.__qualname__} {digest([_code(code), cells, repr(value.__defaults__)])}"
-    return _ADDRESS.sub("", repr(value))
+    text = _ADDRESS.sub("", repr(value))
+    # What the repr of a loss leaves out: label smoothing, reduction, ...
+    attributes = {name: each for name, each in sorted(getattr(value, "__dict__", {}).items()) if _tells(name, each)}
+    return f"{text} {attributes}" if attributes else text
+
+
+def _tells(name: str, value: Any) -> bool:
+    return name != "training" and not name.startswith("_") and isinstance(value, (bool, int, float, str))
 
 
 def digest(value: Any) -> str:
