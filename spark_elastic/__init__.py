@@ -9,6 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from spark_elastic.data.materialize import materialize
+    from spark_elastic.data.reader import BatchReader
+    from spark_elastic.data.store import Store
     from spark_elastic.driver.host_discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
     from spark_elastic.driver.local_launcher import LocalLauncher
     from spark_elastic.job import ElasticJob
@@ -22,6 +25,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "run": "spark_elastic.runner",
     "run_async": "spark_elastic.runner",
+    "BatchReader": "spark_elastic.data.reader",
     "ElasticJob": "spark_elastic.job",
     "ElasticTorchEstimator": "spark_elastic.ml.torch.estimator",
     "ElasticTorchModel": "spark_elastic.ml.torch.model",
@@ -29,9 +33,12 @@ _HOMES = {
     "FixedHosts": "spark_elastic.driver.host_discovery",
     "HostDiscovery": "spark_elastic.driver.host_discovery",
     "HostDiscoveryScript": "spark_elastic.driver.host_discovery",
+    "Store": "spark_elastic.data.store",
+    "materialize": "spark_elastic.data.materialize",
 }
 
 __all__ = [
+    "BatchReader",
     "ElasticJob",
     "ElasticTorchEstimator",
     "ElasticTorchModel",
@@ -39,6 +46,8 @@ __all__ = [
     "HostDiscovery",
     "HostDiscoveryScript",
     "LocalLauncher",
+    "Store",
+    "materialize",
     "run",
     "run_async",
 ]

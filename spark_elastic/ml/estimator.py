@@ -26,7 +26,7 @@ from spark_elastic.ml.history import History
 from spark_elastic.ml.model import ElasticModel, Fitted, event_rows
 from spark_elastic.ml.outputs import OutputShape
 from spark_elastic.ml.persistence import Savable
-from spark_elastic.ml.preparation import WEIGHT, Tensors
+from spark_elastic.ml.preparation import Tensors
 from spark_elastic.ml.shared_params import (
     READ_OPTIONS,
     WRITE_OPTIONS,
@@ -124,7 +124,7 @@ class ElasticEstimator(
             where if isinstance(where, Dataset) else Dataset.open(where, estimator.getOrDefault("storage_options"))
         )
         _check_tensors(dataset)
-        estimator._check_set(dataset)
+        estimator._check_made_from(dataset)
         session = None if estimator._launcher() is not None else preflight.check_spark(None)
         with estimator._run_folder(dataset) as (run, resume_from):
             return estimator._train(dataset, run, resume_from, session, Parts())
@@ -195,29 +195,26 @@ class ElasticEstimator(
         if not isinstance(self.getOrDefault("store"), (str, Path, Store, type(None))):
             raise InvalidSettingsError(f"store must be a path, a URI or a Store, not {self.getOrDefault('store')!r}")
 
-    def _check_set(self, dataset: Dataset) -> None:
-        """Settings about columns that are made must be true of a set that is there. Raises: as `from_dataset_path`."""
-        options = self.getOrDefault("data_options") or {}
-        of_writing = [name for name in ("dataset_id", "keep_dataset") if self.isSet(name) and self.getOrDefault(name)]
-        if of_writing := [*of_writing, *(f"data_options[{name!r}]" for name in WRITE_OPTIONS if name in options)]:
-            raise InvalidSettingsError(
-                f"{', '.join(of_writing)}: from_dataset_path writes no rows, so leave this out, or use it where they "
-                "are written"
-            )
-        columns = {each.name: list(each.columns) for each in dataset.layout.fields}
-        for setting, prefix in (("feature_cols", "features_"), ("label_cols", "label_"), ("sample_weight_col", WEIGHT)):
-            given = self.getOrDefault(setting)
-            stored = [name for tensor, names in columns.items() if tensor.startswith(prefix) for name in names]
-            if given is not None and _flat([given] if isinstance(given, str) else given) != stored:
-                raise DatasetError(
-                    f"{setting}={given!r}, but the set in {dataset.store.url} was made of {stored}; set it to what "
-                    "was stored, or to None"
-                )
+    def _check_made_from(self, dataset: Dataset) -> None:
+        """Settings that say what a set is made of cannot change one that is there. Raises: DatasetError."""
+        columns = {each.name: each.columns for each in dataset.layout.fields}
+        weight = self.getOrDefault("sample_weight_col")
+        for name, wanted, prefix in (
+            ("feature_cols", self.getOrDefault("feature_cols"), "features_"),
+            ("label_cols", self.getOrDefault("label_cols"), "label_"),
+            ("sample_weight_col", None if weight is None else [weight], preparation.WEIGHT),
+        ):
+            found = [each for tensor, names in columns.items() if tensor.startswith(prefix) for each in names]
+            if wanted is not None and _flat(wanted) != found:
+                raise DatasetError(f"{name}={wanted!r}, and {dataset.store.url} was made from {found}; leave it unset")
         if self.getOrDefault("validation") is not None and "validation" not in dataset.splits:
             raise DatasetError(
-                f"validation={self.getOrDefault('validation')!r}, but the set in {dataset.store.url} has no split of "
-                "that name; it was written without validation="
+                f"validation={self.getOrDefault('validation')!r}, and {dataset.store.url} was written without one; "
+                "materialize(..., validation=...) sets rows aside"
             )
+        unused = [name for name in self.getOrDefault("data_options") or {} if name in WRITE_OPTIONS]
+        if unused := [*unused, *(name for name in ("dataset_id", "keep_dataset") if self.getOrDefault(name))]:
+            raise InvalidSettingsError(f"{', '.join(unused)}: these only matter when rows are written; leave it unset")
 
     def _launcher(self) -> Any:
         return (self.getOrDefault("run_options") or {}).get("launcher")

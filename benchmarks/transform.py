@@ -1,0 +1,109 @@
+"""`ElasticTorchModel.transform` on a million rows, and the same model put to one row at a time, as Horovod does it.
+
+20 float columns, an MLP 20-256-256-2, two task slots. The peer is written in the manner of Horovod's TorchModel: over
+`df.rdd.mapPartitions`, each row a tensor of its own through the model, a new row out of the old one and the result; it
+is given fewer rows.
+
+    python benchmarks/transform.py --repeat 5
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._harness import Series, parser, report
+from benchmarks.fit import COLUMNS, make_net, table
+
+HOROVOD_ROWS_PER_S = 4.1e3
+"""Measured with Horovod's own TorchModel, on a machine of this kind."""
+
+
+def make_model() -> Any:
+    from spark_elastic import ElasticTorchModel
+    from spark_elastic.data.layout import TensorField
+    from spark_elastic.ml.model import Fitted
+    from spark_elastic.ml.outputs import OutputShape
+
+    model = ElasticTorchModel()
+    inputs = (TensorField("features_0", tuple(COLUMNS), "<f4", (20,)),)
+    model._attach(make_net(), Fitted(inputs, (OutputShape("<f4", (2,)),), "argmax"))
+    return model
+
+
+def rows_per_second(df: Any, count: int) -> float:
+    start = time.monotonic()
+    df.write.format("noop").mode("overwrite").save()
+    return count / (time.monotonic() - start)
+
+
+def by_the_row(df: Any, module: Any) -> Any:
+    shared = df.sparkSession.sparkContext.broadcast(module)
+
+    def predict(rows: Iterable[Any]) -> Iterator[Any]:
+        import torch
+        from pyspark.sql import Row
+
+        torch.set_num_threads(1)
+        net = shared.value.eval()
+        with torch.no_grad():
+            for row in rows:
+                values = row.asDict()
+                output = net(torch.tensor([[values[name] for name in COLUMNS]], dtype=torch.float32))[0]
+                values["output"] = output.tolist()
+                values["prediction"] = float(output.argmax())
+                yield Row(**values)
+
+    from pyspark.sql.types import ArrayType, DoubleType, FloatType, StructField, StructType
+
+    schema = StructType(
+        [
+            *df.schema.fields,
+            StructField("output", ArrayType(FloatType())),
+            StructField("prediction", DoubleType()),
+        ]
+    )
+    return df.sparkSession.createDataFrame(df.rdd.mapPartitions(predict), schema)
+
+
+def main() -> None:
+    arguments = parser(__doc__, repeat=5)
+    arguments.add_argument("--rows", type=int, default=1_000_000)
+    arguments.add_argument("--peer-rows", type=int, default=20_000)
+    args = arguments.parse_args()
+    repeat = 2 if args.quick else args.repeat
+
+    from tests.integration.clusters import local
+
+    with local(2) as cluster:
+        df, few = table(cluster.spark, args.rows, 1), table(cluster.spark, args.peer_rows, 2)
+        model = make_model()
+        rows_per_second(model.transform(few), args.peer_rows)  # the workers have imported torch, and the model
+        rows_per_second(by_the_row(few.limit(100), model.module), 100)
+        ours: list[float] = []
+        theirs: list[float] = []
+        for _ in range(repeat):
+            ours.append(rows_per_second(model.transform(df), args.rows))
+            theirs.append(rows_per_second(by_the_row(few, model.module), args.peer_rows))
+    ratio = statistics.median(ours) / statistics.median(theirs)
+    print(
+        f"transform / row at a time: {ratio:.0f}; / Horovod's {HOROVOD_ROWS_PER_S:.0f} rows/s: "
+        f"{statistics.median(ours) / HOROVOD_ROWS_PER_S:.0f}"
+    )
+    report(
+        "transform",
+        args,
+        Series("transform", ours, "rows/s"),
+        Series("one row at a time", theirs, "rows/s"),
+        raw={"transform": ours, "row at a time": theirs},
+    )
+
+
+if __name__ == "__main__":
+    main()
