@@ -20,13 +20,17 @@ _GOLDEN = 0.6180339887498949
 class LaneSettings:
     """How a set is read in lanes; the same on every rank and for all of a training.
 
-    lanes: positions p = lane (mod lanes) belong to a lane. chunk_rows: neighbours that are read together.
+    lanes: that positions are dealt out to in turns. chunk_rows: neighbours that are read together.
     window_rows: rows of a lane that are shuffled among themselves; as many as the lane has, or more: all of them.
     """
 
     lanes: int
     chunk_rows: int
     window_rows: int
+
+
+def _reversed(number: int, bits: int) -> int:
+    return int(f"{number:0{bits}b}"[::-1], 2) if bits else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +49,11 @@ class _Window:
 class LaneOrder:
     """Rows in chunks, chunks shuffled into a tape, the tape cut into lanes, each lane shuffled window by window.
 
-    Position p is lane p mod P's row number p div P, and a rank owns a contiguous run of lanes: so it touches only its
-    share of the chunks, and of those only what the windows that are open now cover. The lanes' windows end at
-    different times, so that chunks are needed one after another, not all at once.
+    Position p is row number p div P of a lane that p mod P names, and a rank owns a contiguous run of lanes: so it
+    touches only its share of the chunks, and of those only what the windows that are open now cover. Lanes are dealt
+    out in bit-reversed order, so that any few consecutive positions are spread evenly over all runs of lanes: ranks
+    have nearly equal shares of batches of any size. The lanes' windows end at different times, so that chunks are
+    needed one after another, not all at once.
     """
 
     def __init__(self, rows: int, seed: int, epoch: int, settings: LaneSettings) -> None:
@@ -59,6 +65,16 @@ class LaneOrder:
         self._chunks = Permutation(full, derived_key(self._key, 1), self._scratch)
         # a last chunk that is short stands anywhere on the tape, like any other
         self._short_at = derived_key(self._key, 2) % (full + 1) * settings.chunk_rows
+        bits = (settings.lanes - 1).bit_length()
+        # turns[i]: the lane of the positions p with p mod P = i
+        self._turns = np.array(sorted(range(settings.lanes), key=lambda lane: _reversed(lane, bits)), np.int64)
+        longer = np.zeros(settings.lanes, np.int64)
+        longer[self._turns[: rows % settings.lanes]] = 1
+        self._lengths = (rows // settings.lanes + longer).tolist()
+        self._begins = (np.cumsum(self._lengths) - self._lengths).tolist()
+        self._share = (-1, -1)
+        self._mine: Indices = np.empty(0, np.int64)
+        self._until: list[int] = []
         self._windows: dict[int, _Window] = {}
         self._plan = np.empty((0, 0), np.int64)
         self._planned = (0, 0, 0)
@@ -72,8 +88,7 @@ class LaneOrder:
 
     def lane(self, lane: int) -> tuple[int, int]:
         """Where on the tape a lane begins, and how many rows it has."""
-        rows, longer = divmod(self.rows, self.settings.lanes)
-        return lane * rows + min(lane, longer), rows + (lane < longer)
+        return self._begins[lane], self._lengths[lane]
 
     def window_at(self, lane: int, index: int) -> tuple[int, int, int]:
         """The window around a lane's row number `index`: its number, and the lane's rows `[start, stop)` it covers."""
@@ -114,10 +129,19 @@ class LaneOrder:
         ends = [self._before(edge, first, last) for edge in edges]
         return self._sequence(first, last, ends[0], ends[-1]), [stop - start for start, stop in pairwise(ends)]
 
+    def _own(self, first: int, last: int) -> None:
+        """Note whose turn is whose, for the lanes `[first, last)`."""
+        mine = (self._turns >= first) & (self._turns < last)
+        self._mine = self._turns[mine] - first
+        self._until = [0, *np.cumsum(mine).tolist()]
+        self._share = (first, last)
+
     def _before(self, position: int, first: int, last: int) -> int:
         """Positions below `position` that belong to the lanes `[first, last)`."""
-        index, lane = divmod(position, self.settings.lanes)
-        return index * (last - first) + min(max(lane - first, 0), last - first)
+        if self._share != (first, last):
+            self._own(first, last)
+        index, turn = divmod(position, self.settings.lanes)
+        return index * (last - first) + self._until[turn]
 
     def _sequence(self, first: int, last: int, start: int, stop: int) -> Indices:
         """Number `start`..`stop` of the rows of these lanes, in the order of their positions."""
@@ -135,7 +159,8 @@ class LaneOrder:
                     self._fill(lane, block * depth, self._plan[lane - first])
                 self._planned = (first, last, block)
             until = min(end, (block + 1) * depth)
-            parts.append(self._plan[:, index - block * depth : until - block * depth].T.reshape(-1))
+            plan = self._plan[self._mine, index - block * depth : until - block * depth]
+            parts.append(plan.T.reshape(-1))
             index = until
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return rows[start % lanes : start % lanes + stop - start]

@@ -16,7 +16,12 @@ Ranges = list[tuple[int, int]]
 
 
 class Source(Protocol):
-    """Where rows come from: files of this host, or a store far away."""
+    """Where rows come from: files of this host, or a store far away.
+
+    at_once: the set is small enough to be wanted as a whole, whatever the order.
+    """
+
+    at_once: bool
 
     def want(self, ranges: Ranges) -> Any:
         """Begin to bring these rows near. Returns what `wait` and `release` are to be given."""
@@ -28,7 +33,7 @@ class Source(Protocol):
         """They are not needed any more."""
 
     def want_all(self) -> None:
-        """Bring all rows near, and wait until they can be gathered in any order."""
+        """Bring all rows near, and wait until they can be gathered in any order. Again: nothing. Safe for threads."""
 
 
 @dataclass(slots=True)
@@ -43,7 +48,7 @@ class _Held:
 class Ahead:
     """Follows one rank's way through an order: of each lane the open window is near, and the next on its way.
 
-    What is not in windows is wanted as a whole: rows of a permutation come from everywhere.
+    What is not in windows is wanted as a whole: rows of a permutation come from everywhere. One for each pass.
     """
 
     def __init__(self, source: Source) -> None:
@@ -59,8 +64,8 @@ class Ahead:
 
         They follow those of the last call, or the order or the world is another.
         """
-        if not isinstance(order, LaneOrder):
-            if self._order is None:
+        if self._source.at_once or not isinstance(order, LaneOrder):
+            if order is not self._order:
                 self._source.want_all()
             self._order = order
             return

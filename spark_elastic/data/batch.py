@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,3 +26,26 @@ class Batch:
 
     def __getitem__(self, name: str) -> Any:
         return self.tensors[name]
+
+
+class Turn:
+    """Consecutive batches that were gathered in one go.
+
+    tensors: of all their rows. edges: positions between which the global batches lie. counts: the rank's rows of each.
+    """
+
+    __slots__ = ("_counts", "_edges", "_tensors")
+
+    def __init__(self, tensors: Mapping[str, Any], edges: Sequence[int], counts: Sequence[int]) -> None:
+        self._tensors = tensors
+        self._edges = edges
+        self._counts = counts
+
+    def batches(self) -> Iterator[Batch]:
+        """Once. What was handed out is not held here any longer than needed for the rest."""
+        tensors, self._tensors = self._tensors, {}
+        start, first = self._edges[0], 0
+        for stop, count in zip(self._edges[1:], self._counts, strict=True):
+            last = first + count
+            yield Batch({name: rows[first:last] for name, rows in tensors.items()}, count, stop - start, start, stop)
+            start, first = stop, last

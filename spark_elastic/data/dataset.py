@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from spark_elastic.errors import DatasetError
 
 if TYPE_CHECKING:
     from spark_elastic.data.reader import BatchReader
+
+
+_PART = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -72,23 +76,48 @@ class Dataset:
 
         return leased(self.store)
 
+    def verify(self) -> None:
+        """Read every file and compare its checksum; as long as it takes to read the set once.
+
+        Raises: DatasetError: a file is not what was written.
+        """
+        for shard in (shard for shards in self.manifest.splits.values() for shard in shards):
+            for file, expected in ((shard.file, shard.crc32), (shard.sidecar, shard.sidecar_crc32)):
+                if file is not None and (found := self._checksum(file)) != expected:
+                    raise DatasetError(
+                        f"{self.store.url}: {file} has checksum {found:08x}, the manifest says {expected:08x}; the set "
+                        "is damaged, delete it and write it again",
+                        url=self.store.url,
+                        file=file,
+                    )
+
+    def _checksum(self, file: str) -> int:
+        found = 0
+        with self.store.open_input(file) as stream:
+            while part := stream.read(_PART):
+                found = zlib.crc32(part, found)
+        return found
+
     def delete(self) -> None:
         """Remove every file, the manifest first: whoever looks meanwhile finds no set rather than half of one."""
         self.store.delete(MANIFEST_NAME)
         self.store.delete()
 
     def _check_files(self) -> None:
-        for split, shards in self.manifest.splits.items():
-            for shard in shards:
-                files = [(shard.file, shard.nbytes)]
-                if shard.sidecar is not None:
-                    files.append((shard.sidecar, shard.sidecar_nbytes))
-                for file, nbytes in files:
-                    found = self.store.size(file)
-                    if found != nbytes:
-                        raise DatasetError(
-                            f"{self.store.url}: {file} ({split}) has {'no file' if found is None else f'{found} bytes'}"
-                            f", the manifest says {nbytes} bytes; the set is damaged, delete it and write it again",
-                            url=self.store.url,
-                            file=file,
-                        )
+        expected = {}
+        for shard in (shard for shards in self.manifest.splits.values() for shard in shards):
+            expected[shard.file] = shard.nbytes
+            if shard.sidecar is not None:
+                expected[shard.sidecar] = shard.sidecar_nbytes
+        found = {}
+        for folder in sorted({file.rpartition("/")[0] for file in expected}):  # one question, not one for each file
+            found.update({entry.path: entry.nbytes for entry in self.store.list(folder) if not entry.is_dir})
+        for file, nbytes in expected.items():
+            if found.get(file) != nbytes:
+                size = f"{found[file]} bytes" if file in found else "not there"
+                raise DatasetError(
+                    f"{self.store.url}: {file} is {size}, the manifest says {nbytes} bytes; the set is damaged, delete "
+                    "it and write it again",
+                    url=self.store.url,
+                    file=file,
+                )

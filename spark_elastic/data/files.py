@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from spark_elastic.core.orders import Order
 from spark_elastic.data.ahead import Ahead, Ranges, Source
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.rows import GatheredRows, MappedRows, Numbering, open_rows
@@ -52,11 +52,11 @@ class SplitFiles:
         except BaseException:
             self.close()
             raise
-        self._ahead = Ahead(source)
+        self._source = source
 
-    def prepare(self, order: Order, start: int, stop: int, rank: int, size: int) -> None:
-        """Returns when positions `start`..`stop` can be gathered without waiting for single rows."""
-        self._ahead.prepare(order, start, stop, rank, size)
+    def ahead(self) -> Ahead:
+        """For one pass."""
+        return Ahead(self._source)
 
     def close(self) -> None:
         while self._opened:
@@ -66,8 +66,8 @@ class SplitFiles:
 class LocalSource:
     """Files of this host: the system is asked to read them in large pieces, rather than page by page when touched.
 
-    nbytes: of the split. What is large is unmapped behind, because resource managers count mapped pages as this
-    process's; what is too large to stay in memory also leaves the page cache, to make room for what comes.
+    nbytes: of the split. Windows of what is large are unmapped behind, because resource managers count mapped pages as
+    this process's; what is too large to stay in memory also leaves the page cache, to make room for what comes.
     """
 
     def __init__(
@@ -82,8 +82,10 @@ class LocalSource:
         self._numbering = numbering
         self._stride = stride
         self._rows = rows
-        self._unmap_behind = nbytes > _MAPPED_BYTES
+        self.at_once = nbytes <= _MAPPED_BYTES
         self._drop_behind = nbytes > _memory_bytes() // 2
+        self._guard = threading.Lock()
+        self._asked = False
 
     def want(self, ranges: Ranges) -> Ranges:
         self._advise(ranges, _WILLNEED)
@@ -93,13 +95,16 @@ class LocalSource:
         """The system makes whoever touches a page wait until it is there."""
 
     def release(self, wanted: Ranges) -> None:
-        for start, stop in wanted if self._unmap_behind else ():
+        for start, stop in wanted:
             self._rows.forget(start, stop)
         if self._drop_behind:
             self._advise(wanted, _DONTNEED)
 
     def want_all(self) -> None:
-        self._advise([(0, self._numbering.rows)], _WILLNEED)
+        with self._guard:
+            if not (self._asked or self._drop_behind):  # what does not stay in memory cannot be brought there whole
+                self._advise([(0, self._numbering.rows)], _WILLNEED)
+            self._asked = True
 
     def _advise(self, ranges: Ranges, advice: int | None) -> None:
         if advice is None:  # a system without it

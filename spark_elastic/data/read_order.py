@@ -13,6 +13,10 @@ _CHUNK_BYTES = 256 << 10
 _OPEN_BYTES = 1 << 30
 """What the open windows of all lanes hold together: 4096 chunks. With sorted data the rows of a batch of n vary like
 1 + n / chunks times those of a true shuffle: 1.25 for a batch of 1024. It is page cache, and shared by the ranks."""
+_LANES = 128
+"""Several for each worker, so that workers whose number does not divide it still have nearly equal shares."""
+_MANY_ROWS = 1 << 23
+"""From here on there can be more of them, without lanes so short that computing them costs more."""
 
 
 def resolve_order(
@@ -48,17 +52,15 @@ def resolve_order(
 
 
 def lane_settings(
-    rows: int, stride: int, batch_size: int, *, cache_bytes: int | None = None, open_bytes: int = _OPEN_BYTES
+    rows: int, stride: int, *, cache_bytes: int | None = None, open_bytes: int = _OPEN_BYTES
 ) -> LaneSettings:
-    """How a set is cut into lanes.
+    """How a set is cut into lanes; not a function of the batch size, which may follow the number of workers.
 
-    batch_size: of the training, global: if the number of lanes divides it, ranks have equal shares of a batch.
     open_bytes: that the windows of all lanes may cover together. cache_bytes: of a remote set's cache; it also holds
     the next windows, and what is not yet let go.
     """
     if cache_bytes is not None:
         open_bytes = min(open_bytes, cache_bytes // 4)
-    dividing = [lanes for lanes in range(32, 129) if batch_size % lanes == 0]
-    lanes = max(dividing, default=min(64, batch_size))
+    lanes = _LANES if rows < _MANY_ROWS else 2 * _LANES
     chunk_rows = max(1, min(_CHUNK_BYTES // stride, -(-rows // (4 * lanes)) or 1))
     return LaneSettings(lanes, chunk_rows, max(chunk_rows, open_bytes // stride // lanes))

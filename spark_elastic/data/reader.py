@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from spark_elastic.core.lanes import LaneOrder, LaneSettings
 from spark_elastic.core.orders import GlobalOrder, Order
-from spark_elastic.data.batch import Batch
+from spark_elastic.core.sampling import Indices
+from spark_elastic.data.batch import Batch, Turn
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.files import SplitFiles
 from spark_elastic.data.layout import Kind, TensorField
@@ -23,6 +24,8 @@ from spark_elastic.errors import InvalidSettingsError, nearest
 _TURN_ROWS = 1 << 14
 """Rows that are gathered at a time where batches are smaller: what one turn costs besides its rows (a hand-over
 between threads, some dozen calls) is then shared by several batches."""
+_PLANNED_ROWS = 1 << 16
+"""Rows whose numbers are computed at a time: gathering pushes what that needs out of the cache."""
 _TURN_BYTES = 4 << 20
 """But no more than this, so that what was gathered is still in the cache when it is used."""
 _AHEAD_BYTES = 4 << 20
@@ -86,11 +89,11 @@ class BatchReader:
         self.order = resolve_order(dataset, split, order=order, shuffle=shuffle, cache_bytes=cache_bytes)
         self.fields = _chosen(dataset, fields)
         cached = None if dataset.store.is_local else cache_bytes
-        self._lanes = lanes or lane_settings(self.rows, dataset.layout.stride, batch_size, cache_bytes=cached)
+        self._lanes = lanes or lane_settings(self.rows, dataset.layout.stride, cache_bytes=cached)
         self._prefetch = prefetch
         self._dtype = dataset.layout.dtype
         self._buffers = Buffers(keep=prefetch + 3)
-        self._running: set[Prefetcher[list[Batch]]] = set()
+        self._running: set[Prefetcher[Turn]] = set()
         self._closed = False
         self.set_world(rank, size)
         sidecars = any(field.kind is not Kind.DENSE for field in self.fields)
@@ -127,15 +130,16 @@ class BatchReader:
     def _batches(self, epoch: int, position: int, batch_size: int) -> Iterator[Batch]:
         while position < self.rows:
             world = self._world
-            turns = self._turns_from(epoch, position, batch_size)
+            turns = self._started(partial(self._turns, epoch, position, batch_size, *world), batch_size)
             try:
                 for turn in turns:
-                    turn.reverse()
-                    while turn and self._world is world:
-                        position = turn[-1].stop
-                        yield turn.pop()  # no name for it here: its buffer is the consumer's alone
+                    for batch in turn.batches():
+                        position = batch.stop
+                        yield batch
                         if self._closed:
                             raise ValueError("the reader was closed in the middle of an epoch")
+                        if self._world is not world:
+                            break
                     if self._world is not world:
                         break  # what was gathered ahead is another rank's by now
             finally:
@@ -143,55 +147,68 @@ class BatchReader:
                     self._running.discard(turns)
                     turns.close()
 
-    def _turns_from(self, epoch: int, position: int, batch_size: int) -> Iterable[list[Batch]]:
-        rank, size = self._world
-        stride = self._dtype.itemsize
-        mine = -(-batch_size // size)
-        together = max(1, min(_TURN_ROWS, _TURN_BYTES // stride) // mine)
-        length = together * batch_size
-
-        def turns() -> Iterator[list[Batch]]:
-            order = self._order_of(epoch)
-            for start in range(position, self.rows, length):
-                stop = min(start + length, self.rows)
-                edges = [*range(start, stop, batch_size), stop]
-                self._files.prepare(order, edges[0], edges[-1], rank, size)
-                yield self._gathered(order, edges, rank, size)
-
+    def _started(self, turns: Callable[[], Iterator[Turn]], batch_size: int) -> Iterator[Turn]:
+        """The turns, gathered ahead by a thread if there is to be one."""
         if not self._prefetch:
             return turns()
-        ahead = min(-(-self._prefetch // together), _AHEAD_BYTES // (together * mine * stride))
+        turn_batches, turn_rows = self._together(batch_size, self.size)
+        ahead = min(-(-self._prefetch // turn_batches), _AHEAD_BYTES // (turn_rows * self._dtype.itemsize))
         started = Prefetcher(turns, max(1, ahead), "spark-elastic-reader")
         self._running.add(started)
         return started
+
+    def _together(self, batch_size: int, size: int) -> tuple[int, int]:
+        """Global batches of a turn, and a rank's rows in them."""
+        mine = -(-batch_size // size)
+        batches = max(1, min(_TURN_ROWS, _TURN_BYTES // self._dtype.itemsize) // mine)
+        return batches, batches * mine
+
+    def _turns(self, epoch: int, position: int, batch_size: int, rank: int, size: int) -> Iterator[Turn]:
+        order, windows = self._order_of(epoch), self._order_of(epoch)  # one for each of the threads
+        together, turn_rows = self._together(batch_size, size)
+        planned = max(1, _PLANNED_ROWS // turn_rows) * together * batch_size
+
+        def plans() -> Iterator[tuple[list[int], Indices, list[int]]]:
+            for begin in range(position, self.rows, planned):
+                edges = [*range(begin, min(begin + planned, self.rows), batch_size), min(begin + planned, self.rows)]
+                numbers, counts = order.take(edges, rank, size)
+                yield edges, numbers if self.shuffle else self._files.numbering.in_file_order(numbers), counts
+
+        # with a thread of its own, what the order costs does not add to what the gather costs
+        planning = Prefetcher(plans, 1, "spark-elastic-order") if self._prefetch else None
+        ahead = self._files.ahead()
+        try:
+            for edges, numbers, counts in planning or plans():
+                done = 0
+                for first in range(0, len(counts), together):
+                    part = counts[first : first + together]
+                    bounds = edges[first : first + together + 1]
+                    ahead.prepare(windows, bounds[0], bounds[-1], rank, size)
+                    yield Turn(self._gathered(numbers[done : done + sum(part)]), bounds, part)
+                    done += sum(part)
+        finally:
+            if planning is not None:
+                planning.close()
+            ahead.forget()
 
     def _order_of(self, epoch: int) -> Order:
         if self.order == "lanes":
             return LaneOrder(self.rows, self.seed, epoch, self._lanes)
         return GlobalOrder(self.rows, self.seed, epoch, self.shuffle)
 
-    def _gathered(self, order: Order, edges: Sequence[int], rank: int, size: int) -> list[Batch]:
-        """The rank's rows of some consecutive global batches."""
-        numbers, counts = order.take(edges, rank, size)
-        if not self.shuffle:
-            numbers = self._files.numbering.in_file_order(numbers)
+    def _gathered(self, numbers: Indices) -> dict[str, Any]:
+        """The tensors of these rows."""
         nbytes = len(numbers) * self._dtype.itemsize
         out: npt.NDArray[Any] = self._buffers.take(nbytes)[:nbytes]
         self._files.rows.take(numbers, out.view(np.dtype((np.void, self._dtype.itemsize))))
         records = out.view(self._dtype)
-        tensors = {field.name: records[field.name] for field in self.fields}
+        tensors: dict[str, Any] = {field.name: records[field.name] for field in self.fields}
         if self._files.sidecars is not None:
             shards = self._files.numbering.places(numbers)[0]
             for field in self.fields:
                 if field.kind is not Kind.DENSE:
                     tensors[field.name] = self._files.sidecars.values(field, tensors[field.name], shards)
-        batches, first = [], 0
-        for (start, stop), count in zip(pairwise(edges), counts, strict=True):
-            last = first + count
-            parts = {name: values[first:last] for name, values in tensors.items()}
-            batches.append(Batch(parts, count, stop - start, start, stop))
-            first = last
-        return batches
+        return tensors
 
     def close(self) -> None:
         """Stop reading and let go of the files. Batches that were handed over stay as they are."""

@@ -141,16 +141,17 @@ class Store:
         with self.filesystem.open_input_stream(self._at(path), compression=None) as stream:
             return bytes(stream.read())
 
-    def write_bytes(self, path: str, data: bytes, *, only_if_absent: bool = False) -> bool:
+    def write_bytes(self, path: str, data: bytes, *, only_if_absent: bool = False, durable: bool = True) -> bool:
         """A whole file or none of it, whoever looks and whenever this process ends. Makes the folders above it.
 
         only_if_absent: leaves a file that is there alone; between two that write at the same moment this decides on
             local folders, elsewhere the later one stays.
+        durable: it also survives a power cut. That costs a wait for the disk, behind all that was written lately.
 
         Returns: whether it was written.
         """
         if self.filesystem is None:
-            return self._write_local(Path(self._at(path)), data, only_if_absent)
+            return self._write_local(Path(self._at(path)), data, only_if_absent, durable)
         if only_if_absent and self.exists(path):
             return False
         target = self._at(path)
@@ -280,14 +281,15 @@ class Store:
             self.filesystem.move(source, target)
 
     @staticmethod
-    def _write_local(target: Path, data: bytes, only_if_absent: bool) -> bool:
+    def _write_local(target: Path, data: bytes, only_if_absent: bool, durable: bool) -> bool:
         target.parent.mkdir(parents=True, exist_ok=True)
         written = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
         try:
             with written.open("wb") as stream:
                 stream.write(data)
                 stream.flush()
-                os.fsync(stream.fileno())  # or a power cut leaves the name with nothing behind it
+                if durable:
+                    os.fsync(stream.fileno())  # or a power cut leaves the name with nothing behind it
             if not only_if_absent:
                 os.replace(written, target)
                 return True

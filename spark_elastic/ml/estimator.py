@@ -12,21 +12,31 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pyspark.ml import Estimator
 
 from spark_elastic import clock
+from spark_elastic.data.cache import is_leased
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
 from spark_elastic.driver import preflight
-from spark_elastic.errors import CheckpointError, DataError, DatasetError, InvalidSettingsError
+from spark_elastic.errors import (
+    CheckpointError,
+    DataError,
+    DatasetError,
+    InvalidSettingsError,
+    StateLostError,
+    StoreError,
+)
 from spark_elastic.ml import preparation
+from spark_elastic.ml.describing import described, digest
 from spark_elastic.ml.history import History
 from spark_elastic.ml.model import ElasticModel, Fitted, event_rows
 from spark_elastic.ml.outputs import OutputShape
 from spark_elastic.ml.persistence import Savable
-from spark_elastic.ml.preparation import Tensors
+from spark_elastic.ml.preparation import WEIGHT, Tensors, numbered
 from spark_elastic.ml.shared_params import (
     READ_OPTIONS,
     WRITE_OPTIONS,
@@ -40,6 +50,8 @@ from spark_elastic.ml.shared_params import (
 from spark_elastic.settings import ElasticSettings
 
 RUNS = "runs"
+_shared: set[tuple[str, str]] = set()
+"""(application, URL) of the places of runs that were found to be shared."""
 _IDENTITY = "run.json"
 DEFAULT_BATCH_SIZE = 32
 
@@ -74,6 +86,11 @@ class ElasticEstimator(
     """Base of the estimators. A subclass says how its framework trains."""
 
     TOGETHER = ("model", "optimizer", "lr_scheduler")
+    DECIDING: tuple[str, ...] = (
+        *("model", "optimizer", "loss", "loss_weights", "batch_size", "per_worker_batch_size", "transformation_fn"),
+        *("gradient_clip_norm", "gradient_clip_value", "gradient_compression"),
+    )
+    """Settings that decide the course of a training: checkpoints of one with others are not gone on from."""
     _sets: _SharedSets | None = None
     """Within fitMultiple: the sets that have been written for the same DataFrame."""
 
@@ -124,8 +141,10 @@ class ElasticEstimator(
             where if isinstance(where, Dataset) else Dataset.open(where, estimator.getOrDefault("storage_options"))
         )
         _check_tensors(dataset)
-        estimator._check_made_from(dataset)
+        estimator._check_set(dataset)
         session = None if estimator._launcher() is not None else preflight.check_spark(None)
+        if session is not None:
+            estimator._check_shared(session)
         with estimator._run_folder(dataset) as (run, resume_from):
             return estimator._train(dataset, run, resume_from, session, Parts())
 
@@ -155,19 +174,17 @@ class ElasticEstimator(
             raise DataError("fit needs a DataFrame with an end, and this one is streaming; write it to a table first")
         context = preflight.check_spark(dataset.sparkSession)
         tensors = self._tensors(dataset.schema)
+        self._check_shared(context)
         parts = Parts()
         with parts.part("write"):
             written = self._written(dataset, tensors)
-        passing = self._sets is None and not self._keeps_rows() and not _is_found_again(dataset)
         try:
-            with self._run_folder(written) as (run, resume_from):
-                model = self._train(written, run, resume_from, context, parts)
-            # With a run_id they had been kept for a fit that goes on after the driver's death.
-            passing = passing or (self.getOrDefault("run_id") is not None and not self._keeps_rows())
+            with written.lease(), self._run_folder(written) as (run, resume_from):
+                return self._train(written, run, resume_from, context, parts)
         finally:
-            if passing:
-                written.delete()
-        return model
+            # What a later fit finds again stays for it until the process ends.
+            if self._sets is None and not self._keeps_rows() and not _is_found_again(dataset, written):
+                _remove(written)
 
     # Checks.
 
@@ -195,26 +212,29 @@ class ElasticEstimator(
         if not isinstance(self.getOrDefault("store"), (str, Path, Store, type(None))):
             raise InvalidSettingsError(f"store must be a path, a URI or a Store, not {self.getOrDefault('store')!r}")
 
-    def _check_made_from(self, dataset: Dataset) -> None:
-        """Settings that say what a set is made of cannot change one that is there. Raises: DatasetError."""
-        columns = {each.name: each.columns for each in dataset.layout.fields}
-        weight = self.getOrDefault("sample_weight_col")
-        for name, wanted, prefix in (
-            ("feature_cols", self.getOrDefault("feature_cols"), "features_"),
-            ("label_cols", self.getOrDefault("label_cols"), "label_"),
-            ("sample_weight_col", None if weight is None else [weight], preparation.WEIGHT),
-        ):
-            found = [each for tensor, names in columns.items() if tensor.startswith(prefix) for each in names]
-            if wanted is not None and _flat(wanted) != found:
-                raise DatasetError(f"{name}={wanted!r}, and {dataset.store.url} was made from {found}; leave it unset")
+    def _check_set(self, dataset: Dataset) -> None:
+        """Settings about columns that are made must be true of a set that is there. Raises: as `from_dataset_path`."""
+        options = self.getOrDefault("data_options") or {}
+        of_writing = [name for name in ("dataset_id", "keep_dataset") if self.isSet(name) and self.getOrDefault(name)]
+        if of_writing := [*of_writing, *(f"data_options[{name!r}]" for name in WRITE_OPTIONS if name in options)]:
+            raise InvalidSettingsError(
+                f"{', '.join(of_writing)}: from_dataset_path writes no rows, so leave this out, or use it where they "
+                "are written"
+            )
+        columns = {each.name: list(each.columns) for each in dataset.layout.fields}
+        for setting, prefix in (("feature_cols", "features_"), ("label_cols", "label_"), ("sample_weight_col", WEIGHT)):
+            given = self.getOrDefault(setting)
+            stored = [name for tensor, names in columns.items() if tensor.startswith(prefix) for name in names]
+            if given is not None and _flat([given] if isinstance(given, str) else given) != stored:
+                raise DatasetError(
+                    f"{setting}={given!r}, but the set in {dataset.store.url} was made of {stored}; set it to what "
+                    "was stored, or to None"
+                )
         if self.getOrDefault("validation") is not None and "validation" not in dataset.splits:
             raise DatasetError(
-                f"validation={self.getOrDefault('validation')!r}, and {dataset.store.url} was written without one; "
-                "materialize(..., validation=...) sets rows aside"
+                f"validation={self.getOrDefault('validation')!r}, but the set in {dataset.store.url} has no split of "
+                "that name; it was written without validation="
             )
-        unused = [name for name in self.getOrDefault("data_options") or {} if name in WRITE_OPTIONS]
-        if unused := [*unused, *(name for name in ("dataset_id", "keep_dataset") if self.getOrDefault(name))]:
-            raise InvalidSettingsError(f"{', '.join(unused)}: these only matter when rows are written; leave it unset")
 
     def _launcher(self) -> Any:
         return (self.getOrDefault("run_options") or {}).get("launcher")
@@ -265,14 +285,13 @@ class ElasticEstimator(
         from spark_elastic.data.materialize import materialize
 
         settings = self._write_settings(tensors)
-        lasting = self._keeps_rows() or (self.getOrDefault("run_id") is not None and _is_found_again(dataset))
         try:
             return materialize(
                 dataset,
                 settings.pop("tensors"),
                 store=self._base_store(),
                 dataset_id=self.getOrDefault("dataset_id"),
-                keep=lasting or None,
+                keep=self._keeps_rows() or None,
                 **settings,
             )
         except DataError as error:
@@ -284,28 +303,47 @@ class ElasticEstimator(
 
     # The run.
 
+    def _runs(self) -> Store:
+        """Where the folders of runs are: in checkpoint_dir, or in the store."""
+        lasting = self.getOrDefault("checkpoint_dir")
+        if lasting is None:
+            return self._base_store().sub(RUNS)
+        return Store.create(lasting, self.getOrDefault("storage_options"))
+
+    def _check_shared(self, context: Any) -> None:
+        """Once for each application: whether the driver will see what workers leave there. Raises: StoreError."""
+        runs = self._runs()
+        if self._launcher() is None and (context.applicationId, runs.url) not in _shared:
+            runs.check_shared(SimpleNamespace(sparkContext=context))
+            _shared.add((context.applicationId, runs.url))
+
     @contextlib.contextmanager
     def _run_folder(self, dataset: Dataset) -> Iterator[tuple[Store, str | None]]:
         """The folder of this run, and the checkpoint to go on from. It is removed in the end if it is not to last."""
-        lasting = self.getOrDefault("checkpoint_dir")
-        if lasting is None:
-            run = self._base_store().sub(f"{RUNS}/{uuid.uuid4().hex}")
+        runs = self._runs()
+        if self.getOrDefault("checkpoint_dir") is None:
+            run = runs.sub(uuid.uuid4().hex)
             try:
                 yield run, None
             finally:
                 with contextlib.suppress(OSError):  # a store that is gone is not what the caller has to hear of
                     run.delete()
             return
-        run_id = self.getOrDefault("run_id") or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
-        run = Store.create(lasting, self.getOrDefault("storage_options")).sub(run_id)
-        if not self.getOrDefault("resume"):
-            run.delete()
-        resume_from = self._latest_checkpoint(run)
         identity = self._identity(dataset)
-        if resume_from is not None:
-            self._check_identity(run, identity)
-        else:
-            run.write_bytes(_IDENTITY, json.dumps(identity, indent=1).encode())
+        run_id = self.getOrDefault("run_id") or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
+        if self._sets is not None:  # one of several trainings, each of which goes on where it was
+            run_id += f"-{digest(identity)}"
+        run = runs.sub(run_id)
+        try:
+            if not self.getOrDefault("resume") and run.exists(_IDENTITY):
+                run.delete()
+            resume_from = self._latest_checkpoint(run)
+            if resume_from is not None:
+                self._check_identity(run, identity)
+            else:
+                run.write_bytes(_IDENTITY, json.dumps(identity, indent=1).encode())
+        except OSError as error:
+            raise StoreError(f"checkpoint_dir {runs.url} cannot be used: {error}", url=runs.url) from error
         yield run, resume_from
 
     def _identity(self, dataset: Dataset) -> dict[str, Any]:
@@ -320,16 +358,17 @@ class ElasticEstimator(
             "content": sorted(
                 shard.crc32 for shards in dataset.manifest.splits.values() for shard in shards if shard.rows
             ),
+            **{name: described(self.getOrDefault(name)) for name in self.DECIDING if self.isSet(name)},
         }
 
     def _check_identity(self, run: Store, identity: Mapping[str, Any]) -> None:
         found = json.loads(run.read_bytes(_IDENTITY)) if run.exists(_IDENTITY) else {}
-        different = [name for name in identity if found.get(name) != identity[name]]
+        different = [name for name in {**identity, **found} if found.get(name) != identity.get(name)]
         if different:
             name = different[0]
             raise CheckpointError(
                 f"run_id={self.getOrDefault('run_id')!r} has checkpoints of another training: {name} was "
-                f"{_short(found.get(name))} and is {_short(identity[name])}. Choose another run_id, or set "
+                f"{_short(found.get(name))} and is {_short(identity.get(name))}. Choose another run_id, or set "
                 "resume=False to replace them"
             )
 
@@ -338,16 +377,33 @@ class ElasticEstimator(
         with parts.part("try"):
             trial = self._try(training)
         with parts.part("train"):
-            results, records = self._run_job(training, context)
+            results, records = self._run_to_the_end(training, dataset, run, resume_from, context)
         with parts.part("load"):
             history: History = next(result.history for result in results if result is not None)
-            inputs = tuple(each for each in dataset.layout.fields if each.name.startswith("features_"))
+            inputs = tuple(numbered("features_", {each.name: each for each in dataset.layout.fields}))
             events = event_rows(records)
             fitted = Fitted(inputs, trial.outputs, trial.rule, history, events, trial.why_not, _padding(dataset))
             model = self._fitted_model(run, fitted)
         model.fit_seconds = dict(parts.seconds)
         self._hand_on(model)
         return model
+
+    def _run_to_the_end(
+        self, training: Any, dataset: Dataset, run: Store, resume_from: str | None, context: Any
+    ) -> tuple[list[Any], Sequence[Any]]:
+        """Where all that had the state are lost, go on from the newest checkpoint, as long as there are newer ones."""
+        while True:
+            try:
+                return self._run_job(training, context)
+            except StateLostError as error:
+                if self.getOrDefault("checkpoint_dir") is None:
+                    error.message += "; with checkpoint_dir, fit goes on from the last checkpoint by itself"
+                    raise
+                newest = self._latest_checkpoint(run)
+                if newest is None or newest == resume_from:
+                    raise
+                resume_from = newest
+                training = self._training(dataset, run, resume_from)
 
     def _run_job(self, training: Any, context: Any) -> tuple[list[Any], Sequence[Any]]:
         """What the workers returned, and the timeline. Ctrl-C, or the notebook's Cancel, ends the workers."""
@@ -389,10 +445,17 @@ class ElasticEstimator(
         return (DEFAULT_BATCH_SIZE, None) if whole is None and each is None else (whole, each)
 
 
-def _is_found_again(dataset: Any) -> bool:
+def _is_found_again(dataset: Any, written: Dataset) -> bool:
     """Whether a later fit can find the rows of this DataFrame where they were written: not if the query is random, or
     passes for it, as everything behind a VectorAssembler does, unless it is cached."""
-    return bool(dataset.select("*")._jdf.queryExecution().withCachedData().deterministic())
+    names = {"`" + name.replace("`", "``") + "`" for each in written.layout.fields for name in each.columns}
+    return bool(dataset.select(*names)._jdf.queryExecution().withCachedData().deterministic())
+
+
+def _remove(dataset: Dataset) -> None:
+    """Unless somebody uses the set, or has asked to keep it."""
+    if not dataset.store.exists("keep") and not is_leased(dataset.store, clock.wall()):
+        dataset.delete()
 
 
 def _flat(names: Sequence[Any]) -> list[str]:
@@ -439,7 +502,7 @@ class _SharedSets:
             self._left -= 1
             if self._left == 0 and self._removed:
                 for dataset in self._sets.values():
-                    dataset.delete()
+                    _remove(dataset)
 
 
 class _Fits:

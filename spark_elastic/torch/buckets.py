@@ -18,19 +18,25 @@ class Bucket:
     """Gradients of one type that are reduced together.
 
     flat: all of them, and in the flagged bucket one element more behind them: whether this member has been told of a
-    coming world. views: the gradients' places in it, shaped like their parameters.
+    coming world. views: the gradients' places in it, shaped like their parameters. cargo: places for a few numbers that
+    travel along, between the two; None if there are none, or if they would be rounded on the way.
     """
 
-    __slots__ = ("_wire", "compression", "flag", "flat", "params", "ready", "views")
+    __slots__ = ("_wire", "cargo", "compression", "flag", "flat", "params", "ready", "views")
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], compression: type[Compressor], flagged: bool) -> None:
+    def __init__(
+        self, params: Sequence[torch.nn.Parameter], compression: type[Compressor], flagged: bool, cargo: int = 0
+    ) -> None:
         self.params = list(params)
         self.compression = compression
         self.ready = 0
         sizes = [param.numel() for param in params]
         first = params[0]
-        self.flat = torch.zeros(sum(sizes) + flagged, dtype=first.dtype, device=first.device)
+        if compression is not NoneCompressor or first.dtype not in (torch.float32, torch.float64):
+            cargo = 0
+        self.flat = torch.zeros(sum(sizes) + cargo + flagged, dtype=first.dtype, device=first.device)
         self.flag = self.flat[-1] if flagged else None
+        self.cargo = self.flat[sum(sizes) : sum(sizes) + cargo] if cargo else None
         pieces = self.flat[: sum(sizes)].split(sizes)
         self.views = [_shaped(piece, param) for piece, param in zip(pieces, params, strict=True)]
         self._wire: torch.Tensor | None = None

@@ -16,7 +16,7 @@ from spark_elastic.torch.compression import Compressor
 from spark_elastic.torch.gloo import GlooGroup
 from spark_elastic.torch.process import process
 from spark_elastic.torch.process_sets import ProcessSet
-from spark_elastic.torch.reduction import Average, Max, ReduceOp
+from spark_elastic.torch.reduction import Average, Max, ReduceOp, Sum
 
 
 class Slot:
@@ -66,6 +66,7 @@ class GradientReducer:
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
         self._slots: list[Slot] = []
+        self._hooks: list[Any] = []
         self._sparse: set[int] = set()
         self._buckets: list[Bucket] = []
         self._works: list[dist.Work] = []
@@ -73,6 +74,8 @@ class GradientReducer:
         self._active = False
         self._agreed_on: GlooGroup | None = None
         self._failure: SparkElasticError | None = None
+        self._cargo: torch.Tensor | None = None
+        self._cargo_width = 0
         self._before = 1.0
         self._after = 1.0
         self.while_waiting: Callable[[], None] = _nothing
@@ -85,14 +88,32 @@ class GradientReducer:
             if param.requires_grad:
                 slot = Slot(param, self.passes)
                 self._slots.append(slot)
-                param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
+                self._hooks.append(param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot)))
         self._buckets = []
         self._agreed_on = None
+
+    def detach(self) -> None:
+        """Take the hooks off the parameters, so that another optimizer can reduce them from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def set_passes(self, passes: int) -> None:
         self.passes = passes
         for slot in self._slots:
             slot.left = passes
+
+    def carry(self, numbers: torch.Tensor) -> None:
+        """Add these up over the members together with this step's gradients: `numbers`, of float64, on the CPU, holds
+        the sums after `finish`. On every member, equally many, before the step's last backward pass.
+
+        They travel in the last bucket, as float32 if the parameters are: exact for counts up to 2**24. Where that is
+        rounded more coarsely, or there is no bucket, they get a reduction of their own.
+        """
+        self._cargo = numbers
+        if numbers.numel() != self._cargo_width:
+            self._cargo_width = numbers.numel()
+            self._group = None  # has the buckets made anew
 
     @property
     def accumulating(self) -> bool:
@@ -143,7 +164,8 @@ class GradientReducer:
         dense = [slot.param for slot in self._slots if id(slot.param) not in self._sparse]
         parts = partition(dense, self._groups)
         for number, part in enumerate(parts):
-            bucket = Bucket(part, self._compression, flagged=number == len(parts) - 1)
+            last = number == len(parts) - 1
+            bucket = Bucket(part, self._compression, flagged=last, cargo=self._cargo_width if last else 0)
             self._buckets.append(bucket)
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 slot = by_id[id(param)]
@@ -186,6 +208,8 @@ class GradientReducer:
         assert self._group is not None
         if bucket.flag is not None:
             bucket.flag.fill_(process.update_pending)
+        if bucket.cargo is not None and self._cargo is not None:
+            bucket.cargo.copy_(self._cargo)
         self.launched += 1
         self._works.append(self._group.allreduce(bucket.pack(), self._op.gloo))
 
@@ -237,15 +261,23 @@ class GradientReducer:
             self._fill_missing()
             for bucket in self._buckets[self.launched :]:
                 self._send(bucket)
+        cargo = self._cargo
+        alone = None
+        if cargo is not None and not (self._buckets and self._buckets[-1].cargo is not None):
+            alone = group.allreduce(cargo, Sum.gloo)
         self.while_waiting()
         gathered = [self._gather(slot) for slot in self._slots if id(slot.param) in self._sparse]
         for bucket, work in zip(self._buckets, self._works, strict=True):
             group.wait(work)
             bucket.unpack()
+            if bucket.cargo is not None and cargo is not None:
+                cargo.copy_(bucket.cargo)
             if self._after != 1.0:
                 bucket.flat.mul_(self._after)
             if bucket.flag is not None:
                 process.saw_update(bool(bucket.flag.item()))
+        if alone is not None:
+            group.wait(alone)
         for complete in gathered:
             complete()
 
@@ -277,6 +309,7 @@ class GradientReducer:
     def _rearm(self) -> None:
         self._active = False
         self._failure = None
+        self._cargo = None
         self.launched = 0
         self._works.clear()
         for bucket in self._buckets:

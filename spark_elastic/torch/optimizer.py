@@ -39,6 +39,14 @@ class DistributedOptimizerMixin:
         """Backward passes whose gradients are added up before they are reduced."""
         self._reducer.set_passes(_positive(passes))
 
+    def carry(self, numbers: torch.Tensor) -> None:
+        """Have a few numbers (losses, counts) added up over the members together with the gradients of this step.
+
+        numbers: float64, on the CPU; holds the sums after `step` or `synchronize`. Every member gives equally many, in
+        every step before its last `backward`. Counts are exact up to 2**24.
+        """
+        self._reducer.carry(numbers)
+
     def synchronize(self) -> None:
         """Finish the reduction, so that every `param.grad` is the average; for clipping and the like before `step`.
 
@@ -113,6 +121,11 @@ class DistributedOptimizerMixin:
         super().add_param_group(param_group)  # type: ignore[misc]
         if "_reducer" in self.__dict__:
             self._reducer.add(param_group["params"])
+
+    def detach(self) -> None:
+        """Let go of the model: gradients are not reduced any more, and another optimizer can be made for it."""
+        self._reducer.abandon()
+        self._reducer.detach()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)  # type: ignore[misc]

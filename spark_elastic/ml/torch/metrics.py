@@ -62,7 +62,10 @@ class _Torchmetric:
         self._metric = copy.deepcopy(metric)
         self._metric.reset()
         self._reductions: dict[str, Any] = dict(metric._reductions)
-        self._defaults: dict[str, Any] = dict(metric._defaults)
+        self._defaults: dict[str, Any] = {
+            state: default.cpu() if isinstance(default, torch.Tensor) else default
+            for state, default in metric._defaults.items()
+        }
         adds = all(
             isinstance(self._defaults[state], torch.Tensor) and getattr(reduction, "__name__", "") == "dim_zero_sum"
             for state, reduction in self._reductions.items()
@@ -72,6 +75,7 @@ class _Torchmetric:
 
     def update(self, output: Any, label: Any, rows: int) -> list[float]:
         metric = self._metric
+        _move(metric, output)
         metric.reset()
         metric.update(output, label)
         if self.gathered:
@@ -80,7 +84,7 @@ class _Torchmetric:
             number
             for state, default in self._defaults.items()
             if state in self._reductions
-            for number in (getattr(metric, state).double() - default.double()).reshape(-1).tolist()
+            for number in (getattr(metric, state).cpu().double() - default.double()).reshape(-1).tolist()
         ]
 
     def piece(self) -> dict[str, Any]:
@@ -92,6 +96,7 @@ class _Torchmetric:
 
     def value(self, sums: Sums, rows: float, pieces: Sequence[dict[str, Any]]) -> float | dict[str, float]:
         metric = self._metric
+        _move(metric, None)
         metric.reset()
         at = 0
         for state, reduction in self._reductions.items():
@@ -107,6 +112,13 @@ class _Torchmetric:
         metric._update_count = 1
         metric._computed = None
         return metric.compute()  # type: ignore[no-any-return]
+
+
+def _move(metric: Any, output: Any) -> None:
+    """To where the outputs are; to the CPU without any."""
+    device = output.device if isinstance(output, torch.Tensor) else torch.device("cpu")
+    if hasattr(metric, "to") and getattr(metric, "device", device) != device:
+        metric.to(device)
 
 
 def _merged(reduction: Any, values: list[Any], default: Any) -> Any:

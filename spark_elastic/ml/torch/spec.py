@@ -142,6 +142,11 @@ class TorchTraining:
         if self.compression not in ("none", "fp16", "bf16"):
             raise InvalidSettingsError(f'compression must be "none", "fp16" or "bf16", not {self.compression!r}')
 
+    @property
+    def validates(self) -> bool:
+        """Whether there are rows to validate with."""
+        return "validation" in self.dataset.splits and self.dataset.rows("validation") > 0
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:

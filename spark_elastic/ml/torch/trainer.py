@@ -20,6 +20,7 @@ from spark_elastic import clock
 from spark_elastic.core.sampling import splitmix64
 from spark_elastic.data.batch import Batch
 from spark_elastic.data.reader import BatchReader
+from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.checkpoints import CheckpointWriter
 from spark_elastic.ml.torch.batches import BatchMaker
@@ -87,6 +88,7 @@ class Trainer:
         self._params = [param for param in self.model.parameters() if param.requires_grad]
         self._buffers = list(self.model.buffers())
         self._on_batch_end = _overridden(self.callbacks, "on_batch_end")
+        self._validates = training.validates
         self._readers: dict[str, BatchReader] = {}
         self._run = RunView(self)
         self._begun = False
@@ -129,6 +131,7 @@ class Trainer:
         for reader in self._readers.values():
             reader.close()
         self._writer.close()
+        self.optimizer.detach()  # the model may be trained again in this process
 
     def _reader(self, split: str) -> BatchReader:
         if split not in self._readers:
@@ -176,7 +179,7 @@ class Trainer:
         if numbers[-1]:
             stopped = self._run.why or "a callback of another worker has asked for it"
         if last or stopped:
-            phase = Phase.VALIDATE if "validation" in self.training.dataset.splits else Phase.EPOCH_END
+            phase = Phase.VALIDATE if self._validates else Phase.EPOCH_END
         self.state.at = replace(
             at,
             phase=phase,
@@ -193,11 +196,8 @@ class Trainer:
         self.state.check_host_updates()
 
     def _gradients(self, batch: Batch) -> tuple[torch.Tensor, tuple[Piece, ...]]:
-        """Forward and backward. Returns what was measured of the whole batch: float64, and the stop flag behind it.
-
-        The reduction of these few numbers is begun before the last backward pass and waited for after it, when it has
-        long ended. In the gradients' own buffers it would cost less still, but a bfloat16 model, or compression, would
-        round the counts; 0.1 ms beside a step is the price of exact ones.
+        """Forward and backward. Returns what was measured of these rows, and the stop flag behind it: float64. They go
+        with the gradients, so that the optimizer's step makes them the sums over all workers.
         """
         model, objective, tally = self.model, self._objective, self._tally
         parts = self._maker.parts(batch)
@@ -215,11 +215,10 @@ class Trainer:
             pieces.append(tally.measure(measured, part.rows, numbers))
             if number < len(parts) - 1:
                 share.backward()  # type: ignore[no-untyped-call]
-        reduced = hvd.allreduce_async_(numbers, op=hvd.Sum)
+        self.optimizer.carry(numbers)
         everyones = _gather(pieces) if tally.gathers else ()
         if share is not None:
             share.backward()  # type: ignore[no-untyped-call]
-        reduced.wait()
         return numbers, everyones
 
     def _apply(self) -> None:
@@ -390,7 +389,10 @@ class Trainer:
             weights = {name: value.detach().cpu() for name, value in self.model.state_dict().items()}
             store.write_bytes(MODEL_FILE, to_bytes(weights))
             store.write_bytes(HISTORY_FILE, state.at.history.dumps().encode())
-            self._writer.drain()
+            try:
+                self._writer.drain()
+            except CheckpointError as error:  # the model is there; what is missing is only what it could go on from
+                log.warning("%s", error)
         hvd.barrier()
         state.at = replace(state.at, phase=Phase.DONE, serial=state.at.serial + 1)
 

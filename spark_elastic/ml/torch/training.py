@@ -70,8 +70,7 @@ def _assemble(training: TorchTraining) -> Trainer:
     optimizer = build_optimizer(training.optimizer, model)
     if training.compression != "none" and hvd.size() == 1 and not process.provisional:
         log.info("gradient_compression has no effect in a world of one worker")
-    validated = "validation" in training.dataset.splits
-    schedule = Schedule(training, optimizer, "val_loss" if validated else "loss")
+    schedule = Schedule(training, optimizer, "val_loss" if training.validates else "loss")
     plan = training.checkpoints
     callbacks = [*training.callbacks, *_implied(plan)]
     best = None

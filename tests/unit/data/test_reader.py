@@ -105,6 +105,16 @@ def test_a_pass_may_have_a_batch_size_of_its_own(tmp_path):
         assert [batch.rows for batch in reader.epoch(0, 100)] == []
 
 
+def test_the_order_in_lanes_does_not_depend_on_the_batch_size(tmp_path):
+    dataset = numbered(tmp_path, [3000])
+
+    def read(batch_size):
+        with dataset.reader(batch_size=batch_size, order="lanes") as reader:
+            return [row for batch in labels(reader.epoch(0)) for row in batch]
+
+    assert read(96) == read(100) == read(3000)
+
+
 def test_a_rank_without_rows_in_a_last_short_batch_still_gets_the_batch(tmp_path):
     with numbered(tmp_path, [10]).reader(batch_size=8, rank=0, size=4) as reader:
         assert [(batch.rows, batch.global_rows) for batch in reader.epoch(0)] == [(2, 8), (0, 2)]
@@ -158,6 +168,21 @@ def test_buffers_are_used_again_once_nobody_looks(tmp_path):
     with numbered(tmp_path, [200_000]).reader(batch_size=20_000) as reader:
         addresses = {batch["label"].__array_interface__["data"][0] for batch in reader.epoch(0)}
     assert len(addresses) < 10
+
+
+def test_a_pass_that_was_left_in_the_middle_does_not_disturb_the_next_one(tmp_path):
+    dataset = numbered(tmp_path, [30_000])
+    with dataset.reader(batch_size=256) as reader:
+        left = [reader.epoch(number) for number in range(3)]
+        for epoch in left:
+            next(epoch)
+        seen = []
+        for batch in reader.epoch(3):
+            assert_whole_rows(batch)
+            seen += batch["label"].tolist()
+            for epoch in left:
+                assert_whole_rows(next(epoch, batch))
+    assert sorted(seen) == list(range(30_000))
 
 
 # --- what can go wrong --------------------------------------------------------------------------

@@ -231,3 +231,47 @@ def zeroed_too_early() -> list:
 def test_gradients_cannot_be_zeroed_or_added_to_while_they_are_reduced():
     # nothing is sent during the first backward of a world, so zeroing is harmless there
     assert together(zeroed_too_early, 2) == [[True, True]] * 2
+
+
+def carried(dtype: torch.dtype, compression: str, uneven: bool) -> list[list[float]]:
+    """What the numbers of each step come to; in the third step there are more of them."""
+    hvd.init()
+    model = model_of().to(dtype)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = hvd.DistributedOptimizer(inner, compression=getattr(hvd.Compression, compression), op=hvd.Sum)
+    out = []
+    for step in range(4):
+        numbers = torch.tensor([float(hvd.rank() + 1), 1e6 + step] + [0.5] * (step > 1), dtype=torch.float64)
+        optimizer.zero_grad()
+        optimizer.carry(numbers)
+        if not (uneven and hvd.rank()):  # others have no rows
+            model(rows_of(hvd.rank(), step).to(dtype)).square().sum().backward()
+        optimizer.step()
+        out.append(numbers.tolist())
+    return out
+
+
+def carried_each(cases: list) -> list[list[list[float]]]:
+    return [carried(*case) for case in cases]
+
+
+CARRIED = [
+    (dtype, compression, uneven)
+    for dtype, compression in [
+        (torch.float64, "none"),
+        (torch.float32, "none"),
+        (torch.bfloat16, "none"),
+        (torch.float32, "fp16"),
+    ]
+    for uneven in (False, True)
+]
+
+
+def test_numbers_that_are_carried_are_added_up_exactly():
+    for results in together(carried_each, 2, args=(CARRIED,)):
+        for case, result in zip(CARRIED, results, strict=True):
+            assert result == [[3, 2 * (1e6 + step)] + [1] * (step > 1) for step in range(4)], case
+
+
+def test_numbers_that_are_carried_alone_stay_as_they_are(alone):
+    assert carried(torch.float32, "none", False)[3] == [1, 1e6 + 3, 0.5]

@@ -63,12 +63,12 @@ def test_a_scheduler_that_does_not_go_with_its_settings_is_refused(
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
-        ({"dataset_id": "x"}, InvalidSettingsError, "dataset_id: these only matter when rows are written"),
-        ({"keep_dataset": True}, InvalidSettingsError, "keep_dataset: these only"),
-        ({"data_options": {"allow_nan": True}}, InvalidSettingsError, "allow_nan: these only"),
-        ({"feature_cols": ["a", "b"]}, DatasetError, r"feature_cols=\['a', 'b'\], and .* made from \['features_0'\]"),
-        ({"label_cols": ["y", "z"]}, DatasetError, r"label_cols=\['y', 'z'\], and"),
-        ({"sample_weight_col": "w"}, DatasetError, r"sample_weight_col=\['w'\], and .* made from \[\]"),
+        ({"dataset_id": "x"}, InvalidSettingsError, "dataset_id: from_dataset_path writes no rows"),
+        ({"keep_dataset": True}, InvalidSettingsError, "keep_dataset: from_dataset_path"),
+        ({"data_options": {"allow_nan": True}}, InvalidSettingsError, "'allow_nan'"),
+        ({"feature_cols": ["a", "b"]}, DatasetError, r"feature_cols=\['a', 'b'\], but the set .* of \['features_0'\]"),
+        ({"label_cols": ["y", "z"]}, DatasetError, r"label_cols=\['y', 'z'\], but"),
+        ({"sample_weight_col": "w"}, DatasetError, r"sample_weight_col='w', but the set .* was made of \[\]"),
     ],
 )
 def test_what_a_set_that_is_there_cannot_do_is_refused(
@@ -82,7 +82,7 @@ def test_a_set_without_validation_rows_is_refused_by_an_estimator_that_asks_for_
     from spark_elastic.data.pack import pack
 
     rows = {"features_0": np.zeros((8, 6), np.float32), "label_0": np.zeros(8, np.int64)}
-    with pytest.raises(DatasetError, match=r"validation=0\.1, and .* was written without one"):
+    with pytest.raises(DatasetError, match=r"validation=0\.1, but the set .* has no split of that name"):
         estimator(validation=0.1).from_dataset_path(pack(rows, tmp_path))
 
 

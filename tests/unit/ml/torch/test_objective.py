@@ -161,6 +161,25 @@ def test_metrics_count_each_row_once_however_the_rows_are_cut(sizes):
     assert logs["val_outputs_count"] == ROWS
 
 
+def test_metrics_of_torchmetrics_are_what_they_are_of_all_rows_at_once():
+    classification = pytest.importorskip("torchmetrics.classification")
+    metrics = {
+        "accuracy": classification.MulticlassAccuracy(3),
+        "auroc": classification.MulticlassAUROC(3),
+        "f1": classification.MulticlassF1Score(3),
+    }
+    objective = Objective(nn.CrossEntropyLoss(), None, labels=1, weighted=False)
+    tally = Tally(objective, metrics)
+    sums, pieces = torch.zeros(tally.width, dtype=torch.float64), []
+    whole = batch(scores(), labels=(classes(),))
+    for part in cut(whole, [4, 1, 6]):
+        pieces.append(tally.measure(objective.measure(Fixed(), part), part.rows, sums))
+    logs = tally.logs(sums.numpy(), pieces)
+    for name, metric in metrics.items():
+        metric.reset()
+        assert logs[name] == pytest.approx(metric(scores(), classes()).item())
+
+
 def test_the_mean_by_class_weights_is_the_same_for_an_epoch_as_for_a_batch():
     loss = LOSSES["class weights"]
     objective = Objective(loss, None, labels=1, weighted=False)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import random
+import time
 
+import pytest
+import torch
+
+from spark_elastic.data.dataset import Dataset
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import BATCH, EPOCHS, ROWS, STEPS, in_worker, in_worker_slowly
 from tests.unit.torch.kit import KitDriver
@@ -25,8 +30,6 @@ def assert_as_undisturbed(result, folder, undisturbed):
 
 
 def test_every_row_counts_once_in_training_and_in_validation(undisturbed, data):
-    from spark_elastic.data.dataset import Dataset
-
     dataset = Dataset.open(data)
     labels = {split: next(dataset.reader(split, batch_size=1000).epoch(0))["label_0"] for split in dataset.splits}
     for row in undisturbed[0]["history"]:
@@ -43,9 +46,7 @@ def test_the_number_of_workers_changes_nothing(size, data, tmp_path, undisturbed
             assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
-@pytest.mark.parametrize(
-    "variant", [name for name in trainings.VARIANTS if name not in ("plain", "a batch for each worker")]
-)
+@pytest.mark.parametrize("variant", [name for name in trainings.VARIANTS if name != "plain"])
 def test_no_setting_makes_the_result_depend_on_the_number_of_workers(
     variant, data, weighted_data, tmp_path, undisturbed
 ):
@@ -131,3 +132,54 @@ def test_the_batch_follows_the_number_of_workers_if_it_is_given_by_worker(data, 
         driver.start(in_worker, data, tmp_path, {}, "a batch for each worker", count=3)
         for result in driver.results(3):
             assert result["steps"] == EPOCHS * -(-ROWS // (3 * BATCH))
+
+
+def test_compressed_gradients_are_a_little_less_exact_between_workers(data, tmp_path, undisturbed):
+    with KitDriver(start_with=2) as driver:
+        driver.start(in_worker, data, tmp_path, {}, "compressed", count=2)
+        driver.results(2)
+    assert trainings.weights(tmp_path) != close(undisturbed[1])
+    assert trainings.weights(tmp_path) == pytest.approx(undisturbed[1], abs=0.05)
+
+
+def test_running_means_are_those_of_one_worker_when_a_model_is_validated_and_written(data, tmp_path):
+    with KitDriver(start_with=3) as driver:
+        driver.start(trainings.in_worker_with_norm, data, tmp_path, count=3)
+        results = driver.results(3)
+    rows = next(Dataset.open(data).reader("validation", batch_size=1000).epoch(0))
+    net = trainings.make_net(norm=True)
+    net.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    output = net.eval()(torch.from_numpy(rows["features_0"]))
+    loss = torch.nn.functional.cross_entropy(output, torch.from_numpy(rows["label_0"])).item()
+    for result in results:
+        assert result["history"][-1]["val_loss"] == close(loss)
+
+
+def test_all_workers_stop_when_one_of_them_asks_for_it(data, tmp_path):
+    with KitDriver(start_with=3) as driver:
+        driver.start(trainings.in_worker_that_stops, data, tmp_path, count=3)
+        results = driver.results(3)
+    assert [result["steps"] for result in results] == [5, 5, 5]
+    assert results[1]["stopped"] == "rank 1 has seen enough"
+    assert results[0]["stopped"] == "a callback of another worker has asked for it"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(30))
+def test_kills_and_arrivals_at_any_moment_change_nothing(seed, data, tmp_path, undisturbed):
+    chance = random.Random(seed)
+    with KitDriver(start_with=3) as driver:
+        driver.start(trainings.in_worker_that_tells, data, tmp_path, count=3)
+        driver.wait(lambda: driver.told("step"))
+        for _ in range(chance.randint(1, 3)):
+            moment = len(driver.events) + chance.randint(1, 60)
+            driver.wait(lambda moment=moment: len(driver.events) >= moment or driver.done)
+            time.sleep(chance.random() * 0.01)
+            if chance.random() < 0.4:
+                driver.start(trainings.in_worker_that_tells, data, tmp_path)
+            elif driver.world is not None and not driver.done:
+                alive = [w for w in driver.world.workers if driver._peers[w].process.is_alive()]
+                if len(alive) > 1:
+                    driver.kill(chance.choice(alive))
+        for result in driver.results(1):
+            assert_as_undisturbed(result, tmp_path, undisturbed)

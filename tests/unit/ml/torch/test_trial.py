@@ -97,21 +97,6 @@ def test_a_set_without_the_tensors_of_an_estimator_is_refused(tmp_path: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"feature_cols": ["a"]}, r"feature_cols=\['a'\], and .* was made from"),
-        ({"sample_weight_col": "w"}, "sample_weight_col=.* leave it unset"),
-        ({"data_options": {"allow_nan": True}}, "only matter when rows are written"),
-    ],
-)
-def test_settings_that_would_change_a_set_that_is_there_are_refused(
-    changes: dict[str, Any], said: str, dataset: Dataset
-) -> None:
-    with pytest.raises((DatasetError, InvalidSettingsError), match=said):
-        estimator(**changes).from_dataset_path(dataset)
-
-
-@pytest.mark.parametrize(
     ("loss", "last", "rule"),
     [
         (nn.CrossEntropyLoss(), 3, "argmax"),

@@ -16,7 +16,7 @@ import spark_elastic.torch as hvd
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.pack import pack
 from spark_elastic.data.store import Store
-from spark_elastic.ml.callbacks import BestCheckpoint, Callback
+from spark_elastic.ml.callbacks import BestCheckpoint, Callback, LambdaCallback
 from spark_elastic.ml.torch.spec import MODEL_FILE, CheckpointPlan, TorchTraining
 from spark_elastic.ml.torch.training import train
 
@@ -232,10 +232,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "another seed": {"seed": 5},
     "no prefetch": {"prefetch": 0},
     "a batch larger than the set": {"batch_size": 1000},
-    "a batch for each worker": {"batch_size": None, "per_worker_batch_size": BATCH},
     "batches of two rows, fewer than workers": {"batch_size": 2, "epochs": 1},
 }
 """Settings under which the result must not depend on the world."""
+
+WORLDLY: dict[str, dict[str, Any]] = {
+    "a batch for each worker": {"batch_size": None, "per_worker_batch_size": BATCH},
+    "compressed": {"compression": "bf16"},
+}
+"""And settings under which it does."""
 
 
 def in_worker(data: Path, folder: Path, plans: Mapping[int, tuple[Any, ...]], variant: str = "plain") -> Any:
@@ -257,7 +262,7 @@ def in_worker(data: Path, folder: Path, plans: Mapping[int, tuple[Any, ...]], va
 
 
 def variant_of(name: str) -> dict[str, Any]:
-    return {key: value for key, value in VARIANTS[name].items() if key != "weighted"}
+    return {key: value for key, value in {**VARIANTS, **WORLDLY}[name].items() if key != "weighted"}
 
 
 def _at(count: int, action: Callable[[], None]) -> Callable[..., None]:
@@ -328,3 +333,29 @@ def in_worker_with_best(data: Path, folder: Path) -> Any:
     dies = At("on_batch_end", 20, die if link().worker == 1 else lambda: None)
     callbacks = [BestCheckpoint("lr", mode="max"), dies]
     return outcome(make_training(data, folder, callbacks=callbacks, lr_scheduler=halved_every_epoch))
+
+
+def in_worker_with_norm(data: Path, folder: Path) -> Any:
+    net = make_net(norm=True)
+    return outcome(make_training(data, folder, model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1)))
+
+
+def in_worker_that_stops(data: Path, folder: Path) -> Any:
+    """Rank 1 alone asks for the end."""
+
+    def enough(run: Any) -> None:
+        if run.rank == 1 and run.step == 4:
+            run.stop("rank 1 has seen enough")
+
+    return outcome(make_training(data, folder, callbacks=[LambdaCallback(on_batch_end=enough)]))
+
+
+def in_worker_that_tells(data: Path, folder: Path) -> Any:
+    from tests.unit.torch.kit import tell
+
+    events = {
+        f"on_{name}": lambda run, *_, name=name: tell(name, run.step)
+        for name in ("epoch_begin", "validation_end", "epoch_end", "fit_end")
+    }
+    callback = LambdaCallback(on_batch_end=lambda run: tell("step", run.step), **events)
+    return outcome(make_training(data, folder, callbacks=[callback]))

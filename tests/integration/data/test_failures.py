@@ -1,0 +1,115 @@
+"""Executors and Python workers that die while they write: the set is right, and holds each row once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from pyspark.sql import functions as F
+
+from spark_elastic.data.cache import SETS, delete_unkept
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.materialize import materialize
+from spark_elastic.data.sharing import PROBES
+from spark_elastic.data.store import Store
+from spark_elastic.errors import StoreError
+from tests.integration.clusters import local_cluster
+from tests.integration.data.conftest import Rows
+from tests.integration.processes import wait_until
+
+ROWS = 40_000
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with local_cluster(2, 1, 1024) as cluster:
+        cluster.sc.setLogLevel("OFF")
+        yield cluster
+
+
+@pytest.fixture
+def store(tmp_path):
+    yield Store.create(tmp_path / "store")
+    delete_unkept()
+
+
+def dies_once(folder, kill):
+    """A function of a row that ends a process when a task is in the middle of its rows, the first time only."""
+
+    @F.udf("long")
+    def passes(x):
+        if x == ROWS // 2 + ROWS // 8:
+            try:
+                os.close(os.open(f"{folder}/died", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return x
+            kill()
+        return x
+
+    return passes
+
+
+def kill_python_worker():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_executor():
+    pid = os.getpid()
+    while b"ExecutorBackend" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kill", [kill_python_worker, kill_executor])
+def test_a_task_that_dies_while_it_writes_is_repeated_and_counts_once(cluster, store, tmp_path, kill):
+    frame = cluster.spark.range(0, ROWS, 1, 4).select(dies_once(tmp_path, kill)("id").alias("x"))
+    dataset = materialize(frame, {"x": "x"}, store=store, validation=0.2)
+    assert (tmp_path / "died").exists()
+    train, aside = Rows(dataset)["x"], Rows(dataset, "validation")["x"]
+    assert sorted([*train, *aside]) == list(range(ROWS))
+    assert Dataset.open(dataset.store) == dataset
+    listed = {shard.file for split in dataset.splits for shard in dataset.manifest.splits[split]}
+    stored = {entry.path for entry in dataset.store.list(recursive=True) if entry.path.endswith(".rows")}
+    assert stored == listed  # what the dead one had written is gone
+    wait_until(lambda: len(cluster.executors()) == 2, 60, "the executor is back")
+
+
+def test_executors_that_share_the_store_are_believed(cluster, store):
+    store.check_shared(cluster.spark)
+    assert store.list(PROBES) == store.list(SETS) == []
+
+
+def test_executors_that_see_another_folder_are_found_before_anything_is_written(cluster, tmp_path, monkeypatch):
+    """The driver's folder is reached by a link that only the driver's process has: /proc/self/cwd."""
+    monkeypatch.chdir(tmp_path)
+    place = "/proc/self/cwd/store"
+    with pytest.raises(
+        StoreError, match=r"do not share /proc/self/cwd/store: .* does not see the driver's file.*store="
+    ):
+        materialize(cluster.spark.range(3), {"x": "id"}, store=place)
+    assert [entry.name for entry in tmp_path.rglob("*") if entry.is_file()] == []
+
+
+def test_tasks_that_may_not_write_say_so_in_a_sentence(cluster, store):
+    frame = cluster.spark.range(3).select(blocking(store.url)("id").alias("x"))
+    with pytest.raises(StoreError, match=r"^the rows could not be written: NotADirectoryError: .*mine") as caught:
+        materialize(frame, {"x": "x"}, store=store, dataset_id="mine")
+    assert "\n" not in str(caught.value)
+
+
+def blocking(url):
+    """A function of a row that puts files where the folders of this write should come."""
+
+    @F.udf("long")
+    def passes(x):
+        folder = Path(url) / SETS / "mine"
+        if folder.is_dir():
+            for entry in folder.iterdir():
+                entry.rename(folder.parent / "aside")
+            folder.rmdir()
+        folder.touch()
+        return x
+
+    return passes

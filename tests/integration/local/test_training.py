@@ -1,0 +1,72 @@
+"""Whole trainings under the real driver, whose workers are killed and replaced."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from spark_elastic.core.timeline import WorldStarted
+from tests.unit.ml.torch import trainings
+from tests.unit.ml.torch.test_training_worlds import assert_as_undisturbed
+
+PREIMPORT = ("torch", "torch._dynamo")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("set")
+    trainings.make_set(folder / "set")
+    return folder / "set"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return trainings.alone(trainings.make_training(data, folder)), trainings.weights(folder)
+
+
+def train_with_kills(data, folder, kills):
+    """kills: [(event, count, rank)]; each happens once in the whole job, whoever has that rank then."""
+    import spark_elastic.torch as hvd
+
+    def kill(number, rank):
+        marker = Path(folder, f"killed-{number}")
+        if hvd.rank() == rank and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    callbacks = [
+        trainings.At(event, count, lambda number=number, rank=rank: kill(number, rank))
+        for number, (event, count, rank) in enumerate(kills)
+    ]
+    return trainings.outcome(trainings.make_training(data, folder, callbacks=callbacks))
+
+
+def sizes(job):
+    return [record.size for record in job.events() if isinstance(record, WorldStarted)]
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        [("on_batch_end", 5, 0), ("on_batch_end", trainings.STEPS, 1)],
+        [("on_validation_end", 1, 1), ("on_fit_end", 1, 0)],
+    ],
+    ids=["in the first epoch and after the last step", "after a validation and at the end"],
+)
+def test_workers_that_are_killed_and_replaced_change_nothing(start_job, data, tmp_path, undisturbed, kills):
+    job = start_job(train_with_kills, (data, str(tmp_path), kills), num_proc=3, min_num_proc=1, preimport=PREIMPORT)
+    results = job.result(120)
+    assert len(sizes(job)) > len(kills)
+    assert len(list(tmp_path.glob("killed-*"))) == len(kills)
+    for result in results:
+        assert_as_undisturbed(result, tmp_path, undisturbed)
+
+
+def test_an_error_in_the_training_ends_the_job_with_its_message(start_job, data, tmp_path):
+    def wrong(folder):
+        return trainings.outcome(trainings.make_training(data, folder, metrics={"wrong": 3}))
+
+    with pytest.raises(Exception, match="the metric wrong is neither a function of"):
+        start_job(wrong, (str(tmp_path),), num_proc=2, preimport=PREIMPORT).result(60)

@@ -1,0 +1,86 @@
+"""What is wanted from a source, waited for and released while an epoch is read in lanes."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spark_elastic.core.lanes import LaneOrder, LaneSettings
+from spark_elastic.core.orders import GlobalOrder
+from spark_elastic.data.ahead import Ahead
+
+
+class Recording:
+    """Rows that are wanted, there, or neither."""
+
+    def __init__(self, at_once=False):
+        self.at_once = at_once
+        self.open = {}
+        self.there = set()
+        self.most = 0
+        self.all = 0
+
+    def want(self, ranges):
+        token = object()
+        self.open[token] = {row for start, stop in ranges for row in range(start, stop)}
+        self.most = max(self.most, sum(map(len, self.open.values())))
+        return token
+
+    def wait(self, token):
+        self.there |= self.open[token]
+
+    def release(self, token):
+        self.there -= self.open.pop(token)
+
+    def want_all(self):
+        self.all += 1
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.integers(1, 600),
+    lanes=st.builds(
+        LaneSettings, lanes=st.integers(1, 9), chunk_rows=st.integers(1, 20), window_rows=st.integers(1, 60)
+    ),
+    turn=st.integers(1, 90),
+    size=st.integers(1, 4),
+    position=st.integers(0, 300),
+)
+def test_rows_are_there_when_they_are_gathered_and_gone_after_two_windows(rows, lanes, turn, size, position):
+    order, source = LaneOrder(rows, 1, 1, lanes), Recording()
+    ahead = Ahead(source)
+    for start in range(position, rows, turn):
+        stop = min(rows, start + turn)
+        ahead.prepare(order, start, stop, 0, size)
+        assert set(order.take([start, stop], 0, size)[0].tolist()) <= source.there
+    # of each lane what a turn covers, rounded up to windows, and a window more
+    window = 2 * lanes.window_rows
+    assert source.most <= lanes.lanes * (-(-turn // lanes.lanes) + 1 + 3 * window)
+    ahead.forget()
+    assert source.open == {}
+
+
+def test_a_new_epoch_or_world_lets_go_of_the_old_windows():
+    lanes = LaneSettings(4, 5, 20)
+    source = Recording()
+    ahead = Ahead(source)
+    for epoch, rank, size in ((0, 0, 1), (1, 0, 1), (1, 1, 2)):
+        order = LaneOrder(400, 0, epoch, lanes)
+        ahead.prepare(order, 40, 60, rank, size)
+        mine = set(order.take([0, 400], rank, size)[0].tolist())
+        assert source.open
+        assert all(wanted <= mine for wanted in source.open.values())
+
+
+def test_a_permutation_wants_everything_once():
+    source = Recording()
+    ahead, order = Ahead(source), GlobalOrder(100, 0, 0)
+    for start in (0, 10):
+        ahead.prepare(order, start, start + 10, 0, 1)
+    assert (source.all, source.open) == (1, {})
+
+
+def test_a_small_set_is_wanted_at_once_in_any_order():
+    source = Recording(at_once=True)
+    Ahead(source).prepare(LaneOrder(100, 0, 0, LaneSettings(4, 5, 20)), 0, 10, 0, 1)
+    assert (source.all, source.open) == (1, {})

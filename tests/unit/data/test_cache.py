@@ -1,0 +1,205 @@
+"""What clean-up takes and what it leaves: leases, ages, kept sets, and files that are not ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import numpy as np
+import pytest
+
+from spark_elastic.data.cache import (
+    LEASE_S,
+    SETS,
+    clear_cache,
+    collect_orphans,
+    delete_unkept,
+    folder_of,
+    is_leased,
+    leased,
+    mark_used,
+)
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.pack import pack
+from spark_elastic.data.store import Store
+
+HOUR, DAY = 3600.0, 86_400.0
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store.create(tmp_path)
+
+
+def make(store, name, *, keep, age_s=0.0, rows=10):
+    """A set that was last used `age_s` ago."""
+    folder = folder_of(store, name)
+    dataset = pack({"x": np.arange(rows)}, folder)
+    mark_used(folder, keep)
+    age(folder, age_s)
+    return dataset
+
+
+def age(folder, age_s):
+    then = time.time() - age_s
+    for path in folder.local_path().rglob("*"):
+        os.utime(path, (then, then))
+
+
+def names(store):
+    return [entry.path.rpartition("/")[2] for entry in store.list(SETS)]
+
+
+def test_what_nobody_kept_goes_when_it_is_old(store):
+    make(store, "old", keep=False, age_s=2 * DAY)
+    make(store, "young", keep=False, age_s=HOUR)
+    make(store, "kept", keep=True, age_s=90 * DAY)
+    assert collect_orphans(store, time.time()) == [f"{SETS}/old"]
+    assert names(store) == ["kept", "young"]
+
+
+def test_a_write_that_did_not_end_goes_when_it_is_old(store):
+    folder = folder_of(store, "unfinished")
+    folder.write_bytes("run/train-00000-abc-000.rows", b"\0" * 8)
+    folder.write_bytes("keep", b"")
+    assert collect_orphans(store, time.time()) == []
+    age(folder, 2 * DAY)
+    assert collect_orphans(store, time.time()) == [f"{SETS}/unfinished"]
+
+
+def test_files_of_repeated_tasks_go_and_the_set_stays(store):
+    dataset = make(store, "set", keep=True)
+    for number, days in enumerate((2, 0)):
+        dataset.store.write_bytes(f"run/orphan-{number}.rows", b"\0" * 8)
+        if days:
+            age(dataset.store, days * DAY)
+    assert collect_orphans(store, time.time()) == [f"{SETS}/set/run/orphan-0.rows"]
+    assert Dataset.open(dataset.store) == dataset
+    assert dataset.store.exists("run/orphan-1.rows")
+
+
+def test_files_that_are_not_ours_are_never_deleted(store):
+    for name, file in (("notes", "readme.txt"), ("pictures", "deep/er/cat.png")):
+        folder_of(store, name).write_bytes(file, b"mine")
+        age(folder_of(store, name), 90 * DAY)
+    assert collect_orphans(store, time.time()) == clear_cache(store) == []
+    assert folder_of(store, "notes").read_bytes("readme.txt") == b"mine"
+
+
+def test_what_is_leased_stays_whatever_its_age(store):
+    dataset = make(store, "set", keep=False, age_s=2 * DAY)
+    with dataset.lease():
+        age(dataset.store, 2 * DAY)
+        assert collect_orphans(store, time.time()) == clear_cache(store) == []
+        delete_unkept()
+        assert Dataset.open(dataset.store) == dataset
+    age(dataset.store, 2 * DAY)
+    assert collect_orphans(store, time.time()) == [f"{SETS}/set"]
+
+
+def test_a_lease_of_a_process_that_died_runs_out(store):
+    with leased(store):
+        assert is_leased(store, time.time())
+        assert not is_leased(store, time.time() + 1.1 * LEASE_S)
+    assert not is_leased(store, time.time())
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", json.dumps({"until": "soon"}).encode()])
+def test_a_lease_that_cannot_be_read_counts_by_its_age(store, text):
+    store.write_bytes("leases/x.json", text)
+    assert is_leased(store, time.time())
+    assert not is_leased(store, time.time() + 1.1 * LEASE_S)
+
+
+def test_clearing_takes_kept_sets_too(store):
+    make(store, "kept", keep=True)
+    make(store, "not", keep=False)
+    assert sorted(clear_cache(store)) == ["kept", "not"]
+    assert names(store) == []
+
+
+def test_clearing_can_spare_what_was_used_lately(store):
+    make(store, "old", keep=True, age_s=2 * HOUR)
+    make(store, "new", keep=True)
+    assert clear_cache(store, older_than_s=HOUR) == ["old"]
+
+
+def test_clearing_down_to_a_size_takes_the_least_recently_used_first(store):
+    for name, hours in (("b", 2), ("a", 1), ("c", 3)):
+        make(store, name, keep=True, age_s=hours * HOUR, rows=1000)
+    assert clear_cache(store, max_bytes=20_000) == ["c"]
+    assert clear_cache(store, max_bytes=20_000) == []
+    assert names(store) == ["a", "b"]
+
+
+def test_using_a_set_again_makes_it_young(store):
+    dataset = make(store, "set", keep=False, age_s=2 * DAY)
+    mark_used(dataset.store, keep=False)
+    assert collect_orphans(store, time.time()) == []
+
+
+def test_sets_of_this_process_go_with_it_unless_kept_since(store):
+    make(store, "passing", keep=False)
+    dataset = make(store, "kept later", keep=False)
+    mark_used(dataset.store, keep=True)
+    mark_used(dataset.store, keep=False)  # another fit, that does not care, changes nothing
+    delete_unkept()
+    assert names(store) == ["kept later"]
+
+
+def test_a_forked_child_deletes_nothing(store):
+    make(store, "set", keep=False)
+    child = os.fork()
+    if not child:
+        try:
+            delete_unkept()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert names(store) == ["set"]
+    delete_unkept()
+    assert names(store) == []
+
+
+def test_sets_in_remote_stores_are_cleaned_up_alike():
+    store = Store.create("memory://cache-test")
+    folders = [folder_of(store, name) for name in ("passing", "kept")]
+    for folder, keep in zip(folders, (False, True), strict=True):
+        pack({"x": np.arange(3)}, folder)
+        mark_used(folder, keep)
+    delete_unkept()
+    assert names(store) == ["kept"]
+    assert clear_cache(store) == ["kept"]
+    assert names(store) == []
+
+
+class Closed:
+    """A filesystem that is gone at exit."""
+
+    type_name = "closed"
+
+    def get_file_info(self, path):
+        raise RuntimeError("already finalised")
+
+    def open_output_stream(self, path, compression):
+        return open(os.devnull, "wb")
+
+    def create_dir(self, path, recursive):
+        pass
+
+    def move(self, source, target):
+        pass
+
+
+def test_a_set_that_cannot_be_deleted_does_not_keep_the_others(store, caplog):
+    gone = Store("closed://x", "x", Closed())
+    with pytest.raises(RuntimeError):  # it cannot be asked whether the set is kept
+        mark_used(gone, keep=False)
+    from spark_elastic.data import cache
+
+    cache._unkept[gone.url] = (gone, os.getpid())
+    make(store, "set", keep=False)
+    delete_unkept()
+    assert names(store) == []
+    assert "closed://x could not be deleted: already finalised" in caplog.text

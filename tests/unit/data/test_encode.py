@@ -1,0 +1,110 @@
+"""Arrow batches to records, without Spark: whatever the batches' cuts, rows are what they were."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spark_elastic.data.columns import Column, Tensor
+from spark_elastic.data.encode import Encoder
+from spark_elastic.data.faults import RowsRefused
+from spark_elastic.data.layout import Kind
+from spark_elastic.data.splits import set_aside
+from spark_elastic.data.write_task import Receipt, WriteTask
+
+NUMBER = Tensor("n", (Column("n", "scalar", "<i8"),), "<i4", Kind.DENSE, False, None, None, False)
+MATRIX = Tensor("m", (Column("m", "list", "<f4", 2),), "<f4", Kind.DENSE, True, None, None, False)
+RAGGED = Tensor("r", (Column("r", "list", "<i4", 1),), "<i8", Kind.ARRAY, False, None, None, False)
+PADDED = Tensor("p", (Column("r", "list", "<i4", 1),), "<f8", Kind.DENSE, False, None, 6, False)
+TEXT = Tensor("t", (Column("t", "string", "|u1"),), "|u1", Kind.STRING, False, None, None, False)
+TENSORS = (NUMBER, MATRIX, RAGGED, PADDED, TEXT)
+
+row = st.fixed_dictionaries(
+    {
+        "n": st.integers(-(2**31), 2**31 - 1),
+        "m": st.lists(
+            st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=2, max_size=2),
+            min_size=3,
+            max_size=3,
+        ),
+        "r": st.lists(st.integers(-(2**31), 2**31 - 1), max_size=6),
+        "t": st.text(max_size=5),
+    }
+)
+
+
+def table(rows, large):
+    text = pa.large_string() if large else pa.string()
+    schema = {"n": pa.int64(), "m": pa.list_(pa.list_(pa.float32())), "r": pa.list_(pa.int32()), "t": text}
+    return pa.Table.from_pylist(rows, pa.schema(list(schema.items())))
+
+
+def cut(blob):
+    ends = np.cumsum(blob.lengths)
+    return [blob.data[end - length : end].tobytes() for end, length in zip(ends, blob.lengths, strict=True)]
+
+
+@given(rows=st.lists(row, min_size=1, max_size=20), size=st.integers(1, 20), large=st.booleans())
+def test_rows_are_the_same_however_the_batches_are_cut(rows, size, large):
+    encoder, blocks, blobs = Encoder(TENSORS), [], {"r": [], "t": []}
+    for batch in table(rows, large).to_batches(max_chunksize=size):  # slices: their offsets do not start at 0
+        block = encoder.encode(batch)
+        blocks.append(block.records.copy())
+        for name, found in blobs.items():
+            found += cut(block.blobs[name])
+    records = np.concatenate(blocks)
+    assert encoder.rows == len(rows)
+    assert records["n"].tolist() == [r["n"] for r in rows]
+    np.testing.assert_array_equal(records["m"], np.array([r["m"] for r in rows], np.float32))
+    assert [np.frombuffer(value, np.int64).tolist() for value in blobs["r"]] == [r["r"] for r in rows]
+    assert records["p"].tolist() == [r["r"] + [0] * (6 - len(r["r"])) for r in rows]
+    assert [value.decode() for value in blobs["t"]] == [r["t"] for r in rows]
+
+
+@given(rows=st.lists(row, min_size=1, max_size=20), data=st.data())
+def test_a_choice_of_rows_takes_their_values_of_variable_length_along(rows, data):
+    block = Encoder(TENSORS).encode(table(rows, False).combine_chunks().to_batches()[0])
+    chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=10))
+    taken = block.take(np.array(chosen, np.int64))
+    assert taken.records["n"].tolist() == [rows[index]["n"] for index in chosen]
+    assert [value.decode() for value in cut(taken.blobs["t"])] == [rows[index]["t"] for index in chosen]
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(rows))] * 2)))
+    assert [value.decode() for value in cut(block[start:stop].blobs["t"])] == [r["t"] for r in rows[start:stop]]
+
+
+def test_rows_are_counted_over_the_batches_of_a_partition():
+    encoder = Encoder((replace(NUMBER, dtype="|i1"),))
+    encoder.encode(pa.RecordBatch.from_pydict({"n": [1, 2, 3]}))
+    with pytest.raises(RowsRefused) as caught:
+        encoder.encode(pa.RecordBatch.from_pydict({"n": [4, 500, 600]}))
+    (fault,) = caught.value.faults
+    assert (fault.column, fault.rows, fault.row) == ("n", 2, 4)
+
+
+def test_a_partition_that_is_refused_leaves_no_file(tmp_path):
+    from spark_elastic.data.store import Store
+
+    task = WriteTask(Store.create(tmp_path), "run", ("n",), (NUMBER,), 1 << 20, 0.5, 0)
+    batches = [pa.RecordBatch.from_pydict({"n": values}) for values in ([1, 2, 3], [4, None])]
+    receipt = task.write(iter(batches), 7)
+    assert (receipt.partition, receipt.rows, receipt.splits) == (7, 5, {})
+    assert [(fault.partition, fault.row) for fault in receipt.faults] == [(7, 4)]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert Receipt.loads(receipt.dumps()) == receipt
+
+
+@given(
+    fraction=st.floats(0.01, 0.99), seed=st.integers(-(2**63), 2**64), cuts=st.lists(st.integers(0, 300), max_size=5)
+)
+def test_which_rows_are_set_aside_does_not_depend_on_the_batches(fraction, seed, cuts):
+    whole = set_aside(fraction, seed, 3, 0, 300)
+    edges = [0, *sorted(cuts), 300]
+    parts = [set_aside(fraction, seed, 3, lo, hi - lo) for lo, hi in pairwise(edges)]
+    assert np.concatenate(parts).tolist() == whole.tolist()
+    assert abs(set_aside(fraction, seed, 3, 0, 20_000).mean() - fraction) < 0.02

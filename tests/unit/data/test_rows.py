@@ -1,0 +1,95 @@
+"""Rows by number: each shard's rows once, mapped side by side or gathered shard by shard."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spark_elastic.data import mapping
+from spark_elastic.data.mapping import FileRange, Piece
+from spark_elastic.data.rows import GatheredRows, MappedRows, Numbering
+from spark_elastic.errors import DatasetError
+from tests.unit.data.sets import LAYOUT, numbered
+
+RUN = LAYOUT.rows_per_page_run
+SHARD_ROWS = st.lists(st.sampled_from([0, 1, 5, RUN - 1, RUN, RUN + 1, 3 * RUN]), max_size=5)
+mapped_here = pytest.mark.skipif(not mapping.possible(), reason="files are gathered one by one on this system")
+
+
+@given(shard_rows=SHARD_ROWS)
+def test_numbers_are_places_but_for_the_rows_that_fill_no_page(shard_rows):
+    numbering = Numbering(shard_rows, RUN)
+    numbers = np.arange(sum(shard_rows))
+    assert numbering.rows == len(numbers)
+    shards, rows = numbering.places(numbers)
+    assert sorted(zip(shards.tolist(), rows.tolist(), strict=True)) == [
+        (shard, row) for shard, count in enumerate(shard_rows) for row in range(count)
+    ]
+    slots = numbering.slots(numbers)
+    assert len(set(slots.tolist())) == len(numbers)
+    assert (slots[: numbering.joined] == numbers[: numbering.joined]).all()
+    assert numbering.rows - numbering.joined < RUN * max(1, len(shard_rows))
+
+
+@given(shard_rows=SHARD_ROWS)
+def test_positions_of_the_files_and_numbers_are_each_others_inverse(shard_rows):
+    numbering = Numbering(shard_rows, RUN)
+    shards, rows = numbering.places(numbering.in_file_order(np.arange(numbering.rows)))
+    starts = np.cumsum([0, *shard_rows])
+    assert (starts[shards] + rows == np.arange(numbering.rows)).all()
+
+
+@given(shard_rows=SHARD_ROWS, data=st.data())
+def test_a_range_of_numbers_is_a_few_ranges_of_shards(shard_rows, data):
+    numbering = Numbering(shard_rows, RUN)
+    start = data.draw(st.integers(0, numbering.rows))
+    stop = data.draw(st.integers(start, numbering.rows))
+    found = [(shard, row) for shard, first, last in numbering.ranges(start, stop) for row in range(first, last)]
+    shards, rows = numbering.places(np.arange(start, stop))
+    assert found == list(zip(shards.tolist(), rows.tolist(), strict=True))
+
+
+@mapped_here
+@settings(max_examples=20, deadline=None)
+@given(shard_rows=SHARD_ROWS, seed=st.integers(0, 9))
+def test_both_ways_of_reading_deliver_the_same_records(tmp_path_factory, shard_rows, seed):
+    folder = tmp_path_factory.mktemp("set")
+    shards = numbered(folder, shard_rows).manifest.splits["train"]
+    numbering = Numbering(shard_rows, RUN)
+    numbers = np.random.default_rng(seed).permutation(numbering.rows)
+    found = []
+    for kind in (MappedRows, GatheredRows):
+        files = [folder / shard.file for shard in shards]
+        rows = kind(files, numbering, LAYOUT.stride, [shard.nbytes for shard in shards])
+        out = np.empty(len(numbers), np.dtype((np.void, LAYOUT.stride)))
+        rows.take(numbers, out)
+        rows.forget(0, numbering.rows)
+        rows.close()
+        found.append(out.view(LAYOUT.dtype)["label"].tolist())
+    assert found[0] == found[1]
+    assert sorted(found[0]) == list(range(numbering.rows))
+
+
+def test_gathering_also_refuses_a_truncated_shard(tmp_path):
+    (shard,) = numbered(tmp_path, [100]).manifest.splits["train"]
+    os.truncate(tmp_path / shard.file, 99 * 24)
+    with pytest.raises(DatasetError, match="2376 bytes, the manifest says 2400"):
+        GatheredRows([tmp_path / shard.file], Numbering([100], RUN), 24, [2400])
+
+
+@mapped_here
+def test_a_range_that_cannot_be_mapped_whole_leaves_nothing_mapped(tmp_path):
+    (tmp_path / "a").write_bytes(bytes(8192))
+    good, missing = (Piece(tmp_path / name, 0, 8192, at, 8192) for name, at in (("a", 0), ("b", 8192)))
+    with pytest.raises(DatasetError, match="b cannot be read"):
+        FileRange([good, missing])
+    with pytest.raises(OSError, match="cannot map") as failed:
+        FileRange([Piece(tmp_path / "a", 1, 8192, 0, 8192)])  # not the beginning of a page
+    assert failed.value.errno == errno.EINVAL
+    with open("/proc/self/maps") as maps:
+        assert not [line for line in maps if str(tmp_path) in line]

@@ -1,0 +1,60 @@
+"""The cause at the bottom of what Spark says about a failed job."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.data.spark_failure import reason_of
+from spark_elastic.errors import DataError, StoreError
+
+STAGE = """Job aborted due to stage failure: Task 0 in stage 1.0 failed 4 times, most recent failure: Lost task 0.3:
+org.apache.spark.api.python.PythonException: Traceback (most recent call last):
+  File "/opt/spark/python/pyspark/worker.py", line 1247, in main
+    process()
+{frames}
+{error}
+
+\tat org.apache.spark.api.python.BasePythonRunner$ReaderIterator.handlePythonException(PythonRunner.scala:572)
+\tat java.base/java.lang.Thread.run(Thread.java:840)
+
+Driver stacktrace:"""
+OURS = '  File "/site-packages/spark_elastic/data/shards.py", line 3, in write\n    x()'
+THEIRS = '  File "/home/me/job.py", line 3, in f\n    x()'
+
+
+@pytest.mark.parametrize(
+    ("frames", "error", "kind", "words"),
+    [
+        (THEIRS, "ValueError: no such colour: 'blurple'", DataError, "ValueError: no such colour: 'blurple'"),
+        (THEIRS, "my.package.Odd: two\nlines", DataError, "Odd: two\nlines"),
+        (THEIRS, "OSError: the user's own file", DataError, "OSError: the user's own file"),
+        (OURS, "OSError: [Errno 28] No space left", StoreError, "OSError: [Errno 28] No space left"),
+        (OURS, "spark_elastic.errors.StoreError: not shared", StoreError, "not shared"),
+    ],
+)
+def test_an_error_in_a_task_is_named_without_what_is_around_it(frames, error, kind, words):
+    assert reason_of(RuntimeError(STAGE.format(frames=frames, error=error))) == (kind, words)
+
+
+def test_what_is_no_error_of_python_is_told_by_its_first_line():
+    assert reason_of(RuntimeError("ExecutorLostFailure (executor 1 exited)\n\tat x")) == (
+        DataError,
+        "ExecutorLostFailure (executor 1 exited)",
+    )
+
+
+class Java:
+    def __init__(self, text, cause=None):
+        self._text, self._cause = text, cause
+
+    def toString(self):
+        return self._text
+
+    def getCause(self):
+        return self._cause
+
+
+def test_of_nested_errors_of_the_jvm_the_innermost_counts():
+    error = RuntimeError("An error occurred while calling o1.collect")
+    error.java_exception = Java("SparkException: Job aborted", Java("IOException: disk is gone\n\tat x"))
+    assert reason_of(error) == (DataError, "IOException: disk is gone")

@@ -1,0 +1,223 @@
+"""What each setting of a training does, in a world of one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from spark_elastic.data.batch import Batch
+from spark_elastic.data.pack import pack
+from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.ml.callbacks import LambdaCallback
+from spark_elastic.ml.torch.batches import BatchMaker
+from spark_elastic.ml.torch.cores import host_cores, threads_for
+from spark_elastic.ml.torch.spec import CheckpointPlan
+from tests.unit.ml.torch import trainings
+from tests.unit.ml.torch.trainings import STEPS, alone, make_net, make_training
+
+CPU = torch.device("cpu")
+
+
+def one_batch(rows=5):
+    features = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4)
+    tensors = {"features_0": features, "features_1": features[:, :1], "label_0": np.arange(rows), "text": ["x"] * rows}
+    return Batch(tensors, rows, rows, 0, rows)
+
+
+def maker(data, tmp_path, **changes):
+    return BatchMaker(make_training(data, tmp_path, **changes), CPU)
+
+
+def test_inputs_and_labels_are_told_by_their_names_and_the_rest_stays_within_reach(data, tmp_path):
+    (batch,) = maker(data, tmp_path).parts(one_batch())
+    assert [tuple(one.shape) for one in batch.inputs] == [(5, 4), (5, 1)]
+    assert [one.tolist() for one in batch.labels] == [[0, 1, 2, 3, 4]]
+    assert batch["text"] == ["x"] * 5
+    assert batch.weights is None
+
+
+def test_tensors_are_those_of_the_reader_without_a_copy(data, tmp_path):
+    batch = one_batch()
+    (made,) = maker(data, tmp_path).parts(batch)
+    batch.tensors["features_0"][0, 0] = 77
+    assert made.inputs[0][0, 0] == 77
+
+
+def test_shapes_of_one_row_can_be_set(data, tmp_path):
+    (batch,) = maker(data, tmp_path, input_shapes=[(1, 2, 2), None], label_shapes=[(1,)]).parts(one_batch())
+    assert [tuple(one.shape) for one in batch.inputs] == [(5, 1, 2, 2), (5, 1)]
+    assert tuple(batch.labels[0].shape) == (5, 1)
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(5, [1, 2, 2]), (2, [1, 1]), (6, [2, 2, 2]), (0, [])])
+def test_accumulation_cuts_a_share_into_parts_of_about_equal_size(rows, parts, data, tmp_path):
+    made = maker(data, tmp_path, accumulation=3).parts(one_batch(rows))
+    assert [len(part.labels[0]) for part in made] == [part.rows for part in made] == parts
+    assert [row for part in made for row in part.labels[0].tolist()] == list(range(rows))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda columns: None, "must return columns by name, not NoneType"),
+        (
+            lambda columns: {"features_0": columns["features_0"][:2]},
+            "was given 5 rows and returned 2 rows for features_0",
+        ),
+        (lambda columns: {"features_0": 1.0}, "returned no rows for features_0"),
+        (lambda columns: {"features_0": columns["text"]}, "features_0 holds list values of variable length"),
+    ],
+)
+def test_a_transformation_has_to_return_what_can_be_trained_on(function, message, data, tmp_path):
+    with pytest.raises(DataError, match=message):
+        maker(data, tmp_path, transformation_fn=function).parts(one_batch())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": None}, "either batch_size or per_worker_batch_size"),
+        ({"per_worker_batch_size": 4}, "either batch_size or per_worker_batch_size"),
+        ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
+        ({"epochs": 0}, "epochs must be at least 1"),
+        ({"accumulation": 0}, "accumulation must be at least 1"),
+        ({"clip_norm": 0.0}, "clip_norm must be positive"),
+        ({"loss": None}, "either loss or train_fn"),
+        ({"loss": None, "train_fn": trainings.squared, "loss_weights": [1]}, "loss_weights need losses"),
+        ({"scheduler_interval": "batch"}, 'must be "epoch" or "step"'),
+        ({"compression": "zip"}, 'must be "none", "fp16" or "bf16"'),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_anything_runs(changes, message, data, tmp_path):
+    with pytest.raises(InvalidSettingsError, match=message):
+        make_training(data, tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    "plan", [{"every_epochs": 0}, {"every_steps": 0}, {"every_seconds": -1.0}, {"keep": 0}, {"mode": "most"}]
+)
+def test_a_plan_for_checkpoints_that_cannot_be_is_refused(plan):
+    with pytest.raises(InvalidSettingsError, match=next(iter(plan))):
+        CheckpointPlan(**plan)
+
+
+def foreign():
+    return torch.optim.SGD(make_net().parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": foreign()}, "4 of the optimizer's parameters are not the model's"),
+        ({"optimizer": lambda params: None}, "it gave NoneType"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS evaluates the loss several times"),
+        ({"lr_scheduler": torch.optim.lr_scheduler.StepLR(foreign(), 1)}, "belongs to another optimizer"),
+        ({"lr_scheduler": lambda optimizer: 3}, "is no scheduler"),
+        ({"lr_scheduler": trainings.plateau, "scheduler_monitor": "f1"}, "scheduler_monitor='f1' is not one of"),
+        ({"device": "cuda:7"}, "sees no GPU"),
+        ({"device": "abacus"}, "device='abacus'"),
+    ],
+)
+def test_what_does_not_fit_the_model_or_the_machine_is_refused(changes, message, data, tmp_path):
+    if "cuda" in str(changes.get("device")) and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(InvalidSettingsError, match=message):
+        alone(make_training(data, tmp_path, **changes))
+
+
+def test_a_scheduler_that_was_made_for_the_optimizer_is_the_same_as_a_function_that_makes_it(data, tmp_path):
+    alone(make_training(data, tmp_path / "function", lr_scheduler=trainings.halved_every_epoch))
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scheduler = trainings.halved_every_epoch(optimizer)
+    result = alone(make_training(data, tmp_path / "instance", model=net, optimizer=optimizer, lr_scheduler=scheduler))
+    assert [row["lr"] for row in result["history"]] == [0.1, 0.05, 0.025]
+    assert trainings.weights(tmp_path / "instance") == trainings.weights(tmp_path / "function")
+
+
+def test_a_model_can_be_trained_again_in_the_same_process(data, tmp_path):
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    first = alone(make_training(data, tmp_path / "first", model=net, optimizer=optimizer))
+    second = alone(make_training(data, tmp_path / "second", model=net, optimizer=optimizer))
+    assert second["history"][0]["loss"] < first["history"][-1]["loss"]
+
+
+def test_the_events_come_in_their_order_and_each_as_often_as_it_happens(data, tmp_path):
+    events = []
+    names = ["fit_begin", "epoch_begin", "batch_end", "validation_end", "epoch_end", "fit_end"]
+    callback = LambdaCallback(**{f"on_{name}": lambda *_, name=name: events.append(name) for name in names})
+    alone(make_training(data, tmp_path, callbacks=[callback]))
+    an_epoch = ["epoch_begin", *["batch_end"] * 13, "validation_end", "epoch_end"]
+    assert events == ["fit_begin", *an_epoch * 3, "fit_end"]
+
+
+def test_callbacks_see_how_far_it_is(data, tmp_path):
+    seen = []
+
+    def look(run, logs):
+        seen.append((run.epoch, run.epochs, run.step, len(run.history), run.rank, run.size, logs["steps"]))
+
+    alone(make_training(data, tmp_path, callbacks=[LambdaCallback(on_epoch_end=look)]))
+    assert seen == [(epoch, 3, 13 * (epoch + 1), epoch, 0, 1, 13 * (epoch + 1)) for epoch in range(3)]
+
+
+@pytest.mark.parametrize(("verbose", "lines"), [(0, 0), (1, 3), (2, 6)])
+def test_rank_0_says_as_much_as_it_was_asked_to(verbose, lines, data, tmp_path, capsys):
+    alone(make_training(data, tmp_path, verbose=verbose))
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == lines
+    assert Counter("val_accuracy" in line for line in printed)[True] == min(lines, 3)
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["no split", "a split without rows"])
+def test_a_set_without_validation_is_trained_without_it(empty, tmp_path):
+    rows = {"features_0": np.random.default_rng(0).normal(size=(50, 6)), "label_0": np.arange(50) % 3}
+    made = pack(rows, tmp_path / "set")
+    training = make_training(tmp_path / "set", tmp_path / "run")
+    if empty:
+        manifest = replace(made.manifest, splits={**made.manifest.splits, "validation": ()})
+        training = replace(training, dataset=replace(made, manifest=manifest))
+    result = alone(training)
+    assert all(not name.startswith("val_") for name in result["history"][0])
+
+
+def test_frozen_parameters_and_those_that_no_loss_reaches_stay_as_they_are(data, tmp_path):
+    net = make_net()
+    net[0].requires_grad_(False)
+    net.register_parameter("unused", torch.nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    before = net[0].weight.clone()
+    result = alone(make_training(data, tmp_path, model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1)))
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert torch.equal(state["0.weight"], before)
+    assert state["unused"].tolist() == [1, 1, 1]
+    assert result["steps"] == STEPS
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_number_of_threads_can_be_set(threads, data, tmp_path):
+    seen = set()
+    look = LambdaCallback(on_batch_end=lambda run: seen.add(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    alone(make_training(data, tmp_path, callbacks=[look], num_threads=threads, epochs=1))
+    torch.set_num_threads(before)
+    assert seen == {threads}
+
+
+def test_workers_of_a_host_share_its_cores():
+    assert [threads_for(None, 8, workers) for workers in (1, 2, 3, 8, 20)] == [8, 4, 2, 1, 1]
+    assert threads_for(3, 8, 8) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "most"), [("150000 100000", 2), ("10000 100000", 1), ("max 100000", None), ("", None)]
+)
+def test_a_container_may_have_fewer_cores_than_the_host(text, most, tmp_path):
+    quota = tmp_path / "cpu.max"
+    quota.write_text(text)
+    without = host_cores(tmp_path / "no such file")
+    assert host_cores(quota) == (without if most is None else min(without, most))
