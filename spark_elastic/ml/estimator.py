@@ -448,7 +448,7 @@ class ElasticEstimator(
 def _is_found_again(dataset: Any, written: Dataset) -> bool:
     """Whether a later fit can find the rows of this DataFrame where they were written: not if the query is random, or
     passes for it, as everything behind a VectorAssembler does, unless it is cached."""
-    names = {f"`{name}`" for each in written.layout.fields for name in each.columns}
+    names = {"`" + name.replace("`", "``") + "`" for each in written.layout.fields for name in each.columns}
     return bool(dataset.select(*names)._jdf.queryExecution().withCachedData().deterministic())
 
 
