@@ -37,6 +37,7 @@ from spark_elastic.ml.model import ElasticModel, Fitted, event_rows
 from spark_elastic.ml.outputs import OutputShape
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.preparation import WEIGHT, Tensors, numbered
+from spark_elastic.ml.runs import leased_if_possible, passing_run
 from spark_elastic.ml.shared_params import (
     READ_OPTIONS,
     WRITE_OPTIONS,
@@ -145,7 +146,7 @@ class ElasticEstimator(
         session = None if estimator._launcher() is not None else preflight.check_spark(None)
         if session is not None:
             estimator._check_shared(session)
-        with estimator._run_folder(dataset) as (run, resume_from):
+        with leased_if_possible(dataset.store), estimator._run_folder(dataset) as (run, resume_from):
             return estimator._train(dataset, run, resume_from, session, Parts())
 
     def fitMultiple(self, dataset: Any, paramMaps: Sequence[Any]) -> Iterator[tuple[int, Any]]:
@@ -179,7 +180,7 @@ class ElasticEstimator(
         with parts.part("write"):
             written = self._written(dataset, tensors)
         try:
-            with written.lease(), self._run_folder(written) as (run, resume_from):
+            with leased_if_possible(written.store), self._run_folder(written) as (run, resume_from):
                 return self._train(written, run, resume_from, context, parts)
         finally:
             # What a later fit finds again stays for it until the process ends.
@@ -322,17 +323,13 @@ class ElasticEstimator(
         """The folder of this run, and the checkpoint to go on from. It is removed in the end if it is not to last."""
         runs = self._runs()
         if self.getOrDefault("checkpoint_dir") is None:
-            run = runs.sub(uuid.uuid4().hex)
-            try:
+            with passing_run(runs) as run:
                 yield run, None
-            finally:
-                with contextlib.suppress(OSError):  # a store that is gone is not what the caller has to hear of
-                    run.delete()
             return
         identity = self._identity(dataset)
         run_id = self.getOrDefault("run_id") or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
         if self._sets is not None:  # one of several trainings, each of which goes on where it was
-            run_id += f"-{digest(identity)}"
+            run_id += f"-{digest([identity, self._described_settings()])}"
         run = runs.sub(run_id)
         try:
             if not self.getOrDefault("resume") and run.exists(_IDENTITY):
@@ -360,6 +357,11 @@ class ElasticEstimator(
             ),
             **{name: described(self.getOrDefault(name)) for name in self.DECIDING if self.isSet(name)},
         }
+
+    def _described_settings(self) -> dict[str, str]:
+        """All that param maps may differ in, epochs for one; not where the cluster is."""
+        made = {param.name: value for param, value in self._paramMap.items()}
+        return {name: described(made[name]) for name in sorted(made) if name not in ("storage_options", "run_options")}
 
     def _check_identity(self, run: Store, identity: Mapping[str, Any]) -> None:
         found = json.loads(run.read_bytes(_IDENTITY)) if run.exists(_IDENTITY) else {}

@@ -1,0 +1,65 @@
+"""Each training has a folder of its own, which others leave alone while it runs and remove when its driver is dead."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spark_elastic.data.cache import is_leased
+from spark_elastic.data.store import Store
+from spark_elastic.ml.runs import collect_runs, passing_run
+from tests.unit.ml.torch.estimators import estimator, make_set, weights_of
+
+DAY = 86_400.0
+
+
+def by_lr(lr: float) -> Any:
+    return lambda params: torch.optim.SGD(params, lr=lr)
+
+
+def test_each_of_several_param_maps_is_a_training_of_its_own(tmp_path: Path) -> None:
+    dataset = make_set(tmp_path / "set")
+    made = estimator(optimizer=by_lr(0.1), epochs=2, checkpoint_dir=tmp_path / "runs", run_id="a")
+    made._sets = object()  # as within fitMultiple
+    maps = ({made.epochs: 2}, {made.epochs: 1}, {made.optimizer: by_lr(0.5)})
+    models = [made.from_dataset_path(dataset, params) for params in maps]
+    assert [len(model.history) for model in models] == [2, 1, 2]
+    assert weights_of(models[0]) != weights_of(models[2])
+    assert len(list((tmp_path / "runs").iterdir())) == 3
+
+
+def test_runs_of_processes_that_died_are_removed_once_they_are_old(tmp_path: Path) -> None:
+    runs = Store.create(tmp_path)
+    old, young, strange = (uuid.uuid4().hex for _ in range(3))
+    for name in (f"{old}/checkpoints/1/state.pt", f"{young}/model.pt", f"{strange}/thesis.tex", "named/model.pt"):
+        runs.write_bytes(name, b"x")
+    with passing_run(runs) as running:
+        for path in tmp_path.rglob("*"):
+            if young not in str(path):
+                os.utime(path, (time.time() - 2 * DAY,) * 2)
+        assert collect_runs(runs, time.time()) == [old]
+        assert running.exists()
+    assert not running.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([young, strange, "named"])
+
+
+def test_a_set_that_is_there_is_leased_while_a_fit_trains_on_it(tmp_path: Path) -> None:
+    dataset = make_set(tmp_path)
+
+    def leased_now(optimizer: Any) -> Any:
+        assert is_leased(Store.create(tmp_path), time.time())
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    estimator(lr_scheduler=leased_now, epochs=1).from_dataset_path(dataset)
+    assert not is_leased(Store.create(tmp_path), time.time())
+
+
+def test_a_set_that_lies_where_nothing_can_be_written_is_read_all_the_same(tmp_path: Path) -> None:
+    dataset = make_set(tmp_path)
+    (tmp_path / "leases").write_text("a file where the folder of the leases would be")
+    assert len(estimator(epochs=1).from_dataset_path(dataset).history) == 1
