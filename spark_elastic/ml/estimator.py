@@ -6,11 +6,12 @@ validate -> write the rows -> try the model on the first of them -> train elasti
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from pyspark.ml import Estimator
 from spark_elastic import clock
 from spark_elastic.data.cache import is_leased
 from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.layout import TensorField
 from spark_elastic.data.store import Store
 from spark_elastic.driver import preflight
 from spark_elastic.errors import (
@@ -382,7 +384,7 @@ class ElasticEstimator(
             results, records = self._run_to_the_end(training, dataset, run, resume_from, context)
         with parts.part("load"):
             history: History = next(result.history for result in results if result is not None)
-            inputs = tuple(numbered("features_", {each.name: each for each in dataset.layout.fields}))
+            inputs = model_inputs(dataset, self.getOrDefault("input_shapes"))
             events = event_rows(records)
             fitted = Fitted(inputs, trial.outputs, trial.rule, history, events, trial.why_not, _padding(dataset))
             model = self._fitted_model(run, fitted)
@@ -458,6 +460,18 @@ def _remove(dataset: Dataset) -> None:
     """Unless somebody uses the set, or has asked to keep it."""
     if not dataset.store.exists("keep") and not is_leased(dataset.store, clock.wall()):
         dataset.delete()
+
+
+def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None) -> tuple[TensorField, ...]:
+    """features_0, features_1, ... in the order in which the model takes them, however the set has them.
+
+    shapes: of one row, where they differ from those that are stored; as `input_shapes`.
+    """
+    stored = numbered("features_", {each.name: each for each in dataset.layout.fields})
+    given = itertools.chain(shapes or (), itertools.repeat(None))
+    return tuple(
+        each if shape is None else replace(each, shape=tuple(shape)) for each, shape in zip(stored, given, strict=False)
+    )
 
 
 def _flat(names: Sequence[Any]) -> list[str]:

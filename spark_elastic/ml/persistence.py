@@ -19,6 +19,7 @@ import contextlib
 import contextvars
 import inspect
 import json
+import os
 import posixpath
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -28,12 +29,15 @@ from typing import Any, Generic, Protocol, TypeVar
 from py4j.protocol import Py4JJavaError
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable, MLReader, MLWritable, MLWriter
 
+from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 
 FORMAT = 1
 _DATA = "data"
 _SECRETS = ("storage_options",)
 """Settings that may hold credentials, which do not belong into files."""
+_PLACES = ("store",)
+"""Settings that name a place, and are found again by what it is called."""
 _trusted: contextvars.ContextVar[bool] = contextvars.ContextVar("spark_elastic_trusted", default=False)
 
 T = TypeVar("T", bound="Savable")
@@ -183,6 +187,8 @@ def plain_and_objects(instance: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     for param, value in instance._paramMap.items():
         if param.name in _SECRETS:
             continue
+        if param.name in _PLACES and isinstance(value, (os.PathLike, Store)):
+            value = value.url if isinstance(value, Store) else os.fspath(value)
         (plain if _survives_json(value) else objects)[param.name] = value
     return plain, objects
 
@@ -275,10 +281,12 @@ class _Folder:
         contents: dict[str, bytes] = {}
         with tempfile.TemporaryDirectory(prefix="spark_elastic-load-") as here:
             for name in names:
-                at = self._at(posixpath.join(folder, posixpath.basename(name)))
+                if name != posixpath.basename(name) or name in ("", ".", ".."):
+                    raise CheckpointError(f"{self._path} names a file {name!r}, which is not one of its own")
+                at = self._at(posixpath.join(folder, name))
                 if not self._filesystem.exists(at):
                     raise CheckpointError(f"{self._path} is incomplete: {folder}/{name} is missing")
-                target = Path(here) / posixpath.basename(name)
+                target = Path(here) / name
                 try:
                     self._filesystem.copyToLocalFile(at, self._hadoop.Path(f"file:{target}"))
                 except Py4JJavaError as error:  # its checksum, for one

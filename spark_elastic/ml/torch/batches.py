@@ -52,11 +52,13 @@ class BatchMaker:
         rows = batch.rows
         if not rows:
             return []
-        columns: Mapping[str, Any] = batch.tensors
+        columns: Mapping[str, Any] = {
+            name: shaped(value, self._shapes.get(name), rows) for name, value in batch.tensors.items()
+        }
         if self._transformation is not None:
             columns = self._transformation(dict(columns))
             _check(columns, rows)
-        tensors = {name: self._tensor(name, value, rows) for name, value in columns.items()}
+        tensors = {name: self._tensor(name, value) for name, value in columns.items()}
         count = min(most or self._parts, rows)
         if count == 1:
             return [_batch(tensors, rows)]
@@ -66,7 +68,7 @@ class BatchMaker:
             for start, stop in itertools.pairwise(cuts)
         ]
 
-    def _tensor(self, name: str, value: Any, rows: int) -> Any:
+    def _tensor(self, name: str, value: Any) -> Any:
         if isinstance(value, np.ndarray) and value.dtype != object:
             value = torch.from_numpy(value)
         if not isinstance(value, torch.Tensor):
@@ -76,10 +78,12 @@ class BatchMaker:
                     "arrays of them in transformation_fn"
                 )
             return value
-        shape = self._shapes.get(name)
-        if shape is not None:
-            value = value.reshape(rows, *shape)
         return value.to(self._device, non_blocking=True)
+
+
+def shaped(value: Any, shape: Sequence[int] | None, rows: int) -> Any:
+    """An array with rows of this shape; None: as it is. Lists are of variable length, and have none."""
+    return value.reshape(rows, *shape) if shape is not None and isinstance(value, np.ndarray) else value
 
 
 def _by_name(prefix: str, shapes: Sequence[Sequence[int] | None] | None) -> dict[str, tuple[int, ...]]:

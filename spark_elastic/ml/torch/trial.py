@@ -11,11 +11,10 @@ import torch
 
 from spark_elastic.data.batch import Batch
 from spark_elastic.errors import DataError, InvalidSettingsError, SparkElasticError
-from spark_elastic.ml.estimator import TrialRun
+from spark_elastic.ml.estimator import TrialRun, model_inputs
 from spark_elastic.ml.outputs import OutputShape, suits
-from spark_elastic.ml.preparation import numbered
 from spark_elastic.ml.torch import losses
-from spark_elastic.ml.torch.batches import INPUT, BatchMaker, TorchBatch
+from spark_elastic.ml.torch.batches import BatchMaker, TorchBatch, shaped
 from spark_elastic.ml.torch.metrics import Tally
 from spark_elastic.ml.torch.model import TorchPredictor
 from spark_elastic.ml.torch.objective import Measured
@@ -85,7 +84,8 @@ def _step(training: TorchTraining, batch: Batch) -> None:
 def _outputs(training: TorchTraining, batch: Batch, inference_fn: Any) -> TrialRun:
     """The model in eval mode, called as `transform` calls it."""
     features: dict[str, Any] = {
-        f"{INPUT}{number}": value for number, value in enumerate(numbered(INPUT, batch.tensors))
+        field.name: shaped(batch.tensors[field.name], field.shape, batch.rows)
+        for field in model_inputs(training.dataset, training.input_shapes)
     }
     try:
         if inference_fn is not None:

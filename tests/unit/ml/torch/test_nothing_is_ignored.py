@@ -12,6 +12,7 @@ import torch
 
 from spark_elastic import ElasticTorchEstimator
 from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError, InvalidSettingsError
 from spark_elastic.ml.persistence import plain_and_objects
 from tests.unit.ml.torch.estimators import estimator, make_set
@@ -96,3 +97,9 @@ def test_credentials_are_not_written_with_an_estimator() -> None:
     made = ElasticTorchEstimator(storage_options={"key": os.urandom(4).hex()}, epochs=3)
     plain, objects = plain_and_objects(made)
     assert (plain, objects) == ({"epochs": 3}, {})
+
+
+def test_a_store_is_written_with_an_estimator_by_its_name_and_needs_no_trust(tmp_path: Path) -> None:
+    for store in (str(tmp_path), tmp_path, Store.create(tmp_path)):
+        plain, objects = plain_and_objects(ElasticTorchEstimator(store=store))
+        assert (plain, objects) == ({"store": str(tmp_path)}, {})

@@ -1,0 +1,75 @@
+"""The model gets its inputs in training, in the trial and in transform alike: by their numbers, in one shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.pack import pack
+from tests.unit.ml.torch.estimators import HereEstimator, settings
+
+
+class Two(nn.Module):
+    """Inputs [n, 6] and [n, 2]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(6, 3), nn.Linear(2, 3)
+
+    def forward(self, wide: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor:
+        return self.wide(wide) - self.narrow(narrow)
+
+
+class Image(nn.Module):
+    """Input [n, 1, height, 3]."""
+
+    def __init__(self, height: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, (height, 3))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.conv(image).flatten(1)
+
+
+def rows(**more: Any) -> dict[str, Any]:
+    """As somebody might name them who does not think of order."""
+    generator = np.random.default_rng(1)
+    features = {"features_1": (24, 2), "features_x": (24, 1), "features_0": (24, 6)}
+    made = {name: generator.normal(size=shape).astype(np.float32) for name, shape in features.items()}
+    return {**{name: value for name, value in made.items() if name in more.get("only", made)}, "label_0": [0, 1, 2] * 8}
+
+
+def fitted(dataset: Dataset, model: nn.Module, **changes: Any) -> Any:
+    chosen = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "epochs": 1, **changes}
+    return HereEstimator(**settings(**chosen)).from_dataset_path(dataset)
+
+
+def test_inputs_come_by_their_numbers_however_the_set_has_them(tmp_path: Path) -> None:
+    model = fitted(pack(rows(), tmp_path), Two())
+    inputs = model._facts_of_fit().inputs
+    assert [field.name for field in inputs] == ["features_0", "features_1"]
+    assert [column.shape.shape for column in model._added() if column.made == "raw"] == [(3,)]
+
+
+def test_input_shapes_are_those_of_transform_too(tmp_path: Path) -> None:
+    dataset = pack(rows(only=["features_0"]), tmp_path)
+    model = fitted(dataset, Image(2), input_shapes=[(1, 2, 3)])
+    assert model._facts_of_fit().inputs[0].shape == (1, 2, 3)
+    assert [column.shape.shape for column in model._added() if column.made == "raw"] == [(3,)]
+
+
+def cropped(columns: dict[str, Any]) -> dict[str, Any]:
+    return {**columns, "features_0": columns["features_0"][:, :, :1]}
+
+
+def test_a_transformation_gets_the_shape_that_was_asked_for_and_may_change_it(tmp_path: Path) -> None:
+    dataset = pack(rows(only=["features_0"]), tmp_path)
+    changes = {"input_shapes": [(1, 2, 3)], "transformation_fn": cropped, "inference_fn": cropped}
+    model = fitted(dataset, Image(1), **changes)
+    assert len(model.history) == 1
+    assert len(model._added()) == 2
