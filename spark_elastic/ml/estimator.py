@@ -22,6 +22,7 @@ from spark_elastic import clock
 from spark_elastic.data.cache import is_leased
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.layout import TensorField
+from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.store import Store
 from spark_elastic.driver import preflight
 from spark_elastic.errors import (
@@ -182,8 +183,13 @@ class ElasticEstimator(
         with parts.part("write"):
             written = self._written(dataset, tensors)
         try:
-            with leased_if_possible(written.store), self._run_folder(written) as (run, resume_from):
-                return self._train(written, run, resume_from, context, parts)
+            with contextlib.ExitStack() as lease:
+                lease.enter_context(leased_if_possible(written.store))
+                if not written.store.exists(MANIFEST_NAME):  # the end of another process came before our lease
+                    with parts.part("write"):
+                        written = self._written(dataset, tensors)
+                with self._run_folder(written) as (run, resume_from):
+                    return self._train(written, run, resume_from, context, parts)
         finally:
             # What a later fit finds again stays for it until the process ends.
             if self._sets is None and not self._keeps_rows() and not _is_found_again(dataset, written):
@@ -509,7 +515,7 @@ class _SharedSets:
 
     def get(self, key: str, write: Callable[[], Dataset]) -> Dataset:
         with self._lock:
-            if key not in self._sets:
+            if key not in self._sets or not self._sets[key].store.exists(MANIFEST_NAME):
                 self._sets[key] = write()
             return self._sets[key]
 

@@ -8,12 +8,15 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from pyspark.sql.types import ArrayType, FloatType, LongType, StructField, StructType
 
 from spark_elastic.data.cache import is_leased
+from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
 from spark_elastic.ml.runs import collect_runs, passing_run
-from tests.unit.ml.torch.estimators import estimator, make_set, weights_of
+from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_set, settings, weights_of
 
 DAY = 86_400.0
 
@@ -63,3 +66,34 @@ def test_a_set_that_lies_where_nothing_can_be_written_is_read_all_the_same(tmp_p
     dataset = make_set(tmp_path)
     (tmp_path / "leases").write_text("a file where the folder of the leases would be")
     assert len(estimator(epochs=1).from_dataset_path(dataset).history) == 1
+
+
+class Frame:
+    """What a fit asks of a DataFrame before and after its rows are written."""
+
+    sparkSession = None
+    isStreaming = False
+    schema = StructType([StructField("x", ArrayType(FloatType())), StructField("y", LongType())])
+
+
+class Writes(HereEstimator):
+    """A process that ends takes the set away between its writing, or finding, and the lease."""
+
+    written = 0
+
+    def _write(self, dataset: Any, tensors: Any) -> Dataset:
+        self.written += 1
+        made = make_set(Path(self.getOrDefault("store")) / "set")
+        if self.written == 1:
+            made.delete()
+        return made
+
+
+def test_a_set_that_was_removed_before_it_was_leased_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spark_elastic.driver.preflight.check_spark", lambda spark: None)
+    columns: dict[str, Any] = {"feature_cols": ["x"], "label_cols": ["y"], "keep_dataset": True}
+    made = Writes(**settings(epochs=1, store=str(tmp_path), **columns))
+    assert len(made.fit(Frame()).history) == 1
+    assert made.written == 2
