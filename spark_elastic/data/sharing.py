@@ -10,7 +10,8 @@ from typing import Any
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 
-PROBES = "probes"
+PROBE = "probe-"
+"""Begins the name of a folder that is there for a moment, straight in the store, so that nothing is left behind."""
 
 
 def check_shared(store: Store, spark: Any) -> None:
@@ -21,10 +22,10 @@ def check_shared(store: Store, spark: Any) -> None:
     Raises: StoreError: naming the hosts that do not see the driver's file, or whose file the driver does not see.
     """
     token = uuid.uuid4().hex
-    folder = f"{PROBES}/{token}"
+    folder = f"{PROBE}{token}"
     try:
         store.write_bytes(f"{folder}/driver", token.encode())
-    except OSError as error:
+    except Exception as error:  # each filesystem has errors of its own
         raise StoreError(f"the driver cannot write to {store.url}: {error}", url=store.url) from error
     try:
         context = spark.sparkContext

@@ -15,6 +15,7 @@ from pyspark.sql.types import ArrayType, FloatType, LongType, StructField, Struc
 from spark_elastic.data.cache import is_leased
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
+from spark_elastic.errors import StoreError
 from spark_elastic.ml.runs import collect_runs, passing_run
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_set, settings, weights_of
 
@@ -97,3 +98,32 @@ def test_a_set_that_was_removed_before_it_was_leased_is_written_again(
     made = Writes(**settings(epochs=1, store=str(tmp_path), **columns))
     assert len(made.fit(Frame()).history) == 1
     assert made.written == 2
+
+
+class Elsewhere:
+    """A SparkContext whose executors are on machines that do not see the driver's files."""
+
+    applicationId = "elsewhere"
+    master = "spark://there"
+    defaultParallelism = 1
+
+    def parallelize(self, *_: Any) -> Any:
+        return self
+
+    def mapPartitionsWithIndex(self, _: Any) -> Any:
+        return self
+
+    def collect(self) -> Any:
+        return [("there", "executor-0", "does not see the driver's file")]
+
+
+@pytest.mark.parametrize("setting", ["store", "checkpoint_dir"])
+def test_workers_whose_results_the_driver_would_not_see_do_not_train_first(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spark_elastic.driver.preflight.check_spark", lambda spark: Elsewhere())
+    made = estimator(run_options={}, **{setting: str(tmp_path / "place")})
+    with pytest.raises(StoreError, match=f"do not share {tmp_path}/place.*: there does not see"):
+        made.from_dataset_path(make_set(tmp_path / "set"))
+    assert not hasattr(made, "training")
+    assert not [path for path in (tmp_path / "place").rglob("*") if path.name != "runs"], "nothing is left of the probe"
