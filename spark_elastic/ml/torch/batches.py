@@ -37,6 +37,7 @@ class BatchMaker:
 
     def __init__(self, training: TorchTraining, device: torch.device) -> None:
         self._transformation = training.transformation_fn
+        self._needs_labels = training.loss is not None
         self._shapes = {
             **_by_name(INPUT, training.input_shapes),
             **_by_name(LABEL, training.label_shapes),
@@ -58,6 +59,8 @@ class BatchMaker:
         if self._transformation is not None:
             columns = self._transformation(dict(columns))
             _check(columns, rows)
+            if self._needs_labels:
+                _check_labels(columns, batch.tensors)
         tensors = {name: self._tensor(name, value) for name, value in columns.items()}
         count = min(most or self._parts, rows)
         if count == 1:
@@ -111,3 +114,13 @@ def _check(columns: Any, rows: int) -> None:
                 f"transformation_fn was given {rows} rows and returned {'no' if have is None else have} rows for "
                 f"{name}; rows must stay as they are, because the weight of a batch follows from their number"
             )
+
+
+def _check_labels(columns: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """A loss without its label would be that of a model which restores its input, and without weights another one."""
+    lost = [name for name in given if (name.startswith(LABEL) or name == WEIGHT) and name not in columns]
+    if lost:
+        raise DataError(
+            f"transformation_fn returned {list(columns)}, without {', '.join(lost)}, which the loss needs; return "
+            "what it does not change, too: {**columns, ...}"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import cloudpickle
 import torch
 
 from spark_elastic.data.batch import Batch
-from spark_elastic.errors import DataError, InvalidSettingsError, SparkElasticError
+from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError, SparkElasticError
 from spark_elastic.ml.estimator import TrialRun, model_inputs
 from spark_elastic.ml.outputs import OutputShape, suits
 from spark_elastic.ml.torch import losses
@@ -36,7 +37,7 @@ def run_once(training: TorchTraining, inference_fn: Callable[[dict[str, Any]], M
         InvalidSettingsError: the settings do not go together.
     """
     # Pickled as a whole, as it will travel: model, optimizer and scheduler refer to one another.
-    copied: TorchTraining = cloudpickle.loads(cloudpickle.dumps(training))
+    copied = _travelled(training)
     generator = torch.random.get_rng_state()
     try:
         batch = _first_rows(copied)
@@ -44,6 +45,23 @@ def run_once(training: TorchTraining, inference_fn: Callable[[dict[str, Any]], M
         return _outputs(copied, batch, inference_fn)
     finally:
         torch.random.set_rng_state(generator)
+
+
+def _travelled(training: TorchTraining) -> TorchTraining:
+    """As it comes out at a worker. Raises: NotPicklableError: it does not; with the setting."""
+    try:
+        copied: TorchTraining = cloudpickle.loads(cloudpickle.dumps(training))
+        return copied
+    except Exception as error:
+        for setting in dataclasses.fields(training):
+            try:
+                cloudpickle.loads(cloudpickle.dumps(getattr(training, setting.name)))
+            except Exception as reason:
+                raise NotPicklableError(
+                    f"{setting.name} cannot be sent to the workers, because it cannot be pickled: "
+                    f"{type(reason).__name__}: {reason}"
+                ) from error
+        raise NotPicklableError(f"the training cannot be pickled: {type(error).__name__}: {error}") from error
 
 
 def _first_rows(training: TorchTraining) -> Batch:

@@ -69,7 +69,7 @@ def test_accumulation_cuts_a_share_into_parts_of_about_equal_size(rows, parts, d
             "was given 5 rows and returned 2 rows for features_0",
         ),
         (lambda columns: {"features_0": 1.0}, "returned no rows for features_0"),
-        (lambda columns: {"features_0": columns["text"]}, "features_0 holds list values of variable length"),
+        (lambda columns: {**columns, "features_0": columns["text"]}, "features_0 holds list values of variable length"),
     ],
 )
 def test_a_transformation_has_to_return_what_can_be_trained_on(function, message, data, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.pack import pack
-from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError
+from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, NotPicklableError
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, make_set, settings
 
 
@@ -48,7 +49,7 @@ def frozen() -> nn.Module:
         ({"loss": [nn.CrossEntropyLoss()] * 2}, InvalidSettingsError, "2 losses were given for 1 labels"),
         ({"optimizer": torch.optim.LBFGS}, InvalidSettingsError, "LBFGS"),
         ({"optimizer": lambda params: 3}, InvalidSettingsError, "it gave int"),
-        ({"transformation_fn": lambda columns: {}}, DataError, "the model and its loss cannot deal"),
+        ({"transformation_fn": lambda columns: {}}, DataError, "without label_0, which the loss needs"),
     ],
 )
 def test_what_does_not_fit_is_said_with_names_types_and_shapes(
@@ -149,3 +150,14 @@ def test_several_outputs_become_several_columns(dataset: Dataset) -> None:
     ]
     with pytest.raises(InvalidSettingsError, match="1 output_cols for the 2 outputs"):
         model.setOutputCols(["one"])._added()
+
+
+def test_a_transformation_that_drops_a_label_is_refused_rather_than_trained_against_the_input(dataset: Dataset) -> None:
+    with pytest.raises(DataError, match=r"returned \['features_0'\], without label_0, which the loss needs"):
+        estimator(transformation_fn=lambda columns: {"features_0": columns["features_0"]}).from_dataset_path(dataset)
+
+
+def test_a_setting_that_cannot_be_pickled_is_named(dataset: Dataset) -> None:
+    lock = threading.Lock()
+    with pytest.raises(NotPicklableError, match=r"^loss cannot be sent to the workers.*lock"):
+        estimator(loss=lambda output, label: lock and (output.sum() * 0)).from_dataset_path(dataset)
