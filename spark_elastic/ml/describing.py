@@ -6,32 +6,45 @@ import functools
 import hashlib
 import json
 import re
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_PLAIN = (bool, int, float, str, type(None))
+_TELLING = (*_PLAIN, list, tuple, dict, set, frozenset, type, FunctionType, functools.partial)
+_DEPTH = 6
+"""Deeper than anybody's settings; functions that refer to themselves go on for ever."""
 
 
-def described(value: Any) -> str:
-    """Classes by name, functions by name and code with what they have captured, everything else by its repr."""
+def described(value: Any, *, values: bool = True, depth: int = 0) -> str:
+    """Classes by name, functions by name and code with what they use, everything else by its repr and attributes.
+
+    values: whether what a module keeps in buffers, such as the weights of classes in a loss, tells it from another one.
+    """
+    if depth > _DEPTH:
+        return type(value).__qualname__
+    inner = functools.partial(described, values=values, depth=depth + 1)
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(described, value))}]"
+        return f"[{', '.join(map(inner, value))}]"
+    if isinstance(value, (set, frozenset)):  # which come in an order that differs between processes
+        return f"{{{', '.join(sorted(map(inner, value)))}}}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {inner(each)}' for key, each in value.items())}}}"
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, functools.partial):
-        return f"partial({described(value.func)}, {described(value.args)}, {_ADDRESS.sub('', repr(value.keywords))})"
+        return f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
     code = getattr(value, "__code__", None)
     if isinstance(code, CodeType):
-        cells = [described(cell.cell_contents) for cell in value.__closure__ or ()]
-        return f"{value.__qualname__} {digest([_code(code), cells, repr(value.__defaults__)])}"
+        cells = [inner(cell.cell_contents) for cell in value.__closure__ or ()]
+        used = {name: value.__globals__.get(name) for name in code.co_names}
+        plain = inner({name: each for name, each in used.items() if isinstance(each, _PLAIN) and each is not None})
+        return f"{value.__qualname__} {digest([_code(code), cells, inner(value.__defaults__), plain])}"
+    if hasattr(value, "tolist"):  # arrays, whose repr leaves out the middle
+        return f"{type(value).__qualname__} {digest(repr(value.tolist()))}"
     text = _ADDRESS.sub("", repr(value))
-    # What the repr of a loss leaves out: label smoothing, reduction, ...
-    attributes = {name: each for name, each in sorted(getattr(value, "__dict__", {}).items()) if _tells(name, each)}
-    return f"{text} {attributes}" if attributes else text
-
-
-def _tells(name: str, value: Any) -> bool:
-    return name != "training" and not name.startswith("_") and isinstance(value, (bool, int, float, str))
+    attributes = _attributes(value, values)
+    return f"{text} {inner(attributes)}" if attributes else text
 
 
 def digest(value: Any) -> str:
@@ -39,6 +52,21 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
+def _attributes(value: Any, values: bool) -> dict[str, Any]:
+    """What the repr leaves out: label smoothing, the milestones of a schedule, the patience of a callback, ..."""
+    own = getattr(value, "__dict__", {})
+    if "param_groups" in own:  # the repr of an optimizer says all but the weights
+        return {}
+    if "_modules" not in own:
+        return {name: own[name] for name in sorted(own) if isinstance(own[name], _TELLING)}
+    told = {name: own[name] for name in sorted(own) if name[0] != "_" and isinstance(own[name], _TELLING)}
+    told.pop("training", None)
+    if values:
+        told |= {f"buffer {name}": each for name, each in own["_buffers"].items()}
+        told |= {f"module {name}": _attributes(each, values) for name, each in own["_modules"].items()}
+    return told
+
+
 def _code(code: CodeType) -> list[Any]:
-    constants = [_code(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    constants = [_code(each) if isinstance(each, CodeType) else described(each) for each in code.co_consts]
     return [code.co_code.hex(), constants, list(code.co_names)]

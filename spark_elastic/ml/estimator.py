@@ -363,13 +363,18 @@ class ElasticEstimator(
             "content": sorted(
                 shard.crc32 for shards in dataset.manifest.splits.values() for shard in shards if shard.rows
             ),
-            **{name: described(self.getOrDefault(name)) for name in self.DECIDING if self.isSet(name)},
+            **{name: self._described(name) for name in self.DECIDING if self.isSet(name)},
         }
 
     def _described_settings(self) -> dict[str, str]:
         """All that param maps may differ in, epochs for one; not where the cluster is."""
-        made = {param.name: value for param, value in self._paramMap.items()}
-        return {name: described(made[name]) for name in sorted(made) if name not in ("storage_options", "run_options")}
+        made = {param.name for param in self._paramMap} - {"storage_options", "run_options"}
+        return {name: self._described(name) for name in sorted(made)}
+
+    def _described(self, name: str) -> str:
+        return described(
+            self.getOrDefault(name), values=name != "model"
+        )  # a checkpoint brings the model's values along
 
     def _check_identity(self, run: Store, identity: Mapping[str, Any]) -> None:
         found = json.loads(run.read_bytes(_IDENTITY)) if run.exists(_IDENTITY) else {}

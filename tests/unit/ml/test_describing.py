@@ -1,0 +1,99 @@
+"""Two settings are described alike if they mean the same training, in whatever process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spark_elastic.ml.callbacks import EarlyStopping
+from spark_elastic.ml.describing import described
+
+ROOT = Path(__file__).resolve().parents[3]
+RATE = 0.1
+
+
+def sgd(params: Any, lr: float) -> Any:
+    return torch.optim.SGD(params, lr=lr)
+
+
+def schedule(milestones: list[int]) -> Any:
+    return torch.optim.lr_scheduler.MultiStepLR(sgd(nn.Linear(2, 2).parameters(), 0.1), milestones)
+
+
+def weighted(first: float) -> Any:
+    return nn.CrossEntropyLoss(weight=torch.tensor([first, 1.0]))
+
+
+@pytest.mark.parametrize(
+    ("make", "one", "other"),
+    [
+        (lambda rate: lambda params: sgd(params, rate), 0.1, 0.2),
+        (lambda rate: partial(sgd, lr=rate), 0.1, 0.2),
+        (lambda rate: sgd(nn.Linear(2, 2).parameters(), rate), 0.1, 0.2),
+        (weighted, 1.0, 2.0),
+        (lambda first: [nn.ModuleList([weighted(first)])], 1.0, 2.0),
+        (schedule, [1, 2], [1, 3]),
+        (lambda rate: torch.optim.lr_scheduler.LambdaLR(sgd(nn.Linear(2, 2).parameters(), 1), lambda n: rate), 1, 2),
+        (lambda patience: [EarlyStopping("loss", patience=patience)], 1, 2),
+        (lambda count: torch.arange(count), 2000, 2001),
+    ],
+)
+def test_made_anew_it_is_the_same_and_with_another_number_it_is_not(make: Callable[..., Any], one: Any, other: Any):
+    assert described(make(one)) == described(make(one))
+    assert described(make(one)) != described(make(other))
+
+
+def test_a_model_is_known_by_its_layers_and_not_by_its_values() -> None:
+    class Net(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.register_buffer("features", torch.randn(3))
+            self.layer = nn.Linear(3, width)
+
+    assert described(Net(4), values=False) == described(Net(4), values=False)
+    assert described(Net(4), values=False) != described(Net(5), values=False)
+
+
+def test_plain_globals_that_a_function_uses_belong_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_global(params: Any) -> Any:
+        return sgd(params, RATE)
+
+    before = described(by_global)
+    monkeypatch.setitem(by_global.__globals__, "RATE", 0.2)
+    assert described(by_global) != before
+
+
+def test_a_function_may_refer_to_itself() -> None:
+    def descend(count: int) -> int:
+        return descend(count - 1) if count else 0
+
+    assert described(descend) == described(descend)
+
+
+SAYS = """
+from spark_elastic.ml.describing import described
+print(described([lambda name: name in {"a", "b", "c", "d"}, {"x", "y", "z"}]))
+"""
+
+
+def test_the_order_of_sets_which_differs_between_processes_does_not_matter() -> None:
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", SAYS],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(said) == 1
