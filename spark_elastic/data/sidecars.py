@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ class Sidecars:
     def _densified(self, field: TensorField, starts: Indices, lengths: Indices) -> npt.NDArray[Any]:
         dtype = np.dtype(field.dtype)
         out = np.zeros((len(starts), *field.shape), dtype)
-        flat = out.reshape(len(starts), -1)
+        flat = out.reshape(len(starts), math.prod(field.shape))
         counts = lengths // (4 + dtype.itemsize)
         indices = self._gathered(starts, counts * 4).view("<i4")
         values = self._gathered(starts + counts * 4, counts * dtype.itemsize).view(dtype)
