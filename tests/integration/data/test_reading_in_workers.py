@@ -37,9 +37,7 @@ def test_workers_of_a_job_share_an_epoch_and_go_on_where_it_stood(dataset):
         reader.close()
         return rows, batches.state_dict()
 
-    done = spark_elastic.run(
-        work, (dataset.store.url,), num_proc=2, launcher=spark_elastic.LocalLauncher(), verbose=0
-    )
+    done = spark_elastic.run(work, (dataset.store.url,), num_proc=2, launcher=spark_elastic.LocalLauncher(), verbose=0)
     with dataset.reader(batch_size=1000, order="lanes") as reader:
         expected = [row for batch in reader.epoch(2, 150_000) for row in batch["label"].tolist()]
     assert sorted(done[0][0] + done[1][0]) == sorted(expected)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.core.lanes import LaneSettings
+from spark_elastic.data import mapping
 from spark_elastic.data.block_file import BLOCK, BlockFile
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
@@ -74,6 +75,20 @@ def test_sidecars_come_with_the_rows_that_refer_to_them(tmp_path):
         for batch in reader.epoch(0):
             seen |= dict(zip(batch["id"].tolist(), batch["text"], strict=True))
     assert seen == dict(enumerate(values["text"]))
+
+
+def test_sidecars_are_read_after_they_were_fetched_where_files_cannot_be_mapped_side_by_side(tmp_path, monkeypatch):
+    monkeypatch.setattr(mapping, "possible", lambda: False)
+    rows = 500
+    sparse = np.eye(rows, 9) + np.arange(rows)[:, None] * np.eye(rows, 9)
+    values = {"id": np.arange(rows), "text": [f"{row:0{row % 9}d}" for row in range(rows)], "sparse": sparse}
+    pack(values, tmp_path / "set", sparse=["sparse"], shards=3)
+    _, dataset = remote(tmp_path / "set")
+    for order in ("global", "lanes"):
+        with dataset.reader(batch_size=64, cache_dir=tmp_path / order, order=order) as reader:
+            for batch in reader.epoch(0):
+                assert batch["text"] == [values["text"][row] for row in batch["id"]]
+                assert (batch["sparse"] == sparse[batch["id"]]).all()
 
 
 def test_the_cache_keeps_its_limit_and_the_rows_stay_right(tmp_path):

@@ -160,7 +160,7 @@ def test_a_rank_without_rows_gets_empty_tensors_of_every_kind(tmp_path, prefetch
     values = {"id": np.arange(5), "text": ["a"] * 5, "ragged": [np.arange(3)] * 5, "sparse": np.eye(5, 7)}
     dataset = pack(values, tmp_path, sparse=["sparse"])
     with dataset.reader(batch_size=4, rank=0, size=4, prefetch=prefetch) as reader:
-        batch = list(reader.epoch(0, 4))[0]
+        batch = next(reader.epoch(0, 4))
     assert (batch.rows, batch.global_rows, batch["text"], batch["ragged"]) == (0, 1, [], [])
     assert batch["sparse"].shape == (0, 7)
 
