@@ -13,6 +13,7 @@ from spark_elastic.data.batch import Batch
 from spark_elastic.errors import DataError, InvalidSettingsError, SparkElasticError
 from spark_elastic.ml.estimator import TrialRun
 from spark_elastic.ml.outputs import OutputShape, suits
+from spark_elastic.ml.preparation import numbered
 from spark_elastic.ml.torch import losses
 from spark_elastic.ml.torch.batches import INPUT, BatchMaker, TorchBatch
 from spark_elastic.ml.torch.metrics import Tally
@@ -83,7 +84,9 @@ def _step(training: TorchTraining, batch: Batch) -> None:
 
 def _outputs(training: TorchTraining, batch: Batch, inference_fn: Any) -> TrialRun:
     """The model in eval mode, called as `transform` calls it."""
-    features: dict[str, Any] = {name: value for name, value in batch.tensors.items() if name.startswith(INPUT)}
+    features: dict[str, Any] = {
+        f"{INPUT}{number}": value for number, value in enumerate(numbered(INPUT, batch.tensors))
+    }
     try:
         if inference_fn is not None:
             features = dict(inference_fn(features))
