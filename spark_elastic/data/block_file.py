@@ -40,26 +40,40 @@ Fetch = Callable[[int, int], bytes]
 class BlockFile:
     """path: of the local copy, sparse, as long as the remote file; it may be mapped, and held blocks may be read.
 
-    Safe for threads.
+    Safe for threads. Files only ever grow: one that became shorter would kill whoever has it mapped.
     """
 
-    def __init__(self, path: Path, nbytes: int, fetch: Fetch | None = None) -> None:
+    def __init__(self, path: Path, nbytes: int, fetch: Fetch | None = None, *, create: bool = True) -> None:
         self.path = path
         self.nbytes = nbytes
         self._blocks = -(-nbytes // BLOCK)
         self._fetch = fetch
-        path.parent.mkdir(parents=True, exist_ok=True)
         states = path.with_suffix(".state")
-        self._data = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._locks = os.open(states, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._data, nbytes)
-        os.ftruncate(self._locks, self._blocks * _STATE.itemsize)
-        self.states: Any = np.memmap(states, _STATE, "r+") if self._blocks else np.empty(0, _STATE)
+        self._data = _opened(path, nbytes, create)
+        try:
+            self._locks = _opened(states, self._blocks * _STATE.itemsize, create)
+        except OSError:
+            os.close(self._data)
+            raise
+        self.states: Any = (
+            np.memmap(states, _STATE, "r+", shape=(self._blocks,)) if self._blocks else np.empty(0, _STATE)
+        )
         self._guard = threading.Lock()
         self._held: Counter[int] = Counter()
         self._fetching: set[int] = set()
         self._verified = np.full(self._blocks, -1, np.int64)
         """CRC-32 of what this process has seen in a block; -1: nothing yet."""
+
+    @classmethod
+    def of_others(cls, path: Path) -> BlockFile | None:
+        """A file that some reader made, to make room in it; None: it is not all there yet, or gone."""
+        try:
+            nbytes, states = path.stat().st_size, path.with_suffix(".state").stat().st_size
+            if nbytes and states == -(-nbytes // BLOCK) * _STATE.itemsize:
+                return cls(path, nbytes, create=False)
+        except FileNotFoundError:
+            pass
+        return None
 
     # --- for readers --------------------------------------------------------------------------
 
@@ -209,6 +223,15 @@ class BlockFile:
                 f"another process has held {self.path} for {_PATIENCE_S:.0f} s; end it, or use another cache_dir"
             )
         time.sleep(_POLL_S)
+
+
+def _opened(path: Path, nbytes: int, create: bool) -> int:
+    if create:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+    if os.fstat(file).st_size < nbytes:
+        os.ftruncate(file, nbytes)
+    return file
 
 
 def _runs(blocks: Iterable[int]) -> Iterator[range]:
