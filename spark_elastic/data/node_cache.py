@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +25,8 @@ from spark_elastic.errors import DatasetError, StoreError
 
 _FETCHERS = 8
 """Requests under way at a time: an object store answers each in tens of ms, and many of them as fast as one."""
+_PAUSES_S = (0.0, 1.0)
+"""Before the second try and the third: hours of training should not end with one connection."""
 _ROOM = 0.9
 """Part of the limit that is left in use when room is made."""
 _CHECK_EVERY = 16 << 20
@@ -68,7 +72,7 @@ class CachedSplit:
         # another set at the same place is another set
         key = hashlib.sha256(dataset.store.url.encode() + dataset.manifest.dumps()).hexdigest()[:24]
         self._shards = dataset.manifest.splits[split]
-        self._remote: list[_RemoteFile] = []
+        self._remote: list[RemoteFile] = []
         self._files: list[BlockFile] = []
         self._sidecars: list[BlockFile | None] = []
         try:
@@ -84,7 +88,7 @@ class CachedSplit:
         self._pool = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="spark-elastic-fetch")
 
     def _local(self, key: str, file: str, nbytes: int) -> BlockFile:
-        remote = _RemoteFile(self._dataset, file)
+        remote = RemoteFile(lambda: self._dataset.store.open_input(file), f"{self._dataset.store.url}/{file}")
         self._remote.append(remote)
         name = hashlib.sha256(file.encode()).hexdigest()[:16]
         return BlockFile(self._root / key / f"{name}.data", nbytes, remote.read)
@@ -187,7 +191,9 @@ class CachedSplit:
             for path in self._root.glob("*/*.data"):
                 file = ours.get(path)
                 if file is None:
-                    file = BlockFile(path, path.stat().st_size)
+                    file = BlockFile.of_others(path)
+                    if file is None:
+                        continue
                     others.append(file)
                 files.append(file)
             ages = [file.states["wanted"].astype(np.int64) for file in files]
@@ -213,26 +219,48 @@ class CachedSplit:
             remote.close()
 
 
-class _RemoteFile:
-    """Handles of one file: an open one costs a request, and not every filesystem's may be shared by threads."""
+class RemoteFile:
+    """Handles of one file: an open one costs a request, and not every filesystem's may be shared by threads.
 
-    def __init__(self, dataset: Dataset, file: str) -> None:
-        self._open: Callable[[], Any] = lambda: dataset.store.open_input(file)
-        self._name = f"{dataset.store.url}/{file}"
+    open_handle: -> a pyarrow `RandomAccessFile`. Safe for threads.
+    """
+
+    def __init__(self, open_handle: Callable[[], Any], name: str) -> None:
+        self._open = open_handle
+        self._name = name
         self._idle: list[Any] = []
 
     def read(self, offset: int, nbytes: int) -> bytes:
+        """Raises: StoreError: not even with fresh handles."""
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                handle = self._handle()
+                data = bytes(handle.read_at(nbytes, offset))
+            except Exception as error:  # each filesystem's package has errors of its own
+                if pause_s is None or isinstance(error, FileNotFoundError | PermissionError):
+                    raise StoreError(f"{self._name} cannot be read: {error}") from error
+                self.close()  # those that were opened before the connection broke
+                time.sleep(pause_s)
+            else:
+                self._idle.append(handle)
+                return data
+        raise AssertionError
+
+    def _handle(self) -> Any:
         try:
-            handle = self._idle.pop() if self._idle else self._open()
-            data = bytes(handle.read_at(nbytes, offset))
-        except OSError as error:
-            raise StoreError(f"{self._name} cannot be read: {error}") from error
-        self._idle.append(handle)
-        return data
+            return self._idle.pop()
+        except IndexError:
+            return self._open()
 
     def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+        """Closes those that nobody reads from."""
+        while True:
+            try:
+                handle = self._idle.pop()
+            except IndexError:
+                return
+            with contextlib.suppress(Exception):
+                handle.close()
 
 
 def default_folder() -> Path:

@@ -16,7 +16,9 @@ from spark_elastic.data import mapping
 from spark_elastic.data.block_file import BLOCK, BlockFile
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
+from spark_elastic.data.node_cache import CachedSplit, RemoteFile
 from spark_elastic.data.pack import pack
+from spark_elastic.data.rows import Numbering
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError, InvalidSettingsError, StoreError
 from tests.unit.data.sets import labels, numbered
@@ -31,12 +33,16 @@ class Far(fsspec_local.LocalFileSystem):
     protocol = "far"
     cachable = False
     read_bytes = 0
+    drops = 0
 
     def _open(self, path, mode="rb", **options):
         far = self
 
         class Counting(io.BytesIO):
             def read(self, nbytes=-1):
+                if far.drops:
+                    far.drops -= 1
+                    raise RuntimeError("connection reset")  # not all packages raise OSError
                 part = super().read(nbytes)
                 far.read_bytes += len(part)
                 return part
@@ -47,6 +53,12 @@ class Far(fsspec_local.LocalFileSystem):
 def remote(folder):
     far = Far()
     return far, Dataset.open(Store.of(far, str(folder)))
+
+
+def opened(dataset, cache, limit=None):
+    shards = dataset.manifest.splits["train"]
+    numbering = Numbering([shard.rows for shard in shards], dataset.layout.rows_per_page_run)
+    return CachedSplit(dataset, "train", numbering, dataset.layout.has_sidecar, cache, limit)
 
 
 def cached_bytes(folder):
@@ -151,6 +163,50 @@ def test_a_remote_file_that_went_away_is_an_error_of_the_store(tmp_path, order):
         assert threading.active_count() < 20
 
 
+def test_a_dropped_connection_is_tried_again_with_a_fresh_handle(tmp_path):
+    numbered(tmp_path / "set", [40_000])
+    far, dataset = remote(tmp_path / "set")
+    far.drops = 2  # both of one request, for all we know
+    with dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache", order="lanes") as reader:
+        assert sorted(row for batch in labels(reader.epoch(0)) for row in batch) == list(range(40_000))
+    assert far.drops == 0
+
+
+def test_handles_are_never_shared_by_threads_that_read_at_once():
+    handles = []
+
+    class Handle:
+        def __init__(self):
+            handles.append(self)
+            self.busy = False
+            self.closed = False
+
+        def read_at(self, nbytes, offset):
+            assert not self.busy
+            self.busy = True
+            data = bytes(nbytes)
+            self.busy = False
+            return data
+
+        def close(self):
+            self.closed = True
+
+    class Stack(list):
+        """Another thread takes the last one between a look and a pop."""
+
+        def __bool__(self):
+            return True
+
+    file = RemoteFile(Handle, "a")
+    file._idle = Stack()
+    assert file.read(0, 3) == bytes(3)
+    assert file.read(0, 3) == bytes(3)
+    assert len(handles) == 1
+    file._idle = list(file._idle)
+    file.close()
+    assert handles[0].closed
+
+
 def test_another_set_at_the_same_place_is_not_taken_for_the_old_one(tmp_path):
     for add in (0, 7):
         where = tmp_path / "set"
@@ -220,6 +276,35 @@ def test_a_block_is_dropped_when_the_last_reader_of_any_process_lets_go(tmp_path
     assert ours.drop(0) == 0
     assert ours.hold(0, 10) == BLOCK
     ours.close()
+    theirs.close()
+
+
+def test_making_room_leaves_files_alone_that_others_are_still_making(tmp_path):
+    numbered(tmp_path / "set", [400_000])
+    _, dataset = remote(tmp_path / "set")
+    others = tmp_path / "cache" / "other"
+    others.mkdir(parents=True)
+    (others / "empty.data").touch()
+    (others / "without.data").write_bytes(b"x" * 100)
+    (others / "short.data").write_bytes(b"x" * 3 * BLOCK)
+    (others / "short.state").write_bytes(b"x" * 8)
+    before = {path.name: path.read_bytes() for path in others.iterdir()}
+    split = opened(dataset, tmp_path / "cache", 2 << 20)
+    wanted = split.want([(0, 400_000)])
+    split.wait(wanted)
+    split.release(wanted)
+    split.make_room()
+    assert cached_bytes(tmp_path / "cache") <= 2 << 20
+    split.close()
+    assert {path.name: path.read_bytes() for path in others.iterdir()} == before
+
+
+def test_a_file_is_never_made_shorter_under_those_who_have_it_mapped(tmp_path):
+    theirs = BlockFile(tmp_path / "a.data", len(CONTENT), Origin())
+    theirs.hold(0, len(CONTENT))
+    BlockFile(tmp_path / "a.data", 100, Origin()).close()
+    assert bytes_of(theirs, 0, len(CONTENT)) == CONTENT
+    assert theirs.complete() == zlib.crc32(CONTENT)
     theirs.close()
 
 
