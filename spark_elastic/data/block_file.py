@@ -164,15 +164,22 @@ class BlockFile:
                 self._lock(fcntl.F_UNLCK, run.start, run.stop)
 
     def _fetch_run(self, blocks: range, deadline: float) -> int:
-        while True:
-            with self._guard:
-                mine = self._fetching.isdisjoint(blocks) and not any(self._held[block] for block in blocks)
-                if mine and self._lock(fcntl.F_WRLCK, blocks.start, blocks.stop):
-                    self._fetching.update(blocks)
-                    break
-            if all(self._sound(block) for block in blocks):  # somebody else was faster
-                return 0
+        """Fetch them, unless somebody else is at one of them; then it is only waited for a moment, for what is absent
+        may be another range by then: others keep what they fetched, maybe for as long as we do not come on.
+
+        Returns: the bytes that were fetched.
+        """
+        with self._guard:
+            mine = (
+                self._fetching.isdisjoint(blocks)
+                and not any(self._held[block] for block in blocks)
+                and self._lock(fcntl.F_WRLCK, blocks.start, blocks.stop)
+            )
+            if mine:
+                self._fetching.update(blocks)
+        if not mine:
             self._pause(deadline)
+            return 0
         try:
             start, stop = blocks.start * BLOCK, min(blocks.stop * BLOCK, self.nbytes)
             if all(self._sound(block) for block in blocks):

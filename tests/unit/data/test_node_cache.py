@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.core.lanes import LaneSettings
-from spark_elastic.data import mapping
+from spark_elastic.data import block_file, mapping
 from spark_elastic.data.block_file import BLOCK, BlockFile
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
@@ -332,6 +332,25 @@ def test_a_fetch_that_fails_leaves_the_block_absent_and_free(tmp_path):
     with pytest.raises(StoreError, match="65535 of 65536 bytes"):
         file.hold(0, 10)
     assert file.hold(0, 10) == BLOCK
+    file.close()
+
+
+class Overtaken(BlockFile):
+    """Between its look at what is absent and its fetch, somebody else fetches block 1 and goes on reading it."""
+
+    overtaken = False
+
+    def _fetch_run(self, *args):
+        if not self.overtaken:
+            self.overtaken = True
+            self.hold(BLOCK, 2 * BLOCK)
+        return super()._fetch_run(*args)
+
+
+def test_what_others_fetched_meanwhile_and_keep_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(block_file, "_PATIENCE_S", 2.0)  # or who waits for it waits for minutes
+    file = Overtaken(tmp_path / "a.data", len(CONTENT), Origin())
+    assert file.hold(0, 3 * BLOCK) == 2 * BLOCK
     file.close()
 
 
