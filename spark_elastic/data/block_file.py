@@ -82,19 +82,15 @@ class BlockFile:
 
         Raises: StoreError: they cannot be fetched.
         """
-        fetched = 0
-        for first in range(start // BLOCK, -(-stop // BLOCK), _RUN):
-            blocks = range(first, min(first + _RUN, -(-stop // BLOCK)))
-            deadline = time.monotonic() + _PATIENCE_S
-            while True:
-                self._share(blocks, deadline)
-                absent = [block for block in blocks if not self._sound(block)]
-                if not absent:
-                    break
-                self._release(blocks)
-                for run in _runs(absent):  # one of them may be dropped again before all are there: then once more
-                    fetched += self._fetch_run(run, deadline)
-            self.states["wanted"][blocks.start : blocks.stop] = int(time.time())
+        fetched, first, last = 0, start // BLOCK, -(-stop // BLOCK)
+        try:
+            for here in range(first, last, _RUN):
+                blocks = range(here, min(here + _RUN, last))
+                fetched += self._hold_run(blocks)
+                self.states["wanted"][blocks.start : blocks.stop] = int(time.time())
+        except BaseException:
+            self._release(range(first, here))
+            raise
         return fetched
 
     def release(self, start: int, stop: int) -> None:
@@ -117,15 +113,22 @@ class BlockFile:
     # --- for who makes room -------------------------------------------------------------------
 
     def drop(self, block: int) -> int:
-        """Take a block away unless somebody reads it. Returns: the bytes that are free now."""
+        """Take a block away unless somebody reads it. Returns: the bytes that are free now.
+
+        Raises: OSError: files cannot be made smaller here; the block is still there.
+        """
         with self._guard:
             if self._held[block] or block in self._fetching or not self._lock(fcntl.F_WRLCK, block, block + 1):
                 return 0
             try:
                 if not self.states["wanted"][block]:
                     return 0
-                self.forget(block)
-                return BLOCK if _punch(self._data, block * BLOCK, BLOCK) else 0
+                state, verified = self.states[block].copy(), self._verified[block]
+                self.forget(block)  # before its bytes are gone, so that a death in between leaves nothing wrong
+                if not _punch(self._data, block * BLOCK, BLOCK):
+                    self.states[block], self._verified[block] = state, verified
+                    raise OSError(f"{self.path} cannot be made smaller")
+                return BLOCK
             finally:
                 self._lock(fcntl.F_UNLCK, block, block + 1)
 
@@ -143,6 +146,17 @@ class BlockFile:
             self.states = np.empty(0, _STATE)
 
     # --- blocks and locks ---------------------------------------------------------------------
+
+    def _hold_run(self, blocks: range) -> int:
+        fetched, deadline = 0, time.monotonic() + _PATIENCE_S
+        while True:
+            self._share(blocks, deadline)
+            absent = [block for block in blocks if not self._sound(block)]
+            if not absent:
+                return fetched
+            self._release(blocks)
+            for run in _runs(absent):  # one of them may be dropped again before all are there: then once more
+                fetched += self._fetch_run(run, deadline)
 
     def _share(self, blocks: range, deadline: float) -> None:
         while True:
@@ -187,7 +201,7 @@ class BlockFile:
             data = memoryview(self._fetched(start, stop - start))
             for block in blocks:
                 part = data[block * BLOCK - start : block * BLOCK - start + BLOCK]
-                os.pwrite(self._data, part, block * BLOCK)
+                self._write(part, block * BLOCK)
                 self._verified[block] = zlib.crc32(part)
                 self.states[block] = (self._verified[block], int(time.time()))
             return stop - start
@@ -195,6 +209,16 @@ class BlockFile:
             with self._guard:
                 self._fetching.difference_update(blocks)
                 self._lock(fcntl.F_UNLCK, blocks.start, blocks.stop)
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        try:
+            while len(data):  # a disk that is nearly full takes a part of it first
+                written = os.pwrite(self._data, data, offset)
+                data, offset = data[written:], offset + written
+        except OSError as error:
+            raise StoreError(
+                f"{self.path} cannot be written: {error}; choose another cache_dir, or limit cache_bytes"
+            ) from error
 
     def _fetched(self, start: int, nbytes: int) -> bytes:
         assert self._fetch is not None

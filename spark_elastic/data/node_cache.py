@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import tempfile
 import threading
@@ -23,6 +24,7 @@ from spark_elastic.data.layout import Kind
 from spark_elastic.data.rows import Numbering
 from spark_elastic.errors import DatasetError, StoreError
 
+_log = logging.getLogger(__name__)
 _FETCHERS = 8
 """Requests under way at a time: an object store answers each in tens of ms, and many of them as fast as one."""
 _PAUSES_S = (0.0, 1.0)
@@ -180,7 +182,8 @@ class CachedSplit:
 
     def make_room(self) -> None:
         """Drop what was not wanted for longest, of all sets in the folder, until the limit is kept."""
-        assert self._limit is not None
+        if self._limit is None:
+            return
         used = _used(self._root)
         if used <= self._limit:
             return
@@ -205,6 +208,9 @@ class CachedSplit:
                     break
                 if age[index]:
                     used -= files[owners[index]].drop(int(blocks[index]))
+        except OSError as error:
+            _log.warning("the cache cannot keep to its limit of %d bytes: %s", self._limit, error)
+            self._limit = None
         finally:
             for file in others:
                 file.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import threading
@@ -332,6 +333,53 @@ def test_a_fetch_that_fails_leaves_the_block_absent_and_free(tmp_path):
     with pytest.raises(StoreError, match="65535 of 65536 bytes"):
         file.hold(0, 10)
     assert file.hold(0, 10) == BLOCK
+    file.close()
+
+
+def test_what_cannot_be_dropped_stays_as_it_is_and_no_more_is_dropped(tmp_path, monkeypatch, caplog):
+    numbered(tmp_path / "set", [40_000])
+    far, dataset = remote(tmp_path / "set")
+    split = opened(dataset, tmp_path / "cache", 100_000)
+    for _ in range(2):
+        wanted = split.want([(0, 40_000)])
+        split.wait(wanted)
+        split.release(wanted)
+        before = far.read_bytes
+        monkeypatch.setattr(block_file, "_punch", lambda *args: False)  # a filesystem without holes
+        split.make_room()
+    assert far.read_bytes == before
+    assert caplog.text.count("cannot be made smaller") == 1
+    split.close()
+
+
+def test_a_read_that_fails_halfway_holds_nothing(tmp_path):
+    content = bytes(70 * BLOCK)
+
+    def origin(offset, nbytes):
+        if offset:
+            raise StoreError("gone")
+        return content[:nbytes]
+
+    file = BlockFile(tmp_path / "a.data", len(content), origin)
+    with pytest.raises(StoreError, match="gone"):
+        file.hold(0, len(content))
+    assert file.drop(0) == BLOCK
+    file.close()
+
+
+def test_a_full_disk_is_an_error_of_the_store_that_says_so(tmp_path, monkeypatch):
+    file = BlockFile(tmp_path / "a.data", len(CONTENT), Origin())
+    room = [BLOCK // 2]
+
+    def pwrite(file, data, offset):  # as systems do: first a part of it, then none
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return room.pop()
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(StoreError, match=r"No space left on device.*cache_bytes"):
+        file.hold(0, 10)
+    assert file.drop(0) == 0
     file.close()
 
 
