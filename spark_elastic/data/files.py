@@ -15,6 +15,8 @@ from spark_elastic.data.sidecars import Sidecars
 _WILLNEED = getattr(os, "POSIX_FADV_WILLNEED", None)
 _DONTNEED = getattr(os, "POSIX_FADV_DONTNEED", None)
 _MAPPED_BYTES = 2 << 30
+_PIECE_BYTES = 8 << 20
+"""What is wanted at a time of rows that come as they lie in the files."""
 
 
 class SplitFiles:
@@ -53,10 +55,11 @@ class SplitFiles:
             self.close()
             raise
         self._source = source
+        self._piece_rows = max(1, _PIECE_BYTES // stride)
 
     def ahead(self) -> Ahead:
         """For one pass."""
-        return Ahead(self._source)
+        return Ahead(self._source, self.numbering, self._piece_rows)
 
     def close(self) -> None:
         while self._opened:

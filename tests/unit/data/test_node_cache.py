@@ -120,8 +120,19 @@ def test_the_cache_keeps_its_limit_and_the_rows_stay_right(tmp_path):
     assert cached_bytes(tmp_path / "cache") < limit + (17 << 20)
     with pytest.raises(InvalidSettingsError, match="cannot hold"):
         dataset.reader(batch_size=10, order="global", cache_bytes=limit)
+    with dataset.reader(batch_size=4096, shuffle=False, cache_dir=tmp_path / "cache", cache_bytes=limit) as reader:
+        assert [row for batch in labels(reader.epoch(0)) for row in batch] == list(range(rows))
+    assert cached_bytes(tmp_path / "cache") < limit + (17 << 20)
     with dataset.reader(batch_size=10, cache_dir=tmp_path / "cache", cache_bytes=limit) as reader:
         assert reader.order == "lanes"
+
+
+def test_the_first_rows_cost_a_few_pieces_and_not_the_set(tmp_path):
+    pack({"pad": np.zeros((500, 30_000), np.float32)}, tmp_path / "set")
+    far, dataset = remote(tmp_path / "set")
+    with dataset.reader(batch_size=4, shuffle=False, prefetch=0, cache_dir=tmp_path / "cache") as reader:
+        assert next(reader.epoch(0)).rows == 4
+    assert far.read_bytes < dataset.manifest.nbytes("train") // 2
 
 
 def test_a_block_that_was_damaged_on_the_disk_is_fetched_again(tmp_path):
