@@ -98,7 +98,7 @@ class BlockFile:
 
     def complete(self) -> int | None:
         """The CRC-32 of the whole file; None while blocks are absent."""
-        if not all(self.states["wanted"]):
+        if not self.states["wanted"].all():
             return None
         crc, last = 0, self._blocks - 1
         for length, blocks in (

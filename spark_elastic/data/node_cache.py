@@ -73,15 +73,19 @@ class CachedSplit:
         self._everything: Wanted | None = None
         # another set at the same place is another set
         key = hashlib.sha256(dataset.store.url.encode() + dataset.manifest.dumps()).hexdigest()[:24]
-        self._shards = dataset.manifest.splits[split]
+        self._unchecked: dict[BlockFile, tuple[str, int]] = {}
+        """File → what it is called there, and the manifest's CRC-32 of it."""
+        self._touched: set[BlockFile] = set()
+        """Those of them that may have become whole since somebody looked."""
         self._remote: list[RemoteFile] = []
         self._files: list[BlockFile] = []
         self._sidecars: list[BlockFile | None] = []
         try:
-            for shard in self._shards:
-                self._files.append(self._local(key, shard.file, shard.nbytes))
+            for shard in dataset.manifest.splits[split]:
+                self._files.append(self._local(key, shard.file, shard.nbytes, shard.crc32))
                 side = shard.sidecar if sidecars else None
-                self._sidecars.append(self._local(key, side, shard.sidecar_nbytes) if side else None)
+                size, crc32 = shard.sidecar_nbytes, shard.sidecar_crc32
+                self._sidecars.append(self._local(key, side, size, crc32) if side else None)
         except OSError as error:
             self.close()
             raise StoreError(f"the cache in {self._root} cannot be used: {error}; set cache_dir") from error
@@ -89,11 +93,13 @@ class CachedSplit:
         self.sidecar_paths = [file.path if file else None for file in self._sidecars]
         self._pool = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="spark-elastic-fetch")
 
-    def _local(self, key: str, file: str, nbytes: int) -> BlockFile:
+    def _local(self, key: str, file: str, nbytes: int, crc32: int) -> BlockFile:
         remote = RemoteFile(lambda: self._dataset.store.open_input(file), f"{self._dataset.store.url}/{file}")
         self._remote.append(remote)
         name = hashlib.sha256(file.encode()).hexdigest()[:16]
-        return BlockFile(self._root / key / f"{name}.data", nbytes, remote.read)
+        made = BlockFile(self._root / key / f"{name}.data", nbytes, remote.read)
+        self._unchecked[made] = (file, crc32)
+        return made
 
     # --- a source of rows -----------------------------------------------------------------------
 
@@ -105,8 +111,13 @@ class CachedSplit:
         return wanted
 
     def wait(self, wanted: Wanted) -> None:
+        """Raises: DatasetError: a file is here as a whole by now, and is not what the manifest says."""
         for future in wanted.futures:
             future.result()
+        with self._guard:
+            touched, self._touched = self._touched, set()
+        for file in touched:
+            self._check(file)
 
     def release(self, wanted: Wanted) -> None:
         with self._guard:
@@ -127,18 +138,17 @@ class CachedSplit:
             everything = self.want([(start, min(start + piece, rows)) for start in range(0, rows, piece)])
             try:
                 self.wait(everything)
-                for file, side, shard in zip(self._files, self._sidecars, self._shards, strict=True):
-                    self._check(file, shard.file, shard.crc32)
-                    if side is not None:
-                        self._check(side, str(shard.sidecar), shard.sidecar_crc32)
             except BaseException:
                 self.release(everything)
                 raise
             self._everything = everything
 
-    def _check(self, file: BlockFile, name: str, expected: int) -> None:
+    def _check(self, file: BlockFile) -> None:
         found = file.complete()
-        if found is not None and found != expected:
+        if found is None:
+            return
+        name, expected = self._unchecked.pop(file, ("", found))
+        if found != expected:
             for block in range(len(file.states)):
                 file.forget(block)
             raise DatasetError(
@@ -169,6 +179,8 @@ class CachedSplit:
             released = wanted.released
             if not released:
                 wanted.held.append((file, start, stop))
+            if file in self._unchecked:
+                self._touched.add(file)
             self._fetched += fetched
             due = self._limit is not None and self._fetched >= _CHECK_EVERY
             if due:

@@ -151,17 +151,18 @@ def test_a_block_that_was_damaged_on_the_disk_is_fetched_again(tmp_path):
     assert far.read_bytes == before + BLOCK
 
 
-def test_a_remote_file_that_is_not_the_manifests_is_refused(tmp_path):
+@pytest.mark.parametrize("options", [{"order": "global"}, {"order": "lanes"}, {"shuffle": False}])
+def test_a_remote_file_that_is_not_the_manifests_is_refused(tmp_path, options):
     numbered(tmp_path / "set", [40_000])
     with (tmp_path / "set" / "0.rows").open("r+b") as file:
         file.seek(24 * 20_000)
         file.write(b"another")
     _, dataset = remote(tmp_path / "set")
     with (
-        dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache") as reader,
+        dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache", **options) as reader,
         pytest.raises(DatasetError, match=r"0\.rows has the checksum \w+, the manifest says"),
     ):
-        next(reader.epoch(0))
+        list(reader.epoch(0))
 
 
 @pytest.mark.parametrize("order", ["global", "lanes"])
