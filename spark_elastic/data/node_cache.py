@@ -67,7 +67,7 @@ class CachedSplit:
         self._references = [f.name for f in dataset.layout.fields if f.kind is not Kind.DENSE] if sidecars else []
         self._root = Path(cache_dir) if cache_dir is not None else default_folder()
         self._limit = cache_bytes
-        self._fetched = 0
+        self._fetched = _CHECK_EVERY  # others may have left more than the limit
         self._guard = threading.Lock()
         self._all = threading.Lock()
         self._everything: Wanted | None = None
