@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +18,10 @@ Ranges = list[tuple[int, int]]
 """Of rows by number, `[start, stop)` each."""
 
 
+class Stopped(Exception):
+    """The pass is over; nobody needs what was waited for."""
+
+
 class Source(Protocol):
     """Where rows come from: files of this host, or a store far away.
 
@@ -27,13 +33,13 @@ class Source(Protocol):
     def want(self, ranges: Ranges) -> Any:
         """Begin to bring these rows near. Returns what `wait` and `release` are to be given."""
 
-    def wait(self, wanted: Any) -> None:
-        """Until they are there. Raises: DatasetError, StoreError: they cannot be had."""
+    def wait(self, wanted: Any, stopping: Future[None]) -> None:
+        """Until they are there. Raises: Stopped: `stopping` is done; DatasetError, StoreError: they cannot be had."""
 
     def release(self, wanted: Any) -> None:
         """They are not needed any more."""
 
-    def want_all(self) -> None:
+    def want_all(self, stopping: Future[None]) -> None:
         """Bring all rows near, and wait until they can be gathered in any order. Again: nothing. Safe for threads."""
 
 
@@ -60,6 +66,7 @@ class Ahead:
         self._numbering = numbering
         self._piece_rows = piece_rows
         self._pieces: deque[_Held] = deque()
+        self._stopping: Future[None] = Future()
         self._order: Order | None = None
         self._owned = (0, 0)
         self._held: list[deque[_Held]] = []
@@ -70,6 +77,8 @@ class Ahead:
         """Returns when positions `start`..`stop` can be gathered.
 
         They follow those of the last call, or the order or the world is another.
+
+        Raises: Stopped.
         """
         if isinstance(order, GlobalOrder) and not order.shuffle and not self._source.at_once:
             if order is not self._order:
@@ -79,7 +88,7 @@ class Ahead:
             return
         if self._source.at_once or not isinstance(order, LaneOrder):
             if order is not self._order:
-                self._source.want_all()
+                self._source.want_all(self._stopping)
             self._order = order
             return
         owned = order.owned(rank, size)
@@ -102,7 +111,7 @@ class Ahead:
             begin = 0
             for window in held:
                 if begin < last and not window.there:
-                    self._source.wait(window.wanted)
+                    self._source.wait(window.wanted, self._stopping)
                     window.there = True
                 begin = window.stop
             if held and held[-1].there:
@@ -119,7 +128,7 @@ class Ahead:
             pieces.append(_Held(end, self._source.want(self._numbering.ranges_in_files(begin, end))))
         for piece in pieces:
             if not piece.there:
-                self._source.wait(piece.wanted)
+                self._source.wait(piece.wanted, self._stopping)
                 piece.there = True
             if piece.stop >= stop:
                 break
@@ -133,6 +142,11 @@ class Ahead:
         wanted = self._source.want(order.window_ranges(lane, start, stop))
         self._held[lane - self._owned[0]].append(_Held(stop, wanted))
         return True
+
+    def stop(self) -> None:
+        """Ends a `prepare` that waits in another thread; nothing more can be prepared. Again: nothing."""
+        with contextlib.suppress(InvalidStateError):
+            self._stopping.set_result(None)
 
     def forget(self) -> None:
         """Let go of everything."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 from spark_elastic.data.ahead import Ahead, Ranges, Source
@@ -94,7 +95,7 @@ class LocalSource:
         self._advise(ranges, _WILLNEED)
         return ranges
 
-    def wait(self, wanted: Ranges) -> None:
+    def wait(self, wanted: Ranges, stopping: Future[None]) -> None:
         """The system makes whoever touches a page wait until it is there."""
 
     def release(self, wanted: Ranges) -> None:
@@ -103,7 +104,7 @@ class LocalSource:
         if self._drop_behind:
             self._advise(wanted, _DONTNEED)
 
-    def want_all(self) -> None:
+    def want_all(self, stopping: Future[None]) -> None:
         with self._guard:
             if not (self._asked or self._drop_behind):  # what does not stay in memory cannot be brought there whole
                 self._advise([(0, self._numbering.rows)], _WILLNEED)

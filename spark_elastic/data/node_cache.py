@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from spark_elastic.data.ahead import Ranges
+from spark_elastic.data.ahead import Ranges, Stopped
 from spark_elastic.data.block_file import BlockFile
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.layout import Kind
@@ -110,9 +111,13 @@ class CachedSplit:
                 wanted.futures.append(self._pool.submit(self._bring, wanted, shard, first, last))
         return wanted
 
-    def wait(self, wanted: Wanted) -> None:
+    def wait(self, wanted: Wanted, stopping: Future[None]) -> None:
         """Raises: DatasetError: a file is here as a whole by now, and is not what the manifest says."""
         for future in wanted.futures:
+            if not future.done():
+                futures.wait((future, stopping), return_when=futures.FIRST_COMPLETED)
+            if stopping.done():
+                raise Stopped
             future.result()
         with self._guard:
             touched, self._touched = self._touched, set()
@@ -128,7 +133,7 @@ class CachedSplit:
         for file, start, stop in held:
             file.release(start, stop)
 
-    def want_all(self) -> None:
+    def want_all(self, stopping: Future[None]) -> None:
         """Raises: DatasetError: a file is not what the manifest says."""
         with self._all:
             if self._everything is not None:
@@ -137,7 +142,7 @@ class CachedSplit:
             rows = self._numbering.rows
             everything = self.want([(start, min(start + piece, rows)) for start in range(0, rows, piece)])
             try:
-                self.wait(everything)
+                self.wait(everything, stopping)
             except BaseException:
                 self.release(everything)
                 raise

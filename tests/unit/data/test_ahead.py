@@ -30,13 +30,13 @@ class Recording:
         self.most = max(self.most, sum(map(len, self.open.values())))
         return token
 
-    def wait(self, token):
+    def wait(self, token, stopping):
         self.there |= self.open[token]
 
     def release(self, token):
         self.there -= self.open.pop(token)
 
-    def want_all(self):
+    def want_all(self, stopping):
         self.all += 1
 
 

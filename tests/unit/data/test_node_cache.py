@@ -7,6 +7,7 @@ import io
 import os
 import threading
 import zlib
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -35,12 +36,16 @@ class Far(fsspec_local.LocalFileSystem):
     cachable = False
     read_bytes = 0
     drops = 0
+    gate = None
 
     def _open(self, path, mode="rb", **options):
         far = self
 
         class Counting(io.BytesIO):
             def read(self, nbytes=-1):
+                if far.gate is not None:
+                    far.stuck.set()
+                    far.gate.wait()
                 if far.drops:
                     far.drops -= 1
                     raise RuntimeError("connection reset")  # not all packages raise OSError
@@ -231,6 +236,31 @@ def test_another_set_at_the_same_place_is_not_taken_for_the_old_one(tmp_path):
         assert batch["label"].min() == add
 
 
+@pytest.mark.parametrize("options", [{"order": "lanes"}, {"order": "global"}, {"shuffle": False}])
+def test_a_pass_that_ends_does_not_wait_for_what_is_on_its_way(tmp_path, options):
+    numbered(tmp_path / "set", [40_000])
+    far, dataset = remote(tmp_path / "set")
+    far.stuck, far.gate = threading.Event(), threading.Event()
+    reader = dataset.reader(batch_size=10, cache_dir=tmp_path / "cache", **options)
+    said = []
+
+    def consume():
+        try:
+            next(reader.epoch(0))
+        except ValueError as error:
+            said.append(str(error))
+
+    consumer, closing = threading.Thread(target=consume), threading.Thread(target=reader.close)
+    consumer.start()
+    assert far.stuck.wait(20)
+    closing.start()
+    consumer.join(timeout=20)
+    far.gate.set()
+    closing.join()
+    consumer.join()
+    assert said == ["the reader was closed in the middle of an epoch"]
+
+
 def test_threads_and_descriptors_are_gone_after_closing(tmp_path):
     numbered(tmp_path / "set", [400_000])
     _, dataset = remote(tmp_path / "set")
@@ -304,7 +334,7 @@ def test_making_room_leaves_files_alone_that_others_are_still_making(tmp_path):
     before = {path.name: path.read_bytes() for path in others.iterdir()}
     split = opened(dataset, tmp_path / "cache", 2 << 20)
     wanted = split.want([(0, 400_000)])
-    split.wait(wanted)
+    split.wait(wanted, Future())
     split.release(wanted)
     split.make_room()
     assert cached_bytes(tmp_path / "cache") <= 2 << 20
@@ -354,7 +384,7 @@ def test_what_cannot_be_dropped_stays_as_it_is_and_no_more_is_dropped(tmp_path, 
     split = opened(dataset, tmp_path / "cache", 100_000)
     for _ in range(2):
         wanted = split.want([(0, 40_000)])
-        split.wait(wanted)
+        split.wait(wanted, Future())
         split.release(wanted)
         before = far.read_bytes
         monkeypatch.setattr(block_file, "_punch", lambda *args: False)  # a filesystem without holes
