@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from spark_elastic.clock import wall
 from spark_elastic.data.ahead import Ranges, Stopped
 from spark_elastic.data.block_file import BlockFile
+from spark_elastic.data.cache_folders import claim, default_limit, remove_stale, used_bytes
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.layout import Kind
 from spark_elastic.data.rows import Numbering
@@ -81,7 +83,12 @@ class CachedSplit:
         self._remote: list[RemoteFile] = []
         self._files: list[BlockFile] = []
         self._sidecars: list[BlockFile | None] = []
+        self._claimed = -1
         try:
+            self._claimed = claim(self._root / key)
+            remove_stale(self._root, wall())
+            if self._limit is None:
+                self._limit = default_limit(self._root)
             for shard in dataset.manifest.splits[split]:
                 self._files.append(self._local(key, shard.file, shard.nbytes, shard.crc32))
                 side = shard.sidecar if sidecars else None
@@ -201,7 +208,7 @@ class CachedSplit:
         """Drop what was not wanted for longest, of all sets in the folder, until the limit is kept."""
         if self._limit is None:
             return
-        used = _used(self._root)
+        used = used_bytes(self._root)
         if used <= self._limit:
             return
         ours = {file.path: file for file in [*self._files, *self._sidecars] if file is not None}
@@ -240,6 +247,9 @@ class CachedSplit:
                 file.close()
         for remote in self._remote:
             remote.close()
+        if self._claimed >= 0:
+            os.close(self._claimed)
+            self._claimed = -1
 
 
 class RemoteFile:
@@ -293,7 +303,3 @@ def default_folder() -> Path:
     if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
         raise StoreError(f"{folder} belongs to another user; set cache_dir")
     return folder
-
-
-def _used(root: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in root.glob("*/*.data"))

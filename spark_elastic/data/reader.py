@@ -54,8 +54,8 @@ class BatchReader:
         lanes: how lanes are cut; None: `lane_settings`. The same on all ranks, and for all of a training.
         prefetch: batches that a thread gathers ahead, fewer if they are large, more if they are small; 0: no thread.
         fields: the tensors that batches hold; None: all.
-        cache_dir, cache_bytes: where, and how much of, a remote set is kept on this host's disk; None: a folder of
-            the user's temporary files, and all of it.
+        cache_dir, cache_bytes: where, and how much of, remote sets are kept on this host's disk; None: a folder of
+            the user's temporary files, and most of what is free there. Sets that nobody opened for a week go.
 
     Raises:
         InvalidSettingsError: a value that cannot be, a split or a field that the set does not have.

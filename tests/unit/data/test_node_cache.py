@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 import threading
 import zlib
 from concurrent.futures import Future
@@ -130,6 +131,46 @@ def test_the_cache_keeps_its_limit_and_the_rows_stay_right(tmp_path):
     assert cached_bytes(tmp_path / "cache") < limit + (17 << 20)
     with dataset.reader(batch_size=10, cache_dir=tmp_path / "cache", cache_bytes=limit) as reader:
         assert reader.order == "lanes"
+
+
+def test_without_a_limit_the_cache_leaves_the_disk_some_room(tmp_path, monkeypatch):
+    pack({"x": np.zeros((1200, 10_000), np.float32)}, tmp_path / "set")
+    _, dataset = remote(tmp_path / "set")
+    free = shutil.disk_usage(tmp_path)._replace(free=16 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    split = opened(dataset, tmp_path / "cache")
+    for start in range(0, 1200, 100):
+        wanted = split.want([(start, start + 100)])
+        split.wait(wanted, Future())
+        split.release(wanted)
+    split.make_room()
+    assert 0 < cached_bytes(tmp_path / "cache") < 16 << 20
+    split.close()
+
+
+def test_sets_that_nobody_read_for_days_leave_the_cache_and_nothing_else_does(tmp_path):
+    cache = tmp_path / "cache"
+    folders = {}
+    for name, rows in (("old", 10), ("read", 20), ("new", 30)):
+        numbered(tmp_path / name, [rows])
+        before = set(cache.glob("*"))
+        split = opened(remote(tmp_path / name)[1], cache)
+        (folders[name],) = set(cache.glob("*")) - before
+        if name != "read":
+            split.close()
+    foreign, notes = cache / ("f" * 24), cache / "notes"
+    for folder, file in ((foreign, "mine.txt"), (notes, "a.data")):
+        folder.mkdir()
+        (folder / file).touch()
+        (folder / "lock").touch()
+    for folder in (folders["old"], folders["read"], foreign, notes):
+        os.utime(folder / "lock", (0, 0))
+    numbered(tmp_path / "other", [40])
+    opened(remote(tmp_path / "other")[1], cache).close()
+    assert not folders["old"].exists()
+    assert len(list(folders["read"].glob("*.data"))) == len(list(folders["new"].glob("*.data"))) == 1
+    assert (foreign / "mine.txt").exists()
+    assert (notes / "a.data").exists()
 
 
 def test_the_first_rows_cost_a_few_pieces_and_not_the_set(tmp_path):
