@@ -20,7 +20,7 @@ from spark_elastic import clock
 from spark_elastic.core.sampling import splitmix64
 from spark_elastic.data.batch import Batch
 from spark_elastic.data.reader import BatchReader
-from spark_elastic.errors import CheckpointError
+from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.checkpoints import CheckpointWriter
 from spark_elastic.ml.torch.batches import BatchMaker
@@ -85,7 +85,12 @@ class Trainer:
         self._writer = writer
         self._settings = settings
         self._plan = training.checkpoints or CheckpointPlan(every_epochs=None, keep=1)
-        self._params = [param for param in self.model.parameters() if param.requires_grad]
+        named = [(name, param, param.requires_grad) for name, param in self.model.named_parameters()]
+        trained = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        self._named = named
+        self._params = [param for _, param, requires_grad in named if requires_grad and id(param) in trained]
+        self._others = [param for _, param, requires_grad in named if requires_grad and id(param) not in trained]
+        """Of no optimizer: their gradients are each worker's own and must not add to anything."""
         self._buffers = list(self.model.buffers())
         self._on_batch_end = _overridden(self.callbacks, "on_batch_end")
         self._validates = training.validates
@@ -170,7 +175,10 @@ class Trainer:
     def _step(self, batch: Batch, last: bool) -> None:
         at = self.state.at
         self._seed(at.epoch, batch.start)
+        self._check_frozen()
         self.optimizer.zero_grad()
+        for param in self._others:
+            param.grad = None
         numbers, pieces = self._gradients(batch)
         self._apply()
         self._schedule.after_step()
@@ -194,6 +202,30 @@ class Trainer:
             call(self._run)
         self._maybe_checkpoint()
         self.state.check_host_updates()
+
+    def _check_frozen(self) -> None:
+        """Raises: InvalidSettingsError: a parameter was frozen or thawed. Which are reduced was agreed on before; of
+        others each worker would have gradients of its own.
+        """
+        for name, param, before in self._named:
+            if param.requires_grad != before:
+                raise InvalidSettingsError(
+                    f"requires_grad of {name} was set to {param.requires_grad} during the training, which other and "
+                    "later workers do not know of. Give it a param group of its own with lr=0, and change that lr in "
+                    "a callback (run.optimizer.param_groups); or train twice, with the parameter frozen in one of them"
+                )
+
+    def _check_frozen(self) -> None:
+        """Raises: InvalidSettingsError: a parameter was frozen or thawed. Which are reduced was agreed on before; of
+        others each worker would have gradients of its own.
+        """
+        for name, param, before in self._named:
+            if param.requires_grad != before:
+                raise InvalidSettingsError(
+                    f"requires_grad of {name} was set to {param.requires_grad} during the training, which other and "
+                    "later workers do not know of. Give it a param group of its own with lr=0, and change that lr in "
+                    "a callback (run.optimizer.param_groups); or train twice, with the parameter frozen in one of them"
+                )
 
     def _gradients(self, batch: Batch) -> tuple[torch.Tensor, tuple[Piece, ...]]:
         """Forward and backward. Returns what was measured of these rows, and the stop flag behind it: float64. They go

@@ -198,6 +198,15 @@ def test_frozen_parameters_and_those_that_no_loss_reaches_stay_as_they_are(data,
     assert result["steps"] == STEPS
 
 
+@pytest.mark.parametrize("event", ["on_epoch_begin", "on_batch_end"])
+def test_thawing_a_parameter_during_the_training_is_refused(event, data, tmp_path):
+    net = make_net()
+    net[0].weight.requires_grad_(False)
+    thaw = LambdaCallback(**{event: lambda run: run.model[0].weight.requires_grad_(True)})
+    with pytest.raises(InvalidSettingsError, match=r"requires_grad of 0\.weight was set to True"):
+        alone(make_training(data, tmp_path, model=net, callbacks=[thaw]))
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_number_of_threads_can_be_set(threads, data, tmp_path):
     seen = set()
