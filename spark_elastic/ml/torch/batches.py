@@ -42,6 +42,15 @@ class BatchMaker:
             **_by_name(LABEL, training.label_shapes),
         }
         self._device = device
+        self._needed = (
+            []
+            if training.train_fn is not None
+            else [
+                field.name
+                for field in training.dataset.layout.fields
+                if field.name.startswith(LABEL) or field.name == WEIGHT
+            ]
+        )
         self._parts = training.accumulation
 
     def parts(self, batch: Batch, most: int | None = None) -> list[TorchBatch]:
@@ -56,6 +65,7 @@ class BatchMaker:
         if self._transformation is not None:
             columns = self._transformation(dict(columns))
             _check(columns, rows)
+            self._check_needed(columns)
         tensors = {name: self._tensor(name, value, rows) for name, value in columns.items()}
         count = min(most or self._parts, rows)
         if count == 1:
@@ -65,6 +75,15 @@ class BatchMaker:
             _batch({name: value[start:stop] for name, value in tensors.items()}, stop - start)
             for start, stop in itertools.pairwise(cuts)
         ]
+
+    def _check_needed(self, columns: Mapping[str, Any]) -> None:
+        """Without them the loss would be of something else, and as good a number as any."""
+        missing = [name for name in self._needed if name not in columns]
+        if missing:
+            raise DataError(
+                f"transformation_fn returned no {' and no '.join(missing)}, but {', '.join(columns) or 'nothing'}; "
+                "begin with {**columns} to keep what it does not change"
+            )
 
     def _tensor(self, name: str, value: Any, rows: int) -> Any:
         if isinstance(value, np.ndarray) and value.dtype != object:

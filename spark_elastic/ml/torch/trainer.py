@@ -30,7 +30,7 @@ from spark_elastic.ml.torch.objective import Objective
 from spark_elastic.ml.torch.optimizers import Schedule
 from spark_elastic.ml.torch.progress import Phase, Progress, added
 from spark_elastic.ml.torch.run_view import RunView
-from spark_elastic.ml.torch.snapshots import snapshot, to_bytes
+from spark_elastic.ml.torch.snapshots import detached, snapshot, to_bytes
 from spark_elastic.ml.torch.spec import HISTORY_FILE, MODEL_FILE, CheckpointPlan, TorchTraining
 from spark_elastic.torch.objects import broadcast_tensors
 
@@ -202,18 +202,6 @@ class Trainer:
             call(self._run)
         self._maybe_checkpoint()
         self.state.check_host_updates()
-
-    def _check_frozen(self) -> None:
-        """Raises: InvalidSettingsError: a parameter was frozen or thawed. Which are reduced was agreed on before; of
-        others each worker would have gradients of its own.
-        """
-        for name, param, before in self._named:
-            if param.requires_grad != before:
-                raise InvalidSettingsError(
-                    f"requires_grad of {name} was set to {param.requires_grad} during the training, which other and "
-                    "later workers do not know of. Give it a param group of its own with lr=0, and change that lr in "
-                    "a callback (run.optimizer.param_groups); or train twice, with the parameter frozen in one of them"
-                )
 
     def _check_frozen(self) -> None:
         """Raises: InvalidSettingsError: a parameter was frozen or thawed. Which are reduced was agreed on before; of
@@ -418,8 +406,7 @@ class Trainer:
             self.model.load_state_dict(self.best.state_dict())
         if self.rank == 0:
             store = self.training.store
-            weights = {name: value.detach().cpu() for name, value in self.model.state_dict().items()}
-            store.write_bytes(MODEL_FILE, to_bytes(weights))
+            store.write_bytes(MODEL_FILE, to_bytes(detached(self.model.state_dict(), "the model")))
             store.write_bytes(HISTORY_FILE, state.at.history.dumps().encode())
             try:
                 self._writer.drain()

@@ -69,12 +69,25 @@ def test_accumulation_cuts_a_share_into_parts_of_about_equal_size(rows, parts, d
             "was given 5 rows and returned 2 rows for features_0",
         ),
         (lambda columns: {"features_0": 1.0}, "returned no rows for features_0"),
-        (lambda columns: {"features_0": columns["text"]}, "features_0 holds list values of variable length"),
+        (lambda columns: {**columns, "features_0": columns["text"]}, "features_0 holds list values of variable length"),
     ],
 )
 def test_a_transformation_has_to_return_what_can_be_trained_on(function, message, data, tmp_path):
     with pytest.raises(DataError, match=message):
         maker(data, tmp_path, transformation_fn=function).parts(one_batch())
+
+
+def test_a_transformation_has_to_return_the_labels_and_the_weights_that_the_loss_is_of(weighted_data, tmp_path):
+    rows = one_batch()
+    rows.tensors["sample_weight"] = np.ones(5)
+
+    def features_only(columns):
+        return {"features_0": columns["features_0"]}
+
+    with pytest.raises(DataError, match="returned no label_0 and no sample_weight, but features_0"):
+        maker(weighted_data, tmp_path, transformation_fn=features_only).parts(rows)
+    changes = {"loss": None, "train_fn": trainings.squared, "transformation_fn": features_only}
+    assert len(maker(weighted_data, tmp_path, **changes).parts(rows)) == 1  # a train_fn knows what it needs
 
 
 @pytest.mark.parametrize(
@@ -196,6 +209,30 @@ def test_frozen_parameters_and_those_that_no_loss_reaches_stay_as_they_are(data,
     assert torch.equal(state["0.weight"], before)
     assert state["unused"].tolist() == [1, 1, 1]
     assert result["steps"] == STEPS
+
+
+class Remembers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = make_net()
+        self.seen = {"rows": 0}
+
+    def forward(self, x):
+        self.seen = {"rows": self.seen["rows"] + len(x)}
+        return self.net(x)
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+def test_a_model_may_have_a_state_that_is_no_tensor(data, tmp_path):
+    net = Remembers()
+    alone(make_training(data, tmp_path, model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1)))
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert state["_extra_state"]["rows"] == 3 * (trainings.ROWS + trainings.VALIDATION_ROWS)
 
 
 @pytest.mark.parametrize("event", ["on_epoch_begin", "on_batch_end"])

@@ -31,6 +31,10 @@ def strange_metric(output: Any, label: Any) -> Any:
     raise ValueError("no such thing")
 
 
+def no_label(columns: dict[str, Any]) -> dict[str, Any]:
+    return {"features_0": columns["features_0"]}
+
+
 def frozen() -> nn.Module:
     return make_net().requires_grad_(False)
 
@@ -48,7 +52,8 @@ def frozen() -> nn.Module:
         ({"loss": [nn.CrossEntropyLoss()] * 2}, InvalidSettingsError, "2 losses were given for 1 labels"),
         ({"optimizer": torch.optim.LBFGS}, InvalidSettingsError, "LBFGS"),
         ({"optimizer": lambda params: 3}, InvalidSettingsError, "it gave int"),
-        ({"transformation_fn": lambda columns: {}}, DataError, "the model and its loss cannot deal"),
+        ({"transformation_fn": lambda columns: {}}, DataError, "returned no label_0, but nothing"),
+        ({"transformation_fn": no_label}, DataError, "returned no label_0, but features_0"),
     ],
 )
 def test_what_does_not_fit_is_said_with_names_types_and_shapes(
