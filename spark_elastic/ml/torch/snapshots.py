@@ -83,7 +83,7 @@ def snapshot(
     best: torch.nn.Module | None,
     callbacks: Sequence[Callback],
     settings: Mapping[str, Any],
-    is_best: bool,
+    best_of: Sequence[str],
 ) -> Callable[[], Contents]:
     """Copies everything now; what it returns makes the bytes of it, on another thread.
 
@@ -98,7 +98,7 @@ def snapshot(
         "val_pieces": detached(at.val_pieces, "the metrics"),
     }
     document = {"at": at.to_json(), "callbacks": callback_states(callbacks), "settings": dict(settings)}
-    facts = CheckpointFacts(f"{at.serial:012d}", at.step, at.epoch, at.position, is_best)
+    facts = CheckpointFacts(f"{at.serial:012d}", at.step, at.epoch, at.position, tuple(best_of))
     return lambda: Contents(facts, document, {TENSORS: to_bytes(tensors)})
 
 

@@ -30,6 +30,7 @@ from spark_elastic.ml.torch.objective import Objective
 from spark_elastic.ml.torch.optimizers import Schedule
 from spark_elastic.ml.torch.progress import Phase, Progress, added
 from spark_elastic.ml.torch.run_view import RunView
+from spark_elastic.ml.torch.single_rows import normalised_alone
 from spark_elastic.ml.torch.snapshots import detached, snapshot, to_bytes
 from spark_elastic.ml.torch.spec import HISTORY_FILE, MODEL_FILE, CheckpointPlan, TorchTraining
 from spark_elastic.torch.objects import broadcast_tensors
@@ -230,7 +231,8 @@ class Trainer:
         pieces: list[Piece] = []
         share = None
         for number, part in enumerate(parts):
-            measured = objective.measure(model, part)
+            with normalised_alone(model, part.rows):
+                measured = objective.measure(model, part)
             share = objective.share(measured, batch.global_rows, counts)
             pieces.append(tally.measure(measured, part.rows, numbers))
             if number < len(parts) - 1:
@@ -317,6 +319,7 @@ class Trainer:
         self._schedule.after_epoch({**logs, **val_logs})
         row = {**logs, **val_logs}
         for callback in self.callbacks:
+            run.caller = callback
             if val_logs:
                 callback.on_validation_end(run, val_logs)
             callback.on_epoch_end(run, row)
@@ -340,7 +343,7 @@ class Trainer:
         every = self._plan.every_epochs
         due = every is not None and ((at.epoch + 1) % every == 0 or finished)
         if due or run.wants_checkpoint:
-            self._checkpoint(is_best=run.wants_best)
+            self._checkpoint(best_of=run.best_of)
         run.forget()
         if self.rank == 0 and self.training.verbose:
             print(_line(row, self.training.epochs), flush=True)
@@ -369,15 +372,15 @@ class Trainer:
         plan, run = self._plan, self._run
         if run.wants_checkpoint:
             run.wants_checkpoint = False
-            self._checkpoint(is_best=False)
+            self._checkpoint()
             return
         due = plan.every_steps is not None and self.state.at.step % plan.every_steps == 0
         if plan.every_seconds is not None and not due:
             due = clock.monotonic() - self._last_checkpoint >= plan.every_seconds
         if due:
-            self._checkpoint(is_best=False, if_idle=True)
+            self._checkpoint(if_idle=True)
 
-    def _checkpoint(self, is_best: bool, if_idle: bool = False) -> None:
+    def _checkpoint(self, best_of: Sequence[str] = (), if_idle: bool = False) -> None:
         """Copy the state and have it written. if_idle: not if the last ones are still being written."""
         if self.rank != 0 or (if_idle and self._writer.busy):
             return
@@ -391,7 +394,7 @@ class Trainer:
                 best=self.best,
                 callbacks=self.callbacks,
                 settings=self._settings,
-                is_best=is_best,
+                best_of=best_of,
             )
         )
         if self.training.verbose > 1:

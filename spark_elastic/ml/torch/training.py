@@ -12,7 +12,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.ml.callbacks import BestCheckpoint, Callback
+from spark_elastic.ml.callbacks import BestCheckpoint, Callback, check_one_best
 from spark_elastic.ml.checkpoints import Checkpoints, CheckpointWriter
 from spark_elastic.ml.torch.batches import LABEL, WEIGHT, BatchMaker
 from spark_elastic.ml.torch.metrics import Tally
@@ -73,6 +73,7 @@ def _assemble(training: TorchTraining) -> Trainer:
     schedule = Schedule(training, optimizer, "val_loss" if training.validates else "loss")
     plan = training.checkpoints
     callbacks = [*training.callbacks, *_implied(plan)]
+    check_one_best(callbacks)
     best = None
     if any(callback.restores_best for callback in callbacks):
         best = copy.deepcopy(model).requires_grad_(False)

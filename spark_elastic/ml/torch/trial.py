@@ -19,6 +19,7 @@ from spark_elastic.ml.torch.metrics import Tally
 from spark_elastic.ml.torch.model import TorchPredictor
 from spark_elastic.ml.torch.objective import Measured
 from spark_elastic.ml.torch.optimizers import Schedule, build_optimizer
+from spark_elastic.ml.torch.single_rows import normalised_alone
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.torch.training import objective_of
 
@@ -65,7 +66,7 @@ def _step(training: TorchTraining, batch: Batch) -> None:
     tally = Tally(objective, training.metrics)
     parts = BatchMaker(training, torch.device("cpu")).parts(batch, 1)
     part = parts[0]
-    with _explained("the model and its loss", part):
+    with _explained("the model and its loss", part), normalised_alone(model, part.rows):
         measured: Measured = objective.measure(model, part)
         counts = objective.counts(parts) if objective.normalised else ()
         share = objective.share(measured, part.rows, counts)

@@ -11,7 +11,7 @@ from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.checkpoints import MANIFEST, CheckpointFacts, Checkpoints, CheckpointWriter, Contents
 
 
-def contents(number: int, best: bool = False) -> Contents:
+def contents(number: int, best: tuple[str, ...] = ()) -> Contents:
     facts = CheckpointFacts(f"{number:012d}", step=number, epoch=number // 10, position=number % 10, best=best)
     return Contents(facts, {"at": number}, {"state.pt": bytes(range(256)) * 40, "more": b"x" * number})
 
@@ -81,10 +81,18 @@ def test_a_newer_version_is_named(checkpoints):
 
 def test_the_newest_and_the_best_are_kept(checkpoints):
     for number in range(1, 7):
-        checkpoints.write(contents(number, best=number in (1, 2)))
+        checkpoints.write(contents(number, best=("loss min",) if number in (1, 2) else ()))
     checkpoints.keep(2)
     assert [facts.step for facts in checkpoints.complete()] == [2, 5, 6]
     assert checkpoints.best().step == 2
+
+
+def test_the_best_by_each_value_is_kept(checkpoints):
+    for number, best in enumerate([("a",), ("a", "b"), ("a",), (), ("c",), ()]):
+        checkpoints.write(contents(number, best))
+    checkpoints.keep(1)
+    assert [facts.step for facts in checkpoints.complete()] == [1, 2, 4, 5]
+    assert checkpoints.best("b").step == 1
 
 
 def test_what_was_never_completed_is_removed_once_there_is_a_newer_one(checkpoints, tmp_path):

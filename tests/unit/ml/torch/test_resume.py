@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spark_elastic.data.store import Store
-from spark_elastic.errors import CheckpointError
+from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.torch.snapshots import detached, from_bytes, to_bytes
@@ -173,7 +173,10 @@ def test_time_can_make_a_checkpoint_due(data, tmp_path):
 def test_the_best_by_a_metric_is_kept_whatever_its_age(data, tmp_path):
     plan = CheckpointPlan(keep=1, best_of="lr", mode="max")  # the first epoch has the largest learning rate
     alone(make_training(data, tmp_path, checkpoints=plan, lr_scheduler=trainings.halved_every_epoch))
-    assert [(facts.epoch, facts.best) for facts in checkpoints_in(tmp_path).complete()] == [(1, True), (3, False)]
+    assert [(facts.epoch, facts.best) for facts in checkpoints_in(tmp_path).complete()] == [
+        (1, ("lr max",)),
+        (3, ()),
+    ]
     assert checkpoints_in(tmp_path).best().epoch == 1
 
 
@@ -185,6 +188,25 @@ def test_the_trained_model_gets_the_weights_of_the_best_epoch(data, tmp_path):
     result = alone(make_training(data, tmp_path / "best", callbacks=callbacks, lr_scheduler=schedule))
     assert result["restored"] == 0
     assert trainings.weights(tmp_path / "best") == close(trainings.weights(tmp_path / "one"))
+
+
+def test_what_is_best_by_another_value_is_kept_and_not_restored(data, tmp_path):
+    one_epoch = make_training(data, tmp_path / "one", epochs=1)
+    alone(one_epoch)
+    changes = {"callbacks": [EarlyStopping("lr", mode="max", patience=9, restore_best=True)]}
+    changes["checkpoints"] = CheckpointPlan(keep=1, best_of="steps", mode="max")  # which is best in the last
+    result = alone(make_training(data, tmp_path / "two", lr_scheduler=trainings.halved_every_epoch, **changes))
+    assert result["restored"] == 0
+    assert trainings.weights(tmp_path / "two") == close(trainings.weights(tmp_path / "one"))
+    checkpoints = checkpoints_in(tmp_path / "two")
+    assert [facts.epoch for facts in checkpoints.complete()] == [1, 3]
+    assert (checkpoints.best("lr max").epoch, checkpoints.best("steps max").epoch) == (1, 3)
+
+
+def test_two_callbacks_cannot_both_choose_the_weights(data, tmp_path):
+    callbacks = [BestCheckpoint("loss"), EarlyStopping("val_loss", restore_best=True)]
+    with pytest.raises(InvalidSettingsError, match="by loss min and by val_loss min"):
+        alone(make_training(data, tmp_path, callbacks=callbacks))
 
 
 def test_the_best_weights_outlive_the_worker_that_had_found_them_and_a_resume(data, tmp_path):
