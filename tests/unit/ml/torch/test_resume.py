@@ -8,12 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+import spark_elastic.torch as hvd
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.torch.snapshots import detached, from_bytes, to_bytes
 from spark_elastic.ml.torch.spec import CHECKPOINTS, CheckpointPlan
+from spark_elastic.ml.torch.training import _assemble
+from spark_elastic.torch.process import process
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.test_training_worlds import assert_as_undisturbed, close
 from tests.unit.ml.torch.trainings import EPOCHS, STEPS, At, alone, make_training
@@ -135,9 +138,21 @@ def test_another_number_of_workers_goes_on_to_the_same_result(data, tmp_path, un
             assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_newcomer_begins_where_the_checkpoint_is_in_case_nobody_else_is_left(known, data, tmp_path, monkeypatch):
+    alone(make_training(data, tmp_path, epochs=1))
+    latest = checkpoints_in(tmp_path).latest().name if known else "gone"
+    monkeypatch.setattr(type(process), "provisional", True)
+    monkeypatch.setattr(hvd, "size", lambda: 1)
+    trainer = _assemble(make_training(data, tmp_path, resume_from=latest))
+    trainer.close()
+    assert trainer.state.at.step == (13 if known else 0)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"order": "lanes"}, "was written with order='global', and now it is 'lanes'"),
         ({"seed": 1}, "was written with seed=0, and now it is 1"),
         ({"shuffle": False}, "was written with shuffle=True, and now it is False"),
         ({"metrics": {}}, r"was written with metrics=\['accuracy', 'label_sum'\]"),
