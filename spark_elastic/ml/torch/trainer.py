@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -345,6 +346,8 @@ class Trainer:
         if due or run.wants_checkpoint:
             self._checkpoint(best_of=run.best_of)
         run.forget()
+        if self.rank == 0 and math.isnan(row["loss"]) and not any(math.isnan(old["loss"]) for old in at.history):
+            log.warning("the loss of epoch %d is not a number; training goes on", at.epoch + 1)
         if self.rank == 0 and self.training.verbose:
             print(_line(row, self.training.epochs), flush=True)
         self.state.turn_done()

@@ -15,7 +15,9 @@ from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.torch.batches import BatchMaker
 from spark_elastic.ml.torch.cores import host_cores, threads_for
+from spark_elastic.ml.torch.optimizers import build_optimizer
 from spark_elastic.ml.torch.spec import CheckpointPlan
+from spark_elastic.ml.torch.training import objective_of
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import STEPS, alone, make_net, make_training
 
@@ -140,6 +142,30 @@ def test_what_does_not_fit_the_model_or_the_machine_is_refused(changes, message,
         pytest.skip("there is a GPU")
     with pytest.raises(InvalidSettingsError, match=message):
         alone(make_training(data, tmp_path, **changes))
+
+
+def test_a_model_without_parameters_cannot_be_trained():
+    with pytest.raises(InvalidSettingsError, match=r"the model \(Flatten\) has no parameters"):
+        build_optimizer(torch.optim.SGD, torch.nn.Flatten())
+
+
+def test_a_scheduler_may_be_a_class(data, tmp_path):
+    scheduler = torch.optim.lr_scheduler.ConstantLR
+    result = alone(make_training(data, tmp_path, lr_scheduler=scheduler))
+    assert [row["lr"] for row in result["history"]] == pytest.approx([0.1 / 3] * 3)
+
+
+def test_what_a_loss_holds_goes_to_the_device(data, tmp_path):
+    loss = torch.nn.CrossEntropyLoss(torch.ones(3))
+    objective_of(make_training(data, tmp_path, loss=loss), torch.device("meta"))
+    assert loss.weight.is_meta
+
+
+def test_a_loss_that_is_no_number_is_said_once(data, tmp_path, caplog):
+    alone(make_training(data, tmp_path, loss=lambda output, label: output.mean() * float("nan")))
+    assert [record.getMessage() for record in caplog.records if "not a number" in record.getMessage()] == [
+        "the loss of epoch 1 is not a number; training goes on"
+    ]
 
 
 def test_a_scheduler_that_was_made_for_the_optimizer_is_the_same_as_a_function_that_makes_it(data, tmp_path):
