@@ -141,6 +141,15 @@ class Checkpoints:
             raise CheckpointError(
                 f"checkpoint {name} is of version {manifest.get('version')!r}; this is version {FORMAT_VERSION}"
             )
+        try:
+            known = [type(manifest[key]) for key in ("step", "epoch", "position")] == [int] * 3
+            known = known and isinstance(manifest["best"], list) and isinstance(manifest["document"], dict)
+            for file, (nbytes, crc32) in manifest["files"].items():
+                known = known and "/" not in file and isinstance(nbytes, int) and isinstance(crc32, int)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            known = False
+        if not known:
+            raise CheckpointError(f"checkpoint {name} in {self.store} is damaged: {MANIFEST} is not what was written")
         return manifest
 
     def _facts(self, name: str) -> CheckpointFacts:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +23,7 @@ from spark_elastic import clock
 from spark_elastic.core.sampling import splitmix64
 from spark_elastic.data.batch import Batch
 from spark_elastic.data.reader import BatchReader
-from spark_elastic.errors import CheckpointError, InvalidSettingsError
+from spark_elastic.errors import CheckpointError, InvalidSettingsError, StoreError
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.checkpoints import CheckpointWriter
 from spark_elastic.ml.torch.batches import BatchMaker
@@ -40,6 +42,10 @@ log = logging.getLogger("spark_elastic.ml")
 
 TURN_BATCHES = 16
 """Batches of a validation between two reductions: what a kill costs at most, none of which was an applied step."""
+
+
+WRITE_PAUSES_S = (0.5, 2.0)
+"""Before what a whole training has come to is tried to be written again: a storage may be busy."""
 
 
 class TrainingState(hvd.elastic.TorchState):
@@ -99,6 +105,8 @@ class Trainer:
         self._readers: dict[str, BatchReader] = {}
         self._run = RunView(self)
         self._begun = False
+        self.rank, self.size = 0, 1
+        self._reader("train").bring()  # here, and not in the first step, for which all the others would wait
         self._last_checkpoint = clock.monotonic()
 
     # --- worlds -----------------------------------------------------------------------------------
@@ -169,10 +177,12 @@ class Trainer:
             state.at = replace(state.at, began=clock.wall())
         self.model.train()
         reader = self._reader("train")
-        for batch in reader.epoch(state.at.epoch, state.at.position, batch_size=self.batch_size):
-            self._step(batch, last=batch.stop >= reader.rows)
-            if state.at.phase is not Phase.TRAIN:
-                return
+        batches = reader.epoch(state.at.epoch, state.at.position, batch_size=self.batch_size)
+        with closing(batches):  # whoever keeps the error of a failed step must not keep the threads that read ahead
+            for batch in batches:
+                self._step(batch, last=batch.stop >= reader.rows)
+                if state.at.phase is not Phase.TRAIN:
+                    return
 
     def _step(self, batch: Batch, last: bool) -> None:
         at = self.state.at
@@ -280,7 +290,11 @@ class Trainer:
             self._share_buffers()
         self.model.eval()
         reader = self._reader("validation")
-        batches = reader.epoch(0, state.at.val_position, batch_size=self.batch_size)
+        with closing(reader.epoch(0, state.at.val_position, batch_size=self.batch_size)) as batches:
+            self._validate_turns(batches, reader.rows)
+
+    def _validate_turns(self, batches: Iterator[Batch], rows: int) -> None:
+        state = self.state
         while state.at.phase is Phase.VALIDATE:
             at = state.at
             numbers = torch.zeros(self._tally.width, dtype=torch.float64)
@@ -296,7 +310,7 @@ class Trainer:
             everyones = _gather(pieces) if self._tally.gathers else ()
             state.at = replace(
                 at,
-                phase=Phase.EPOCH_END if position >= reader.rows else Phase.VALIDATE,
+                phase=Phase.EPOCH_END if position >= rows else Phase.VALIDATE,
                 serial=at.serial + 1,
                 val_position=position,
                 val_sums=added(at.val_sums, numbers.numpy()),
@@ -411,15 +425,29 @@ class Trainer:
         if self._run.wants_restore and self.best is not None and state.at.best_epoch is not None:
             self.model.load_state_dict(self.best.state_dict())
         if self.rank == 0:
-            store = self.training.store
-            store.write_bytes(MODEL_FILE, to_bytes(detached(self.model.state_dict(), "the model")))
-            store.write_bytes(HISTORY_FILE, state.at.history.dumps().encode())
+            self._write(MODEL_FILE, to_bytes(detached(self.model.state_dict(), "the model")))
+            self._write(HISTORY_FILE, state.at.history.dumps().encode())
             try:
                 self._writer.drain()
             except CheckpointError as error:  # the model is there; what is missing is only what it could go on from
                 log.warning("%s", error)
         hvd.barrier()
         state.at = replace(state.at, phase=Phase.DONE, serial=state.at.serial + 1)
+
+    def _write(self, file: str, data: bytes) -> None:
+        """Raises: StoreError: the store would not have it, several times."""
+        store = self.training.store
+        for pause in WRITE_PAUSES_S:
+            try:
+                store.write_bytes(file, data)
+                return
+            except Exception as error:  # each kind of storage has its own
+                log.warning("%s could not be written to %s and is tried again: %s", file, store.url, error)
+                time.sleep(pause)
+        try:
+            store.write_bytes(file, data)
+        except Exception as error:
+            raise StoreError(f"the training is done, but {file} cannot be written to {store.url}: {error}") from error
 
     @property
     def restored(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -69,6 +70,21 @@ def test_a_changed_byte_is_found(checkpoints, tmp_path):
 def test_another_json_is_no_checkpoint(checkpoints, text):
     checkpoints.store.write_bytes(f"000000000001/{MANIFEST}", text)
     assert checkpoints.latest() is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"files": None}, {"step": "1"}, {"best": True}, {"files": {"../x": [1, 2]}}, {"files": {"x": 3}}, {"document": 1}],
+    ids=str,
+)
+def test_a_manifest_that_makes_no_sense_leaves_the_one_before_as_the_latest(checkpoints, changes):
+    checkpoints.write(contents(1))
+    checkpoints.write(contents(2))
+    manifest = f"000000000002/{MANIFEST}"
+    document = json.loads(checkpoints.store.read_bytes(manifest))
+    checkpoints.store.write_bytes(manifest, json.dumps({**document, **changes}).encode())
+    assert checkpoints.latest().step == 1
+    assert [facts.step for facts in checkpoints.complete()] == [1]
 
 
 def test_a_newer_version_is_named(checkpoints):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from dataclasses import replace
 
@@ -10,9 +11,12 @@ import pytest
 import torch
 
 from spark_elastic.data.batch import Batch
+from spark_elastic.data.files import LocalSource
 from spark_elastic.data.pack import pack
-from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.data.reader import BatchReader
+from spark_elastic.errors import DataError, InvalidSettingsError, StoreError
 from spark_elastic.ml.callbacks import LambdaCallback
+from spark_elastic.ml.torch import trainer
 from spark_elastic.ml.torch.batches import BatchMaker
 from spark_elastic.ml.torch.cores import host_cores, threads_for
 from spark_elastic.ml.torch.optimizers import build_optimizer
@@ -147,6 +151,67 @@ def test_what_does_not_fit_the_model_or_the_machine_is_refused(changes, message,
 def test_a_model_without_parameters_cannot_be_trained():
     with pytest.raises(InvalidSettingsError, match=r"the model \(Flatten\) has no parameters"):
         build_optimizer(torch.optim.SGD, torch.nn.Flatten())
+
+
+class Busy:
+    """A store that refuses the model the first so many times."""
+
+    def __init__(self, store, times):
+        self._store, self._left = store, times
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def write_bytes(self, path, data, **options):
+        if path == "model.pt":
+            self._left -= 1
+            if self._left >= 0:
+                raise OSError("503")
+        return self._store.write_bytes(path, data, **options)
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_store_that_is_busy_is_asked_again_before_a_training_is_lost(times, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "WRITE_PAUSES_S", (0, 0))
+    training = make_training(data, tmp_path, epochs=1)
+    training = replace(training, store=Busy(training.store, times))
+    if times == 2:
+        alone(training)
+        assert (tmp_path / "model.pt").exists()
+    else:
+        with pytest.raises(StoreError, match=r"model\.pt cannot be written to .*503"):
+            alone(training)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_who_keeps_the_error_of_a_step_does_not_keep_what_reads_ahead(split, data, tmp_path, monkeypatch):
+    begun = []
+
+    def fail(*_, **__):
+        raise ValueError("kept")
+
+    def epoch(reader, *args, **options):
+        begun.append(read(reader, *args, **options))
+        return begun[-1]
+
+    read = BatchReader.epoch
+    monkeypatch.setattr(BatchReader, "epoch", epoch)
+    event = {"callbacks": [LambdaCallback(on_batch_end=fail)]}
+    if split == "validation":
+        monkeypatch.setattr(trainer.hvd, "allreduce_", fail)
+        event = {}
+    with pytest.raises(ValueError, match="kept") as kept:
+        alone(make_training(data, tmp_path, **event))
+    assert kept.tb is not None
+    assert [inspect.getgeneratorstate(each) for each in begun] == [inspect.GEN_CLOSED] * (1 + (split == "validation"))
+
+
+def test_rows_are_brought_near_before_the_worker_joins_the_others(data, tmp_path, monkeypatch):
+    order = []
+    monkeypatch.setattr(LocalSource, "want_all", lambda self: order.append("rows"))
+    monkeypatch.setattr(trainer.Trainer, "go_on", lambda self: order.append("joined"))
+    alone(make_training(data, tmp_path))
+    assert order == ["rows", "joined"]
 
 
 def test_a_scheduler_may_be_a_class(data, tmp_path):
