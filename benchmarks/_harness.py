@@ -121,6 +121,18 @@ def report(name: str, args: argparse.Namespace, *series: Series, raw: dict[str, 
     return path
 
 
+def horovod(python: str, *arguments: object) -> list[float]:
+    """Seconds of each repetition of `peer_horovod_estimator.py`, run by an interpreter that has Horovod."""
+    script = Path(__file__).resolve().parent / "peer_horovod_estimator.py"
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPARK_HOME")}
+    env.update(PYSPARK_PYTHON=python, PYSPARK_DRIVER_PYTHON=python)
+    done = subprocess.run([python, str(script), *map(str, arguments)], env=env, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{script.name} has ended with {done.returncode}")
+    walls: list[float] = json.loads(done.stdout.splitlines()[-1])["wall_s"]
+    return walls
+
+
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table whose columns also line up in a terminal."""
     cells = [[str(cell) for cell in row] for row in [headers, *rows]]

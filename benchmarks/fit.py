@@ -3,7 +3,7 @@
 200,000 rows of 20 numbers, an MLP 20-256-256-2, 3 epochs, batches of 1,024, 2 workers. For comparison the same training
 as it is written by hand around TorchDistributor: rows to Parquet, read whole by each rank, DistributedDataParallel.
 
-    python benchmarks/fit.py --repeat 3 [--no-peer]
+    python benchmarks/fit.py --repeat 3 [--no-peer] [--horovod-python horovod-env/bin/python]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks._harness import Series, parser, report
+from benchmarks._harness import Series, horovod, parser, report
 
 COLUMNS = [f"f{index}" for index in range(20)]
 TARGET_S = 9.0
@@ -114,6 +114,7 @@ def main() -> None:
     arguments = parser(__doc__, repeat=3)
     arguments.add_argument("--rows", type=int, default=200_000)
     arguments.add_argument("--epochs", type=int, default=3)
+    arguments.add_argument("--horovod-python", metavar="PYTHON", help="an interpreter that has Horovod (README.md)")
     arguments.add_argument("--no-peer", action="store_true", help="without TorchDistributor")
     args = arguments.parse_args()
     repeat = 1 if args.quick else args.repeat
@@ -143,7 +144,13 @@ def main() -> None:
         series += [Series(f"by hand: {name}", [run[name] for run in theirs], "s") for name in ("wall", "write")]
         ratio = statistics.median(run["wall"] for run in theirs) / statistics.median(run["wall"] for run in ours)
         print(f"by hand / fit: {ratio:.2f}")
-    report("fit", args, *series, raw={"fit": ours, "by hand": theirs})
+    of_horovod: list[float] = []
+    if args.horovod_python:
+        counts = ("--rows", args.rows, "--epochs", args.epochs, "--repeat", repeat)
+        of_horovod = horovod(args.horovod_python, "fit", *counts)
+        series.append(Series("Horovod's TorchEstimator: wall", of_horovod, "s"))
+        print(f"Horovod / fit: {statistics.median(of_horovod) / statistics.median(run['wall'] for run in ours):.2f}")
+    report("fit", args, *series, raw={"fit": ours, "by hand": theirs, "Horovod": of_horovod})
 
 
 if __name__ == "__main__":

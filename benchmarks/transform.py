@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks._harness import Series, parser, report
+from benchmarks._harness import Series, horovod, parser, report
 from benchmarks.fit import COLUMNS, make_net, table
 
 HOROVOD_ROWS_PER_S = 4.1e3
@@ -75,6 +75,7 @@ def by_the_row(df: Any, module: Any) -> Any:
 def main() -> None:
     arguments = parser(__doc__, repeat=5)
     arguments.add_argument("--rows", type=int, default=1_000_000)
+    arguments.add_argument("--horovod-python", metavar="PYTHON", help="an interpreter that has Horovod (README.md)")
     arguments.add_argument("--peer-rows", type=int, default=20_000)
     args = arguments.parse_args()
     repeat = 2 if args.quick else args.repeat
@@ -96,12 +97,18 @@ def main() -> None:
         f"transform / row at a time: {ratio:.0f}; / Horovod's {HOROVOD_ROWS_PER_S:.0f} rows/s: "
         f"{statistics.median(ours) / HOROVOD_ROWS_PER_S:.0f}"
     )
+    of_horovod: list[float] = []
+    if args.horovod_python:
+        walls = horovod(args.horovod_python, "transform", "--rows", args.peer_rows, "--repeat", repeat)
+        of_horovod = [args.peer_rows / wall for wall in walls]
+        print(f"transform / Horovod's: {statistics.median(ours) / statistics.median(of_horovod):.0f}")
     report(
         "transform",
         args,
         Series("transform", ours, "rows/s"),
         Series("one row at a time", theirs, "rows/s"),
-        raw={"transform": ours, "row at a time": theirs},
+        *([Series("Horovod's TorchModel", of_horovod, "rows/s")] if of_horovod else []),
+        raw={"transform": ours, "row at a time": theirs, "Horovod": of_horovod},
     )
 
 

@@ -33,7 +33,7 @@ class Source(Protocol):
         """They are not needed any more."""
 
     def want_all(self) -> None:
-        """Bring all rows near, and wait until they can be gathered in any order."""
+        """Bring all rows near, and wait until they can be gathered in any order. Again: nothing. Safe for threads."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class _Held:
 class Ahead:
     """Follows one rank's way through an order: of each lane the open window is near, and the next on its way.
 
-    What is not in windows is wanted as a whole: rows of a permutation come from everywhere.
+    What is not in windows is wanted as a whole: rows of a permutation come from everywhere. One for each pass.
     """
 
     def __init__(self, source: Source) -> None:
@@ -65,7 +65,7 @@ class Ahead:
         They follow those of the last call, or the order or the world is another.
         """
         if self._source.at_once or not isinstance(order, LaneOrder):
-            if self._order is None:
+            if order is not self._order:
                 self._source.want_all()
             self._order = order
             return

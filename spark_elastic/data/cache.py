@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import re
 import socket
@@ -34,8 +35,9 @@ LEASE_S = 600.0
 ORPHAN_AGE_S = 86_400.0
 _OURS = re.compile(r"(manifest\.json|keep|used|leases/.*|[^/]+/[^/]+\.(rows|side))$|\..*\.partial$|.*\.partial$")
 
-_unkept: dict[Store, int] = {}
-"""Sets that go when this process ends → the pid that said so: a forked child has nothing to clean up."""
+_log = logging.getLogger(__name__)
+_unkept: dict[str, tuple[Store, int]] = {}
+"""URL → set that goes when this process ends, and the pid that said so: a forked child has nothing to clean up."""
 
 
 def folder_of(store: Store, name: str) -> Store:
@@ -56,8 +58,8 @@ def leased(folder: Store) -> Iterator[None]:
         while not stop.wait(LEASE_S / 4):
             try:
                 renew()
-            except OSError:  # tried again in a moment; the one before lasts three more turns
-                continue
+            except Exception as error:  # tried again in a moment; the one before lasts three more turns
+                _log.warning("the lease on %s could not be renewed: %s", folder.url, error)
 
     renew()
     thread = threading.Thread(target=keep_renewing, name="spark_elastic lease", daemon=True)
@@ -88,19 +90,23 @@ def mark_used(folder: Store, keep: bool) -> None:
     folder.write_bytes("used", b"", durable=False)
     if keep:
         folder.write_bytes("keep", b"")
-        _unkept.pop(folder, None)
+        _unkept.pop(folder.url, None)
     elif not folder.exists("keep"):
-        _unkept[folder] = os.getpid()
+        _unkept[folder.url] = (folder, os.getpid())
 
 
 @atexit.register
 def delete_unkept() -> None:
     """Delete the sets that this process wrote or used, nobody asked to keep, and nobody else needs."""
-    for folder, pid in list(_unkept.items()):
-        if pid == os.getpid():
-            del _unkept[folder]
+    for url, (folder, pid) in list(_unkept.items()):
+        if pid != os.getpid():
+            continue
+        del _unkept[url]
+        try:
             if not folder.exists("keep") and not is_leased(folder, wall()):
                 delete_set(folder)
+        except Exception as error:  # each filesystem has errors of its own, and at exit some are closed already
+            _log.warning("the set in %s could not be deleted: %s", url, error)
 
 
 def delete_set(folder: Store) -> None:
@@ -198,7 +204,7 @@ def clear_cache(
         if found.used_s > now - older_than_s or not found.only_ours or is_leased(found.folder, now):
             continue
         delete_set(found.folder)
-        _unkept.pop(found.folder, None)
+        _unkept.pop(found.folder.url, None)
         total -= found.nbytes
         deleted.append(found.folder.root.rpartition("/")[2])
     return deleted

@@ -136,10 +136,12 @@ class Request:
             "pre_shuffle": self.pre_shuffle,
         }
 
-    def resolve(self, schema: Any) -> tuple[Tensor, ...]:
+    def resolve(self, schema: Any, case_sensitive: bool = False) -> tuple[Tensor, ...]:
         """The tensors, with the types of their columns.
 
-        Raises: DataError: columns that are missing, or of types that cannot be stored so.
+        case_sensitive: whether Spark tells columns apart that differ in case alone.
+
+        Raises: DataError: columns that are missing, there twice, or of types that cannot be stored so.
         """
         types = {field.name: field.dataType for field in schema.fields}
         for column in self.columns:
@@ -147,6 +149,11 @@ class Request:
                 raise DataError(
                     f"there is no column {column!r}{_hint(column, list(types))}; the columns are {list(types)}",
                     column=column,
+                )
+            alike = [name for name in schema.names if _same(name, column, case_sensitive)]
+            if len(alike) > 1:
+                raise DataError(
+                    f"column {column!r} is not unique, there are {alike}; rename all but one", column=column
                 )
         if isinstance(self.validation, str) and types[self.validation].typeName() != "boolean":
             found = types[self.validation].simpleString()
@@ -199,6 +206,10 @@ class Request:
         return Tensor(name, tuple(columns), dtype, kind, not alone, shape, self.pad_to.get(name), allow)
 
 
+def _same(name: str, other: str, case_sensitive: bool) -> bool:
+    return name == other or (not case_sensitive and name.lower() == other.lower())
+
+
 def _names(columns: str | Sequence[str]) -> list[str]:
     return [columns] if isinstance(columns, str) else list(columns)
 
@@ -241,11 +252,10 @@ def cast_of(spark_type: Any) -> str | None:
 
     Returns: Spark's name of the type; None: nothing to do.
     """
-    text = str(spark_type.simpleString())
     if spark_type.typeName() == "decimal":
         return "double"
     if spark_type.typeName() == "array" and (inner := cast_of(spark_type.elementType)) is not None:
-        return text.split("decimal")[0] + inner + text[text.index(")") + 1 :]
+        return f"array<{inner}>"
     return None
 
 

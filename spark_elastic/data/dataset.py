@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from spark_elastic.errors import DatasetError
 
 if TYPE_CHECKING:
     from spark_elastic.data.reader import BatchReader
+
+
+_PART = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,28 @@ class Dataset:
         from spark_elastic.data.cache import leased
 
         return leased(self.store)
+
+    def verify(self) -> None:
+        """Read every file and compare its checksum; as long as it takes to read the set once.
+
+        Raises: DatasetError: a file is not what was written.
+        """
+        for shard in (shard for shards in self.manifest.splits.values() for shard in shards):
+            for file, expected in ((shard.file, shard.crc32), (shard.sidecar, shard.sidecar_crc32)):
+                if file is not None and (found := self._checksum(file)) != expected:
+                    raise DatasetError(
+                        f"{self.store.url}: {file} has checksum {found:08x}, the manifest says {expected:08x}; the set "
+                        "is damaged, delete it and write it again",
+                        url=self.store.url,
+                        file=file,
+                    )
+
+    def _checksum(self, file: str) -> int:
+        found = 0
+        with self.store.open_input(file) as stream:
+            while part := stream.read(_PART):
+                found = zlib.crc32(part, found)
+        return found
 
     def delete(self) -> None:
         """Remove every file, the manifest first: whoever looks meanwhile finds no set rather than half of one."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from spark_elastic.core.orders import Order
 from spark_elastic.data.ahead import Ahead, Ranges, Source
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.rows import GatheredRows, MappedRows, Numbering, open_rows
@@ -52,11 +52,11 @@ class SplitFiles:
         except BaseException:
             self.close()
             raise
-        self._ahead = Ahead(source)
+        self._source = source
 
-    def prepare(self, order: Order, start: int, stop: int, rank: int, size: int) -> None:
-        """Returns when positions `start`..`stop` can be gathered without waiting for single rows."""
-        self._ahead.prepare(order, start, stop, rank, size)
+    def ahead(self) -> Ahead:
+        """For one pass."""
+        return Ahead(self._source)
 
     def close(self) -> None:
         while self._opened:
@@ -84,6 +84,8 @@ class LocalSource:
         self._rows = rows
         self.at_once = nbytes <= _MAPPED_BYTES
         self._drop_behind = nbytes > _memory_bytes() // 2
+        self._guard = threading.Lock()
+        self._asked = False
 
     def want(self, ranges: Ranges) -> Ranges:
         self._advise(ranges, _WILLNEED)
@@ -99,8 +101,10 @@ class LocalSource:
             self._advise(wanted, _DONTNEED)
 
     def want_all(self) -> None:
-        if not self._drop_behind:  # what does not stay in memory cannot be brought there as a whole
-            self._advise([(0, self._numbering.rows)], _WILLNEED)
+        with self._guard:
+            if not (self._asked or self._drop_behind):  # what does not stay in memory cannot be brought there whole
+                self._advise([(0, self._numbering.rows)], _WILLNEED)
+            self._asked = True
 
     def _advise(self, ranges: Ranges, advice: int | None) -> None:
         if advice is None:  # a system without it

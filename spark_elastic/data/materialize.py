@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from spark_elastic.clock import wall
-from spark_elastic.data.arrow_batches import small_batches
 from spark_elastic.data.cache import collect_orphans, delete_set, folder_of, leased, mark_used
 from spark_elastic.data.columns import Request, cast_of
 from spark_elastic.data.dataset import Dataset
@@ -22,6 +21,7 @@ from spark_elastic.data.faults import Fault, error_of
 from spark_elastic.data.layout import Kind
 from spark_elastic.data.manifest import MANIFEST_NAME, Manifest
 from spark_elastic.data.reuse import Identity, identify, key_of
+from spark_elastic.data.session_settings import small_batches
 from spark_elastic.data.shards import SHARD_BYTES
 from spark_elastic.data.spark_failure import reason_of
 from spark_elastic.data.store import Store
@@ -33,6 +33,8 @@ _writing: dict[str, threading.Lock] = {}
 """URL of a set → held by the thread that writes it: of several fits at once on the same rows, one writes."""
 _shared: set[tuple[str, str]] = set()
 """(application, URL) of the stores that were found to be shared."""
+_CANCEL_S = 10.0
+"""How long Ctrl-C waits for Spark to have ended the job."""
 _collected: set[str] = set()
 """URLs of the stores that this process has looked through for what others left behind."""
 
@@ -104,22 +106,22 @@ def materialize(
     request.check()
     if df.isStreaming:
         raise DataError("a streaming DataFrame has no end; write it to a table first")
-    request.resolve(df.schema)
+    request.resolve(df.schema, _case_sensitive(df))
     place = Store.create(store, storage_options)
     settings = request.to_json()
     if dataset_id is not None:
         if not re.fullmatch(r"[\w.=-]+", dataset_id) or dataset_id.startswith((".", "auto-")):
             raise InvalidSettingsError(f"dataset_id must be letters, digits, '_', '-', '=' and '.', not {dataset_id!r}")
-        name, key = dataset_id, key_of(settings)
+        name, key, findable = dataset_id, key_of(settings), True
     else:
         identity = identify(df.select(*_selected(df, request))) if reuse else Identity(None, "reuse=False")
         key = key_of(settings, identity.facts if identity.facts is not None else uuid.uuid4().hex)
-        name = f"auto-{key}"
-        if identity.facts is None:
+        name, findable = f"auto-{key}", identity.facts is not None
+        if not findable:
             _log.debug("the set will not be found again: %s", identity.reason)
     folder = folder_of(place, name)
     kept = keep if keep is not None else dataset_id is not None
-    with _writing.setdefault(folder.url, threading.Lock()):
+    with _writing.setdefault(folder.url, threading.Lock()) if findable else nullcontext():
         found = _find(folder, key, settings, dataset_id) if reuse else None
         if found is not None:
             mark_used(folder, kept)
@@ -208,26 +210,58 @@ def _selected(df: Any, request: Request) -> list[Any]:
 def _run(df: Any, request: Request, folder: Store, run: str) -> list[Receipt]:
     from pyspark.sql import functions
 
-    tensors = request.resolve(df.schema)
+    tensors = request.resolve(df.schema, _case_sensitive(df))
     task = WriteTask(folder, run, request.columns, tensors, request.shard_bytes, request.validation, request.seed)
     rows = df.select(*_selected(df, request))
     if request.pre_shuffle:
         # Which partition, and where in it, by two draws: a repartition alone keeps what lay side by side together.
         rows = rows.repartition(functions.rand(request.seed))
         rows = rows.sortWithinPartitions(functions.rand(request.seed + 1))
-    context = df.sparkSession.sparkContext
-    described = context.getLocalProperty("spark.job.description")
-    context.setJobDescription(f"spark_elastic: write {', '.join(request.tensors)}")
     wide = any(column.source != "scalar" for tensor in tensors for column in tensor.columns)
     try:
         with small_batches(df.sparkSession) if wide else nullcontext():
-            found = rows.mapInArrow(task, RECEIPT_SCHEMA).collect()
+            found = _collect(
+                rows.mapInArrow(task, RECEIPT_SCHEMA), f"spark_elastic: write {', '.join(request.tensors)}"
+            )
     except Exception as error:  # py4j, captured by pyspark or not
         failure, reason = reason_of(error)
         raise failure(f"the rows could not be written: {reason}") from error
-    finally:
-        context.setJobDescription(described)
     return sorted((Receipt.loads(row.receipt) for row in found), key=lambda receipt: receipt.partition)
+
+
+def _collect(df: Any, description: str) -> list[Any]:
+    """`df.collect()` in a thread of its own.
+
+    So that Ctrl-C comes while this thread waits, and not in the middle of a call to the JVM: only then can the job be
+    cancelled, whose tasks would write on.
+    """
+    from pyspark import InheritableThread
+
+    context, tag, done = df.sparkSession.sparkContext, f"spark_elastic-{uuid.uuid4().hex}", {}
+
+    def collect() -> None:
+        try:
+            context.addJobTag(tag)
+            context.setJobDescription(description)
+            done["rows"] = df.collect()
+        except BaseException as error:  # for the thread that waits
+            done["error"] = error
+
+    thread = InheritableThread(target=collect, name="spark_elastic write", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        context.cancelJobsWithTag(tag)
+        thread.join(_CANCEL_S)
+        raise
+    if "error" in done:
+        raise done["error"]
+    return list(done["rows"])
+
+
+def _case_sensitive(df: Any) -> bool:
+    return str(df.sparkSession.conf.get("spark.sql.caseSensitive")).lower() == "true"
 
 
 def _refuse_faults(receipts: Sequence[Receipt]) -> None:

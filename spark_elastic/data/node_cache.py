@@ -63,6 +63,7 @@ class CachedSplit:
         self._limit = cache_bytes
         self._fetched = 0
         self._guard = threading.Lock()
+        self._all = threading.Lock()
         self._everything: Wanted | None = None
         # another set at the same place is another set
         key = hashlib.sha256(dataset.store.url.encode() + dataset.manifest.dumps()).hexdigest()[:24]
@@ -112,14 +113,22 @@ class CachedSplit:
 
     def want_all(self) -> None:
         """Raises: DatasetError: a file is not what the manifest says."""
-        piece = max(1, (8 << 20) // self._stride)
-        rows = self._numbering.rows
-        self._everything = self.want([(start, min(start + piece, rows)) for start in range(0, rows, piece)])
-        self.wait(self._everything)
-        for file, side, shard in zip(self._files, self._sidecars, self._shards, strict=True):
-            self._check(file, shard.file, shard.crc32)
-            if side is not None:
-                self._check(side, str(shard.sidecar), shard.sidecar_crc32)
+        with self._all:
+            if self._everything is not None:
+                return
+            piece = max(1, (8 << 20) // self._stride)
+            rows = self._numbering.rows
+            everything = self.want([(start, min(start + piece, rows)) for start in range(0, rows, piece)])
+            try:
+                self.wait(everything)
+                for file, side, shard in zip(self._files, self._sidecars, self._shards, strict=True):
+                    self._check(file, shard.file, shard.crc32)
+                    if side is not None:
+                        self._check(side, str(shard.sidecar), shard.sidecar_crc32)
+            except BaseException:
+                self.release(everything)
+                raise
+            self._everything = everything
 
     def _check(self, file: BlockFile, name: str, expected: int) -> None:
         found = file.complete()

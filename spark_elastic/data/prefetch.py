@@ -18,23 +18,25 @@ class Buffers:
     """Arrays that are used again once nobody refers to them, nor to a view of them.
 
     A view's `base` is the array that owns the memory, and tensors made from views keep them: so the count of
-    references to the owner tells whether anybody can still see it.
+    references to the owner tells whether anybody can still see it. Safe for threads.
     """
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
+        self._guard = threading.Lock()
         self._held: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8)]
         self._unseen = self._references(0)  # what Python counts differs between its versions
 
     def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """uint8, at least `nbytes`; its contents are whatever they were."""
-        for index in range(len(self._held)):
-            if self._held[index].nbytes >= nbytes and self._references(index) == self._unseen:
-                return self._held[index]
-        made = np.empty(nbytes, np.uint8)
-        large = [buffer for buffer in self._held if buffer.nbytes >= nbytes]
-        self._held = [made, *large[: self._keep - 1]]
-        return made
+        with self._guard:  # what is returned has been referred to before another thread looks
+            for index in range(len(self._held)):
+                if self._held[index].nbytes >= nbytes and self._references(index) == self._unseen:
+                    return self._held[index]
+            made = np.empty(nbytes, np.uint8)
+            large = [buffer for buffer in self._held if buffer.nbytes >= nbytes]
+            self._held = [made, *large[: self._keep - 1]]
+            return made
 
     def _references(self, index: int) -> int:
         return sys.getrefcount(self._held[index])

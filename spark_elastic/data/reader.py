@@ -183,19 +183,21 @@ class BatchReader:
                 yield edges, numbers if self.shuffle else self._files.numbering.in_file_order(numbers), counts
 
         # with a thread of its own, what the order costs does not add to what the gather costs
-        ahead = Prefetcher(plans, 1, "spark-elastic-order") if self._prefetch else None
+        planning = Prefetcher(plans, 1, "spark-elastic-order") if self._prefetch else None
+        ahead = self._files.ahead()
         try:
-            for edges, numbers, counts in ahead or plans():
+            for edges, numbers, counts in planning or plans():
                 done = 0
                 for first in range(0, len(counts), together):
                     part = counts[first : first + together]
                     bounds = edges[first : first + together + 1]
-                    self._files.prepare(windows, bounds[0], bounds[-1], rank, size)
+                    ahead.prepare(windows, bounds[0], bounds[-1], rank, size)
                     yield Turn(self._gathered(numbers[done : done + sum(part)]), bounds, part)
                     done += sum(part)
         finally:
-            if ahead is not None:
-                ahead.close()
+            if planning is not None:
+                planning.close()
+            ahead.forget()
 
     def _order_of(self, epoch: int) -> Order:
         if self.order == "lanes":

@@ -14,9 +14,12 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from spark_elastic.data.layout import LAYOUT_VERSION
+from spark_elastic.data.session_settings import setting
 
 _REMOTE_FILES = 2000
 """Asked for one by one over py4j, about 1 ms each."""
+_SPARKS_OWN = "org.apache.spark.sql.execution.datasources."
+"""File indexes whose rows are those of their files. A Delta table, say, may have deleted some without touching any."""
 _FUNCTIONS = ("PYTHON_UDF", "SCALA_UDF")
 _OPAQUE = ("DeserializeToObject", "HiveSimpleUDF", "HiveGenericUDF", "ScalaUDAF", "ScalaAggregator")
 
@@ -63,10 +66,13 @@ def _identify(df: Any) -> Identity:
     of_session = of_session or any(name in text for name in _OPAQUE)
     leaves: list[Any] = []
     found = plan.collectLeaves()
-    for index in range(found.size()):
-        leaf = found.apply(index)
+    for number in range(found.size()):
+        leaf = found.apply(number)
         kind = str(leaf.nodeName()).split()[0]
         if kind == "LogicalRelation" and leaf.relation().getClass().getSimpleName() == "HadoopFsRelation":
+            index = str(leaf.relation().location().getClass().getName())
+            if not index.startswith(_SPARKS_OWN):
+                return Identity(None, f"rows may be gone from the files of {index} without a change of the files")
             continue
         if kind == "LogicalRDD" or leaf.getClass().getSimpleName() == "LogicalRDD":
             leaves.append(["rdd", leaf.rdd().id()])
@@ -94,13 +100,8 @@ def _identify(df: Any) -> Identity:
 
 
 def _text(spark: Any, plan: Any) -> str:
-    setting = "spark.sql.debug.maxToStringFields"  # or the 26th literal would be missing from it
-    before = spark.conf.get(setting)
-    spark.conf.set(setting, "1000000")
-    try:
+    with setting(spark, "spark.sql.debug.maxToStringFields", "1000000"):  # or the 26th literal would be missing
         return str(plan.canonicalized().toString())
-    finally:
-        spark.conf.set(setting, before)
 
 
 def _fingerprints(spark: Any, files: Iterable[str]) -> list[tuple[str, int, int]] | None:

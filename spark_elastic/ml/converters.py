@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,13 @@ def boolean(name: str, value: Any) -> bool:
 def text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise _wrong(name, "a name", value)
+    return str(value)
+
+
+def identifier(name: str, value: Any) -> str:
+    """A name that can be a folder's."""
+    if not isinstance(value, str) or not re.fullmatch(r"[\w=-][\w.=-]*", value):
+        raise _wrong(name, "letters, digits, '_', '-', '=' and '.', which does not come first", value)
     return str(value)
 
 

@@ -12,21 +12,31 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pyspark.ml import Estimator
 
 from spark_elastic import clock
+from spark_elastic.data.cache import is_leased
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
 from spark_elastic.driver import preflight
-from spark_elastic.errors import CheckpointError, DataError, DatasetError, InvalidSettingsError
+from spark_elastic.errors import (
+    CheckpointError,
+    DataError,
+    DatasetError,
+    InvalidSettingsError,
+    StateLostError,
+    StoreError,
+)
 from spark_elastic.ml import preparation
+from spark_elastic.ml.describing import described, digest
 from spark_elastic.ml.history import History
 from spark_elastic.ml.model import ElasticModel, Fitted, event_rows
 from spark_elastic.ml.outputs import OutputShape
 from spark_elastic.ml.persistence import Savable
-from spark_elastic.ml.preparation import WEIGHT, Tensors
+from spark_elastic.ml.preparation import WEIGHT, Tensors, numbered
 from spark_elastic.ml.shared_params import (
     READ_OPTIONS,
     WRITE_OPTIONS,
@@ -40,6 +50,8 @@ from spark_elastic.ml.shared_params import (
 from spark_elastic.settings import ElasticSettings
 
 RUNS = "runs"
+_shared: set[tuple[str, str]] = set()
+"""(application, URL) of the places of runs that were found to be shared."""
 _IDENTITY = "run.json"
 DEFAULT_BATCH_SIZE = 32
 
@@ -74,6 +86,11 @@ class ElasticEstimator(
     """Base of the estimators. A subclass says how its framework trains."""
 
     TOGETHER = ("model", "optimizer", "lr_scheduler")
+    DECIDING: tuple[str, ...] = (
+        *("model", "optimizer", "loss", "loss_weights", "batch_size", "per_worker_batch_size", "transformation_fn"),
+        *("gradient_clip_norm", "gradient_clip_value", "gradient_compression"),
+    )
+    """Settings that decide the course of a training: checkpoints of one with others are not gone on from."""
     _sets: _SharedSets | None = None
     """Within fitMultiple: the sets that have been written for the same DataFrame."""
 
@@ -126,6 +143,8 @@ class ElasticEstimator(
         _check_tensors(dataset)
         estimator._check_set(dataset)
         session = None if estimator._launcher() is not None else preflight.check_spark(None)
+        if session is not None:
+            estimator._check_shared(session)
         with estimator._run_folder(dataset) as (run, resume_from):
             return estimator._train(dataset, run, resume_from, session, Parts())
 
@@ -155,19 +174,17 @@ class ElasticEstimator(
             raise DataError("fit needs a DataFrame with an end, and this one is streaming; write it to a table first")
         context = preflight.check_spark(dataset.sparkSession)
         tensors = self._tensors(dataset.schema)
+        self._check_shared(context)
         parts = Parts()
         with parts.part("write"):
             written = self._written(dataset, tensors)
-        passing = self._sets is None and not self._keeps_rows() and not _is_found_again(dataset)
         try:
-            with self._run_folder(written) as (run, resume_from):
-                model = self._train(written, run, resume_from, context, parts)
-            # With a run_id they had been kept for a fit that goes on after the driver's death.
-            passing = passing or (self.getOrDefault("run_id") is not None and not self._keeps_rows())
+            with written.lease(), self._run_folder(written) as (run, resume_from):
+                return self._train(written, run, resume_from, context, parts)
         finally:
-            if passing:
-                written.delete()
-        return model
+            # What a later fit finds again stays for it until the process ends.
+            if self._sets is None and not self._keeps_rows() and not _is_found_again(dataset, written):
+                _remove(written)
 
     # Checks.
 
@@ -268,14 +285,13 @@ class ElasticEstimator(
         from spark_elastic.data.materialize import materialize
 
         settings = self._write_settings(tensors)
-        lasting = self._keeps_rows() or (self.getOrDefault("run_id") is not None and _is_found_again(dataset))
         try:
             return materialize(
                 dataset,
                 settings.pop("tensors"),
                 store=self._base_store(),
                 dataset_id=self.getOrDefault("dataset_id"),
-                keep=lasting or None,
+                keep=self._keeps_rows() or None,
                 **settings,
             )
         except DataError as error:
@@ -287,28 +303,47 @@ class ElasticEstimator(
 
     # The run.
 
+    def _runs(self) -> Store:
+        """Where the folders of runs are: in checkpoint_dir, or in the store."""
+        lasting = self.getOrDefault("checkpoint_dir")
+        if lasting is None:
+            return self._base_store().sub(RUNS)
+        return Store.create(lasting, self.getOrDefault("storage_options"))
+
+    def _check_shared(self, context: Any) -> None:
+        """Once for each application: whether the driver will see what workers leave there. Raises: StoreError."""
+        runs = self._runs()
+        if self._launcher() is None and (context.applicationId, runs.url) not in _shared:
+            runs.check_shared(SimpleNamespace(sparkContext=context))
+            _shared.add((context.applicationId, runs.url))
+
     @contextlib.contextmanager
     def _run_folder(self, dataset: Dataset) -> Iterator[tuple[Store, str | None]]:
         """The folder of this run, and the checkpoint to go on from. It is removed in the end if it is not to last."""
-        lasting = self.getOrDefault("checkpoint_dir")
-        if lasting is None:
-            run = self._base_store().sub(f"{RUNS}/{uuid.uuid4().hex}")
+        runs = self._runs()
+        if self.getOrDefault("checkpoint_dir") is None:
+            run = runs.sub(uuid.uuid4().hex)
             try:
                 yield run, None
             finally:
                 with contextlib.suppress(OSError):  # a store that is gone is not what the caller has to hear of
                     run.delete()
             return
-        run_id = self.getOrDefault("run_id") or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
-        run = Store.create(lasting, self.getOrDefault("storage_options")).sub(run_id)
-        if not self.getOrDefault("resume"):
-            run.delete()
-        resume_from = self._latest_checkpoint(run)
         identity = self._identity(dataset)
-        if resume_from is not None:
-            self._check_identity(run, identity)
-        else:
-            run.write_bytes(_IDENTITY, json.dumps(identity, indent=1).encode())
+        run_id = self.getOrDefault("run_id") or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
+        if self._sets is not None:  # one of several trainings, each of which goes on where it was
+            run_id += f"-{digest(identity)}"
+        run = runs.sub(run_id)
+        try:
+            if not self.getOrDefault("resume") and run.exists(_IDENTITY):
+                run.delete()
+            resume_from = self._latest_checkpoint(run)
+            if resume_from is not None:
+                self._check_identity(run, identity)
+            else:
+                run.write_bytes(_IDENTITY, json.dumps(identity, indent=1).encode())
+        except OSError as error:
+            raise StoreError(f"checkpoint_dir {runs.url} cannot be used: {error}", url=runs.url) from error
         yield run, resume_from
 
     def _identity(self, dataset: Dataset) -> dict[str, Any]:
@@ -323,16 +358,17 @@ class ElasticEstimator(
             "content": sorted(
                 shard.crc32 for shards in dataset.manifest.splits.values() for shard in shards if shard.rows
             ),
+            **{name: described(self.getOrDefault(name)) for name in self.DECIDING if self.isSet(name)},
         }
 
     def _check_identity(self, run: Store, identity: Mapping[str, Any]) -> None:
         found = json.loads(run.read_bytes(_IDENTITY)) if run.exists(_IDENTITY) else {}
-        different = [name for name in identity if found.get(name) != identity[name]]
+        different = [name for name in {**identity, **found} if found.get(name) != identity.get(name)]
         if different:
             name = different[0]
             raise CheckpointError(
                 f"run_id={self.getOrDefault('run_id')!r} has checkpoints of another training: {name} was "
-                f"{_short(found.get(name))} and is {_short(identity[name])}. Choose another run_id, or set "
+                f"{_short(found.get(name))} and is {_short(identity.get(name))}. Choose another run_id, or set "
                 "resume=False to replace them"
             )
 
@@ -341,16 +377,33 @@ class ElasticEstimator(
         with parts.part("try"):
             trial = self._try(training)
         with parts.part("train"):
-            results, records = self._run_job(training, context)
+            results, records = self._run_to_the_end(training, dataset, run, resume_from, context)
         with parts.part("load"):
             history: History = next(result.history for result in results if result is not None)
-            inputs = tuple(each for each in dataset.layout.fields if each.name.startswith("features_"))
+            inputs = tuple(numbered("features_", {each.name: each for each in dataset.layout.fields}))
             events = event_rows(records)
             fitted = Fitted(inputs, trial.outputs, trial.rule, history, events, trial.why_not, _padding(dataset))
             model = self._fitted_model(run, fitted)
         model.fit_seconds = dict(parts.seconds)
         self._hand_on(model)
         return model
+
+    def _run_to_the_end(
+        self, training: Any, dataset: Dataset, run: Store, resume_from: str | None, context: Any
+    ) -> tuple[list[Any], Sequence[Any]]:
+        """Where all that had the state are lost, go on from the newest checkpoint, as long as there are newer ones."""
+        while True:
+            try:
+                return self._run_job(training, context)
+            except StateLostError as error:
+                if self.getOrDefault("checkpoint_dir") is None:
+                    error.message += "; with checkpoint_dir, fit goes on from the last checkpoint by itself"
+                    raise
+                newest = self._latest_checkpoint(run)
+                if newest is None or newest == resume_from:
+                    raise
+                resume_from = newest
+                training = self._training(dataset, run, resume_from)
 
     def _run_job(self, training: Any, context: Any) -> tuple[list[Any], Sequence[Any]]:
         """What the workers returned, and the timeline. Ctrl-C, or the notebook's Cancel, ends the workers."""
@@ -392,10 +445,17 @@ class ElasticEstimator(
         return (DEFAULT_BATCH_SIZE, None) if whole is None and each is None else (whole, each)
 
 
-def _is_found_again(dataset: Any) -> bool:
+def _is_found_again(dataset: Any, written: Dataset) -> bool:
     """Whether a later fit can find the rows of this DataFrame where they were written: not if the query is random, or
     passes for it, as everything behind a VectorAssembler does, unless it is cached."""
-    return bool(dataset.select("*")._jdf.queryExecution().withCachedData().deterministic())
+    names = {f"`{name}`" for each in written.layout.fields for name in each.columns}
+    return bool(dataset.select(*names)._jdf.queryExecution().withCachedData().deterministic())
+
+
+def _remove(dataset: Dataset) -> None:
+    """Unless somebody uses the set, or has asked to keep it."""
+    if not dataset.store.exists("keep") and not is_leased(dataset.store, clock.wall()):
+        dataset.delete()
 
 
 def _flat(names: Sequence[Any]) -> list[str]:
@@ -442,7 +502,7 @@ class _SharedSets:
             self._left -= 1
             if self._left == 0 and self._removed:
                 for dataset in self._sets.values():
-                    dataset.delete()
+                    _remove(dataset)
 
 
 class _Fits:

@@ -225,7 +225,7 @@ def _decode(
 ) -> dict[str, Any]:
     import cloudpickle
 
-    pickled = sorted(name for name, where in stored.items() if where.startswith("pickled:"))
+    pickled = sorted(name for name, where in stored.items() if not where.startswith("safe:"))
     if pickled and not trusted:
         raise CheckpointError(
             f"{', '.join(pickled)} in {path} can only be loaded by running code that the file names, because it is of "
@@ -235,7 +235,12 @@ def _decode(
     values: dict[str, Any] = {}
     for where in sorted(set(stored.values())):
         how, _, name = where.partition(":")
-        loaded = codec.loads(files[name]) if how == "safe" else cloudpickle.loads(files[name])
+        if name not in files or how not in ("safe", "pickled"):
+            raise CheckpointError(f"{path} is damaged: its metadata speaks of {where!r}")
+        if how == "safe":
+            loaded = codec.loads(files[name])
+        elif trusted:
+            loaded = cloudpickle.loads(files[name])
         values.update({key: value for key, value in loaded.items() if stored.get(key) == where})
     return values
 

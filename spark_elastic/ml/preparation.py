@@ -30,6 +30,14 @@ class Tensors:
         )
 
 
+def numbered(prefix: str, tensors: Mapping[str, Any]) -> list[Any]:
+    """The values of prefix0, prefix1, ... as far as they go."""
+    found: list[Any] = []
+    while f"{prefix}{len(found)}" in tensors:
+        found.append(tensors[f"{prefix}{len(found)}"])
+    return found
+
+
 def features(schema: Any, feature_cols: Sequence[Any], input_shapes: Sequence[Sequence[int]] | None) -> Tensors:
     """The inputs "features_0", "features_1", ... of the model.
 

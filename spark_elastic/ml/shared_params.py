@@ -240,7 +240,7 @@ class StorageParams(ElasticParams):
         "run_id",
         "name of this training below checkpoint_dir. A fit with the run_id of one whose driver died goes on from its "
         "last checkpoint.",
-        to.text,
+        to.identifier,
     )
     resume: Any = setting(
         "resume",

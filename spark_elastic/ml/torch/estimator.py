@@ -10,7 +10,7 @@ import torch
 
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.errors import InvalidSettingsError, StoreError
 from spark_elastic.ml import converters as to
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.checkpoints import Checkpoints
@@ -50,6 +50,8 @@ class ElasticTorchEstimator(ElasticEstimator):
         InvalidSettingsError, DataError, StoreError, CheckpointError: what has to be changed; no worker was started.
         UserFunctionError: your code raised in a worker. JobError: the job could not go on.
     """
+
+    DECIDING = (*ElasticEstimator.DECIDING, "train_fn", "lr_scheduler", "scheduler_interval", "scheduler_monitor")
 
     train_fn: Any = setting(
         "train_fn",
@@ -219,5 +221,13 @@ class ElasticTorchEstimator(ElasticEstimator):
     def _fitted_model(self, run: Store, fitted: Fitted) -> ElasticTorchModel:
         model = ElasticTorchModel()
         module = copy.deepcopy(self._given("model")).cpu()
-        model._attach(weights.fill(module, weights.loads(run.read_bytes(MODEL_FILE))), fitted)
+        try:
+            file = run.read_bytes(MODEL_FILE)
+        except OSError as error:
+            raise StoreError(
+                f"the workers wrote the trained model to {run.url}, where the driver does not see it ({error}); name a "
+                "store, or a checkpoint_dir, that all of them share",
+                url=run.url,
+            ) from error
+        model._attach(weights.fill(module, weights.loads(file)), fitted)
         return model

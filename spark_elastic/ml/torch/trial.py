@@ -25,6 +25,7 @@ from spark_elastic.errors import (
 from spark_elastic.ml.callbacks import Monitor, check_one_best
 from spark_elastic.ml.estimator import TrialRun
 from spark_elastic.ml.outputs import OutputShape, suits
+from spark_elastic.ml.preparation import numbered
 from spark_elastic.ml.torch import losses
 from spark_elastic.ml.torch.batches import INPUT, BatchMaker, TorchBatch
 from spark_elastic.ml.torch.metrics import Tally
@@ -200,7 +201,9 @@ def _check_written(
 
 def _outputs(training: TorchTraining, batch: Batch, inference_fn: Any) -> TrialRun:
     """The model in eval mode, called as `transform` calls it."""
-    features: dict[str, Any] = {name: value for name, value in batch.tensors.items() if name.startswith(INPUT)}
+    features: dict[str, Any] = {
+        f"{INPUT}{number}": value for number, value in enumerate(numbered(INPUT, batch.tensors))
+    }
     try:
         if inference_fn is not None:
             features = dict(inference_fn(features))

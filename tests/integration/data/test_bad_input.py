@@ -126,6 +126,8 @@ def test_a_null_where_the_split_should_be_said(spark, store):
     ("sql", "tensors", "options", "complaint"),
     [
         ("1 price", {"x": "pice"}, {}, r"no column 'pice'; did you mean 'price'\?; the columns are \['price'\]"),
+        ("1 x, 2 X", {"x": "x"}, {}, r"column 'x' is not unique, there are \['x', 'X'\]; rename all but one"),
+        ("1 x, 2 x", {"x": "x"}, {}, r"column 'x' is not unique, there are \['x', 'x'\]"),
         ("1 price", {"x": "price"}, {"validation": "is_val"}, "no column 'is_val'"),
         ("1 x, 2 v", {"x": "x"}, {"validation": "v"}, "validation column 'v' must be boolean, not int"),
         (

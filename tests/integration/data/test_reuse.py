@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 
+import fsspec
 import numpy as np
 import pytest
 from pyspark.sql import functions as F
@@ -12,8 +16,10 @@ from spark_elastic.data.cache import SETS, clear_cache, delete_unkept
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.materialize import materialize
+from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError
 from tests.integration.data.conftest import Rows
+from tests.integration.processes import wait_until
 
 X = {"x": "x"}
 
@@ -151,6 +157,60 @@ def test_a_foreign_set_under_the_right_name_is_not_trusted(spark, store, table):
         ours.store.write_bytes(shard.file, other.store.read_bytes(shard.file))
     assert Dataset.open(ours.store).rows() == 3
     assert materialize(frame, X, store=store).rows() == 100
+
+
+def test_a_store_that_is_no_folder_of_this_machine_serves_all_the_same(spark, table, tmp_path):
+    """One that only its own filesystem can open, as with object stores; the tasks see it, too."""
+    remote = fsspec.filesystem("dir", path=str(tmp_path), target_protocol="file")
+    store = Store.of(remote, "far/away")
+    assert not store.is_local
+    tensors = {"x": "x", "text": "text"}
+    frame = spark.read.parquet(table).withColumn("text", F.hex("x"))
+    dataset = materialize(frame, tensors, store=store, validation="v")
+    assert sorted(Rows(dataset, "validation")["x"]) == list(range(0, 100, 5))
+    assert sorted(Rows(dataset)["text"]) == sorted(b"%X" % x for x in range(100) if x % 5)
+    assert materialize(frame, tensors, store=store, validation="v").manifest == dataset.manifest
+    dataset.verify()
+    delete_unkept()
+    assert store.list(SETS) == []
+
+
+def test_settings_of_the_session_are_as_before(spark, store):
+    name = "spark.sql.execution.arrow.maxBytesPerBatch"
+    is_set = lambda: spark._jsparkSession.sessionState().conf().contains(name)  # noqa: E731
+    frame = spark.range(5).select(F.array("id").alias("x"))
+    materialize(frame, X, store=store)
+    assert not is_set()
+    spark.conf.set(name, "5000000")
+    try:
+        materialize(frame, X, store=store, reuse=False)
+        assert spark.conf.get(name).rstrip("b") == "5000000"
+    finally:
+        spark.conf.unset(name)
+
+
+def test_ctrl_c_ends_the_job_and_leaves_nothing(spark, store, tmp_path):
+    started = tmp_path / "started"
+
+    @F.udf("long")
+    def holds(x):
+        started.touch()
+        time.sleep(60)
+        return x
+
+    def interrupt():
+        wait_until(started.exists, 60, "a task runs")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        materialize(spark.range(2).select(holds("id").alias("x")), X, store=store)
+    thread.join()
+    tracker = spark.sparkContext.statusTracker()
+    wait_until(lambda: not tracker.getActiveJobsIds(), 20, "no job runs")
+    assert [entry for entry in store.list(recursive=True) if not entry.is_dir] == []
+    assert materialize(spark.range(2), {"x": "id"}, store=store).rows() == 2  # the session is as good as before
 
 
 def test_several_fits_at_once_write_once(spark, store, table):

@@ -74,9 +74,9 @@ def test_a_new_epoch_or_world_lets_go_of_the_old_windows():
 
 def test_a_permutation_wants_everything_once():
     source = Recording()
-    ahead = Ahead(source)
-    for epoch in (0, 1):
-        ahead.prepare(GlobalOrder(100, 0, epoch), 0, 10, 0, 1)
+    ahead, order = Ahead(source), GlobalOrder(100, 0, 0)
+    for start in (0, 10):
+        ahead.prepare(order, start, start + 10, 0, 1)
     assert (source.all, source.open) == (1, {})
 
 

@@ -160,3 +160,46 @@ def test_a_forked_child_deletes_nothing(store):
     assert names(store) == ["set"]
     delete_unkept()
     assert names(store) == []
+
+
+def test_sets_in_remote_stores_are_cleaned_up_alike():
+    store = Store.create("memory://cache-test")
+    folders = [folder_of(store, name) for name in ("passing", "kept")]
+    for folder, keep in zip(folders, (False, True), strict=True):
+        pack({"x": np.arange(3)}, folder)
+        mark_used(folder, keep)
+    delete_unkept()
+    assert names(store) == ["kept"]
+    assert clear_cache(store) == ["kept"]
+    assert names(store) == []
+
+
+class Closed:
+    """A filesystem that is gone at exit."""
+
+    type_name = "closed"
+
+    def get_file_info(self, path):
+        raise RuntimeError("already finalised")
+
+    def open_output_stream(self, path, compression):
+        return open(os.devnull, "wb")
+
+    def create_dir(self, path, recursive):
+        pass
+
+    def move(self, source, target):
+        pass
+
+
+def test_a_set_that_cannot_be_deleted_does_not_keep_the_others(store, caplog):
+    gone = Store("closed://x", "x", Closed())
+    with pytest.raises(RuntimeError):  # it cannot be asked whether the set is kept
+        mark_used(gone, keep=False)
+    from spark_elastic.data import cache
+
+    cache._unkept[gone.url] = (gone, os.getpid())
+    make(store, "set", keep=False)
+    delete_unkept()
+    assert names(store) == []
+    assert "closed://x could not be deleted: already finalised" in caplog.text

@@ -163,6 +163,18 @@ def test_files_that_are_not_as_listed_are_a_damaged_set(tmp_path, damage):
         Dataset.open(tmp_path)
 
 
+@pytest.mark.parametrize("which", ["file", "sidecar"])
+def test_checksums_find_what_sizes_do_not(tmp_path, which):
+    dataset = pack({**table(100), "text": ["abc"] * 100}, tmp_path, shards=3)
+    dataset.verify()
+    path = tmp_path / getattr(dataset.manifest.splits["train"][1], which)
+    content = bytearray(path.read_bytes())
+    content[7] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DatasetError, match=r"has checksum .* the set is damaged"):
+        Dataset.open(tmp_path).verify()
+
+
 def changed(**entries):
     return lambda text: json.dumps({**json.loads(text), **entries}).encode()
 

@@ -170,6 +170,21 @@ def test_buffers_are_used_again_once_nobody_looks(tmp_path):
     assert len(addresses) < 10
 
 
+def test_a_pass_that_was_left_in_the_middle_does_not_disturb_the_next_one(tmp_path):
+    dataset = numbered(tmp_path, [30_000])
+    with dataset.reader(batch_size=256) as reader:
+        left = [reader.epoch(number) for number in range(3)]
+        for epoch in left:
+            next(epoch)
+        seen = []
+        for batch in reader.epoch(3):
+            assert_whole_rows(batch)
+            seen += batch["label"].tolist()
+            for epoch in left:
+                assert_whole_rows(next(epoch, batch))
+    assert sorted(seen) == list(range(30_000))
+
+
 # --- what can go wrong --------------------------------------------------------------------------
 
 
