@@ -119,7 +119,7 @@ class BatchReader:
         Raises: DatasetError, StoreError: they cannot be had.
         """
         if self.order == "global":
-            self._files.prepare(self._order_of(0), 0, 0, self.rank, self.size)
+            self._files.ahead().prepare(self._order_of(0), 0, 0, self.rank, self.size)
 
     def epoch(self, epoch: int, position: int = 0, *, batch_size: int | None = None) -> Generator[Batch]:
         """The global batches from `position` on: this rank's rows of each.
