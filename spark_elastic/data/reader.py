@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,15 @@ class BatchReader:
     def size(self) -> int:
         return self._world[1]
 
-    def epoch(self, epoch: int, position: int = 0, *, batch_size: int | None = None) -> Iterator[Batch]:
+    def bring(self) -> None:
+        """Bring the rows near, where all of them are needed at once; the first batch waits for them otherwise.
+
+        Raises: DatasetError, StoreError: they cannot be had.
+        """
+        if self.order == "global":
+            self._files.ahead().prepare(self._order_of(0), 0, 0, self.rank, self.size)
+
+    def epoch(self, epoch: int, position: int = 0, *, batch_size: int | None = None) -> Generator[Batch]:
         """The global batches from `position` on: this rank's rows of each.
 
         batch_size: another one for this pass.
@@ -128,7 +136,7 @@ class BatchReader:
         batch_size = self.batch_size if batch_size is None else _checked_batch_size(batch_size)
         return self._batches(epoch, position, batch_size)
 
-    def _batches(self, epoch: int, position: int, batch_size: int) -> Iterator[Batch]:
+    def _batches(self, epoch: int, position: int, batch_size: int) -> Generator[Batch]:
         while position < self.rows:
             world = self._world
             ahead = self._files.ahead()
