@@ -33,6 +33,7 @@ class GlobalOrder:
 
     def __init__(self, rows: int, seed: int, epoch: int, shuffle: bool = True) -> None:
         self.rows = rows
+        self.shuffle = shuffle
         self._permutation = Permutation(rows, derived_key(seed, epoch)) if shuffle else None
 
     def take(self, edges: Sequence[int], rank: int, size: int) -> tuple[Indices, list[int]]:

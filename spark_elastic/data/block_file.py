@@ -40,26 +40,40 @@ Fetch = Callable[[int, int], bytes]
 class BlockFile:
     """path: of the local copy, sparse, as long as the remote file; it may be mapped, and held blocks may be read.
 
-    Safe for threads.
+    Safe for threads. Files only ever grow: one that became shorter would kill whoever has it mapped.
     """
 
-    def __init__(self, path: Path, nbytes: int, fetch: Fetch | None = None) -> None:
+    def __init__(self, path: Path, nbytes: int, fetch: Fetch | None = None, *, create: bool = True) -> None:
         self.path = path
         self.nbytes = nbytes
         self._blocks = -(-nbytes // BLOCK)
         self._fetch = fetch
-        path.parent.mkdir(parents=True, exist_ok=True)
         states = path.with_suffix(".state")
-        self._data = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._locks = os.open(states, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._data, nbytes)
-        os.ftruncate(self._locks, self._blocks * _STATE.itemsize)
-        self.states: Any = np.memmap(states, _STATE, "r+") if self._blocks else np.empty(0, _STATE)
+        self._data = _opened(path, nbytes, create)
+        try:
+            self._locks = _opened(states, self._blocks * _STATE.itemsize, create)
+        except OSError:
+            os.close(self._data)
+            raise
+        self.states: Any = (
+            np.memmap(states, _STATE, "r+", shape=(self._blocks,)) if self._blocks else np.empty(0, _STATE)
+        )
         self._guard = threading.Lock()
         self._held: Counter[int] = Counter()
         self._fetching: set[int] = set()
         self._verified = np.full(self._blocks, -1, np.int64)
         """CRC-32 of what this process has seen in a block; -1: nothing yet."""
+
+    @classmethod
+    def of_others(cls, path: Path) -> BlockFile | None:
+        """A file that some reader made, to make room in it; None: it is not all there yet, or gone."""
+        try:
+            nbytes, states = path.stat().st_size, path.with_suffix(".state").stat().st_size
+            if nbytes and states == -(-nbytes // BLOCK) * _STATE.itemsize:
+                return cls(path, nbytes, create=False)
+        except FileNotFoundError:
+            pass
+        return None
 
     # --- for readers --------------------------------------------------------------------------
 
@@ -68,19 +82,15 @@ class BlockFile:
 
         Raises: StoreError: they cannot be fetched.
         """
-        fetched = 0
-        for first in range(start // BLOCK, -(-stop // BLOCK), _RUN):
-            blocks = range(first, min(first + _RUN, -(-stop // BLOCK)))
-            deadline = time.monotonic() + _PATIENCE_S
-            while True:
-                self._share(blocks, deadline)
-                absent = [block for block in blocks if not self._sound(block)]
-                if not absent:
-                    break
-                self._release(blocks)
-                for run in _runs(absent):  # one of them may be dropped again before all are there: then once more
-                    fetched += self._fetch_run(run, deadline)
-            self.states["wanted"][blocks.start : blocks.stop] = int(time.time())
+        fetched, first, last = 0, start // BLOCK, -(-stop // BLOCK)
+        try:
+            for here in range(first, last, _RUN):
+                blocks = range(here, min(here + _RUN, last))
+                fetched += self._hold_run(blocks)
+                self.states["wanted"][blocks.start : blocks.stop] = int(time.time())
+        except BaseException:
+            self._release(range(first, here))
+            raise
         return fetched
 
     def release(self, start: int, stop: int) -> None:
@@ -88,7 +98,7 @@ class BlockFile:
 
     def complete(self) -> int | None:
         """The CRC-32 of the whole file; None while blocks are absent."""
-        if not all(self.states["wanted"]):
+        if not self.states["wanted"].all():
             return None
         crc, last = 0, self._blocks - 1
         for length, blocks in (
@@ -103,15 +113,22 @@ class BlockFile:
     # --- for who makes room -------------------------------------------------------------------
 
     def drop(self, block: int) -> int:
-        """Take a block away unless somebody reads it. Returns: the bytes that are free now."""
+        """Take a block away unless somebody reads it. Returns: the bytes that are free now.
+
+        Raises: OSError: files cannot be made smaller here; the block is still there.
+        """
         with self._guard:
             if self._held[block] or block in self._fetching or not self._lock(fcntl.F_WRLCK, block, block + 1):
                 return 0
             try:
                 if not self.states["wanted"][block]:
                     return 0
-                self.forget(block)
-                return BLOCK if _punch(self._data, block * BLOCK, BLOCK) else 0
+                state, verified = self.states[block].copy(), self._verified[block]
+                self.forget(block)  # before its bytes are gone, so that a death in between leaves nothing wrong
+                if not _punch(self._data, block * BLOCK, BLOCK):
+                    self.states[block], self._verified[block] = state, verified
+                    raise OSError(f"{self.path} cannot be made smaller")
+                return BLOCK
             finally:
                 self._lock(fcntl.F_UNLCK, block, block + 1)
 
@@ -129,6 +146,17 @@ class BlockFile:
             self.states = np.empty(0, _STATE)
 
     # --- blocks and locks ---------------------------------------------------------------------
+
+    def _hold_run(self, blocks: range) -> int:
+        fetched, deadline = 0, time.monotonic() + _PATIENCE_S
+        while True:
+            self._share(blocks, deadline)
+            absent = [block for block in blocks if not self._sound(block)]
+            if not absent:
+                return fetched
+            self._release(blocks)
+            for run in _runs(absent):  # one of them may be dropped again before all are there: then once more
+                fetched += self._fetch_run(run, deadline)
 
     def _share(self, blocks: range, deadline: float) -> None:
         while True:
@@ -150,15 +178,22 @@ class BlockFile:
                 self._lock(fcntl.F_UNLCK, run.start, run.stop)
 
     def _fetch_run(self, blocks: range, deadline: float) -> int:
-        while True:
-            with self._guard:
-                mine = self._fetching.isdisjoint(blocks) and not any(self._held[block] for block in blocks)
-                if mine and self._lock(fcntl.F_WRLCK, blocks.start, blocks.stop):
-                    self._fetching.update(blocks)
-                    break
-            if all(self._sound(block) for block in blocks):  # somebody else was faster
-                return 0
+        """Fetch them, unless somebody else is at one of them; then it is only waited for a moment, for what is absent
+        may be another range by then: others keep what they fetched, maybe for as long as we do not come on.
+
+        Returns: the bytes that were fetched.
+        """
+        with self._guard:
+            mine = (
+                self._fetching.isdisjoint(blocks)
+                and not any(self._held[block] for block in blocks)
+                and self._lock(fcntl.F_WRLCK, blocks.start, blocks.stop)
+            )
+            if mine:
+                self._fetching.update(blocks)
+        if not mine:
             self._pause(deadline)
+            return 0
         try:
             start, stop = blocks.start * BLOCK, min(blocks.stop * BLOCK, self.nbytes)
             if all(self._sound(block) for block in blocks):
@@ -166,7 +201,7 @@ class BlockFile:
             data = memoryview(self._fetched(start, stop - start))
             for block in blocks:
                 part = data[block * BLOCK - start : block * BLOCK - start + BLOCK]
-                os.pwrite(self._data, part, block * BLOCK)
+                self._write(part, block * BLOCK)
                 self._verified[block] = zlib.crc32(part)
                 self.states[block] = (self._verified[block], int(time.time()))
             return stop - start
@@ -174,6 +209,16 @@ class BlockFile:
             with self._guard:
                 self._fetching.difference_update(blocks)
                 self._lock(fcntl.F_UNLCK, blocks.start, blocks.stop)
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        try:
+            while len(data):  # a disk that is nearly full takes a part of it first
+                written = os.pwrite(self._data, data, offset)
+                data, offset = data[written:], offset + written
+        except OSError as error:
+            raise StoreError(
+                f"{self.path} cannot be written: {error}; choose another cache_dir, or limit cache_bytes"
+            ) from error
 
     def _fetched(self, start: int, nbytes: int) -> bytes:
         assert self._fetch is not None
@@ -209,6 +254,15 @@ class BlockFile:
                 f"another process has held {self.path} for {_PATIENCE_S:.0f} s; end it, or use another cache_dir"
             )
         time.sleep(_POLL_S)
+
+
+def _opened(path: Path, nbytes: int, create: bool) -> int:
+    if create:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+    if os.fstat(file).st_size < nbytes:
+        os.ftruncate(file, nbytes)
+    return file
 
 
 def _runs(blocks: Iterable[int]) -> Iterator[range]:

@@ -95,6 +95,13 @@ def mark_used(folder: Store, keep: bool) -> None:
         _unkept[folder.url] = (folder, os.getpid())
 
 
+def may_be_lost(folder: Store) -> bool:
+    """Whether the set's files may hold something else than was written, at the right sizes: nobody waited for the disk,
+    and the machine may have gone down since.
+    """
+    return folder.is_local and folder.url not in _unkept and not folder.exists("keep")
+
+
 @atexit.register
 def delete_unkept() -> None:
     """Delete the sets that this process wrote or used, nobody asked to keep, and nobody else needs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 from spark_elastic.data.ahead import Ahead, Ranges, Source
@@ -15,6 +16,8 @@ from spark_elastic.data.sidecars import Sidecars
 _WILLNEED = getattr(os, "POSIX_FADV_WILLNEED", None)
 _DONTNEED = getattr(os, "POSIX_FADV_DONTNEED", None)
 _MAPPED_BYTES = 2 << 30
+_PIECE_BYTES = 8 << 20
+"""What is wanted at a time of rows that come as they lie in the files."""
 
 
 class SplitFiles:
@@ -53,10 +56,11 @@ class SplitFiles:
             self.close()
             raise
         self._source = source
+        self._piece_rows = max(1, _PIECE_BYTES // stride)
 
     def ahead(self) -> Ahead:
         """For one pass."""
-        return Ahead(self._source)
+        return Ahead(self._source, self.numbering, self._piece_rows)
 
     def close(self) -> None:
         while self._opened:
@@ -91,7 +95,7 @@ class LocalSource:
         self._advise(ranges, _WILLNEED)
         return ranges
 
-    def wait(self, wanted: Ranges) -> None:
+    def wait(self, wanted: Ranges, stopping: Future[None]) -> None:
         """The system makes whoever touches a page wait until it is there."""
 
     def release(self, wanted: Ranges) -> None:
@@ -100,7 +104,7 @@ class LocalSource:
         if self._drop_behind:
             self._advise(wanted, _DONTNEED)
 
-    def want_all(self) -> None:
+    def want_all(self, stopping: Future[None]) -> None:
         with self._guard:
             if not (self._asked or self._drop_behind):  # what does not stay in memory cannot be brought there whole
                 self._advise([(0, self._numbering.rows)], _WILLNEED)

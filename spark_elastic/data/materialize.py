@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_elastic.clock import wall
-from spark_elastic.data.cache import collect_orphans, delete_set, folder_of, leased, mark_used
+from spark_elastic.data.cache import collect_orphans, delete_set, folder_of, leased, mark_used, may_be_lost
 from spark_elastic.data.columns import Request, cast_of
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.faults import Fault, error_of
@@ -147,6 +147,8 @@ def _find(folder: Store, key: str, settings: Mapping[str, Any], dataset_id: str 
     try:
         dataset = Dataset.open(folder)
         if dataset.manifest.key == key:
+            if may_be_lost(folder):
+                dataset.verify()
             return dataset
         written = dataset.manifest.about.get("settings", {})
         different = sorted(name for name in settings if written.get(name) != settings[name])
@@ -173,13 +175,13 @@ def _check_shared(place: Store, spark: Any) -> None:
 def _write(df: Any, request: Request, folder: Store, key: str, settings: Mapping[str, Any], kept: bool) -> Dataset:
     run, started = uuid.uuid4().hex[:12], wall()
     try:
-        receipts = _run(df, request, folder, run)
+        receipts = _run(df, request, folder, run, kept)
         _refuse_faults(receipts)
         if mixed := _stored_both_ways(receipts):
             # Some tasks began with mostly empty vectors and some did not.
             folder.delete(run)
             request = replace(request, sparse={**request.sparse, **dict.fromkeys(mixed, True)})
-            receipts = _run(df, request, folder, run)
+            receipts = _run(df, request, folder, run, kept)
             _refuse_faults(receipts)
         manifest = _manifest(receipts, request, key, {**_about(df, wall() - started), "settings": settings})
         dataset = Dataset(folder, manifest)
@@ -207,11 +209,11 @@ def _selected(df: Any, request: Request) -> list[Any]:
     return selected
 
 
-def _run(df: Any, request: Request, folder: Store, run: str) -> list[Receipt]:
+def _run(df: Any, request: Request, folder: Store, run: str, kept: bool) -> list[Receipt]:
     from pyspark.sql import functions
 
     tensors = request.resolve(df.schema, _case_sensitive(df))
-    task = WriteTask(folder, run, request.columns, tensors, request.shard_bytes, request.validation, request.seed)
+    task = WriteTask(folder, run, request.columns, tensors, request.shard_bytes, request.validation, request.seed, kept)
     rows = df.select(*_selected(df, request))
     if request.pre_shuffle:
         # Which partition, and where in it, by two draws: a repartition alone keeps what lay side by side together.

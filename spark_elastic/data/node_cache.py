@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,15 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from spark_elastic.data.ahead import Ranges
+from spark_elastic.clock import wall
+from spark_elastic.data.ahead import Ranges, Stopped
 from spark_elastic.data.block_file import BlockFile
+from spark_elastic.data.cache_folders import claim, default_limit, remove_stale, used_bytes
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.layout import Kind
 from spark_elastic.data.rows import Numbering
 from spark_elastic.errors import DatasetError, StoreError
 
+_log = logging.getLogger(__name__)
 _FETCHERS = 8
 """Requests under way at a time: an object store answers each in tens of ms, and many of them as fast as one."""
+_PAUSES_S = (0.0, 1.0)
+"""Before the second try and the third: hours of training should not end with one connection."""
 _ROOM = 0.9
 """Part of the limit that is left in use when room is made."""
 _CHECK_EVERY = 16 << 20
@@ -61,21 +70,30 @@ class CachedSplit:
         self._references = [f.name for f in dataset.layout.fields if f.kind is not Kind.DENSE] if sidecars else []
         self._root = Path(cache_dir) if cache_dir is not None else default_folder()
         self._limit = cache_bytes
-        self._fetched = 0
+        self._fetched = _CHECK_EVERY  # others may have left more than the limit
         self._guard = threading.Lock()
         self._all = threading.Lock()
         self._everything: Wanted | None = None
         # another set at the same place is another set
         key = hashlib.sha256(dataset.store.url.encode() + dataset.manifest.dumps()).hexdigest()[:24]
-        self._shards = dataset.manifest.splits[split]
-        self._remote: list[_RemoteFile] = []
+        self._unchecked: dict[BlockFile, tuple[str, int]] = {}
+        """File → what it is called there, and the manifest's CRC-32 of it."""
+        self._touched: set[BlockFile] = set()
+        """Those of them that may have become whole since somebody looked."""
+        self._remote: list[RemoteFile] = []
         self._files: list[BlockFile] = []
         self._sidecars: list[BlockFile | None] = []
+        self._claimed = -1
         try:
-            for shard in self._shards:
-                self._files.append(self._local(key, shard.file, shard.nbytes))
+            self._claimed = claim(self._root / key)
+            remove_stale(self._root, wall())
+            if self._limit is None:
+                self._limit = default_limit(self._root)
+            for shard in dataset.manifest.splits[split]:
+                self._files.append(self._local(key, shard.file, shard.nbytes, shard.crc32))
                 side = shard.sidecar if sidecars else None
-                self._sidecars.append(self._local(key, side, shard.sidecar_nbytes) if side else None)
+                size, crc32 = shard.sidecar_nbytes, shard.sidecar_crc32
+                self._sidecars.append(self._local(key, side, size, crc32) if side else None)
         except OSError as error:
             self.close()
             raise StoreError(f"the cache in {self._root} cannot be used: {error}; set cache_dir") from error
@@ -83,11 +101,13 @@ class CachedSplit:
         self.sidecar_paths = [file.path if file else None for file in self._sidecars]
         self._pool = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="spark-elastic-fetch")
 
-    def _local(self, key: str, file: str, nbytes: int) -> BlockFile:
-        remote = _RemoteFile(self._dataset, file)
+    def _local(self, key: str, file: str, nbytes: int, crc32: int) -> BlockFile:
+        remote = RemoteFile(lambda: self._dataset.store.open_input(file), f"{self._dataset.store.url}/{file}")
         self._remote.append(remote)
         name = hashlib.sha256(file.encode()).hexdigest()[:16]
-        return BlockFile(self._root / key / f"{name}.data", nbytes, remote.read)
+        made = BlockFile(self._root / key / f"{name}.data", nbytes, remote.read)
+        self._unchecked[made] = (file, crc32)
+        return made
 
     # --- a source of rows -----------------------------------------------------------------------
 
@@ -98,9 +118,18 @@ class CachedSplit:
                 wanted.futures.append(self._pool.submit(self._bring, wanted, shard, first, last))
         return wanted
 
-    def wait(self, wanted: Wanted) -> None:
+    def wait(self, wanted: Wanted, stopping: Future[None]) -> None:
+        """Raises: DatasetError: a file is here as a whole by now, and is not what the manifest says."""
         for future in wanted.futures:
+            if not future.done():
+                futures.wait((future, stopping), return_when=futures.FIRST_COMPLETED)
+            if stopping.done():
+                raise Stopped
             future.result()
+        with self._guard:
+            touched, self._touched = self._touched, set()
+        for file in touched:
+            self._check(file)
 
     def release(self, wanted: Wanted) -> None:
         with self._guard:
@@ -111,7 +140,7 @@ class CachedSplit:
         for file, start, stop in held:
             file.release(start, stop)
 
-    def want_all(self) -> None:
+    def want_all(self, stopping: Future[None]) -> None:
         """Raises: DatasetError: a file is not what the manifest says."""
         with self._all:
             if self._everything is not None:
@@ -120,19 +149,18 @@ class CachedSplit:
             rows = self._numbering.rows
             everything = self.want([(start, min(start + piece, rows)) for start in range(0, rows, piece)])
             try:
-                self.wait(everything)
-                for file, side, shard in zip(self._files, self._sidecars, self._shards, strict=True):
-                    self._check(file, shard.file, shard.crc32)
-                    if side is not None:
-                        self._check(side, str(shard.sidecar), shard.sidecar_crc32)
+                self.wait(everything, stopping)
             except BaseException:
                 self.release(everything)
                 raise
             self._everything = everything
 
-    def _check(self, file: BlockFile, name: str, expected: int) -> None:
+    def _check(self, file: BlockFile) -> None:
         found = file.complete()
-        if found is not None and found != expected:
+        if found is None:
+            return
+        name, expected = self._unchecked.pop(file, ("", found))
+        if found != expected:
             for block in range(len(file.states)):
                 file.forget(block)
             raise DatasetError(
@@ -163,6 +191,8 @@ class CachedSplit:
             released = wanted.released
             if not released:
                 wanted.held.append((file, start, stop))
+            if file in self._unchecked:
+                self._touched.add(file)
             self._fetched += fetched
             due = self._limit is not None and self._fetched >= _CHECK_EVERY
             if due:
@@ -176,8 +206,9 @@ class CachedSplit:
 
     def make_room(self) -> None:
         """Drop what was not wanted for longest, of all sets in the folder, until the limit is kept."""
-        assert self._limit is not None
-        used = _used(self._root)
+        if self._limit is None:
+            return
+        used = used_bytes(self._root)
         if used <= self._limit:
             return
         ours = {file.path: file for file in [*self._files, *self._sidecars] if file is not None}
@@ -187,7 +218,9 @@ class CachedSplit:
             for path in self._root.glob("*/*.data"):
                 file = ours.get(path)
                 if file is None:
-                    file = BlockFile(path, path.stat().st_size)
+                    file = BlockFile.of_others(path)
+                    if file is None:
+                        continue
                     others.append(file)
                 files.append(file)
             ages = [file.states["wanted"].astype(np.int64) for file in files]
@@ -199,6 +232,9 @@ class CachedSplit:
                     break
                 if age[index]:
                     used -= files[owners[index]].drop(int(blocks[index]))
+        except OSError as error:
+            _log.warning("the cache cannot keep to its limit of %d bytes: %s", self._limit, error)
+            self._limit = None
         finally:
             for file in others:
                 file.close()
@@ -211,28 +247,53 @@ class CachedSplit:
                 file.close()
         for remote in self._remote:
             remote.close()
+        if self._claimed >= 0:
+            os.close(self._claimed)
+            self._claimed = -1
 
 
-class _RemoteFile:
-    """Handles of one file: an open one costs a request, and not every filesystem's may be shared by threads."""
+class RemoteFile:
+    """Handles of one file: an open one costs a request, and not every filesystem's may be shared by threads.
 
-    def __init__(self, dataset: Dataset, file: str) -> None:
-        self._open: Callable[[], Any] = lambda: dataset.store.open_input(file)
-        self._name = f"{dataset.store.url}/{file}"
+    open_handle: -> a pyarrow `RandomAccessFile`. Safe for threads.
+    """
+
+    def __init__(self, open_handle: Callable[[], Any], name: str) -> None:
+        self._open = open_handle
+        self._name = name
         self._idle: list[Any] = []
 
     def read(self, offset: int, nbytes: int) -> bytes:
+        """Raises: StoreError: not even with fresh handles."""
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                handle = self._handle()
+                data = bytes(handle.read_at(nbytes, offset))
+            except Exception as error:  # each filesystem's package has errors of its own
+                if pause_s is None or isinstance(error, FileNotFoundError | PermissionError):
+                    raise StoreError(f"{self._name} cannot be read: {error}") from error
+                self.close()  # those that were opened before the connection broke
+                time.sleep(pause_s)
+            else:
+                self._idle.append(handle)
+                return data
+        raise AssertionError
+
+    def _handle(self) -> Any:
         try:
-            handle = self._idle.pop() if self._idle else self._open()
-            data = bytes(handle.read_at(nbytes, offset))
-        except OSError as error:
-            raise StoreError(f"{self._name} cannot be read: {error}") from error
-        self._idle.append(handle)
-        return data
+            return self._idle.pop()
+        except IndexError:
+            return self._open()
 
     def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+        """Closes those that nobody reads from."""
+        while True:
+            try:
+                handle = self._idle.pop()
+            except IndexError:
+                return
+            with contextlib.suppress(Exception):
+                handle.close()
 
 
 def default_folder() -> Path:
@@ -242,7 +303,3 @@ def default_folder() -> Path:
     if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
         raise StoreError(f"{folder} belongs to another user; set cache_dir")
     return folder
-
-
-def _used(root: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in root.glob("*/*.data"))

@@ -59,7 +59,7 @@ def pack(
         pieces: list[Shard] = []
         for part in range(shards):
             start, stop = (len(block) * edge // shards for edge in (part, part + 1))
-            writer = ShardWriter(store, f"{run}/{split}-{part:05d}", layout, shard_bytes)
+            writer = ShardWriter(store, f"{run}/{split}-{part:05d}", layout, shard_bytes, durable=True)
             writer.write(block[start:stop])
             pieces += writer.close()
         written[split] = tuple(pieces)

@@ -47,9 +47,18 @@ class Prefetcher(Iterator[T], Generic[T]):
 
     What `source` raises is raised to the consumer, in its turn. Whoever stops early calls `close`, which waits for
     the item under way.
+
+    on_close: tells the source to hurry.
     """
 
-    def __init__(self, source: Callable[[], Iterable[T]], depth: int, name: str) -> None:
+    def __init__(
+        self,
+        source: Callable[[], Iterable[T]],
+        depth: int,
+        name: str,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_close = on_close
         self._depth = depth
         self._items: deque[T] = deque()
         self._error: BaseException | None = None
@@ -109,5 +118,6 @@ class Prefetcher(Iterator[T], Generic[T]):
             self._closed = True
             self._items.clear()
             self._changed.notify_all()
+        self._on_close()
         if self._thread is not threading.current_thread():
             self._thread.join()

@@ -29,7 +29,8 @@ def resolve_order(
 ) -> str:
     """ "global" or "lanes". The driver calls this once and tells all workers, or they all call it: it is the same.
 
-    cache_bytes: of a remote set's cache. Rows of a permutation come from everywhere, so all must fit into it.
+    cache_bytes: of a remote set's cache. Rows of a permutation come from everywhere, so all must fit into it. Without
+    a shuffle the order is "global", and a few pieces at a time are enough.
 
     Raises: InvalidSettingsError: no such order, lanes without a shuffle, a permutation of what the cache cannot hold.
     """
@@ -40,7 +41,7 @@ def resolve_order(
     if not shuffle:
         if order == "lanes":
             raise InvalidSettingsError("lanes are a way to shuffle; with shuffle=False use order='auto'")
-        order = "global"
+        return "global"
     if order == "global" and too_large:
         raise InvalidSettingsError(
             f"a cache of {cache_bytes} bytes cannot hold the {nbytes} bytes of {split!r}; raise cache_bytes, or "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from spark_elastic.core.lanes import LaneOrder, LaneSettings
 from spark_elastic.core.orders import GlobalOrder, Order
 from spark_elastic.core.sampling import Indices
+from spark_elastic.data.ahead import Ahead, Stopped
 from spark_elastic.data.batch import Batch, Turn
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.files import SplitFiles
@@ -53,8 +54,8 @@ class BatchReader:
         lanes: how lanes are cut; None: `lane_settings`. The same on all ranks, and for all of a training.
         prefetch: batches that a thread gathers ahead, fewer if they are large, more if they are small; 0: no thread.
         fields: the tensors that batches hold; None: all.
-        cache_dir, cache_bytes: where, and how much of, a remote set is kept on this host's disk; None: a folder of
-            the user's temporary files, and all of it.
+        cache_dir, cache_bytes: where, and how much of, remote sets are kept on this host's disk; None: a folder of
+            the user's temporary files, and most of what is free there. Sets that nobody opened for a week go.
 
     Raises:
         InvalidSettingsError: a value that cannot be, a split or a field that the set does not have.
@@ -113,7 +114,15 @@ class BatchReader:
     def size(self) -> int:
         return self._world[1]
 
-    def epoch(self, epoch: int, position: int = 0, *, batch_size: int | None = None) -> Iterator[Batch]:
+    def bring(self) -> None:
+        """Bring the rows near, where all of them are needed at once; the first batch waits for them otherwise.
+
+        Raises: DatasetError, StoreError: they cannot be had.
+        """
+        if self.order == "global":
+            self._files.ahead().prepare(self._order_of(0), 0, 0, self.rank, self.size)
+
+    def epoch(self, epoch: int, position: int = 0, *, batch_size: int | None = None) -> Generator[Batch]:
         """The global batches from `position` on: this rank's rows of each.
 
         batch_size: another one for this pass.
@@ -127,33 +136,41 @@ class BatchReader:
         batch_size = self.batch_size if batch_size is None else _checked_batch_size(batch_size)
         return self._batches(epoch, position, batch_size)
 
-    def _batches(self, epoch: int, position: int, batch_size: int) -> Iterator[Batch]:
+    def _batches(self, epoch: int, position: int, batch_size: int) -> Generator[Batch]:
         while position < self.rows:
             world = self._world
-            turns = self._started(partial(self._turns, epoch, position, batch_size, *world), batch_size)
+            ahead = self._files.ahead()
+            made = partial(self._turns, ahead, epoch, position, batch_size, *world)
+            turns = self._started(made, batch_size, ahead.stop)
             try:
                 for turn in turns:
                     for batch in turn.batches():
                         position = batch.stop
                         yield batch
-                        if self._closed:
-                            raise ValueError("the reader was closed in the middle of an epoch")
+                        self._refuse_closed()
                         if self._world is not world:
                             break
                     if self._world is not world:
                         break  # what was gathered ahead is another rank's by now
+                self._refuse_closed()
             finally:
                 if isinstance(turns, Prefetcher):
                     self._running.discard(turns)
                     turns.close()
 
-    def _started(self, turns: Callable[[], Iterator[Turn]], batch_size: int) -> Iterator[Turn]:
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ValueError("the reader was closed in the middle of an epoch")
+
+    def _started(
+        self, turns: Callable[[], Iterator[Turn]], batch_size: int, stop: Callable[[], None]
+    ) -> Iterator[Turn]:
         """The turns, gathered ahead by a thread if there is to be one."""
         if not self._prefetch:
             return turns()
         turn_batches, turn_rows = self._together(batch_size, self.size)
         ahead = min(-(-self._prefetch // turn_batches), _AHEAD_BYTES // (turn_rows * self._dtype.itemsize))
-        started = Prefetcher(turns, max(1, ahead), "spark-elastic-reader")
+        started = Prefetcher(turns, max(1, ahead), "spark-elastic-reader", stop)
         self._running.add(started)
         return started
 
@@ -163,7 +180,7 @@ class BatchReader:
         batches = max(1, min(_TURN_ROWS, _TURN_BYTES // self._dtype.itemsize) // mine)
         return batches, batches * mine
 
-    def _turns(self, epoch: int, position: int, batch_size: int, rank: int, size: int) -> Iterator[Turn]:
+    def _turns(self, ahead: Ahead, epoch: int, position: int, batch_size: int, rank: int, size: int) -> Iterator[Turn]:
         order, windows = self._order_of(epoch), self._order_of(epoch)  # one for each of the threads
         together, turn_rows = self._together(batch_size, size)
         planned = max(1, _PLANNED_ROWS // turn_rows) * together * batch_size
@@ -176,7 +193,6 @@ class BatchReader:
 
         # with a thread of its own, what the order costs does not add to what the gather costs
         planning = Prefetcher(plans, 1, "spark-elastic-order") if self._prefetch else None
-        ahead = self._files.ahead()
         try:
             for edges, numbers, counts in planning or plans():
                 done = 0
@@ -186,6 +202,8 @@ class BatchReader:
                     ahead.prepare(windows, bounds[0], bounds[-1], rank, size)
                     yield Turn(self._gathered(numbers[done : done + sum(part)]), bounds, part)
                     done += sum(part)
+        except Stopped:
+            return
         finally:
             if planning is not None:
                 planning.close()

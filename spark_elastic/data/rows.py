@@ -91,6 +91,17 @@ class Numbering:
         shifts: Indices = self._natural_shifts[np.searchsorted(self._natural, positions, side="right") - 1]
         return positions + shifts
 
+    def ranges_in_files(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The rows at positions `start`..`stop` of the files read one after another, as ranges of numbers."""
+        found = []
+        index = int(np.searchsorted(self._natural, start, side="right")) - 1
+        while start < stop:
+            following = int(self._natural[index + 1]) if index + 1 < len(self._natural) else self.rows
+            end, shift = min(stop, following), int(self._natural_shifts[index])
+            found.append((start + shift, end + shift))
+            start, index = end, index + 1
+        return found
+
     def ranges(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """(shard, first row, last row + 1) of the parts of shards that rows number `start`..`stop` are."""
         found = []

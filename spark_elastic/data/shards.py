@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -69,9 +70,13 @@ class ShardWriter:
     Every shard but the last holds a multiple of `layout.rows_per_page_run` rows, see `manifest`. No rows, no file.
 
     stem: the files are ``<stem>-<number>.rows`` and ``.side``, below `store`. It has to be new for each attempt.
+    durable: a shard that is done survives a power cut; on local folders that costs a wait for the disk.
     """
 
-    def __init__(self, store: Store, stem: str, layout: Layout, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self, store: Store, stem: str, layout: Layout, shard_bytes: int = SHARD_BYTES, *, durable: bool = False
+    ) -> None:
+        self._durable = durable
         self._store = store
         self._stem = stem
         self._layout = layout
@@ -138,10 +143,10 @@ class ShardWriter:
         assert self._records is not None
         records, sidecar, rows = self._records, self._sidecar, self._rows
         self._records, self._sidecar, self._rows = None, None, 0
-        records.close()
+        records.close(self._durable)
         shard = Shard(records.path, rows, records.nbytes, records.crc32)
         if sidecar is not None:
-            sidecar.close()
+            sidecar.close(self._durable)
             shard = Shard(
                 records.path, rows, records.nbytes, records.crc32, sidecar.path, sidecar.nbytes, sidecar.crc32
             )
@@ -153,7 +158,8 @@ class _File:
         self.path = path
         self.nbytes = 0
         self.crc32 = 0
-        if store.is_local:
+        self._local = store.is_local
+        if self._local:
             target = store.local_path(path)
             target.parent.mkdir(parents=True, exist_ok=True)
             self._stream: Any = target.open("xb", buffering=0)
@@ -167,7 +173,9 @@ class _File:
         while len(data):  # an unbuffered file may take a part of it
             data = data[self._stream.write(data) or len(data) :]
 
-    def close(self) -> None:
+    def close(self, durable: bool) -> None:
+        if durable and self._local:
+            os.fsync(self._stream.fileno())
         self._stream.close()
 
 

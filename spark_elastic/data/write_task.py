@@ -63,6 +63,7 @@ class Receipt:
 class WriteTask:
     """store: the set's folder. run: the folder in it for this write; what other attempts leave there does not count.
     columns: what the batches' columns are called; Spark sends them in this order, under names of its own.
+    durable: what is written survives a power cut.
     """
 
     store: Store
@@ -72,6 +73,7 @@ class WriteTask:
     shard_bytes: int
     validation: float | str | None
     seed: int
+    durable: bool = False
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
         """For `DataFrame.mapInArrow`: one row, the receipt.
@@ -104,7 +106,9 @@ class WriteTask:
                     assert encoder.layout is not None
                     for split in splits:
                         stem = f"{self.run}/{split}-{partition:05d}-{attempt}"
-                        writers[split] = ShardWriter(self.store, stem, encoder.layout, self.shard_bytes)
+                        writers[split] = ShardWriter(
+                            self.store, stem, encoder.layout, self.shard_bytes, durable=self.durable
+                        )
                 if self.validation is None:
                     writers["train"].write(block)
                 else:

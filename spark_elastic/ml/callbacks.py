@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,6 +84,22 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def follows(callback: Callback) -> str:
+    """By what its best epoch is the best: a column of the history, or the callback itself."""
+    monitor = getattr(callback, "monitor", None)
+    return f"{monitor.name} {monitor.mode}" if isinstance(monitor, Monitor) else type(callback).__qualname__
+
+
+def check_one_best(callbacks: Sequence[Callback]) -> None:
+    """Raises: InvalidSettingsError: two callbacks would give the trained model the weights of different epochs."""
+    restoring = list(dict.fromkeys(follows(callback) for callback in callbacks if callback.restores_best))
+    if len(restoring) > 1:
+        raise InvalidSettingsError(
+            f"the trained model cannot have the weights of the best epoch by {' and by '.join(restoring)}; only one "
+            "callback may restore them: restore=False, or restore_best=False, for the others"
+        )
 
 
 class LambdaCallback(Callback):

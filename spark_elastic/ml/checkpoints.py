@@ -32,14 +32,14 @@ MANIFEST = "checkpoint.json"
 class CheckpointFacts:
     """What is known of a complete checkpoint without loading it.
 
-    name: of its folder; names sort by age. best: it is the best of the epochs so far by what the run follows.
+    name: of its folder; names sort by age. best: of what the run follows, that by which this is the best epoch so far.
     """
 
     name: str
     step: int
     epoch: int
     position: int
-    best: bool = False
+    best: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class Checkpoints:
                 log.warning("%s; an older one is taken", error)
         return None
 
-    def best(self) -> CheckpointFacts | None:
-        """The newest that was the best when it was written."""
-        return next((facts for facts in reversed(self.complete()) if facts.best), None)
+    def best(self, of: str | None = None) -> CheckpointFacts | None:
+        """The newest that was the best when it was written; of: by this."""
+        return next((facts for facts in reversed(self.complete()) if (of in facts.best if of else facts.best)), None)
 
     def load(self, name: str) -> Contents:
         """Raises: CheckpointError: missing, cut off or damaged."""
@@ -103,17 +103,18 @@ class Checkpoints:
             "step": contents.facts.step,
             "epoch": contents.facts.epoch,
             "position": contents.facts.position,
-            "best": contents.facts.best,
+            "best": list(contents.facts.best),
             "files": {file: [len(data), zlib.crc32(data)] for file, data in contents.files.items()},
             "document": dict(contents.document),
         }
         self.store.write_bytes(f"{name}/{MANIFEST}", json.dumps(manifest, indent=1).encode())
 
     def keep(self, newest: int) -> None:
-        """Remove all but the newest so many and the last that was best; also what was never completed before them."""
+        """Remove all but the newest so many and the last that was best by each of what is followed; also what was never
+        completed before them."""
         complete = self.complete()
         kept = {facts.name for facts in complete[-newest:]}
-        kept |= {next((facts.name for facts in reversed(complete) if facts.best), "")}
+        kept |= set({followed: facts.name for facts in complete for followed in facts.best}.values())
         for name in self._names():
             if name not in kept and complete and name < complete[-1].name:
                 self.store.delete(f"{name}/{MANIFEST}")  # first: what is left of it must not look complete
@@ -140,6 +141,15 @@ class Checkpoints:
             raise CheckpointError(
                 f"checkpoint {name} is of version {manifest.get('version')!r}; this is version {FORMAT_VERSION}"
             )
+        try:
+            known = [type(manifest[key]) for key in ("step", "epoch", "position")] == [int] * 3
+            known = known and isinstance(manifest["best"], list) and isinstance(manifest["document"], dict)
+            for file, (nbytes, crc32) in manifest["files"].items():
+                known = known and "/" not in file and isinstance(nbytes, int) and isinstance(crc32, int)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            known = False
+        if not known:
+            raise CheckpointError(f"checkpoint {name} in {self.store} is damaged: {MANIFEST} is not what was written")
         return manifest
 
     def _facts(self, name: str) -> CheckpointFacts:
@@ -148,7 +158,7 @@ class Checkpoints:
             have = self.store.size(f"{name}/{file}")
             if have != nbytes:
                 raise CheckpointError(f"checkpoint {name} in {self.store} is incomplete: {file} has {have} bytes")
-        return CheckpointFacts(name, manifest["step"], manifest["epoch"], manifest["position"], manifest["best"])
+        return CheckpointFacts(name, manifest["step"], manifest["epoch"], manifest["position"], tuple(manifest["best"]))
 
 
 class CheckpointWriter:

@@ -37,12 +37,20 @@ class BatchMaker:
 
     def __init__(self, training: TorchTraining, device: torch.device) -> None:
         self._transformation = training.transformation_fn
-        self._needs_labels = training.loss is not None
         self._shapes = {
             **_by_name(INPUT, training.input_shapes),
             **_by_name(LABEL, training.label_shapes),
         }
         self._device = device
+        self._needed = (
+            []
+            if training.train_fn is not None
+            else [
+                field.name
+                for field in training.dataset.layout.fields
+                if field.name.startswith(LABEL) or field.name == WEIGHT
+            ]
+        )
         self._parts = training.accumulation
 
     def parts(self, batch: Batch, most: int | None = None) -> list[TorchBatch]:
@@ -59,8 +67,7 @@ class BatchMaker:
         if self._transformation is not None:
             columns = self._transformation(dict(columns))
             _check(columns, rows)
-            if self._needs_labels:
-                _check_labels(columns, batch.tensors)
+            self._check_needed(columns)
         tensors = {name: self._tensor(name, value) for name, value in columns.items()}
         count = min(most or self._parts, rows)
         if count == 1:
@@ -70,6 +77,15 @@ class BatchMaker:
             _batch({name: value[start:stop] for name, value in tensors.items()}, stop - start)
             for start, stop in itertools.pairwise(cuts)
         ]
+
+    def _check_needed(self, columns: Mapping[str, Any]) -> None:
+        """Without them the loss would be of something else, and as good a number as any."""
+        missing = [name for name in self._needed if name not in columns]
+        if missing:
+            raise DataError(
+                f"transformation_fn returned no {' and no '.join(missing)}, but {', '.join(columns) or 'nothing'}; "
+                "begin with {**columns} to keep what it does not change"
+            )
 
     def _tensor(self, name: str, value: Any) -> Any:
         if isinstance(value, np.ndarray) and value.dtype != object:
@@ -114,13 +130,3 @@ def _check(columns: Any, rows: int) -> None:
                 f"transformation_fn was given {rows} rows and returned {'no' if have is None else have} rows for "
                 f"{name}; rows must stay as they are, because the weight of a batch follows from their number"
             )
-
-
-def _check_labels(columns: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """A loss without its label would be that of a model which restores its input, and without weights another one."""
-    lost = [name for name in given if (name.startswith(LABEL) or name == WEIGHT) and name not in columns]
-    if lost:
-        raise DataError(
-            f"transformation_fn returned {list(columns)}, without {', '.join(lost)}, which the loss needs; return "
-            "what it does not change, too: {**columns, ...}"
-        )

@@ -17,6 +17,7 @@ import torch
 
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.torch.batches import TorchBatch
+from spark_elastic.ml.torch.losses import rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,10 @@ class Term:
         self.normalised = _divides_by_class_weights(loss)
         """The mean is not over rows: class weights, or labels that do not count. What it divides by follows from the
         labels of the whole batch, see `count`."""
+        kind = rule(loss)
+        self.of_classes = kind == "argmax"
+        self.of_numbers = kind is not None and not self.of_classes
+        """Whether labels are to have the output's shape; own functions, of which neither is known, see to it."""
         self._loss = loss
         if weighted:
             self._loss = _with_reduction(loss, "none") or loss
@@ -52,6 +57,8 @@ class Term:
     def count(self, label: torch.Tensor) -> float:
         """What these rows add to the denominator of a normalised loss."""
         loss: Any = self._loss
+        if label.is_floating_point():  # a probability of each class: torch divides by the rows then
+            return float(label.numel() // label.shape[1])
         counted = label[label != loss.ignore_index]
         return float(counted.numel() if loss.weight is None else loss.weight[counted].sum())
 
@@ -129,11 +136,17 @@ class Objective:
         if len(outputs) < len(self.terms):
             raise DataError(f"the model has {len(outputs)} outputs and there are {len(self.terms)} losses")
         if labels:
-            labels = tuple(shaped_like(label, output) for label, output in zip(labels, outputs, strict=False))
+            labels = tuple(
+                shaped_like(label, output, term.of_numbers)
+                for term, label, output in zip(self.terms, labels, outputs, strict=False)
+            )
         sums, counts = [], []
         for at, term in enumerate(self.terms):
             label = labels[at] if labels else batch.inputs[0]
-            sums.append(term(outputs[at], label, batch.weights, batch.rows))
+            try:
+                sums.append(term(outputs[at], label, batch.weights, batch.rows))
+            except IndexError as error:
+                raise DataError(_out_of_range(term, at, label, outputs[at], error)) from error
             counts.append(term.count(label) if term.normalised else float(batch.rows))
         return Measured(outputs, labels, sums, counts)
 
@@ -167,12 +180,22 @@ class Objective:
         return {"loss": total, **({f"loss_{at}": value for at, value in enumerate(each)} if len(each) > 1 else {})}
 
 
-def shaped_like(label: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+def shaped_like(label: torch.Tensor, output: torch.Tensor, of_numbers: bool = False) -> torch.Tensor:
     """Labels that are numbers, in the output's shape if they are as many: [rows] against [rows, 1] would be broadcast
-    to [rows, rows], which no loss complains about."""
-    if label.is_floating_point() and label.shape != output.shape and label.numel() == output.numel():
+    to [rows, rows], which no loss complains about. of_numbers: integers are numbers, too."""
+    numbers = of_numbers or label.is_floating_point()
+    if numbers and label.shape != output.shape and label.numel() == output.numel():
         return label.view(output.shape)
     return label
+
+
+def _out_of_range(term: Term, at: int, label: torch.Tensor, output: torch.Tensor, error: Exception) -> str:
+    if not term.of_classes or not label.numel():
+        return f"{term.name} of label_{at}: {error}"
+    return (
+        f"{term.name}: label_{at} (the label column at place {at}) has values from {label.min().item()} to "
+        f"{label.max().item()} in this batch, and output {at} is of shape {tuple(output.shape)}: {error}"
+    )
 
 
 def _outputs(value: Any) -> tuple[Any, ...]:
@@ -192,10 +215,7 @@ def _of_rows(value: torch.Tensor, sums: bool) -> torch.Tensor:
 def _divides_by_class_weights(loss: Any) -> bool:
     if not isinstance(loss, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)) or loss.reduction != "mean":
         return False
-    if loss.weight is None and loss.ignore_index == -100:
-        return False
-    # label smoothing mixes the weights of all classes into the denominator's rows; torch's own mean is kept there
-    return not getattr(loss, "label_smoothing", 0.0)
+    return loss.weight is not None or loss.ignore_index != -100
 
 
 def _with_reduction(loss: Any, reduction: str) -> Callable[..., Any] | None:

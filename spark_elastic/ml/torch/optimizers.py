@@ -17,7 +17,10 @@ def build_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer
     Raises: InvalidSettingsError: it is for other parameters than the model's, or no optimizer, or one that evaluates
         the loss several times a step.
     """
-    optimizer = given if isinstance(given, torch.optim.Optimizer) else given(list(model.parameters()))
+    params = list(model.parameters())
+    if not params:
+        raise InvalidSettingsError(f"the model ({type(model).__name__}) has no parameters that could be trained")
+    optimizer = given if isinstance(given, torch.optim.Optimizer) else given(params)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidSettingsError(
             f"optimizer must be a torch optimizer, its class, or a function of the parameters that returns one; "
@@ -40,7 +43,9 @@ class Schedule:
 
     def __init__(self, training: TorchTraining, optimizer: torch.optim.Optimizer, default_monitor: str) -> None:
         given = training.lr_scheduler
-        self.scheduler: Any = given if given is None or hasattr(given, "step") else given(optimizer)
+        self.scheduler: Any = given
+        if given is not None and (isinstance(given, type) or not hasattr(given, "step")):
+            self.scheduler = given(optimizer)
         if self.scheduler is not None and not hasattr(self.scheduler, "state_dict"):
             raise InvalidSettingsError(f"lr_scheduler is {type(self.scheduler).__name__}, which is no scheduler")
         own = getattr(self.scheduler, "optimizer", optimizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.ml.callbacks import Callback, follows
 from spark_elastic.ml.history import History
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ class RunView:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.wants_restore = False
+        self.caller = Callback()
+        """Whose `on_epoch_end` is running."""
         self.why = ""
         """Of `stop`. Stays: the others act on it together, at the next reduction that succeeds."""
         self.forget()
@@ -25,6 +28,7 @@ class RunView:
         """What was asked for was done, or is asked for again because the collective after it has failed."""
         self.wants_checkpoint = False
         self.wants_best = False
+        self.best_of: list[str] = []
 
     @property
     def rank(self) -> int:
@@ -63,7 +67,10 @@ class RunView:
 
     def checkpoint(self, *, best: bool = False) -> None:
         self.wants_checkpoint = True
-        self.wants_best = self.wants_best or best
+        if best:
+            # others' best epochs are of other values: they mark a checkpoint, and not the weights to go back to
+            self.wants_best = self.wants_best or self.caller.restores_best
+            self.best_of += [name for name in [follows(self.caller)] if name not in self.best_of]
 
     def restore_best(self) -> None:
         if self._trainer.best is None:

@@ -33,13 +33,15 @@ def from_bytes(data: bytes) -> Any:
         raise CheckpointError(f"not what torch.save has written of tensors and plain values: {error}") from error
 
 
-def detached(value: Any, where: str) -> Any:
+def detached(value: Any, where: str, copy: bool = True) -> Any:
     """A copy on the CPU that later steps do not reach, of types that loading cannot run code with.
+
+    copy: False: only look whether it can be done; what is returned shares the tensors.
 
     Raises: CheckpointError: there is something else in it; `where` says in what.
     """
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        return value.detach().to("cpu", copy=True) if copy else value
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, numbers.Integral):
@@ -47,13 +49,13 @@ def detached(value: Any, where: str) -> Any:
     if isinstance(value, numbers.Real):
         return float(value)
     if isinstance(value, OrderedDict):
-        return OrderedDict((key, detached(one, f"{where}.{key}")) for key, one in value.items())
+        return OrderedDict((key, detached(one, f"{where}.{key}", copy)) for key, one in value.items())
     if isinstance(value, Counter):  # of learning rate milestones
         return Counter({key: int(one) for key, one in value.items()})
     if isinstance(value, Mapping):
-        return {key: detached(one, f"{where}.{key}") for key, one in value.items()}
+        return {key: detached(one, f"{where}.{key}", copy) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        copies = [detached(one, f"{where}[{at}]") for at, one in enumerate(value)]
+        copies = [detached(one, f"{where}[{at}]", copy) for at, one in enumerate(value)]
         return tuple(copies) if isinstance(value, tuple) else copies
     raise CheckpointError(
         f"{where} is of {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: only "
@@ -83,7 +85,7 @@ def snapshot(
     best: torch.nn.Module | None,
     callbacks: Sequence[Callback],
     settings: Mapping[str, Any],
-    is_best: bool,
+    best_of: Sequence[str],
 ) -> Callable[[], Contents]:
     """Copies everything now; what it returns makes the bytes of it, on another thread.
 
@@ -98,7 +100,7 @@ def snapshot(
         "val_pieces": detached(at.val_pieces, "the metrics"),
     }
     document = {"at": at.to_json(), "callbacks": callback_states(callbacks), "settings": dict(settings)}
-    facts = CheckpointFacts(f"{at.serial:012d}", at.step, at.epoch, at.position, is_best)
+    facts = CheckpointFacts(f"{at.serial:012d}", at.step, at.epoch, at.position, tuple(best_of))
     return lambda: Contents(facts, document, {TENSORS: to_bytes(tensors)})
 
 

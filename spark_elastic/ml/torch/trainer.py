@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +23,7 @@ from spark_elastic import clock
 from spark_elastic.core.sampling import splitmix64
 from spark_elastic.data.batch import Batch
 from spark_elastic.data.reader import BatchReader
-from spark_elastic.errors import CheckpointError
+from spark_elastic.errors import CheckpointError, InvalidSettingsError, StoreError
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.checkpoints import CheckpointWriter
 from spark_elastic.ml.torch.batches import BatchMaker
@@ -30,7 +33,8 @@ from spark_elastic.ml.torch.objective import Objective
 from spark_elastic.ml.torch.optimizers import Schedule
 from spark_elastic.ml.torch.progress import Phase, Progress, added
 from spark_elastic.ml.torch.run_view import RunView
-from spark_elastic.ml.torch.snapshots import snapshot, to_bytes
+from spark_elastic.ml.torch.single_rows import normalised_alone
+from spark_elastic.ml.torch.snapshots import detached, snapshot, to_bytes
 from spark_elastic.ml.torch.spec import HISTORY_FILE, MODEL_FILE, CheckpointPlan, TorchTraining
 from spark_elastic.torch.objects import broadcast_tensors
 
@@ -38,6 +42,10 @@ log = logging.getLogger("spark_elastic.ml")
 
 TURN_BATCHES = 16
 """Batches of a validation between two reductions: what a kill costs at most, none of which was an applied step."""
+
+
+WRITE_PAUSES_S = (0.5, 2.0)
+"""Before what a whole training has come to is tried to be written again: a storage may be busy."""
 
 
 class TrainingState(hvd.elastic.TorchState):
@@ -85,13 +93,20 @@ class Trainer:
         self._writer = writer
         self._settings = settings
         self._plan = training.checkpoints or CheckpointPlan(every_epochs=None, keep=1)
-        self._params = [param for param in self.model.parameters() if param.requires_grad]
+        named = [(name, param, param.requires_grad) for name, param in self.model.named_parameters()]
+        trained = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        self._named = named
+        self._params = [param for _, param, requires_grad in named if requires_grad and id(param) in trained]
+        self._others = [param for _, param, requires_grad in named if requires_grad and id(param) not in trained]
+        """Of no optimizer: their gradients are each worker's own and must not add to anything."""
         self._buffers = list(self.model.buffers())
         self._on_batch_end = _overridden(self.callbacks, "on_batch_end")
         self._validates = training.validates
         self._readers: dict[str, BatchReader] = {}
         self._run = RunView(self)
         self._begun = False
+        self.rank, self.size = 0, 1
+        self._reader("train").bring()  # here, and not in the first step, for which all the others would wait
         self._last_checkpoint = clock.monotonic()
 
     # --- worlds -----------------------------------------------------------------------------------
@@ -162,15 +177,20 @@ class Trainer:
             state.at = replace(state.at, began=clock.wall())
         self.model.train()
         reader = self._reader("train")
-        for batch in reader.epoch(state.at.epoch, state.at.position, batch_size=self.batch_size):
-            self._step(batch, last=batch.stop >= reader.rows)
-            if state.at.phase is not Phase.TRAIN:
-                return
+        batches = reader.epoch(state.at.epoch, state.at.position, batch_size=self.batch_size)
+        with closing(batches):  # whoever keeps the error of a failed step must not keep the threads that read ahead
+            for batch in batches:
+                self._step(batch, last=batch.stop >= reader.rows)
+                if state.at.phase is not Phase.TRAIN:
+                    return
 
     def _step(self, batch: Batch, last: bool) -> None:
         at = self.state.at
         self._seed(at.epoch, batch.start)
+        self._check_frozen()
         self.optimizer.zero_grad()
+        for param in self._others:
+            param.grad = None
         numbers, pieces = self._gradients(batch)
         self._apply()
         self._schedule.after_step()
@@ -195,6 +215,18 @@ class Trainer:
         self._maybe_checkpoint()
         self.state.check_host_updates()
 
+    def _check_frozen(self) -> None:
+        """Raises: InvalidSettingsError: a parameter was frozen or thawed. Which are reduced was agreed on before; of
+        others each worker would have gradients of its own.
+        """
+        for name, param, before in self._named:
+            if param.requires_grad != before:
+                raise InvalidSettingsError(
+                    f"requires_grad of {name} was set to {param.requires_grad} during the training, which other and "
+                    "later workers do not know of. Give it a param group of its own with lr=0, and change that lr in "
+                    "a callback (run.optimizer.param_groups); or train twice, with the parameter frozen in one of them"
+                )
+
     def _gradients(self, batch: Batch) -> tuple[torch.Tensor, tuple[Piece, ...]]:
         """Forward and backward. Returns what was measured of these rows, and the stop flag behind it: float64. They go
         with the gradients, so that the optimizer's step makes them the sums over all workers.
@@ -210,7 +242,8 @@ class Trainer:
         pieces: list[Piece] = []
         share = None
         for number, part in enumerate(parts):
-            measured = objective.measure(model, part)
+            with normalised_alone(model, part.rows):
+                measured = objective.measure(model, part)
             share = objective.share(measured, batch.global_rows, counts)
             pieces.append(tally.measure(measured, part.rows, numbers))
             if number < len(parts) - 1:
@@ -257,7 +290,11 @@ class Trainer:
             self._share_buffers()
         self.model.eval()
         reader = self._reader("validation")
-        batches = reader.epoch(0, state.at.val_position, batch_size=self.batch_size)
+        with closing(reader.epoch(0, state.at.val_position, batch_size=self.batch_size)) as batches:
+            self._validate_turns(batches, reader.rows)
+
+    def _validate_turns(self, batches: Iterator[Batch], rows: int) -> None:
+        state = self.state
         while state.at.phase is Phase.VALIDATE:
             at = state.at
             numbers = torch.zeros(self._tally.width, dtype=torch.float64)
@@ -273,7 +310,7 @@ class Trainer:
             everyones = _gather(pieces) if self._tally.gathers else ()
             state.at = replace(
                 at,
-                phase=Phase.EPOCH_END if position >= reader.rows else Phase.VALIDATE,
+                phase=Phase.EPOCH_END if position >= rows else Phase.VALIDATE,
                 serial=at.serial + 1,
                 val_position=position,
                 val_sums=added(at.val_sums, numbers.numpy()),
@@ -297,6 +334,7 @@ class Trainer:
         self._schedule.after_epoch({**logs, **val_logs})
         row = {**logs, **val_logs}
         for callback in self.callbacks:
+            run.caller = callback
             if val_logs:
                 callback.on_validation_end(run, val_logs)
             callback.on_epoch_end(run, row)
@@ -320,8 +358,10 @@ class Trainer:
         every = self._plan.every_epochs
         due = every is not None and ((at.epoch + 1) % every == 0 or finished)
         if due or run.wants_checkpoint:
-            self._checkpoint(is_best=run.wants_best)
+            self._checkpoint(best_of=run.best_of)
         run.forget()
+        if self.rank == 0 and math.isnan(row["loss"]) and not any(math.isnan(old["loss"]) for old in at.history):
+            log.warning("the loss of epoch %d is not a number; training goes on", at.epoch + 1)
         if self.rank == 0 and self.training.verbose:
             print(_line(row, self.training.epochs), flush=True)
         self.state.turn_done()
@@ -349,15 +389,15 @@ class Trainer:
         plan, run = self._plan, self._run
         if run.wants_checkpoint:
             run.wants_checkpoint = False
-            self._checkpoint(is_best=False)
+            self._checkpoint()
             return
         due = plan.every_steps is not None and self.state.at.step % plan.every_steps == 0
         if plan.every_seconds is not None and not due:
             due = clock.monotonic() - self._last_checkpoint >= plan.every_seconds
         if due:
-            self._checkpoint(is_best=False, if_idle=True)
+            self._checkpoint(if_idle=True)
 
-    def _checkpoint(self, is_best: bool, if_idle: bool = False) -> None:
+    def _checkpoint(self, best_of: Sequence[str] = (), if_idle: bool = False) -> None:
         """Copy the state and have it written. if_idle: not if the last ones are still being written."""
         if self.rank != 0 or (if_idle and self._writer.busy):
             return
@@ -371,7 +411,7 @@ class Trainer:
                 best=self.best,
                 callbacks=self.callbacks,
                 settings=self._settings,
-                is_best=is_best,
+                best_of=best_of,
             )
         )
         if self.training.verbose > 1:
@@ -385,16 +425,29 @@ class Trainer:
         if self._run.wants_restore and self.best is not None and state.at.best_epoch is not None:
             self.model.load_state_dict(self.best.state_dict())
         if self.rank == 0:
-            store = self.training.store
-            weights = {name: value.detach().cpu() for name, value in self.model.state_dict().items()}
-            store.write_bytes(MODEL_FILE, to_bytes(weights))
-            store.write_bytes(HISTORY_FILE, state.at.history.dumps().encode())
+            self._write(MODEL_FILE, to_bytes(detached(self.model.state_dict(), "the model")))
+            self._write(HISTORY_FILE, state.at.history.dumps().encode())
             try:
                 self._writer.drain()
             except CheckpointError as error:  # the model is there; what is missing is only what it could go on from
                 log.warning("%s", error)
         hvd.barrier()
         state.at = replace(state.at, phase=Phase.DONE, serial=state.at.serial + 1)
+
+    def _write(self, file: str, data: bytes) -> None:
+        """Raises: StoreError: the store would not have it, several times."""
+        store = self.training.store
+        for pause in WRITE_PAUSES_S:
+            try:
+                store.write_bytes(file, data)
+                return
+            except Exception as error:  # each kind of storage has its own
+                log.warning("%s could not be written to %s and is tried again: %s", file, store.url, error)
+                time.sleep(pause)
+        try:
+            store.write_bytes(file, data)
+        except Exception as error:
+            raise StoreError(f"the training is done, but {file} cannot be written to {store.url}: {error}") from error
 
     @property
     def restored(self) -> int | None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.ml.callbacks import BestCheckpoint, Callback
+from spark_elastic.data.read_order import lane_settings, resolve_order
+from spark_elastic.errors import CheckpointError, InvalidSettingsError
+from spark_elastic.ml.callbacks import BestCheckpoint, Callback, check_one_best
 from spark_elastic.ml.checkpoints import Checkpoints, CheckpointWriter
 from spark_elastic.ml.torch.batches import LABEL, WEIGHT, BatchMaker
 from spark_elastic.ml.torch.metrics import Tally
@@ -52,8 +53,15 @@ def train(training: TorchTraining) -> TrainingResult:
         trainer.close()
 
 
-def objective_of(training: TorchTraining) -> Objective:
-    """Raises: InvalidSettingsError: losses, weights and labels do not fit."""
+def objective_of(training: TorchTraining, device: torch.device | None = None) -> Objective:
+    """device: where the class weights and the like of losses are to be.
+
+    Raises: InvalidSettingsError: losses, weights and labels do not fit.
+    """
+    if device is not None:
+        for loss in training.loss if isinstance(training.loss, Sequence) else [training.loss]:
+            if isinstance(loss, torch.nn.Module):
+                loss.to(device)
     names = {field.name for field in training.dataset.layout.fields}
     return Objective(
         training.loss,
@@ -72,11 +80,12 @@ def _assemble(training: TorchTraining) -> Trainer:
         log.info("gradient_compression has no effect in a world of one worker")
     schedule = Schedule(training, optimizer, "val_loss" if training.validates else "loss")
     plan = training.checkpoints
-    callbacks = [*training.callbacks, *_implied(plan)]
+    callbacks = [*training.callbacks, *implied(plan)]
+    check_one_best(callbacks)
     best = None
     if any(callback.restores_best for callback in callbacks):
         best = copy.deepcopy(model).requires_grad_(False)
-    objective = objective_of(training)
+    objective = objective_of(training, device)
     tally = Tally(objective, training.metrics)
     distributed = hvd.DistributedOptimizer(
         optimizer,
@@ -89,22 +98,28 @@ def _assemble(training: TorchTraining) -> Trainer:
         "rows": training.dataset.rows("train"),
         "seed": training.seed,
         "shuffle": training.shuffle,
-        "order": training.order,
+        **_order(training),
         "metrics": tally.names,
     }
     at = Progress()
     checkpoints = Checkpoints(training.store.sub(CHECKPOINTS))
-    if training.resume_from is not None and not process.provisional:  # a newcomer gets the state from the others
-        at = restore(
-            checkpoints.load(training.resume_from),
-            model=model,
-            optimizer=distributed,
-            scheduler=schedule.scheduler,
-            best=best,
-            callbacks=callbacks,
-            settings=settings,
-        )
-        at = _to_go_on(at, training)
+    if training.resume_from is not None:
+        try:
+            at = restore(
+                checkpoints.load(training.resume_from),
+                model=model,
+                optimizer=distributed,
+                scheduler=schedule.scheduler,
+                best=best,
+                callbacks=callbacks,
+                settings=settings,
+            )
+            at = _to_go_on(at, training)
+        except CheckpointError as error:
+            # A newcomer gets the state from the others, unless they are lost before their first step.
+            if not process.provisional:
+                raise
+            log.info("%s; the others have newer ones", error)
     state = TrainingState(
         model, distributed, scheduler=schedule.scheduler, best=best, callbacks=_States(callbacks), at=at
     )
@@ -136,10 +151,24 @@ class _States:
             callback.load_state_dict(states[str(number)])
 
 
-def _implied(plan: CheckpointPlan | None) -> list[Callback]:
+def implied(plan: CheckpointPlan | None) -> list[Callback]:
+    """Callbacks that a plan for checkpoints stands for."""
     if plan is None or plan.best_of is None:
         return []
     return [BestCheckpoint(plan.best_of, mode=plan.mode, restore=False)]
+
+
+def _order(training: TorchTraining) -> dict[str, Any]:
+    """Of the rows in an epoch: what `position` means depends on it."""
+    dataset, cache_bytes = training.dataset, training.cache_bytes
+    order = resolve_order(dataset, order=training.order, shuffle=training.shuffle, cache_bytes=cache_bytes)
+    if order != "lanes":
+        return {"order": order}
+    kept = None if dataset.store.is_local else cache_bytes
+    return {
+        "order": order,
+        "lanes": asdict(lane_settings(dataset.rows("train"), dataset.layout.stride, cache_bytes=kept)),
+    }
 
 
 def _to_go_on(at: Progress, training: TorchTraining) -> Progress:

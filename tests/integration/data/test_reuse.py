@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from pyspark.sql import functions as F
 
+from spark_elastic.data import cache
 from spark_elastic.data.cache import SETS, clear_cache, delete_unkept
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
@@ -147,6 +148,15 @@ def test_a_damaged_set_is_written_again_or_refused_if_it_was_named(spark, store,
         else:
             with pytest.raises(DatasetError, match="the set is damaged"):
                 materialize(frame, X, store=store, **options)
+
+
+def test_a_set_that_nobody_waited_for_the_disk_with_is_compared_with_its_checksums(spark, store, table, monkeypatch):
+    frame = spark.read.parquet(table)
+    dataset = materialize(frame, X, store=store)
+    for shard in dataset.manifest.splits["train"]:
+        dataset.store.write_bytes(shard.file, bytes(shard.nbytes))  # as after a power cut
+    monkeypatch.setattr(cache, "_unkept", {})  # another process looks
+    assert Rows(materialize(frame, X, store=store))["x"].sum() == 99 * 50
 
 
 def test_a_foreign_set_under_the_right_name_is_not_trusted(spark, store, table):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_elastic.core.lanes import LaneOrder, LaneSettings
 from spark_elastic.core.orders import GlobalOrder
 from spark_elastic.data.ahead import Ahead
+from spark_elastic.data.rows import Numbering
+
+NUMBERING = Numbering([400], 1)
 
 
 class Recording:
@@ -26,13 +30,13 @@ class Recording:
         self.most = max(self.most, sum(map(len, self.open.values())))
         return token
 
-    def wait(self, token):
+    def wait(self, token, stopping):
         self.there |= self.open[token]
 
     def release(self, token):
         self.there -= self.open.pop(token)
 
-    def want_all(self):
+    def want_all(self, stopping):
         self.all += 1
 
 
@@ -48,7 +52,7 @@ class Recording:
 )
 def test_rows_are_there_when_they_are_gathered_and_gone_after_two_windows(rows, lanes, turn, size, position):
     order, source = LaneOrder(rows, 1, 1, lanes), Recording()
-    ahead = Ahead(source)
+    ahead = Ahead(source, NUMBERING)
     for start in range(position, rows, turn):
         stop = min(rows, start + turn)
         ahead.prepare(order, start, stop, 0, size)
@@ -63,7 +67,7 @@ def test_rows_are_there_when_they_are_gathered_and_gone_after_two_windows(rows, 
 def test_a_new_epoch_or_world_lets_go_of_the_old_windows():
     lanes = LaneSettings(4, 5, 20)
     source = Recording()
-    ahead = Ahead(source)
+    ahead = Ahead(source, NUMBERING)
     for epoch, rank, size in ((0, 0, 1), (1, 0, 1), (1, 1, 2)):
         order = LaneOrder(400, 0, epoch, lanes)
         ahead.prepare(order, 40, 60, rank, size)
@@ -72,9 +76,24 @@ def test_a_new_epoch_or_world_lets_go_of_the_old_windows():
         assert all(wanted <= mine for wanted in source.open.values())
 
 
+@given(shard_rows=st.lists(st.integers(0, 40), min_size=1, max_size=4), turn=st.integers(1, 30), run=st.integers(1, 9))
+def test_rows_in_the_order_of_the_files_are_near_a_few_pieces_at_a_time(shard_rows, turn, run):
+    numbering = Numbering(shard_rows, run)
+    order, source = GlobalOrder(numbering.rows, 0, 0, shuffle=False), Recording()
+    ahead = Ahead(source, numbering, piece_rows=20)
+    for start in range(0, numbering.rows, turn):
+        stop = min(numbering.rows, start + turn)
+        ahead.prepare(order, start, stop, 0, 1)
+        assert set(numbering.in_file_order(np.arange(start, stop)).tolist()) <= source.there
+    assert source.all == 0
+    assert source.most <= turn + 5 * 20
+    ahead.forget()
+    assert source.open == {}
+
+
 def test_a_permutation_wants_everything_once():
     source = Recording()
-    ahead, order = Ahead(source), GlobalOrder(100, 0, 0)
+    ahead, order = Ahead(source, NUMBERING), GlobalOrder(100, 0, 0)
     for start in (0, 10):
         ahead.prepare(order, start, start + 10, 0, 1)
     assert (source.all, source.open) == (1, {})
@@ -82,5 +101,5 @@ def test_a_permutation_wants_everything_once():
 
 def test_a_small_set_is_wanted_at_once_in_any_order():
     source = Recording(at_once=True)
-    Ahead(source).prepare(LaneOrder(100, 0, 0, LaneSettings(4, 5, 20)), 0, 10, 0, 1)
+    Ahead(source, NUMBERING).prepare(LaneOrder(100, 0, 0, LaneSettings(4, 5, 20)), 0, 10, 0, 1)
     assert (source.all, source.open) == (1, {})

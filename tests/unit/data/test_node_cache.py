@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import shutil
 import threading
 import zlib
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from spark_elastic.core.lanes import LaneSettings
+from spark_elastic.data import block_file, mapping
 from spark_elastic.data.block_file import BLOCK, BlockFile
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
+from spark_elastic.data.node_cache import CachedSplit, RemoteFile
 from spark_elastic.data.pack import pack
+from spark_elastic.data.rows import Numbering
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError, InvalidSettingsError, StoreError
 from tests.unit.data.sets import labels, numbered
@@ -30,12 +36,20 @@ class Far(fsspec_local.LocalFileSystem):
     protocol = "far"
     cachable = False
     read_bytes = 0
+    drops = 0
+    gate = None
 
     def _open(self, path, mode="rb", **options):
         far = self
 
         class Counting(io.BytesIO):
             def read(self, nbytes=-1):
+                if far.gate is not None:
+                    far.stuck.set()
+                    far.gate.wait()
+                if far.drops:
+                    far.drops -= 1
+                    raise RuntimeError("connection reset")  # not all packages raise OSError
                 part = super().read(nbytes)
                 far.read_bytes += len(part)
                 return part
@@ -46,6 +60,12 @@ class Far(fsspec_local.LocalFileSystem):
 def remote(folder):
     far = Far()
     return far, Dataset.open(Store.of(far, str(folder)))
+
+
+def opened(dataset, cache, limit=None):
+    shards = dataset.manifest.splits["train"]
+    numbering = Numbering([shard.rows for shard in shards], dataset.layout.rows_per_page_run)
+    return CachedSplit(dataset, "train", numbering, dataset.layout.has_sidecar, cache, limit)
 
 
 def cached_bytes(folder):
@@ -76,6 +96,20 @@ def test_sidecars_come_with_the_rows_that_refer_to_them(tmp_path):
     assert seen == dict(enumerate(values["text"]))
 
 
+def test_sidecars_are_read_after_they_were_fetched_where_files_cannot_be_mapped_side_by_side(tmp_path, monkeypatch):
+    monkeypatch.setattr(mapping, "possible", lambda: False)
+    rows = 500
+    sparse = np.eye(rows, 9) + np.arange(rows)[:, None] * np.eye(rows, 9)
+    values = {"id": np.arange(rows), "text": [f"{row:0{row % 9}d}" for row in range(rows)], "sparse": sparse}
+    pack(values, tmp_path / "set", sparse=["sparse"], shards=3)
+    _, dataset = remote(tmp_path / "set")
+    for order in ("global", "lanes"):
+        with dataset.reader(batch_size=64, cache_dir=tmp_path / order, order=order) as reader:
+            for batch in reader.epoch(0):
+                assert batch["text"] == [values["text"][row] for row in batch["id"]]
+                assert (batch["sparse"] == sparse[batch["id"]]).all()
+
+
 def test_the_cache_keeps_its_limit_and_the_rows_stay_right(tmp_path):
     rows = 400_000
     dataset_there = pack(
@@ -92,8 +126,59 @@ def test_the_cache_keeps_its_limit_and_the_rows_stay_right(tmp_path):
     assert cached_bytes(tmp_path / "cache") < limit + (17 << 20)
     with pytest.raises(InvalidSettingsError, match="cannot hold"):
         dataset.reader(batch_size=10, order="global", cache_bytes=limit)
+    with dataset.reader(batch_size=4096, shuffle=False, cache_dir=tmp_path / "cache", cache_bytes=limit) as reader:
+        assert [row for batch in labels(reader.epoch(0)) for row in batch] == list(range(rows))
+    assert cached_bytes(tmp_path / "cache") < limit + (17 << 20)
     with dataset.reader(batch_size=10, cache_dir=tmp_path / "cache", cache_bytes=limit) as reader:
         assert reader.order == "lanes"
+
+
+def test_without_a_limit_the_cache_leaves_the_disk_some_room(tmp_path, monkeypatch):
+    pack({"x": np.zeros((1200, 10_000), np.float32)}, tmp_path / "set")
+    _, dataset = remote(tmp_path / "set")
+    free = shutil.disk_usage(tmp_path)._replace(free=16 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    split = opened(dataset, tmp_path / "cache")
+    for start in range(0, 1200, 100):
+        wanted = split.want([(start, start + 100)])
+        split.wait(wanted, Future())
+        split.release(wanted)
+    split.make_room()
+    assert 0 < cached_bytes(tmp_path / "cache") < 16 << 20
+    split.close()
+
+
+def test_sets_that_nobody_read_for_days_leave_the_cache_and_nothing_else_does(tmp_path):
+    cache = tmp_path / "cache"
+    folders = {}
+    for name, rows in (("old", 10), ("read", 20), ("new", 30)):
+        numbered(tmp_path / name, [rows])
+        before = set(cache.glob("*"))
+        split = opened(remote(tmp_path / name)[1], cache)
+        (folders[name],) = set(cache.glob("*")) - before
+        if name != "read":
+            split.close()
+    foreign, notes = cache / ("f" * 24), cache / "notes"
+    for folder, file in ((foreign, "mine.txt"), (notes, "a.data")):
+        folder.mkdir()
+        (folder / file).touch()
+        (folder / "lock").touch()
+    for folder in (folders["old"], folders["read"], foreign, notes):
+        os.utime(folder / "lock", (0, 0))
+    numbered(tmp_path / "other", [40])
+    opened(remote(tmp_path / "other")[1], cache).close()
+    assert not folders["old"].exists()
+    assert len(list(folders["read"].glob("*.data"))) == len(list(folders["new"].glob("*.data"))) == 1
+    assert (foreign / "mine.txt").exists()
+    assert (notes / "a.data").exists()
+
+
+def test_the_first_rows_cost_a_few_pieces_and_not_the_set(tmp_path):
+    pack({"pad": np.zeros((500, 30_000), np.float32)}, tmp_path / "set")
+    far, dataset = remote(tmp_path / "set")
+    with dataset.reader(batch_size=4, shuffle=False, prefetch=0, cache_dir=tmp_path / "cache") as reader:
+        assert next(reader.epoch(0)).rows == 4
+    assert far.read_bytes < dataset.manifest.nbytes("train") // 2
 
 
 def test_a_block_that_was_damaged_on_the_disk_is_fetched_again(tmp_path):
@@ -112,17 +197,18 @@ def test_a_block_that_was_damaged_on_the_disk_is_fetched_again(tmp_path):
     assert far.read_bytes == before + BLOCK
 
 
-def test_a_remote_file_that_is_not_the_manifests_is_refused(tmp_path):
+@pytest.mark.parametrize("options", [{"order": "global"}, {"order": "lanes"}, {"shuffle": False}])
+def test_a_remote_file_that_is_not_the_manifests_is_refused(tmp_path, options):
     numbered(tmp_path / "set", [40_000])
     with (tmp_path / "set" / "0.rows").open("r+b") as file:
         file.seek(24 * 20_000)
         file.write(b"another")
     _, dataset = remote(tmp_path / "set")
     with (
-        dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache") as reader,
+        dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache", **options) as reader,
         pytest.raises(DatasetError, match=r"0\.rows has the checksum \w+, the manifest says"),
     ):
-        next(reader.epoch(0))
+        list(reader.epoch(0))
 
 
 @pytest.mark.parametrize("order", ["global", "lanes"])
@@ -136,6 +222,50 @@ def test_a_remote_file_that_went_away_is_an_error_of_the_store(tmp_path, order):
         assert threading.active_count() < 20
 
 
+def test_a_dropped_connection_is_tried_again_with_a_fresh_handle(tmp_path):
+    numbered(tmp_path / "set", [40_000])
+    far, dataset = remote(tmp_path / "set")
+    far.drops = 2  # both of one request, for all we know
+    with dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache", order="lanes") as reader:
+        assert sorted(row for batch in labels(reader.epoch(0)) for row in batch) == list(range(40_000))
+    assert far.drops == 0
+
+
+def test_handles_are_never_shared_by_threads_that_read_at_once():
+    handles = []
+
+    class Handle:
+        def __init__(self):
+            handles.append(self)
+            self.busy = False
+            self.closed = False
+
+        def read_at(self, nbytes, offset):
+            assert not self.busy
+            self.busy = True
+            data = bytes(nbytes)
+            self.busy = False
+            return data
+
+        def close(self):
+            self.closed = True
+
+    class Stack(list):
+        """Another thread takes the last one between a look and a pop."""
+
+        def __bool__(self):
+            return True
+
+    file = RemoteFile(Handle, "a")
+    file._idle = Stack()
+    assert file.read(0, 3) == bytes(3)
+    assert file.read(0, 3) == bytes(3)
+    assert len(handles) == 1
+    file._idle = list(file._idle)
+    file.close()
+    assert handles[0].closed
+
+
 def test_another_set_at_the_same_place_is_not_taken_for_the_old_one(tmp_path):
     for add in (0, 7):
         where = tmp_path / "set"
@@ -145,6 +275,31 @@ def test_another_set_at_the_same_place_is_not_taken_for_the_old_one(tmp_path):
         with dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache") as reader:
             (batch,) = reader.epoch(0)
         assert batch["label"].min() == add
+
+
+@pytest.mark.parametrize("options", [{"order": "lanes"}, {"order": "global"}, {"shuffle": False}])
+def test_a_pass_that_ends_does_not_wait_for_what_is_on_its_way(tmp_path, options):
+    numbered(tmp_path / "set", [40_000])
+    far, dataset = remote(tmp_path / "set")
+    far.stuck, far.gate = threading.Event(), threading.Event()
+    reader = dataset.reader(batch_size=10, cache_dir=tmp_path / "cache", **options)
+    said = []
+
+    def consume():
+        try:
+            next(reader.epoch(0))
+        except ValueError as error:
+            said.append(str(error))
+
+    consumer, closing = threading.Thread(target=consume), threading.Thread(target=reader.close)
+    consumer.start()
+    assert far.stuck.wait(20)
+    closing.start()
+    consumer.join(timeout=20)
+    far.gate.set()
+    closing.join()
+    consumer.join()
+    assert said == ["the reader was closed in the middle of an epoch"]
 
 
 def test_threads_and_descriptors_are_gone_after_closing(tmp_path):
@@ -208,6 +363,35 @@ def test_a_block_is_dropped_when_the_last_reader_of_any_process_lets_go(tmp_path
     theirs.close()
 
 
+def test_making_room_leaves_files_alone_that_others_are_still_making(tmp_path):
+    numbered(tmp_path / "set", [400_000])
+    _, dataset = remote(tmp_path / "set")
+    others = tmp_path / "cache" / "other"
+    others.mkdir(parents=True)
+    (others / "empty.data").touch()
+    (others / "without.data").write_bytes(b"x" * 100)
+    (others / "short.data").write_bytes(b"x" * 3 * BLOCK)
+    (others / "short.state").write_bytes(b"x" * 8)
+    before = {path.name: path.read_bytes() for path in others.iterdir()}
+    split = opened(dataset, tmp_path / "cache", 2 << 20)
+    wanted = split.want([(0, 400_000)])
+    split.wait(wanted, Future())
+    split.release(wanted)
+    split.make_room()
+    assert cached_bytes(tmp_path / "cache") <= 2 << 20
+    split.close()
+    assert {path.name: path.read_bytes() for path in others.iterdir()} == before
+
+
+def test_a_file_is_never_made_shorter_under_those_who_have_it_mapped(tmp_path):
+    theirs = BlockFile(tmp_path / "a.data", len(CONTENT), Origin())
+    theirs.hold(0, len(CONTENT))
+    BlockFile(tmp_path / "a.data", 100, Origin()).close()
+    assert bytes_of(theirs, 0, len(CONTENT)) == CONTENT
+    assert theirs.complete() == zlib.crc32(CONTENT)
+    theirs.close()
+
+
 def test_whoever_closes_lets_go(tmp_path):
     dead = BlockFile(tmp_path / "a.data", len(CONTENT), Origin())
     dead.hold(0, len(CONTENT))
@@ -232,6 +416,72 @@ def test_a_fetch_that_fails_leaves_the_block_absent_and_free(tmp_path):
     with pytest.raises(StoreError, match="65535 of 65536 bytes"):
         file.hold(0, 10)
     assert file.hold(0, 10) == BLOCK
+    file.close()
+
+
+def test_what_cannot_be_dropped_stays_as_it_is_and_no_more_is_dropped(tmp_path, monkeypatch, caplog):
+    numbered(tmp_path / "set", [40_000])
+    far, dataset = remote(tmp_path / "set")
+    split = opened(dataset, tmp_path / "cache", 100_000)
+    for _ in range(2):
+        wanted = split.want([(0, 40_000)])
+        split.wait(wanted, Future())
+        split.release(wanted)
+        before = far.read_bytes
+        monkeypatch.setattr(block_file, "_punch", lambda *args: False)  # a filesystem without holes
+        split.make_room()
+    assert far.read_bytes == before
+    assert caplog.text.count("cannot be made smaller") == 1
+    split.close()
+
+
+def test_a_read_that_fails_halfway_holds_nothing(tmp_path):
+    content = bytes(70 * BLOCK)
+
+    def origin(offset, nbytes):
+        if offset:
+            raise StoreError("gone")
+        return content[:nbytes]
+
+    file = BlockFile(tmp_path / "a.data", len(content), origin)
+    with pytest.raises(StoreError, match="gone"):
+        file.hold(0, len(content))
+    assert file.drop(0) == BLOCK
+    file.close()
+
+
+def test_a_full_disk_is_an_error_of_the_store_that_says_so(tmp_path, monkeypatch):
+    file = BlockFile(tmp_path / "a.data", len(CONTENT), Origin())
+    room = [BLOCK // 2]
+
+    def pwrite(file, data, offset):  # as systems do: first a part of it, then none
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return room.pop()
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(StoreError, match=r"No space left on device.*cache_bytes"):
+        file.hold(0, 10)
+    assert file.drop(0) == 0
+    file.close()
+
+
+class Overtaken(BlockFile):
+    """Between its look at what is absent and its fetch, somebody else fetches block 1 and goes on reading it."""
+
+    overtaken = False
+
+    def _fetch_run(self, *args):
+        if not self.overtaken:
+            self.overtaken = True
+            self.hold(BLOCK, 2 * BLOCK)
+        return super()._fetch_run(*args)
+
+
+def test_what_others_fetched_meanwhile_and_keep_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(block_file, "_PATIENCE_S", 2.0)  # or who waits for it waits for minutes
+    file = Overtaken(tmp_path / "a.data", len(CONTENT), Origin())
+    assert file.hold(0, 3 * BLOCK) == 2 * BLOCK
     file.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import zlib
 
@@ -173,6 +174,22 @@ def test_checksums_find_what_sizes_do_not(tmp_path, which):
     path.write_bytes(content)
     with pytest.raises(DatasetError, match=r"has checksum .* the set is damaged"):
         Dataset.open(tmp_path).verify()
+
+
+def test_files_are_on_the_disk_before_the_manifest_that_lists_them(tmp_path, monkeypatch):
+    synced = []
+    real = os.fsync
+
+    def fsync(file):
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    dataset = pack({**table(100), "text": ["abc"] * 100}, tmp_path, shards=2)
+    shards = dataset.manifest.splits["train"]
+    files = {os.path.basename(file) for shard in shards for file in (shard.file, shard.sidecar)}
+    assert set(synced[:-1]) == files
+    assert "manifest.json" in synced[-1]
 
 
 def changed(**entries):

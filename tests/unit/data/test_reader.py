@@ -155,6 +155,16 @@ def test_values_of_variable_length_come_with_their_rows(tmp_path):
     assert seen == rows
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_rank_without_rows_gets_empty_tensors_of_every_kind(tmp_path, prefetch):
+    values = {"id": np.arange(5), "text": ["a"] * 5, "ragged": [np.arange(3)] * 5, "sparse": np.eye(5, 7)}
+    dataset = pack(values, tmp_path, sparse=["sparse"])
+    with dataset.reader(batch_size=4, rank=0, size=4, prefetch=prefetch) as reader:
+        batch = next(reader.epoch(0, 4))
+    assert (batch.rows, batch.global_rows, batch["text"], batch["ragged"]) == (0, 1, [], [])
+    assert batch["sparse"].shape == (0, 7)
+
+
 def test_batches_that_are_kept_keep_their_values(tmp_path):
     with numbered(tmp_path, [50_000]).reader(batch_size=512) as reader:
         kept = [batch["features"][3:5] for batch in reader.epoch(0)]

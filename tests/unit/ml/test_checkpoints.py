@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.checkpoints import MANIFEST, CheckpointFacts, Checkpoints, CheckpointWriter, Contents
 
 
-def contents(number: int, best: bool = False) -> Contents:
+def contents(number: int, best: tuple[str, ...] = ()) -> Contents:
     facts = CheckpointFacts(f"{number:012d}", step=number, epoch=number // 10, position=number % 10, best=best)
     return Contents(facts, {"at": number}, {"state.pt": bytes(range(256)) * 40, "more": b"x" * number})
 
@@ -71,6 +72,21 @@ def test_another_json_is_no_checkpoint(checkpoints, text):
     assert checkpoints.latest() is None
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"files": None}, {"step": "1"}, {"best": True}, {"files": {"../x": [1, 2]}}, {"files": {"x": 3}}, {"document": 1}],
+    ids=str,
+)
+def test_a_manifest_that_makes_no_sense_leaves_the_one_before_as_the_latest(checkpoints, changes):
+    checkpoints.write(contents(1))
+    checkpoints.write(contents(2))
+    manifest = f"000000000002/{MANIFEST}"
+    document = json.loads(checkpoints.store.read_bytes(manifest))
+    checkpoints.store.write_bytes(manifest, json.dumps({**document, **changes}).encode())
+    assert checkpoints.latest().step == 1
+    assert [facts.step for facts in checkpoints.complete()] == [1]
+
+
 def test_a_newer_version_is_named(checkpoints):
     checkpoints.store.write_bytes(
         f"000000000001/{MANIFEST}", b'{"format": "spark_elastic.checkpoint", "version": 9, "files": {}}'
@@ -81,10 +97,18 @@ def test_a_newer_version_is_named(checkpoints):
 
 def test_the_newest_and_the_best_are_kept(checkpoints):
     for number in range(1, 7):
-        checkpoints.write(contents(number, best=number in (1, 2)))
+        checkpoints.write(contents(number, best=("loss min",) if number in (1, 2) else ()))
     checkpoints.keep(2)
     assert [facts.step for facts in checkpoints.complete()] == [2, 5, 6]
     assert checkpoints.best().step == 2
+
+
+def test_the_best_by_each_value_is_kept(checkpoints):
+    for number, best in enumerate([("a",), ("a", "b"), ("a",), (), ("c",), ()]):
+        checkpoints.write(contents(number, best))
+    checkpoints.keep(1)
+    assert [facts.step for facts in checkpoints.complete()] == [1, 2, 4, 5]
+    assert checkpoints.best("b").step == 1
 
 
 def test_what_was_never_completed_is_removed_once_there_is_a_newer_one(checkpoints, tmp_path):

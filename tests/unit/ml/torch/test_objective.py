@@ -55,6 +55,10 @@ LOSSES = {
     "mean": nn.CrossEntropyLoss(),
     "smoothed": nn.CrossEntropyLoss(label_smoothing=0.1),
     "class weights": nn.CrossEntropyLoss(torch.tensor([0.1, 2.0, 5.0], dtype=torch.float64)),
+    "class weights, smoothed": nn.CrossEntropyLoss(
+        torch.tensor([0.1, 2.0, 5.0], dtype=torch.float64), label_smoothing=0.3
+    ),
+    "ignored class, smoothed": nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.3),
     "ignored class": nn.CrossEntropyLoss(ignore_index=2),
     "sum": nn.CrossEntropyLoss(reduction="sum"),
     "function": nn.functional.cross_entropy,
@@ -70,6 +74,29 @@ def test_the_parts_add_up_to_what_the_loss_is_of_the_whole(loss, sizes):
     counts = [sum(each) for each in zip(*(objective.counts([part]) for part in cut(whole, sizes)), strict=True)]
     parts = [objective.share(objective.measure(Fixed(), part), ROWS, counts) for part in cut(whole, sizes)]
     assert sum(parts).item() == pytest.approx(loss(whole.inputs[0], whole.labels[0]).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [[11], [4, 4, 3]])
+def test_labels_that_are_probabilities_count_by_rows_whatever_their_weights(sizes):
+    whole = batch(scores(), labels=(scores(seed=9).softmax(1),))
+    loss = LOSSES["class weights"]
+    objective = Objective(loss, None, labels=1, weighted=False)
+    counts = [sum(each) for each in zip(*(objective.counts([part]) for part in cut(whole, sizes)), strict=True)]
+    parts = [objective.share(objective.measure(Fixed(), part), ROWS, counts) for part in cut(whole, sizes)]
+    assert sum(parts).item() == pytest.approx(loss(whole.inputs[0], whole.labels[0]).item(), rel=1e-12)
+
+
+def test_integers_as_labels_of_a_loss_of_numbers_take_the_shape_of_the_output():
+    column = batch(scores(classes=1), labels=(classes(),))
+    expected = (scores(classes=1)[:, 0] - classes()).abs().sum().item()
+    objective = Objective(nn.L1Loss(), None, labels=1, weighted=False)
+    assert objective.measure(Fixed(), column).sums[0].item() == pytest.approx(expected)
+
+
+def test_a_class_that_there_is_not_is_named_with_its_label():
+    wrong = batch(scores(), labels=(classes() + 3,))
+    with pytest.raises(DataError, match=r"label_0 \(the label column at place 0\) has values from 3 to 5.*\(11, 3\)"):
+        Objective(nn.CrossEntropyLoss(), None, labels=1, weighted=False).measure(Fixed(), wrong)
 
 
 @pytest.mark.parametrize("loss", [LOSSES["mean"], LOSSES["function"]], ids=["module", "function"])

@@ -8,12 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+import spark_elastic.torch as hvd
 from spark_elastic.data.store import Store
-from spark_elastic.errors import CheckpointError
+from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.torch.snapshots import detached, from_bytes, to_bytes
 from spark_elastic.ml.torch.spec import CHECKPOINTS, CheckpointPlan
+from spark_elastic.ml.torch.training import _assemble
+from spark_elastic.torch.process import process
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.test_training_worlds import assert_as_undisturbed, close
 from tests.unit.ml.torch.trainings import EPOCHS, STEPS, At, alone, make_training
@@ -135,9 +138,21 @@ def test_another_number_of_workers_goes_on_to_the_same_result(data, tmp_path, un
             assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_newcomer_begins_where_the_checkpoint_is_in_case_nobody_else_is_left(known, data, tmp_path, monkeypatch):
+    alone(make_training(data, tmp_path, epochs=1))
+    latest = checkpoints_in(tmp_path).latest().name if known else "gone"
+    monkeypatch.setattr(type(process), "provisional", True)
+    monkeypatch.setattr(hvd, "size", lambda: 1)
+    trainer = _assemble(make_training(data, tmp_path, resume_from=latest))
+    trainer.close()
+    assert trainer.state.at.step == (13 if known else 0)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"order": "lanes"}, "was written with order='global', and now it is 'lanes'"),
         ({"seed": 1}, "was written with seed=0, and now it is 1"),
         ({"shuffle": False}, "was written with shuffle=True, and now it is False"),
         ({"metrics": {}}, r"was written with metrics=\['accuracy', 'label_sum'\]"),
@@ -173,7 +188,10 @@ def test_time_can_make_a_checkpoint_due(data, tmp_path):
 def test_the_best_by_a_metric_is_kept_whatever_its_age(data, tmp_path):
     plan = CheckpointPlan(keep=1, best_of="lr", mode="max")  # the first epoch has the largest learning rate
     alone(make_training(data, tmp_path, checkpoints=plan, lr_scheduler=trainings.halved_every_epoch))
-    assert [(facts.epoch, facts.best) for facts in checkpoints_in(tmp_path).complete()] == [(1, True), (3, False)]
+    assert [(facts.epoch, facts.best) for facts in checkpoints_in(tmp_path).complete()] == [
+        (1, ("lr max",)),
+        (3, ()),
+    ]
     assert checkpoints_in(tmp_path).best().epoch == 1
 
 
@@ -185,6 +203,25 @@ def test_the_trained_model_gets_the_weights_of_the_best_epoch(data, tmp_path):
     result = alone(make_training(data, tmp_path / "best", callbacks=callbacks, lr_scheduler=schedule))
     assert result["restored"] == 0
     assert trainings.weights(tmp_path / "best") == close(trainings.weights(tmp_path / "one"))
+
+
+def test_what_is_best_by_another_value_is_kept_and_not_restored(data, tmp_path):
+    one_epoch = make_training(data, tmp_path / "one", epochs=1)
+    alone(one_epoch)
+    changes = {"callbacks": [EarlyStopping("lr", mode="max", patience=9, restore_best=True)]}
+    changes["checkpoints"] = CheckpointPlan(keep=1, best_of="steps", mode="max")  # which is best in the last
+    result = alone(make_training(data, tmp_path / "two", lr_scheduler=trainings.halved_every_epoch, **changes))
+    assert result["restored"] == 0
+    assert trainings.weights(tmp_path / "two") == close(trainings.weights(tmp_path / "one"))
+    checkpoints = checkpoints_in(tmp_path / "two")
+    assert [facts.epoch for facts in checkpoints.complete()] == [1, 3]
+    assert (checkpoints.best("lr max").epoch, checkpoints.best("steps max").epoch) == (1, 3)
+
+
+def test_two_callbacks_cannot_both_choose_the_weights(data, tmp_path):
+    callbacks = [BestCheckpoint("loss"), EarlyStopping("val_loss", restore_best=True)]
+    with pytest.raises(InvalidSettingsError, match="by loss min and by val_loss min"):
+        alone(make_training(data, tmp_path, callbacks=callbacks))
 
 
 def test_the_best_weights_outlive_the_worker_that_had_found_them_and_a_resume(data, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from dataclasses import replace
 
@@ -10,12 +11,17 @@ import pytest
 import torch
 
 from spark_elastic.data.batch import Batch
+from spark_elastic.data.files import LocalSource
 from spark_elastic.data.pack import pack
-from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.data.reader import BatchReader
+from spark_elastic.errors import DataError, InvalidSettingsError, StoreError
 from spark_elastic.ml.callbacks import LambdaCallback
+from spark_elastic.ml.torch import trainer
 from spark_elastic.ml.torch.batches import BatchMaker
 from spark_elastic.ml.torch.cores import host_cores, threads_for
+from spark_elastic.ml.torch.optimizers import build_optimizer
 from spark_elastic.ml.torch.spec import CheckpointPlan
+from spark_elastic.ml.torch.training import objective_of
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import STEPS, alone, make_net, make_training
 
@@ -77,6 +83,19 @@ def test_a_transformation_has_to_return_what_can_be_trained_on(function, message
         maker(data, tmp_path, transformation_fn=function).parts(one_batch())
 
 
+def test_a_transformation_has_to_return_the_labels_and_the_weights_that_the_loss_is_of(weighted_data, tmp_path):
+    rows = one_batch()
+    rows.tensors["sample_weight"] = np.ones(5)
+
+    def features_only(columns):
+        return {"features_0": columns["features_0"]}
+
+    with pytest.raises(DataError, match="returned no label_0 and no sample_weight, but features_0"):
+        maker(weighted_data, tmp_path, transformation_fn=features_only).parts(rows)
+    changes = {"loss": None, "train_fn": trainings.squared, "transformation_fn": features_only}
+    assert len(maker(weighted_data, tmp_path, **changes).parts(rows)) == 1  # a train_fn knows what it needs
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -127,6 +146,91 @@ def test_what_does_not_fit_the_model_or_the_machine_is_refused(changes, message,
         pytest.skip("there is a GPU")
     with pytest.raises(InvalidSettingsError, match=message):
         alone(make_training(data, tmp_path, **changes))
+
+
+def test_a_model_without_parameters_cannot_be_trained():
+    with pytest.raises(InvalidSettingsError, match=r"the model \(Flatten\) has no parameters"):
+        build_optimizer(torch.optim.SGD, torch.nn.Flatten())
+
+
+class Busy:
+    """A store that refuses the model the first so many times."""
+
+    def __init__(self, store, times):
+        self._store, self._left = store, times
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def write_bytes(self, path, data, **options):
+        if path == "model.pt":
+            self._left -= 1
+            if self._left >= 0:
+                raise OSError("503")
+        return self._store.write_bytes(path, data, **options)
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_store_that_is_busy_is_asked_again_before_a_training_is_lost(times, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "WRITE_PAUSES_S", (0, 0))
+    training = make_training(data, tmp_path, epochs=1)
+    training = replace(training, store=Busy(training.store, times))
+    if times == 2:
+        alone(training)
+        assert (tmp_path / "model.pt").exists()
+    else:
+        with pytest.raises(StoreError, match=r"model\.pt cannot be written to .*503"):
+            alone(training)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_who_keeps_the_error_of_a_step_does_not_keep_what_reads_ahead(split, data, tmp_path, monkeypatch):
+    begun = []
+
+    def fail(*_, **__):
+        raise ValueError("kept")
+
+    def epoch(reader, *args, **options):
+        begun.append(read(reader, *args, **options))
+        return begun[-1]
+
+    read = BatchReader.epoch
+    monkeypatch.setattr(BatchReader, "epoch", epoch)
+    event = {"callbacks": [LambdaCallback(on_batch_end=fail)]}
+    if split == "validation":
+        monkeypatch.setattr(trainer.hvd, "allreduce_", fail)
+        event = {}
+    with pytest.raises(ValueError, match="kept") as kept:
+        alone(make_training(data, tmp_path, **event))
+    assert kept.tb is not None
+    assert [inspect.getgeneratorstate(each) for each in begun] == [inspect.GEN_CLOSED] * (1 + (split == "validation"))
+
+
+def test_rows_are_brought_near_before_the_worker_joins_the_others(data, tmp_path, monkeypatch):
+    order = []
+    monkeypatch.setattr(LocalSource, "want_all", lambda self: order.append("rows"))
+    monkeypatch.setattr(trainer.Trainer, "go_on", lambda self: order.append("joined"))
+    alone(make_training(data, tmp_path))
+    assert order == ["rows", "joined"]
+
+
+def test_a_scheduler_may_be_a_class(data, tmp_path):
+    scheduler = torch.optim.lr_scheduler.ConstantLR
+    result = alone(make_training(data, tmp_path, lr_scheduler=scheduler))
+    assert [row["lr"] for row in result["history"]] == pytest.approx([0.1 / 3] * 3)
+
+
+def test_what_a_loss_holds_goes_to_the_device(data, tmp_path):
+    loss = torch.nn.CrossEntropyLoss(torch.ones(3))
+    objective_of(make_training(data, tmp_path, loss=loss), torch.device("meta"))
+    assert loss.weight.is_meta
+
+
+def test_a_loss_that_is_no_number_is_said_once(data, tmp_path, caplog):
+    alone(make_training(data, tmp_path, loss=lambda output, label: output.mean() * float("nan")))
+    assert [record.getMessage() for record in caplog.records if "not a number" in record.getMessage()] == [
+        "the loss of epoch 1 is not a number; training goes on"
+    ]
 
 
 def test_a_scheduler_that_was_made_for_the_optimizer_is_the_same_as_a_function_that_makes_it(data, tmp_path):
@@ -196,6 +300,39 @@ def test_frozen_parameters_and_those_that_no_loss_reaches_stay_as_they_are(data,
     assert torch.equal(state["0.weight"], before)
     assert state["unused"].tolist() == [1, 1, 1]
     assert result["steps"] == STEPS
+
+
+class Remembers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = make_net()
+        self.seen = {"rows": 0}
+
+    def forward(self, x):
+        self.seen = {"rows": self.seen["rows"] + len(x)}
+        return self.net(x)
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+def test_a_model_may_have_a_state_that_is_no_tensor(data, tmp_path):
+    net = Remembers()
+    alone(make_training(data, tmp_path, model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1)))
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert state["_extra_state"]["rows"] == 3 * (trainings.ROWS + trainings.VALIDATION_ROWS)
+
+
+@pytest.mark.parametrize("event", ["on_epoch_begin", "on_batch_end"])
+def test_thawing_a_parameter_during_the_training_is_refused(event, data, tmp_path):
+    net = make_net()
+    net[0].weight.requires_grad_(False)
+    thaw = LambdaCallback(**{event: lambda run: run.model[0].weight.requires_grad_(True)})
+    with pytest.raises(InvalidSettingsError, match=r"requires_grad of 0\.weight was set to True"):
+        alone(make_training(data, tmp_path, model=net, callbacks=[thaw]))
 
 
 @pytest.mark.parametrize("threads", [1, 2])

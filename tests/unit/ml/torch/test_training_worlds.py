@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+import spark_elastic.torch as hvd
 from spark_elastic.data.dataset import Dataset
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import BATCH, EPOCHS, ROWS, STEPS, in_worker, in_worker_slowly
@@ -153,6 +154,15 @@ def test_running_means_are_those_of_one_worker_when_a_model_is_validated_and_wri
     loss = torch.nn.functional.cross_entropy(output, torch.from_numpy(rows["label_0"])).item()
     for result in results:
         assert result["history"][-1]["val_loss"] == close(loss)
+
+
+def test_clipping_does_not_look_at_parameters_that_the_optimizer_does_not_have(data, tmp_path):
+    expected = trainings.in_worker_with_a_head(data, tmp_path / "alone")
+    hvd.shutdown()
+    with KitDriver(start_with=2) as driver:
+        driver.start(trainings.in_worker_with_a_head, data, tmp_path / "two", count=2)
+        for result in driver.results(2):
+            assert_as_undisturbed(result, tmp_path / "two", (expected, trainings.weights(tmp_path / "alone")))
 
 
 def test_all_workers_stop_when_one_of_them_asks_for_it(data, tmp_path):

@@ -12,6 +12,7 @@ from torch import nn
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.pack import pack
 from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, NotPicklableError
+from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, make_set, settings
 
 
@@ -32,6 +33,61 @@ def strange_metric(output: Any, label: Any) -> Any:
     raise ValueError("no such thing")
 
 
+def no_label(columns: dict[str, Any]) -> dict[str, Any]:
+    return {"features_0": columns["features_0"]}
+
+
+OTHER: dict[str, Any] = {"optimizer": torch.optim.SGD}
+TWO_BEST = [BestCheckpoint("loss"), BestCheckpoint("val_loss")]
+
+
+def expanded() -> nn.Module:
+    net = nn.Linear(6, 3)
+    net.weight = nn.Parameter(torch.zeros(3, 1).expand(3, 6))
+    return net
+
+
+def all_pairs(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output - label).square().mean()
+
+
+class Locked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.lock = threading.Lock()
+
+
+def locked_loss() -> Any:
+    lock = threading.Lock()
+
+    def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        with lock:
+            return nn.functional.cross_entropy(output, label)
+
+    return loss
+
+
+def plateau(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+class Odd(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {1, 2}}
+
+
+class Odder(nn.Linear):
+    """With a state that nothing but pickle can write."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+
+    def get_extra_state(self) -> Any:
+        return {"seen": {1, 2}}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
 def frozen() -> nn.Module:
     return make_net().requires_grad_(False)
 
@@ -49,7 +105,20 @@ def frozen() -> nn.Module:
         ({"loss": [nn.CrossEntropyLoss()] * 2}, InvalidSettingsError, "2 losses were given for 1 labels"),
         ({"optimizer": torch.optim.LBFGS}, InvalidSettingsError, "LBFGS"),
         ({"optimizer": lambda params: 3}, InvalidSettingsError, "it gave int"),
-        ({"transformation_fn": lambda columns: {}}, DataError, "without label_0, which the loss needs"),
+        ({"model": make_net().to("meta")}, InvalidSettingsError, r"0\.weight of the model is on the meta device"),
+        ({"model": expanded(), "optimizer": torch.optim.SGD}, InvalidSettingsError, "SGD cannot change"),
+        ({"model": Locked()}, NotPicklableError, r"model \(Locked\) cannot be sent .*lock"),
+        ({"loss": locked_loss()}, NotPicklableError, "loss .*cannot be sent .*lock"),
+        ({"loss": nn.MSELoss(), "model": nn.Linear(6, 4), **OTHER}, DataError, "Using a target size"),
+        ({"loss": all_pairs, "model": nn.Linear(6, 1), **OTHER}, DataError, r"label_0 \[4\] and output 0 \[4, 1\]"),
+        ({"callbacks": [EarlyStopping("f1")]}, InvalidSettingsError, "no 'f1' to monitor; there are epoch"),
+        ({"lr_scheduler": plateau, "scheduler_monitor": "f1"}, InvalidSettingsError, "scheduler_monitor='f1' is not"),
+        ({"callbacks": [Odd()]}, InvalidSettingsError, r"state_dict\(\) of Odd is not for JSON"),
+        ({"model": Odder(), **OTHER}, InvalidSettingsError, "_extra_state.* which a checkpoint cannot hold"),
+        ({"callbacks": TWO_BEST}, InvalidSettingsError, "by loss min and by val_loss min"),
+        ({"data_options": {"order": "lanes"}, "shuffle": False}, InvalidSettingsError, "lanes are a way to shuffle"),
+        ({"transformation_fn": lambda columns: {}}, DataError, "returned no label_0, but nothing"),
+        ({"transformation_fn": no_label}, DataError, "returned no label_0, but features_0"),
     ],
 )
 def test_what_does_not_fit_is_said_with_names_types_and_shapes(
@@ -150,14 +219,3 @@ def test_several_outputs_become_several_columns(dataset: Dataset) -> None:
     ]
     with pytest.raises(InvalidSettingsError, match="1 output_cols for the 2 outputs"):
         model.setOutputCols(["one"])._added()
-
-
-def test_a_transformation_that_drops_a_label_is_refused_rather_than_trained_against_the_input(dataset: Dataset) -> None:
-    with pytest.raises(DataError, match=r"returned \['features_0'\], without label_0, which the loss needs"):
-        estimator(transformation_fn=lambda columns: {"features_0": columns["features_0"]}).from_dataset_path(dataset)
-
-
-def test_a_setting_that_cannot_be_pickled_is_named(dataset: Dataset) -> None:
-    lock = threading.Lock()
-    with pytest.raises(NotPicklableError, match=r"^loss cannot be sent to the workers.*lock"):
-        estimator(loss=lambda output, label: lock and (output.sum() * 0)).from_dataset_path(dataset)

@@ -340,6 +340,13 @@ def in_worker_with_norm(data: Path, folder: Path) -> Any:
     return outcome(make_training(data, folder, model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1)))
 
 
+def in_worker_with_a_head(data: Path, folder: Path) -> Any:
+    """Only the last layer is the optimizer's, and the whole gradient is clipped."""
+    net = make_net()
+    optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1)
+    return outcome(make_training(data, folder, model=net, optimizer=optimizer, clip_norm=0.05))
+
+
 def in_worker_that_stops(data: Path, folder: Path) -> Any:
     """Rank 1 alone asks for the end."""
 
