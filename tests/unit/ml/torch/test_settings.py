@@ -208,7 +208,7 @@ def test_who_keeps_the_error_of_a_step_does_not_keep_what_reads_ahead(split, dat
 
 def test_rows_are_brought_near_before_the_worker_joins_the_others(data, tmp_path, monkeypatch):
     order = []
-    monkeypatch.setattr(LocalSource, "want_all", lambda self: order.append("rows"))
+    monkeypatch.setattr(LocalSource, "want_all", lambda self, *stopping: order.append("rows"))
     monkeypatch.setattr(trainer.Trainer, "go_on", lambda self: order.append("joined"))
     alone(make_training(data, tmp_path))
     assert order == ["rows", "joined"]
