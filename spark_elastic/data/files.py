@@ -17,7 +17,7 @@ _WILLNEED = getattr(os, "POSIX_FADV_WILLNEED", None)
 _DONTNEED = getattr(os, "POSIX_FADV_DONTNEED", None)
 _MAPPED_BYTES = 2 << 30
 _PIECE_BYTES = 8 << 20
-"""What is wanted at a time of rows that come as they lie in the files."""
+"""What is wanted at a time of rows that come as they lie in the files; less where several would not fit the cache."""
 
 
 class SplitFiles:
@@ -56,7 +56,8 @@ class SplitFiles:
             self.close()
             raise
         self._source = source
-        self._piece_rows = max(1, _PIECE_BYTES // stride)
+        piece_bytes = _PIECE_BYTES if cache_bytes is None else min(_PIECE_BYTES, cache_bytes // 8)
+        self._piece_rows = max(1, piece_bytes // stride)
 
     def ahead(self) -> Ahead:
         """For one pass."""
