@@ -6,12 +6,10 @@ validate -> write the rows -> try the model on the first of them -> train elasti
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +17,7 @@ from typing import Any
 from pyspark.ml import Estimator
 
 from spark_elastic import clock
-from spark_elastic.data.cache import is_leased
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.layout import TensorField
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.store import Store
 from spark_elastic.driver import preflight
@@ -39,8 +35,9 @@ from spark_elastic.ml.history import History
 from spark_elastic.ml.model import ElasticModel, Fitted, event_rows
 from spark_elastic.ml.outputs import OutputShape
 from spark_elastic.ml.persistence import Savable
-from spark_elastic.ml.preparation import WEIGHT, Tensors, numbered
+from spark_elastic.ml.preparation import WEIGHT, Tensors
 from spark_elastic.ml.runs import leased_if_possible, passing_run
+from spark_elastic.ml.several_fits import Fits, SharedSets
 from spark_elastic.ml.shared_params import (
     READ_OPTIONS,
     WRITE_OPTIONS,
@@ -51,6 +48,7 @@ from spark_elastic.ml.shared_params import (
     StorageParams,
     TrainingParams,
 )
+from spark_elastic.ml.written_sets import check_tensors, is_found_again, model_inputs, padding_of, remove_unless_used
 from spark_elastic.settings import ElasticSettings
 
 RUNS = "runs"
@@ -95,7 +93,7 @@ class ElasticEstimator(
         *("gradient_clip_norm", "gradient_clip_value", "gradient_compression"),
     )
     """Settings that decide the course of a training: checkpoints of one with others are not gone on from."""
-    _sets: _SharedSets | None = None
+    _sets: SharedSets | None = None
     """Within fitMultiple: the sets that have been written for the same DataFrame."""
 
     # What a framework adds.
@@ -144,7 +142,7 @@ class ElasticEstimator(
         dataset = (
             where if isinstance(where, Dataset) else Dataset.open(where, estimator.getOrDefault("storage_options"))
         )
-        _check_tensors(dataset)
+        check_tensors(dataset)
         estimator._check_set(dataset)
         session = None if estimator._launcher() is not None else preflight.check_spark(None)
         if session is not None:
@@ -157,7 +155,7 @@ class ElasticEstimator(
         estimator = self.copy()
         # The folds of a CrossValidator are random, and cached only for as long as it needs them.
         passing = not estimator._keeps_rows() and not dataset._jdf.queryExecution().analyzed().deterministic()
-        estimator._sets = sets = _SharedSets(len(paramMaps), removed=passing)
+        estimator._sets = sets = SharedSets(len(paramMaps), removed=passing)
 
         def fit(index: int) -> Any:
             try:
@@ -165,7 +163,7 @@ class ElasticEstimator(
             finally:
                 sets.done()
 
-        return _Fits(fit, len(paramMaps))
+        return Fits(fit, len(paramMaps))
 
     def _fit(self, dataset: Any) -> Any:
         if not hasattr(dataset, "sparkSession"):
@@ -192,8 +190,8 @@ class ElasticEstimator(
                     return self._train(written, run, resume_from, context, parts)
         finally:
             # What a later fit finds again stays for it until the process ends.
-            if self._sets is None and not self._keeps_rows() and not _is_found_again(dataset, written):
-                _remove(written)
+            if self._sets is None and not self._keeps_rows() and not is_found_again(dataset, written):
+                remove_unless_used(written)
 
     # Checks.
 
@@ -397,7 +395,7 @@ class ElasticEstimator(
             history: History = next(result.history for result in results if result is not None)
             inputs = model_inputs(dataset, self.getOrDefault("input_shapes"))
             events = event_rows(records)
-            fitted = Fitted(inputs, trial.outputs, trial.rule, history, events, trial.why_not, _padding(dataset))
+            fitted = Fitted(inputs, trial.outputs, trial.rule, history, events, trial.why_not, padding_of(dataset))
             model = self._fitted_model(run, fitted)
         model.fit_seconds = dict(parts.seconds)
         self._hand_on(model)
@@ -460,90 +458,10 @@ class ElasticEstimator(
         return (DEFAULT_BATCH_SIZE, None) if whole is None and each is None else (whole, each)
 
 
-def _is_found_again(dataset: Any, written: Dataset) -> bool:
-    """Whether a later fit can find the rows of this DataFrame where they were written: not if the query is random, or
-    passes for it, as everything behind a VectorAssembler does, unless it is cached."""
-    names = {"`" + name.replace("`", "``") + "`" for each in written.layout.fields for name in each.columns}
-    return bool(dataset.select(*names)._jdf.queryExecution().withCachedData().deterministic())
-
-
-def _remove(dataset: Dataset) -> None:
-    """Unless somebody uses the set, or has asked to keep it."""
-    if not dataset.store.exists("keep") and not is_leased(dataset.store, clock.wall()):
-        dataset.delete()
-
-
-def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None) -> tuple[TensorField, ...]:
-    """features_0, features_1, ... in the order in which the model takes them, however the set has them.
-
-    shapes: of one row, where they differ from those that are stored; as `input_shapes`.
-    """
-    stored = numbered("features_", {each.name: each for each in dataset.layout.fields})
-    given = itertools.chain(shapes or (), itertools.repeat(None))
-    return tuple(
-        each if shape is None else replace(each, shape=tuple(shape)) for each, shape in zip(stored, given, strict=False)
-    )
-
-
 def _flat(names: Sequence[Any]) -> list[str]:
     return [each for name in names for each in (name if isinstance(name, list) else [name])]
-
-
-def _padding(dataset: Dataset) -> dict[str, int]:
-    padded: dict[str, int] = dataset.manifest.about.get("settings", {}).get("pad_to", {})
-    return padded
-
-
-def _check_tensors(dataset: Dataset) -> None:
-    names = [each.name for each in dataset.layout.fields]
-    if "features_0" not in names or "train" not in dataset.splits:
-        raise DatasetError(
-            f"{dataset.store.url} has the tensors {names} and the splits {list(dataset.splits)}; an estimator needs "
-            "features_0 (and features_1, ..., label_0, ...) in train: materialize(df, {'features_0': [...], "
-            "'label_0': ...})"
-        )
 
 
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 80 else f"{text[:80]}..."
-
-
-class _SharedSets:
-    """Sets that several fits on one DataFrame have in common. removed: whether to, when the last of `fits` is done."""
-
-    def __init__(self, fits: int, removed: bool) -> None:
-        self._left = fits
-        self._removed = removed
-        self._lock = threading.Lock()
-        self._sets: dict[str, Dataset] = {}
-
-    def get(self, key: str, write: Callable[[], Dataset]) -> Dataset:
-        with self._lock:
-            if key not in self._sets or not self._sets[key].store.exists(MANIFEST_NAME):
-                self._sets[key] = write()
-            return self._sets[key]
-
-    def done(self) -> None:
-        with self._lock:
-            self._left -= 1
-            if self._left == 0 and self._removed:
-                for dataset in self._sets.values():
-                    _remove(dataset)
-
-
-class _Fits:
-    """(index, model) for each param map; safe to be drawn from by several threads, as CrossValidator does."""
-
-    def __init__(self, fit: Callable[[int], Any], count: int) -> None:
-        self._fit = fit
-        self._indices = iter(range(count))
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> _Fits:
-        return self
-
-    def __next__(self) -> tuple[int, Any]:
-        with self._lock:
-            index = next(self._indices)
-        return index, self._fit(index)

@@ -23,7 +23,7 @@ from spark_elastic.errors import (
     SparkElasticError,
 )
 from spark_elastic.ml.callbacks import Monitor, check_one_best
-from spark_elastic.ml.estimator import TrialRun, model_inputs
+from spark_elastic.ml.estimator import TrialRun
 from spark_elastic.ml.outputs import OutputShape, suits
 from spark_elastic.ml.torch import losses
 from spark_elastic.ml.torch.batches import BatchMaker, TorchBatch, shaped
@@ -35,6 +35,7 @@ from spark_elastic.ml.torch.single_rows import normalised_alone
 from spark_elastic.ml.torch.snapshots import callback_states, detached
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.torch.training import implied, objective_of
+from spark_elastic.ml.written_sets import model_inputs
 
 log = logging.getLogger("spark_elastic.ml")
 

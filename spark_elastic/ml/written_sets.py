@@ -1,0 +1,57 @@
+"""What an estimator has to know of a materialised set: its inputs, and whether it may be removed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from spark_elastic import clock
+from spark_elastic.data.cache import is_leased
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.layout import TensorField
+from spark_elastic.errors import DatasetError
+from spark_elastic.ml.preparation import numbered
+
+
+def padding_of(dataset: Dataset) -> dict[str, int]:
+    """By tensor: the length that ragged arrays were padded to when the set was written."""
+    padded: dict[str, int] = dataset.manifest.about.get("settings", {}).get("pad_to", {})
+    return padded
+
+
+def check_tensors(dataset: Dataset) -> None:
+    """Raises: DatasetError: the set was not written for an estimator."""
+    names = [each.name for each in dataset.layout.fields]
+    if "features_0" not in names or "train" not in dataset.splits:
+        raise DatasetError(
+            f"{dataset.store.url} has the tensors {names} and the splits {list(dataset.splits)}; an estimator needs "
+            "features_0 (and features_1, ..., label_0, ...) in train: materialize(df, {'features_0': [...], "
+            "'label_0': ...})"
+        )
+
+
+def is_found_again(dataset: Any, written: Dataset) -> bool:
+    """Whether a later fit can find the rows of this DataFrame where they were written: not if the query is random, or
+    passes for it, as everything behind a VectorAssembler does, unless it is cached."""
+    names = {"`" + name.replace("`", "``") + "`" for each in written.layout.fields for name in each.columns}
+    return bool(dataset.select(*names)._jdf.queryExecution().withCachedData().deterministic())
+
+
+def remove_unless_used(dataset: Dataset) -> None:
+    """Unless somebody uses the set, or has asked to keep it."""
+    if not dataset.store.exists("keep") and not is_leased(dataset.store, clock.wall()):
+        dataset.delete()
+
+
+def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None) -> tuple[TensorField, ...]:
+    """features_0, features_1, ... in the order in which the model takes them, however the set has them.
+
+    shapes: of one row, where they differ from those that are stored; as `input_shapes`.
+    """
+    stored = numbered("features_", {each.name: each for each in dataset.layout.fields})
+    given = itertools.chain(shapes or (), itertools.repeat(None))
+    return tuple(
+        each if shape is None else replace(each, shape=tuple(shape)) for each, shape in zip(stored, given, strict=False)
+    )
