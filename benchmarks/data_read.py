@@ -31,7 +31,7 @@ from spark_elastic.core.orders import GlobalOrder, Order
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.layout import Layout, TensorField
 from spark_elastic.data.manifest import MANIFEST_NAME, Manifest, Shard
-from spark_elastic.data.pack import pack
+from spark_elastic.data.packing import pack
 from spark_elastic.data.read_order import lane_settings
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.data.store import Store

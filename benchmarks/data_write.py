@@ -26,7 +26,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from benchmarks._harness import Series, parser, report
-from spark_elastic.data.materialize import materialize
+from spark_elastic.data.materialization import materialize
 
 FEATURES = [f"f{index}" for index in range(20)]
 ROWS = {"A": 2_000_000, "B": 80_000, "C": 50_000, "vectors": 40_000}

@@ -27,7 +27,7 @@ from _harness import Series, parser, report
 
 import spark_elastic
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.pack import pack
+from spark_elastic.data.packing import pack
 from spark_elastic.data.store import Store
 from spark_elastic.ml.callbacks import Callback
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spark_elastic.data.materialize import materialize
+    from spark_elastic.data.materialization import materialize
     from spark_elastic.data.reader import BatchReader
     from spark_elastic.data.store import Store
     from spark_elastic.driver.host_discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
@@ -34,7 +34,7 @@ _HOMES = {
     "HostDiscovery": "spark_elastic.driver.host_discovery",
     "HostDiscoveryScript": "spark_elastic.driver.host_discovery",
     "Store": "spark_elastic.data.store",
-    "materialize": "spark_elastic.data.materialize",
+    "materialize": "spark_elastic.data.materialization",
 }
 
 __all__ = [

@@ -1,20 +1,19 @@
 """DataFrames as packed records on shared storage, and batches from them at memory speed.
 
 `materialize` writes a DataFrame, `pack` arrays; `Dataset` opens what was written; `BatchReader` reads it, and
-`TorchBatches` makes a torch dataset of that.
+`TorchBatches` makes a torch dataset of that; `clear_cache` removes the sets of a store.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-# Not lazily: modules have these names too, and a module that is imported takes its name in the package.
-from spark_elastic.data.materialize import materialize
-from spark_elastic.data.pack import pack
-
 if TYPE_CHECKING:
     from spark_elastic.data.batch import Batch
+    from spark_elastic.data.cache import clear_cache
     from spark_elastic.data.dataset import Dataset
+    from spark_elastic.data.materialization import materialize
+    from spark_elastic.data.packing import pack
     from spark_elastic.data.read_order import resolve_order
     from spark_elastic.data.reader import BatchReader
     from spark_elastic.data.store import Store
@@ -27,10 +26,23 @@ _HOMES = {
     "Dataset": "dataset",
     "Store": "store",
     "TorchBatches": "torch_dataset",
+    "clear_cache": "cache",
+    "materialize": "materialization",
+    "pack": "packing",
     "resolve_order": "read_order",
 }
 
-__all__ = ["Batch", "BatchReader", "Dataset", "Store", "TorchBatches", "materialize", "pack", "resolve_order"]
+__all__ = [
+    "Batch",
+    "BatchReader",
+    "Dataset",
+    "Store",
+    "TorchBatches",
+    "clear_cache",
+    "materialize",
+    "pack",
+    "resolve_order",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -289,7 +289,7 @@ class ElasticEstimator(
 
     def _write(self, dataset: Any, tensors: Tensors) -> Dataset:
         """Unless told otherwise the rows stay for later fits of this process, and are removed when it ends."""
-        from spark_elastic.data.materialize import materialize
+        from spark_elastic.data.materialization import materialize
 
         settings = self._write_settings(tensors)
         try:

@@ -8,7 +8,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from spark_elastic.data.cache import SETS
-from spark_elastic.data.materialize import materialize
+from spark_elastic.data.materialization import materialize
 from spark_elastic.errors import DataError, InvalidSettingsError, StoreError
 
 NAN = float("nan")

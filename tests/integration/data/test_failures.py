@@ -11,7 +11,7 @@ from pyspark.sql import functions as F
 
 from spark_elastic.data.cache import SETS, delete_unkept
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.materialize import materialize
+from spark_elastic.data.materialization import materialize
 from spark_elastic.data.sharing import PROBE
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError

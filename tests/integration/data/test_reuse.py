@@ -16,7 +16,7 @@ from spark_elastic.data import cache
 from spark_elastic.data.cache import SETS, clear_cache, delete_unkept
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
-from spark_elastic.data.materialize import materialize
+from spark_elastic.data.materialization import materialize
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError
 from tests.integration.data.conftest import Rows
@@ -250,7 +250,7 @@ def test_of_two_processes_that_write_at_once_one_commits_and_both_read_it(spark,
         Store.create(url).write_bytes(MANIFEST_NAME, text)
         return x
 
-    from spark_elastic.data import materialize as module
+    from spark_elastic.data import materialization as module
 
     request = module.Request(X, {}, {}, {}, (), {}, False, None, 0, 1 << 20, None)
     racing = frame.select(commit_meanwhile("x").alias("x"))

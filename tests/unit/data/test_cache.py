@@ -21,7 +21,7 @@ from spark_elastic.data.cache import (
     mark_used,
 )
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.pack import pack
+from spark_elastic.data.packing import pack
 from spark_elastic.data.store import Store
 
 HOUR, DAY = 3600.0, 86_400.0

@@ -20,7 +20,7 @@ from spark_elastic.data.block_file import BLOCK, BlockFile
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.node_cache import CachedSplit, RemoteFile
-from spark_elastic.data.pack import pack
+from spark_elastic.data.packing import pack
 from spark_elastic.data.rows import Numbering
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError, InvalidSettingsError, StoreError

@@ -13,7 +13,7 @@ import pytest
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.layout import Kind
 from spark_elastic.data.manifest import MANIFEST_NAME
-from spark_elastic.data.pack import pack
+from spark_elastic.data.packing import pack
 from spark_elastic.errors import DataError, DatasetError
 
 

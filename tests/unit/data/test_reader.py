@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_elastic.core.lanes import LaneSettings
-from spark_elastic.data.pack import pack
+from spark_elastic.data.packing import pack
 from spark_elastic.data.read_order import resolve_order
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.errors import DatasetError, InvalidSettingsError

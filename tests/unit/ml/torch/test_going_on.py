@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.pack import pack
+from spark_elastic.data.packing import pack
 from spark_elastic.errors import CheckpointError, InvalidSettingsError, StateLostError, StoreError
 from spark_elastic.ml.describing import described
 from spark_elastic.ml.persistence import _decode

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.pack import pack
+from spark_elastic.data.packing import pack
 from tests.unit.ml.torch.estimators import HereEstimator, settings
 
 

@@ -80,7 +80,7 @@ def test_what_a_set_that_is_there_cannot_do_is_refused(
 
 
 def test_a_set_without_validation_rows_is_refused_by_an_estimator_that_asks_for_them(tmp_path: Path) -> None:
-    from spark_elastic.data.pack import pack
+    from spark_elastic.data.packing import pack
 
     rows = {"features_0": np.zeros((8, 6), np.float32), "label_0": np.zeros(8, np.int64)}
     with pytest.raises(DatasetError, match=r"validation=0\.1, but the set .* has no split of that name"):

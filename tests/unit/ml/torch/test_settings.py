@@ -12,7 +12,7 @@ import torch
 
 from spark_elastic.data.batch import Batch
 from spark_elastic.data.files import LocalSource
-from spark_elastic.data.pack import pack
+from spark_elastic.data.packing import pack
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.errors import DataError, InvalidSettingsError, StoreError
 from spark_elastic.ml.callbacks import LambdaCallback

@@ -14,7 +14,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.pack import pack
+from spark_elastic.data.packing import pack
 from spark_elastic.data.store import Store
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, LambdaCallback
 from spark_elastic.ml.torch.spec import MODEL_FILE, CheckpointPlan, TorchTraining
