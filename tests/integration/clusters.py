@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -102,8 +103,9 @@ class Cluster:
     def processes(self) -> dict[int, str]:
         """Pid → command line of everything the cluster runs, without this process and its JVM."""
         found = marked(_process_mark)
-        # A spawned child of the test process itself carries the mark too, and is not the cluster's.
-        own = {os.getpid(), self.driver_jvm}
+        # A spawned child of the test process itself carries the mark too, and is not the cluster's; nor is what Python
+        # itself keeps beside a process that has spawned others, for as long as that lives.
+        own = {os.getpid(), self.driver_jvm, getattr(resource_tracker._resource_tracker, "_pid", None)}
         return {pid: command for pid, command in found.items() if pid not in own}
 
     def executors(self) -> dict[str, int]:
