@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -55,7 +56,9 @@ def estimator(store, epochs: int) -> TorchEstimator:
 class Stacked(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(FEATURES, 128), torch.nn.ReLU(), torch.nn.Linear(128, 2))
+        widths = (FEATURES, 256, 256)
+        layers = [part for a, b in itertools.pairwise(widths) for part in (torch.nn.Linear(a, b), torch.nn.ReLU())]
+        self.layers = torch.nn.Sequential(*layers, torch.nn.Linear(256, 2))
 
     def forward(self, *columns):
         return self.layers(torch.cat([column.float() for column in columns], dim=1))
