@@ -112,7 +112,8 @@ def report(name: str, args: argparse.Namespace, *series: Series, raw: dict[str, 
     ]
     print(f"\n{name}")
     print(table(["what", "n", "min", "p50", "p90", "p99", "max", "unit", "target"], rows))
-    options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    # Without paths: they say something of one machine's folders and nothing of the figures.
+    options = {key: value for key, value in vars(args).items() if not _is_path(value)}
     document = {"benchmark": name, "machine": machine(), "arguments": options, "series": summaries, "raw": raw or {}}
     args.results.mkdir(parents=True, exist_ok=True)
     path: Path = args.results / f"{name}.json"
@@ -141,6 +142,10 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
     ]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, Path) or (isinstance(value, str) and os.path.isabs(value))
 
 
 def _target(summary: dict[str, Any]) -> str:
