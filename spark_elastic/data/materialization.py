@@ -23,6 +23,7 @@ from spark_elastic.data.manifest import MANIFEST_NAME, Manifest
 from spark_elastic.data.reuse import Identity, identify, key_of
 from spark_elastic.data.session_settings import small_batches
 from spark_elastic.data.shards import SHARD_BYTES
+from spark_elastic.data.sharing import ensure_shared
 from spark_elastic.data.spark_failure import reason_of
 from spark_elastic.data.store import Store
 from spark_elastic.data.write_task import RECEIPT_SCHEMA, Receipt, WriteTask
@@ -31,8 +32,6 @@ from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, 
 _log = logging.getLogger(__name__)
 _writing: dict[str, threading.Lock] = {}
 """URL of a set → held by the thread that writes it: of several fits at once on the same rows, one writes."""
-_shared: set[tuple[str, str]] = set()
-"""(application, URL) of the stores that were found to be shared."""
 _CANCEL_S = 10.0
 """How long Ctrl-C waits for Spark to have ended the job."""
 _collected: set[str] = set()
@@ -127,7 +126,7 @@ def materialize(
             mark_used(folder, kept)
             _log.info("rows are read from %s, where they were written before", folder.url)
             return found
-        _check_shared(place, df.sparkSession)
+        ensure_shared(place, df.sparkSession.sparkContext)
         try:
             with leased(folder):
                 dataset = _write(df, request, folder, key, settings, kept)
@@ -163,13 +162,6 @@ def _find(folder: Store, key: str, settings: Mapping[str, Any], dataset_id: str 
             raise
         delete_set(folder)
         return None
-
-
-def _check_shared(place: Store, spark: Any) -> None:
-    about = (spark.sparkContext.applicationId, place.url)
-    if about not in _shared:
-        place.check_shared(spark)
-        _shared.add(about)
 
 
 def _write(df: Any, request: Request, folder: Store, key: str, settings: Mapping[str, Any], kept: bool) -> Dataset:

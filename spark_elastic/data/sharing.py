@@ -14,7 +14,19 @@ PROBE = "probe-"
 """Begins the name of a folder that is there for a moment, straight in the store, so that nothing is left behind."""
 
 
-def check_shared(store: Store, spark: Any) -> None:
+_known: set[tuple[str, str]] = set()
+"""(application, URL) of the stores that were found to be shared."""
+
+
+def ensure_shared(store: Store, context: Any) -> None:
+    """`check_shared`, once for each application and store. context: a SparkContext."""
+    about = (context.applicationId, store.url)
+    if about not in _known:
+        check_shared(store, context)
+        _known.add(about)
+
+
+def check_shared(store: Store, context: Any) -> None:
     """The driver writes a token, every executor reads it and writes one of its own, the driver reads those.
 
     A short job with as many tasks as there are slots, so an executor that is busy with something else is not asked.
@@ -28,7 +40,6 @@ def check_shared(store: Store, spark: Any) -> None:
     except Exception as error:  # each filesystem has errors of its own
         raise StoreError(f"the driver cannot write to {store.url}: {error}", url=store.url) from error
     try:
-        context = spark.sparkContext
         if store.is_local and (context.master == "local" or context.master.startswith("local[")):
             return  # all of it runs on this machine, as this user
         tasks = context.defaultParallelism

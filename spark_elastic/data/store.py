@@ -232,7 +232,7 @@ class Store:
         """
         from spark_elastic.data.sharing import check_shared
 
-        check_shared(self, spark)
+        check_shared(self, spark.sparkContext)
 
     def __fspath__(self) -> str:
         return os.fspath(self.local_path())

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from pyspark.ml import Estimator
@@ -19,6 +18,7 @@ from pyspark.ml import Estimator
 from spark_elastic import clock
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
+from spark_elastic.data.sharing import ensure_shared
 from spark_elastic.data.store import Store
 from spark_elastic.driver import preflight
 from spark_elastic.errors import (
@@ -52,8 +52,6 @@ from spark_elastic.ml.written_sets import check_tensors, is_found_again, model_i
 from spark_elastic.settings import ElasticSettings
 
 RUNS = "runs"
-_shared: set[tuple[str, str]] = set()
-"""(application, URL) of the places of runs that were found to be shared."""
 _IDENTITY = "run.json"
 DEFAULT_BATCH_SIZE = 32
 
@@ -181,8 +179,7 @@ class ElasticEstimator(
         with parts.part("write"):
             written = self._written(dataset, tensors)
         try:
-            with contextlib.ExitStack() as lease:
-                lease.enter_context(leased_if_possible(written.store))
+            with leased_if_possible(written.store):
                 if not written.store.exists(MANIFEST_NAME):  # the end of another process came before our lease
                     with parts.part("write"):
                         written = self._written(dataset, tensors)
@@ -318,11 +315,9 @@ class ElasticEstimator(
         return Store.create(lasting, self.getOrDefault("storage_options"))
 
     def _check_shared(self, context: Any) -> None:
-        """Once for each application: whether the driver will see what workers leave there. Raises: StoreError."""
-        runs = self._runs()
-        if self._launcher() is None and (context.applicationId, runs.url) not in _shared:
-            runs.check_shared(SimpleNamespace(sparkContext=context))
-            _shared.add((context.applicationId, runs.url))
+        """Whether the driver will see what workers leave there. Raises: StoreError."""
+        if self._launcher() is None:
+            ensure_shared(self._runs(), context)
 
     @contextlib.contextmanager
     def _run_folder(self, dataset: Dataset) -> Iterator[tuple[Store, str | None]]:

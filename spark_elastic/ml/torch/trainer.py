@@ -20,7 +20,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic import clock
-from spark_elastic.core.sampling import splitmix64
+from spark_elastic.core.permutation import derived_key
 from spark_elastic.data.batch import Batch
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.errors import CheckpointError, InvalidSettingsError, StoreError
@@ -42,7 +42,6 @@ log = logging.getLogger("spark_elastic.ml")
 
 TURN_BATCHES = 16
 """Batches of a validation between two reductions: what a kill costs at most, none of which was an applied step."""
-
 
 WRITE_PAUSES_S = (0.5, 2.0)
 """Before what a whole training has come to is tried to be written again: a storage may be busy."""
@@ -275,9 +274,7 @@ class Trainer:
 
     def _seed(self, epoch: int, position: int) -> None:
         """The random numbers of a step are its own: the same if it is done again, or after a resume."""
-        key = 0
-        for part in (self.training.seed, epoch, position, self.rank):
-            key = splitmix64(key ^ (part & 0xFFFFFFFFFFFFFFFF))
+        key = derived_key(self.training.seed, epoch, position, self.rank)
         torch.default_generator.manual_seed(key >> 1)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(key >> 1)
