@@ -172,17 +172,11 @@ def collect_orphans(store: Store, now: float, age_s: float = ORPHAN_AGE_S) -> li
             old = [entry.path for entry in found.files if entry.modified_s < now - age_s]
             orphans = {path for path in old if path.endswith((".rows", ".side"))}
             if orphans:
-                orphans -= _listed(found.folder)
+                orphans -= Manifest.loads(found.folder.read_bytes(MANIFEST_NAME)).files
             for path in sorted(orphans):
                 found.folder.delete(path)
                 deleted.append(f"{SETS}/{name}/{path}")
     return deleted
-
-
-def _listed(folder: Store) -> set[str]:
-    manifest = Manifest.loads(folder.read_bytes(MANIFEST_NAME))
-    shards = [shard for split in manifest.splits.values() for shard in split]
-    return {file for shard in shards for file in (shard.file, shard.sidecar) if file is not None}
 
 
 def clear_cache(

@@ -81,7 +81,7 @@ class Dataset:
 
         Raises: DatasetError: a file is not what was written.
         """
-        for shard in (shard for shards in self.manifest.splits.values() for shard in shards):
+        for shard in self.manifest.shards:
             for file, expected in ((shard.file, shard.crc32), (shard.sidecar, shard.sidecar_crc32)):
                 if file is not None and (found := self._checksum(file)) != expected:
                     raise DatasetError(
@@ -100,12 +100,13 @@ class Dataset:
 
     def delete(self) -> None:
         """Remove every file, the manifest first: whoever looks meanwhile finds no set rather than half of one."""
-        self.store.delete(MANIFEST_NAME)
-        self.store.delete()
+        from spark_elastic.data.cache import delete_set
+
+        delete_set(self.store)
 
     def _check_files(self) -> None:
         expected = {}
-        for shard in (shard for shards in self.manifest.splits.values() for shard in shards):
+        for shard in self.manifest.shards:
             expected[shard.file] = shard.nbytes
             if shard.sidecar is not None:
                 expected[shard.sidecar] = shard.sidecar_nbytes

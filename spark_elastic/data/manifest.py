@@ -62,6 +62,16 @@ class Manifest:
     def nbytes(self, split: str) -> int:
         return sum(shard.nbytes + shard.sidecar_nbytes for shard in self.splits[split])
 
+    @property
+    def shards(self) -> list[Shard]:
+        """Of all splits."""
+        return [shard for shards in self.splits.values() for shard in shards]
+
+    @property
+    def files(self) -> set[str]:
+        """All that belong to the set, besides the manifest itself."""
+        return {file for shard in self.shards for file in (shard.file, shard.sidecar) if file is not None}
+
     def dumps(self) -> bytes:
         document = {
             "format": FORMAT,

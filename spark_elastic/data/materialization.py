@@ -324,8 +324,7 @@ def _check_arrived(dataset: Dataset, receipts: Sequence[Receipt]) -> None:
 
 def _delete_unlisted(dataset: Dataset, run: str) -> None:
     """What attempts left behind that Spark repeated. Those still at it write on, and are collected by age."""
-    shards = [shard for split in dataset.manifest.splits.values() for shard in split]
-    listed = {file for shard in shards for file in (shard.file, shard.sidecar)}
+    listed = dataset.manifest.files
     for entry in dataset.store.list(run):
         if entry.path not in listed:
             dataset.store.delete(entry.path)

@@ -52,6 +52,12 @@ def resolve_order(
     return "global" if nbytes <= GLOBAL_BYTES and not too_large else "lanes"
 
 
+def lanes_of(dataset: Dataset, split: str = "train", *, cache_bytes: int | None = None) -> LaneSettings:
+    """How a reader cuts this split, which is the same for all readers with a cache of this size."""
+    kept = None if dataset.store.is_local else cache_bytes
+    return lane_settings(dataset.rows(split), dataset.layout.stride, cache_bytes=kept)
+
+
 def lane_settings(
     rows: int, stride: int, *, cache_bytes: int | None = None, open_bytes: int = _OPEN_BYTES
 ) -> LaneSettings:

@@ -19,7 +19,7 @@ from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.files import SplitFiles
 from spark_elastic.data.layout import Kind, TensorField
 from spark_elastic.data.prefetch import Buffers, Prefetcher
-from spark_elastic.data.read_order import lane_settings, resolve_order
+from spark_elastic.data.read_order import lanes_of, resolve_order
 from spark_elastic.errors import InvalidSettingsError, nearest
 
 _TURN_ROWS = 1 << 14
@@ -51,7 +51,7 @@ class BatchReader:
         shuffle: another order each epoch. Otherwise rows come as they lie in the files.
         order: "global": a true permutation of all rows. "lanes": for sets that do not fit into memory, or are remote:
             shuffled in windows, see `LaneOrder`. "auto": `resolve_order`.
-        lanes: how lanes are cut; None: `lane_settings`. The same on all ranks, and for all of a training.
+        lanes: how lanes are cut; None: `lanes_of`. The same on all ranks, and for all of a training.
         prefetch: batches that a thread gathers ahead, fewer if they are large, more if they are small; 0: no thread.
         fields: the tensors that batches hold; None: all.
         cache_dir, cache_bytes: where, and how much of, remote sets are kept on this host's disk; None: a folder of
@@ -89,8 +89,7 @@ class BatchReader:
         self.rows = dataset.rows(split)
         self.order = resolve_order(dataset, split, order=order, shuffle=shuffle, cache_bytes=cache_bytes)
         self.fields = _chosen(dataset, fields)
-        cached = None if dataset.store.is_local else cache_bytes
-        self._lanes = lanes or lane_settings(self.rows, dataset.layout.stride, cache_bytes=cached)
+        self._lanes = lanes or lanes_of(dataset, split, cache_bytes=cache_bytes)
         self._prefetch = prefetch
         self._dtype = dataset.layout.dtype
         self._buffers = Buffers(keep=prefetch + 3)

@@ -353,9 +353,7 @@ class ElasticEstimator(
             ],
             "seed": self.getOrDefault("seed"),
             "shuffle": self.getOrDefault("shuffle"),
-            "content": sorted(
-                shard.crc32 for shards in dataset.manifest.splits.values() for shard in shards if shard.rows
-            ),
+            "content": sorted(shard.crc32 for shard in dataset.manifest.shards if shard.rows),
             **{name: self._described(name) for name in self.DECIDING if self.isSet(name)},
         }
 

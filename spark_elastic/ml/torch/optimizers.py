@@ -41,7 +41,7 @@ def build_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer
 class Schedule:
     """A learning rate scheduler and when it steps."""
 
-    def __init__(self, training: TorchTraining, optimizer: torch.optim.Optimizer, default_monitor: str) -> None:
+    def __init__(self, training: TorchTraining, optimizer: torch.optim.Optimizer) -> None:
         given = training.lr_scheduler
         self.scheduler: Any = given
         if given is not None and (isinstance(given, type) or not hasattr(given, "step")):
@@ -64,7 +64,7 @@ class Schedule:
                 "no value"
             )
         self._by_step = training.scheduler_interval == "step"
-        self._monitor = training.scheduler_monitor or default_monitor
+        self._monitor = training.scheduler_monitor or ("val_loss" if training.validates else "loss")
         self._stepped = False
 
     def after_step(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.data.read_order import lane_settings, resolve_order
+from spark_elastic.data.read_order import lanes_of, resolve_order
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, check_one_best
 from spark_elastic.ml.checkpoints import Checkpoints, CheckpointWriter
@@ -78,7 +78,7 @@ def _assemble(training: TorchTraining) -> Trainer:
     optimizer = build_optimizer(training.optimizer, model)
     if training.compression != "none" and hvd.size() == 1 and not process.provisional:
         log.info("gradient_compression has no effect in a world of one worker")
-    schedule = Schedule(training, optimizer, "val_loss" if training.validates else "loss")
+    schedule = Schedule(training, optimizer)
     plan = training.checkpoints
     callbacks = [*training.callbacks, *implied(plan)]
     check_one_best(callbacks)
@@ -164,11 +164,7 @@ def _order(training: TorchTraining) -> dict[str, Any]:
     order = resolve_order(dataset, order=training.order, shuffle=training.shuffle, cache_bytes=cache_bytes)
     if order != "lanes":
         return {"order": order}
-    kept = None if dataset.store.is_local else cache_bytes
-    return {
-        "order": order,
-        "lanes": asdict(lane_settings(dataset.rows("train"), dataset.layout.stride, cache_bytes=kept)),
-    }
+    return {"order": order, "lanes": asdict(lanes_of(dataset, cache_bytes=cache_bytes))}
 
 
 def _to_go_on(at: Progress, training: TorchTraining) -> Progress:

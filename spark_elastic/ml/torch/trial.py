@@ -99,7 +99,7 @@ def _step(training: TorchTraining, batch: Batch) -> None:
             raise InvalidSettingsError(f"a metric cannot be called {name!r}: the history has a column of that name")
     model = training.model.cpu().train()
     optimizer = build_optimizer(training.optimizer, model)
-    schedule = Schedule(training, optimizer, "val_loss" if training.validates else "loss")
+    schedule = Schedule(training, optimizer)
     objective = objective_of(training)
     tally = Tally(objective, training.metrics)
     parts = BatchMaker(training, torch.device("cpu")).parts(batch, 1)
