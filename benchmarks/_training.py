@@ -20,7 +20,7 @@ def train(folder: str, hidden: int) -> None:
     import torch
 
     import spark_elastic.torch as hvd
-    from spark_elastic.torch.process import process
+    from spark_elastic.collective.process import process
 
     hvd.init()
     torch.manual_seed(1)

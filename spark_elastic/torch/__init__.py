@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
-from spark_elastic.torch import elastic
-from spark_elastic.torch.autograd import (
-    allgather,
-    allreduce,
-    alltoall,
-    broadcast,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    reducescatter,
-)
-from spark_elastic.torch.capabilities import (
+from spark_elastic.collective.capabilities import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -26,7 +14,10 @@ from spark_elastic.torch.capabilities import (
     nccl_built,
     rocm_built,
 )
-from spark_elastic.torch.collectives import (
+from spark_elastic.collective.compression import Compression
+from spark_elastic.collective.handles import poll, synchronize
+from spark_elastic.collective.objects import allgather_object, broadcast_object
+from spark_elastic.collective.operations import (
     allgather_async,
     allreduce_,
     allreduce_async,
@@ -42,16 +33,7 @@ from spark_elastic.torch.collectives import (
     join,
     reducescatter_async,
 )
-from spark_elastic.torch.compression import Compression
-from spark_elastic.torch.handles import poll, synchronize
-from spark_elastic.torch.objects import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from spark_elastic.torch.optimizer import DistributedOptimizer
-from spark_elastic.torch.process import (
+from spark_elastic.collective.process import (
     NotInitializedError,
     OutsideLoopError,
     cross_rank,
@@ -65,8 +47,22 @@ from spark_elastic.torch.process import (
     shutdown,
     size,
 )
-from spark_elastic.torch.process_sets import ProcessSet, cross_process_set, global_process_set, local_process_set
-from spark_elastic.torch.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from spark_elastic.collective.process_sets import ProcessSet, cross_process_set, global_process_set, local_process_set
+from spark_elastic.collective.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
+from spark_elastic.torch import elastic
+from spark_elastic.torch.autograd import (
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
+)
+from spark_elastic.torch.optimizer import DistributedOptimizer
+from spark_elastic.torch.parameters import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = [
     "Adasum",

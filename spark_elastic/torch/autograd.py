@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from spark_elastic.torch import collectives as raw
-from spark_elastic.torch.compression import Compression, Compressor
-from spark_elastic.torch.process_sets import ProcessSet, global_process_set
-from spark_elastic.torch.reduction import Average, ReduceOp, Sum, chosen
+from spark_elastic.collective import operations as raw
+from spark_elastic.collective.compression import Compression, Compressor
+from spark_elastic.collective.process_sets import ProcessSet, global_process_set
+from spark_elastic.collective.reduction import Average, ReduceOp, Sum, chosen
 
 
 class _Allreduce(Function):

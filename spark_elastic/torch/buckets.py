@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from spark_elastic.torch.compression import Compressor, NoneCompressor, _CastCompressor
+from spark_elastic.collective.compression import Compressor, NoneCompressor, _CastCompressor
 
 BUCKET_BYTES = 25 << 20
 """Largest bucket. Buckets are filled in the order in which backward usually finishes gradients: last layer first."""

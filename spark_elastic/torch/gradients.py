@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spark_elastic.collective.compression import Compressor
+from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.operations import allgather_async
+from spark_elastic.collective.process import process
+from spark_elastic.collective.process_sets import ProcessSet
+from spark_elastic.collective.reduction import Average, Max, ReduceOp, Sum
 from spark_elastic.errors import HorovodInternalError, SparkElasticError
 from spark_elastic.torch.buckets import Bucket, partition
-from spark_elastic.torch.collectives import allgather_async
-from spark_elastic.torch.compression import Compressor
-from spark_elastic.torch.gloo import GlooGroup
-from spark_elastic.torch.process import process
-from spark_elastic.torch.process_sets import ProcessSet
-from spark_elastic.torch.reduction import Average, Max, ReduceOp, Sum
 
 
 class Slot:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from spark_elastic.collective.compression import Compression, Compressor
+from spark_elastic.collective.process_sets import ProcessSet, global_process_set
+from spark_elastic.collective.reduction import Adasum, Average, ReduceOp, Sum
 from spark_elastic.errors import HorovodInternalError, UsageError
-from spark_elastic.torch.compression import Compression, Compressor
 from spark_elastic.torch.gradients import GradientReducer
-from spark_elastic.torch.process_sets import ProcessSet, global_process_set
-from spark_elastic.torch.reduction import Adasum, Average, ReduceOp, Sum
 
 
 class DistributedOptimizerMixin:

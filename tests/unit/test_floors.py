@@ -20,6 +20,7 @@ FLOORS: dict[str, int] = {
     "state": 2,
     "worker_link": 2,
     "data": 2,
+    "collective": 2,
     "driver": 3,
     "task": 3,
     "torch": 3,

@@ -20,6 +20,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic import clock
+from spark_elastic.collective.objects import broadcast_tensors
 from spark_elastic.core.permutation import derived_key
 from spark_elastic.data.batch import Batch
 from spark_elastic.data.reader import BatchReader
@@ -36,7 +37,6 @@ from spark_elastic.ml.torch.run_view import RunView
 from spark_elastic.ml.torch.single_rows import normalised_alone
 from spark_elastic.ml.torch.snapshots import detached, snapshot, to_bytes
 from spark_elastic.ml.torch.spec import HISTORY_FILE, MODEL_FILE, CheckpointPlan, TorchTraining
-from spark_elastic.torch.objects import broadcast_tensors
 
 log = logging.getLogger("spark_elastic.ml")
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import spark_elastic.torch as hvd
+from spark_elastic.collective.process import process
 from spark_elastic.data.read_order import lanes_of, resolve_order
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, check_one_best
@@ -23,7 +24,6 @@ from spark_elastic.ml.torch.progress import Phase, Progress
 from spark_elastic.ml.torch.snapshots import restore
 from spark_elastic.ml.torch.spec import CHECKPOINTS, CheckpointPlan, TorchTraining, TrainingResult
 from spark_elastic.ml.torch.trainer import Trainer, TrainingState
-from spark_elastic.torch.process import process
 
 log = logging.getLogger("spark_elastic.ml")
 

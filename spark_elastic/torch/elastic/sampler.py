@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch.utils.data
 
+from spark_elastic.collective.process import process
 from spark_elastic.core.recovery import records_to_keep
 from spark_elastic.core.sampling import EpochOrder, Indices, needs_padding, rows_done, share
-from spark_elastic.torch.process import process
 
 _CHUNK = 8192
 """Rows whose places in the order are computed at a time."""

@@ -61,10 +61,10 @@ def train(folder: str, ballast: int = 0, commit_every: int = 1, loader_workers: 
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
+    import spark_elastic.collective.gloo as gloo
+    import spark_elastic.collective.handled_state as elastic_state
     import spark_elastic.torch as hvd
-    import spark_elastic.torch.elastic.state as elastic_state
-    import spark_elastic.torch.gloo as gloo
-    from spark_elastic.torch.process import process
+    from spark_elastic.collective.process import process
 
     at, note = Points(folder), Notes(folder)
     note("up")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.torch.process import process
+from spark_elastic.collective.process import process
 from tests.unit.torch.kit import KitDriver, die, link, tell
 
 STEPS = 12

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
+from spark_elastic.collective import in_flight
+from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.reduction import Sum
 from spark_elastic.errors import HorovodInternalError
-from spark_elastic.torch import in_flight
-from spark_elastic.torch.gloo import GlooGroup
-from spark_elastic.torch.reduction import Sum
 
 
 class Link:

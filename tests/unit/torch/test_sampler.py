@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from spark_elastic.collective.process import Position, process
 from spark_elastic.torch.elastic import ElasticSampler, TorchState
 from spark_elastic.torch.optimizer import DistributedOptimizer
-from spark_elastic.torch.process import Position, process
 
 
 @pytest.fixture(autouse=True)

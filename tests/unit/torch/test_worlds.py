@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
+from spark_elastic.collective.frontend import frontend
+from spark_elastic.collective.process import Position, Process, process
 from spark_elastic.core.topology import Member, Place, World
-from spark_elastic.torch.elastic.frontend import frontend
-from spark_elastic.torch.process import Position, Process, process
 from spark_elastic.worker_link import Assignment
 from tests.unit.torch.kit import KitDriver, link, tell
 
@@ -89,7 +89,7 @@ def test_a_cut_ends_a_blocked_collective_and_refuses_every_later_one():
 
 
 def stops_before_connecting():
-    from spark_elastic.torch import gloo
+    from spark_elastic.collective import gloo
 
     def stopped(self):
         tell("stopped")
@@ -167,7 +167,7 @@ def test_a_cut_on_the_way_into_a_group_is_not_missed(monkeypatch):
     place = Place("a", "e1", 0)
     world = World(1, (Member(1, place, 0, 0, 2, 0, 1), Member(2, place, 1, 1, 2, 0, 1)), 0, True, None)
     subject.assignment = Assignment(world, 1, {1: "127.0.0.1", 2: "127.0.0.1"})
-    monkeypatch.setattr("spark_elastic.torch.process.GlooGroup", CutWhileItIsMade)
+    monkeypatch.setattr("spark_elastic.collective.process.GlooGroup", CutWhileItIsMade)
     with pytest.raises(hvd.HorovodInternalError, match="too late"):
         subject.group()
     assert subject._groups == {}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
+from spark_elastic.collective.process import process
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback
@@ -16,7 +17,6 @@ from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.torch.snapshots import detached, from_bytes, to_bytes
 from spark_elastic.ml.torch.spec import CHECKPOINTS, CheckpointPlan
 from spark_elastic.ml.torch.training import _assemble
-from spark_elastic.torch.process import process
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.test_training_worlds import assert_as_undisturbed, close
 from tests.unit.ml.torch.trainings import EPOCHS, STEPS, At, alone, make_training

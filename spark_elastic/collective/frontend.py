@@ -1,4 +1,4 @@
-"""Torch's side of the elastic loop: leaving a world, joining the next, agreeing on when."""
+"""This process's side of the elastic loop: leaving a world, joining the next, agreeing on when."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
+from spark_elastic.collective.objects import broadcast_object
+from spark_elastic.collective.process import process
+from spark_elastic.collective.reduction import Max
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.state import Entry
-from spark_elastic.torch.objects import broadcast_object
-from spark_elastic.torch.process import process
-from spark_elastic.torch.reduction import Max
 from spark_elastic.worker_link import Assignment
 
-log = logging.getLogger("spark_elastic.torch")
+log = logging.getLogger("spark_elastic.collective")
 
 
-class TorchFrontend:
+class CollectiveFrontend:
     """`spark_elastic.state.Frontend` over this process's link and groups."""
 
     def rank(self) -> int:
@@ -83,4 +83,4 @@ class TorchFrontend:
         return Entry(root=world.root, progress=world.progress, sync=world.sync, moved=moved or changed)
 
 
-frontend = TorchFrontend()
+frontend = CollectiveFrontend()

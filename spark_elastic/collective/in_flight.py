@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-log = logging.getLogger("spark_elastic.torch")
+log = logging.getLogger("spark_elastic.collective")
 
 GRACE_S = 0.1
 """How long after the end of its group a collective may take to fail. Usually that takes a millisecond."""

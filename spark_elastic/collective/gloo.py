@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 from spark_elastic import clock
+from spark_elastic.collective.in_flight import GRACE_S, InFlight, free_those_that_ended, has_ended, leave_behind
+from spark_elastic.collective.joining import STALL_S, CollectiveLog
+from spark_elastic.collective.sockets import GroupSockets, open_descriptors
 from spark_elastic.errors import HorovodInternalError
-from spark_elastic.torch.in_flight import GRACE_S, InFlight, free_those_that_ended, has_ended, leave_behind
-from spark_elastic.torch.joining import STALL_S, CollectiveLog
-from spark_elastic.torch.sockets import GroupSockets, open_descriptors
 from spark_elastic.worker_link import WorkerLink
 
 CONNECT_TIMEOUT_S = 20.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from spark_elastic.torch.gloo import GlooGroup
-from spark_elastic.torch.process import process
+from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.process import process
 
 
 class ProcessSet:

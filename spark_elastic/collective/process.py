@@ -7,12 +7,12 @@ import logging
 from dataclasses import dataclass
 
 from spark_elastic import worker_link
+from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.core.topology import Member
 from spark_elastic.errors import HorovodInternalError, UsageError
-from spark_elastic.torch.gloo import GlooGroup
 from spark_elastic.worker_link import Assignment, ProvisionalPosition, WorkerLink
 
-log = logging.getLogger("spark_elastic.torch")
+log = logging.getLogger("spark_elastic.collective")
 
 
 class NotInitializedError(UsageError, ValueError):

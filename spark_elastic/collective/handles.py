@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from spark_elastic.torch.gloo import GlooGroup
+from spark_elastic.collective.gloo import GlooGroup
 
 
 class Handle:

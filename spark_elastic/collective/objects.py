@@ -1,21 +1,21 @@
-"""Collectives on Python objects and on whole models and optimizers."""
+"""Collectives on Python objects, and on many tensors at once."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
 import torch
 
+from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.operations import allgather_async, outside_world
+from spark_elastic.collective.process import process
+from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.errors import AuthenticationError, UsageError
-from spark_elastic.torch.collectives import allgather_async, outside_world
-from spark_elastic.torch.gloo import GlooGroup
-from spark_elastic.torch.process import process
-from spark_elastic.torch.process_sets import ProcessSet, global_process_set
 
 _HEAD_BYTES = 16 * 1024
 """Size of the first message of an object: most fit into it, so one broadcast is enough."""
@@ -153,41 +153,3 @@ def _broadcast_chunk(group: GlooGroup, tensors: Sequence[torch.Tensor], root: in
         for tensor, piece in zip(tensors, flat.split(sizes), strict=True):
             # a piece may start at any byte; a copy of its own is aligned for every type
             tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
-
-
-def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
-) -> None:
-    """Overwrite the tensors of a `state_dict()`, `named_parameters()` or a list of tensors with those of `root_rank`.
-
-    Raises:
-        UsageError: `params` is none of these.
-    """
-    if outside_world():
-        return
-    values: list[Any]
-    if isinstance(params, Mapping):
-        values = [params[key] for key in sorted(params)]
-    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
-        values = [item[1] if isinstance(item, tuple) else item for item in params]
-    else:
-        raise UsageError(f"broadcast_parameters takes a dict or a list of tensors, not {type(params).__name__}")
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    broadcast_tensors(tensors, root_rank, process_set)
-
-
-def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    root_rank: int,
-    model: torch.nn.Module | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> None:
-    """Take over the state and the options (learning rate and so on) of the optimizer of `root_rank`.
-
-    An optimizer that never stepped gets its state created from what arrives.
-    """
-    from spark_elastic.torch.elastic.handlers import OptimizerStateHandler, take_over
-
-    if outside_world():
-        return
-    take_over({"optimizer": OptimizerStateHandler(optimizer)}, root_rank, process_set=process_set)

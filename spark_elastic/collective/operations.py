@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
+from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.handles import Handle
+from spark_elastic.collective.process import process
+from spark_elastic.collective.process_sets import ProcessSet, global_process_set
+from spark_elastic.collective.reduction import Average, ReduceOp, Sum, chosen, scale_, wire_type
 from spark_elastic.errors import UsageError
-from spark_elastic.torch.gloo import GlooGroup
-from spark_elastic.torch.handles import Handle
-from spark_elastic.torch.process import process
-from spark_elastic.torch.process_sets import ProcessSet, global_process_set
-from spark_elastic.torch.reduction import Average, ReduceOp, Sum, chosen, scale_, wire_type
 
 # --- allreduce ----------------------------------------------------------------------------------
 

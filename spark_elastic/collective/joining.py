@@ -20,7 +20,7 @@ from spark_elastic.errors import SparkElasticError, UsageError
 from spark_elastic.worker_link import WorkerLink
 
 if TYPE_CHECKING:
-    from spark_elastic.torch.gloo import GlooGroup
+    from spark_elastic.collective.gloo import GlooGroup
 
 STALL_S = 0.25
 """A collective that takes longer makes a rank ask whether anybody has joined."""

@@ -1,0 +1,52 @@
+"""Models and optimizers taken over from one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from spark_elastic.collective.objects import broadcast_tensors
+from spark_elastic.collective.operations import outside_world
+from spark_elastic.collective.process_sets import ProcessSet, global_process_set
+from spark_elastic.errors import UsageError
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Overwrite the tensors of a `state_dict()`, `named_parameters()` or a list of tensors with those of `root_rank`.
+
+    Raises:
+        UsageError: `params` is none of these.
+    """
+    if outside_world():
+        return
+    values: list[Any]
+    if isinstance(params, Mapping):
+        values = [params[key] for key in sorted(params)]
+    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
+        values = [item[1] if isinstance(item, tuple) else item for item in params]
+    else:
+        raise UsageError(f"broadcast_parameters takes a dict or a list of tensors, not {type(params).__name__}")
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    broadcast_tensors(tensors, root_rank, process_set)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Take over the state and the options (learning rate and so on) of the optimizer of `root_rank`.
+
+    An optimizer that never stepped gets its state created from what arrives.
+    """
+    from spark_elastic.collective.handled_values import take_over
+    from spark_elastic.torch.elastic.handlers import OptimizerStateHandler
+
+    if outside_world():
+        return
+    take_over({"optimizer": OptimizerStateHandler(optimizer)}, root_rank, process_set=process_set)
