@@ -78,6 +78,19 @@ class InvalidSettingsError(UsageError, ValueError):
     """A setting has an impossible value, or two settings contradict each other."""
 
 
+class MissingExtraError(UsageError, ImportError):
+    """A package is needed that only comes with an optional extra of this one."""
+
+    def __init__(self, *, what: str, package: str, extra: str) -> None:
+        super().__init__(
+            f'{what} needs {package}, which is not installed here: pip install "spark-elastic[{extra}]" (on the '
+            "executors too)",
+            what=what,
+            package=package,
+            extra=extra,
+        )
+
+
 class NotPicklableError(UsageError):
     """The function, its arguments or its result cannot be serialised."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spark_elastic.collective.buckets import Bucket, partition
 from spark_elastic.collective.compression import Compressor
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.operations import allgather_async
@@ -16,7 +17,6 @@ from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet
 from spark_elastic.collective.reduction import Average, Max, ReduceOp, Sum
 from spark_elastic.errors import HorovodInternalError, SparkElasticError
-from spark_elastic.torch.buckets import Bucket, partition
 
 
 class Slot:

@@ -1,4 +1,4 @@
-"""Fused gradient buckets: one flat buffer for many gradients, reduced while backward still runs."""
+"""Fused gradient buckets: one flat buffer for many gradients."""
 
 from __future__ import annotations
 
@@ -20,25 +20,35 @@ class Bucket:
     flat: all of them, and in the flagged bucket one element more behind them: whether this member has been told of a
     coming world. views: the gradients' places in it, shaped like their parameters. cargo: places for a few numbers that
     travel along, between the two; None if there are none, or if they would be rounded on the way.
+
+    Args:
+        params: tensors of one type and device each; only their shapes matter.
+        align: each view begins at a multiple of so many bytes.
     """
 
     __slots__ = ("_wire", "cargo", "compression", "flag", "flat", "params", "ready", "views")
 
     def __init__(
-        self, params: Sequence[torch.nn.Parameter], compression: type[Compressor], flagged: bool, cargo: int = 0
+        self,
+        params: Sequence[torch.Tensor],
+        compression: type[Compressor],
+        flagged: bool,
+        cargo: int = 0,
+        align: int = 1,
     ) -> None:
         self.params = list(params)
         self.compression = compression
         self.ready = 0
-        sizes = [param.numel() for param in params]
         first = params[0]
+        unit = max(1, align // first.element_size())
+        sizes = [-(-param.numel() // unit) * unit for param in params]
         if compression is not NoneCompressor or first.dtype not in (torch.float32, torch.float64):
             cargo = 0
         self.flat = torch.zeros(sum(sizes) + cargo + flagged, dtype=first.dtype, device=first.device)
         self.flag = self.flat[-1] if flagged else None
         self.cargo = self.flat[sum(sizes) : sum(sizes) + cargo] if cargo else None
         pieces = self.flat[: sum(sizes)].split(sizes)
-        self.views = [_shaped(piece, param) for piece, param in zip(pieces, params, strict=True)]
+        self.views = [_shaped(piece[: param.numel()], param) for piece, param in zip(pieces, params, strict=True)]
         self._wire: torch.Tensor | None = None
 
     def pack(self) -> torch.Tensor:
@@ -74,8 +84,8 @@ def _shaped(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def partition(
-    params: Sequence[torch.nn.Parameter], groups: int | Sequence[Sequence[torch.nn.Parameter]] | None
-) -> list[list[torch.nn.Parameter]]:
+    params: Sequence[torch.Tensor], groups: int | Sequence[Sequence[torch.Tensor]] | None
+) -> list[list[torch.Tensor]]:
     """Which parameters share a bucket.
 
     params: in the order of their registration. groups: None: filled last layer first up to the bucket size; a number
@@ -98,17 +108,17 @@ def partition(
     return [part for group in chosen for part in _by_kind(group)]
 
 
-def _by_kind(params: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+def _by_kind(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for param in params:
         kinds.setdefault((param.dtype, param.device), []).append(param)
     return list(kinds.values())
 
 
-def _by_size(params: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    out: list[list[torch.nn.Parameter]] = []
+def _by_size(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    out: list[list[torch.Tensor]] = []
     for kind in _by_kind(params):
-        bucket: list[torch.nn.Parameter] = []
+        bucket: list[torch.Tensor] = []
         filled = 0
         for param in kind:
             bucket.append(param)

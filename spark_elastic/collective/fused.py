@@ -1,0 +1,164 @@
+"""One step's gradients, all there at once, added up over the members in few large messages.
+
+For frameworks that hand over their gradients together. Torch hands over one at a time, see `torch.gradients`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from spark_elastic.collective.buckets import Bucket, partition
+from spark_elastic.collective.compression import Compression, Compressor
+from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.process import process
+from spark_elastic.collective.process_sets import ProcessSet, global_process_set
+from spark_elastic.collective.reduction import Average, ReduceOp, Sum
+from spark_elastic.errors import HorovodInternalError, UsageError
+
+_KEPT = 4
+"""Sets of buckets kept for later steps. Two are in turns where results are let go of a step later."""
+
+
+class FusedReduction:
+    """Averages (or sums) lists of tensors of always the same shapes over the members.
+
+    The results lie in buckets that are used again once nobody holds one of them any more. The hosts-updated agreement
+    rides along.
+
+    Args:
+        op: Average or Sum.
+        predivide: tensors are divided by this before the sum, and by size / predivide after it. Needs Average.
+        align: results begin at a multiple of so many bytes.
+
+    Raises: UsageError: arguments that contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        op: ReduceOp = Average,
+        compression: type[Compressor] = Compression.none,
+        predivide: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+        align: int = 1,
+    ) -> None:
+        _ = op.gloo  # raises for Adasum
+        if op not in (Average, Sum):
+            raise UsageError(f"gradients are reduced with op=hvd.Average or op=hvd.Sum, not {op}")
+        if predivide != 1.0 and op is not Average:
+            raise UsageError("gradient_predivide_factor needs op=hvd.Average")
+        self.completed = 0
+        """Reductions so far."""
+        self._op = op
+        self._compression = compression
+        self._predivide = predivide
+        self._process_set = process_set
+        self._align = align
+        self._kinds: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self._cargo_width = 0
+        self._sets: list[list[Bucket]] = []
+        self._parts: list[list[int]] = []
+
+    def __call__(self, tensors: Sequence[torch.Tensor], carried: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """The reduced tensors, in the order given; `tensors` themselves in a world of one.
+
+        Args:
+            tensors: dense, on the CPU, contiguous; not changed. Of the same shapes and types on every member.
+            carried: float64 numbers to add up too, in place: exact for counts up to 2**24.
+
+        Raises:
+            HorovodInternalError: a peer is gone. Nothing was changed.
+        """
+        try:
+            group = self._process_set.group()
+            if group is None:
+                process.saw_update(process.update_pending)
+                results = list(tensors)
+            else:
+                results = self._reduce(group, tensors, carried)
+        except HorovodInternalError as error:
+            self._sets = []  # what is in flight keeps its own
+            error.in_reduction = True  # type: ignore[attr-defined]
+            raise
+        self.completed += 1
+        return results
+
+    def _reduce(
+        self, group: GlooGroup, tensors: Sequence[torch.Tensor], carried: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        self._plan(tensors, carried)
+        buckets = self._free_buckets(tensors)
+        divisor = group.size if self._op is Average else 1
+        folded = self._predivide == 1.0
+        before = 1.0 / (divisor if folded else self._predivide)
+        works = []
+        for bucket, part in zip(buckets, self._parts, strict=True):
+            _fill(bucket.views, [tensors[index] for index in part], before)
+            if bucket.flag is not None:
+                bucket.flag.fill_(process.update_pending)
+            if bucket.cargo is not None and carried is not None:
+                bucket.cargo.copy_(carried)
+            works.append(group.allreduce(bucket.pack(), Sum.gloo))
+        with_cargo = bool(buckets) and buckets[-1].cargo is not None
+        alone = group.allreduce(carried, Sum.gloo) if carried is not None and not with_cargo else None
+        results: list[torch.Tensor] = list(tensors)
+        for bucket, part, work in zip(buckets, self._parts, works, strict=True):
+            group.wait(work)
+            bucket.unpack()
+            if not folded:
+                bucket.flat.mul_(self._predivide / divisor)
+            for index, view in zip(part, bucket.views, strict=True):
+                results[index] = view
+        if alone is not None:
+            group.wait(alone)
+        elif carried is not None:
+            cargo = buckets[-1].cargo
+            assert cargo is not None
+            carried.copy_(cargo if folded else cargo * (divisor / self._predivide))
+        if buckets:
+            assert buckets[-1].flag is not None
+            process.saw_update(bool(buckets[-1].flag.item()))
+        return results
+
+    def _plan(self, tensors: Sequence[torch.Tensor], carried: torch.Tensor | None) -> None:
+        """Which tensors share a bucket."""
+        kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        width = 0 if carried is None else carried.numel()
+        if kinds == self._kinds and width == self._cargo_width:
+            return
+        places = {id(tensor): index for index, tensor in enumerate(tensors)}
+        parts = [[places[id(tensor)] for tensor in part] for part in partition(list(tensors), None)]
+        # the flag and the numbers travel in the last one, where they are rounded least
+        parts.sort(key=lambda part: torch.finfo(tensors[part[0]].dtype).bits)
+        self._kinds, self._cargo_width, self._parts, self._sets = kinds, width, parts, []
+
+    def _free_buckets(self, tensors: Sequence[torch.Tensor]) -> list[Bucket]:
+        for buckets in self._sets:
+            # held by the bucket's list, the loop's variable and the call alone
+            if all(sys.getrefcount(view) <= 3 for bucket in buckets for view in bucket.views):
+                return buckets
+        last = len(self._parts) - 1
+        buckets = [
+            Bucket(
+                [tensors[index] for index in part],
+                self._compression,
+                flagged=number == last,
+                cargo=self._cargo_width if number == last else 0,
+                align=self._align,
+            )
+            for number, part in enumerate(self._parts)
+        ]
+        if len(self._sets) < _KEPT:
+            self._sets.append(buckets)
+        return buckets
+
+
+def _fill(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], factor: float) -> None:
+    for view, tensor in zip(views, tensors, strict=True):
+        if factor == 1.0:
+            view.copy_(tensor)
+        else:
+            torch.mul(tensor, factor, out=view)

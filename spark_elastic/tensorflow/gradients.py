@@ -1,0 +1,120 @@
+"""The gradients of a step, reduced from inside of a `tf.function` with one call back to this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+import torch
+
+from spark_elastic.collective import operations
+from spark_elastic.collective.fused import FusedReduction
+from spark_elastic.collective.process_sets import ProcessSet, global_process_set
+from spark_elastic.collective.reduction import Average, ReduceOp
+from spark_elastic.tensorflow.compression import Compression, Compressor
+from spark_elastic.tensorflow.host import call_host
+from spark_elastic.tensorflow.tensors import ALIGN_BYTES, Array, array_from, torch_of
+
+Gradient = Any
+"""tf.Tensor, tf.IndexedSlices, or None where a variable has no gradient."""
+
+
+class GradientReducer:
+    """Averages (or sums) the gradients of a step over the members.
+
+    Everything that depends on the world is looked up when the step runs, so a graph is traced once for all worlds.
+
+    Args:
+        op: Average or Sum.
+        compression: of what is sent.
+        predivide: gradients are divided by this before the sum, and by size / predivide after it. Needs Average.
+        sparse_as_dense: reduce IndexedSlices as dense tensors instead of gathering them.
+        process_set: the processes to reduce over.
+
+    Raises: UsageError: arguments that contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        op: ReduceOp = Average,
+        compression: type[Compressor] = Compression.none,
+        predivide: float = 1.0,
+        sparse_as_dense: bool = False,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        self._op = op
+        self._compression = compression
+        self._sparse_as_dense = sparse_as_dense
+        self._process_set = process_set
+        self._fused = FusedReduction(
+            op=op, compression=compression.wire, predivide=predivide, process_set=process_set, align=ALIGN_BYTES
+        )
+
+    @property
+    def reductions(self) -> int:
+        """Reductions that have completed in this process."""
+        return self._fused.completed
+
+    def __call__(
+        self, grads: Sequence[Gradient], carried: tf.Tensor | None = None
+    ) -> tuple[list[Gradient], tf.Tensor | None]:
+        """The reduced gradients, in the same places, and the sums of `carried`.
+
+        Args:
+            grads: of the same kinds, types and shapes on every member.
+            carried: a vector of a few numbers, which are added up with the gradients; exact for counts up to 2**24.
+
+        Raises:
+            HorovodInternalError: a peer is gone; nothing has been changed. Inside of a tf.function it arrives as one
+                of TensorFlow's errors, see `errors.translated`.
+        """
+        if self._sparse_as_dense:
+            grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
+        dense = [at for at, grad in enumerate(grads) if grad is not None and not isinstance(grad, tf.IndexedSlices)]
+        sparse = [at for at, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
+        packed = [self._compression.compress(grads[at]) for at in dense]
+        inputs = [tensor for tensor, _ in packed]
+        shapes: list[Any] = [tensor.shape for tensor in inputs]
+        for at in sparse:
+            inputs += [grads[at].values, grads[at].indices]
+            shapes += [[None, *grads[at].values.shape[1:]], [None]]
+        if carried is not None:
+            inputs.append(carried)
+            shapes.append(carried.shape)
+        if not inputs:
+            return list(grads), carried
+
+        def on_host(*arrays: Array) -> list[Array]:
+            return self._on_host(arrays, len(dense), len(sparse))
+
+        returned = call_host(on_host, inputs, [tensor.dtype for tensor in inputs], shapes)
+        out = list(grads)
+        for at, tensor, (_, context) in zip(dense, returned, packed, strict=False):
+            out[at] = self._compression.decompress(tensor, context)
+        for number, at in enumerate(sparse):
+            values, indices = returned[len(dense) + 2 * number : len(dense) + 2 * number + 2]
+            out[at] = tf.IndexedSlices(values, indices, grads[at].dense_shape)
+        return out, None if carried is None else returned[-1]
+
+    def _on_host(self, arrays: Sequence[Array], dense: int, sparse: int) -> list[Array]:
+        tensors = [torch_of(array) for array in arrays]
+        carried = tensors[-1].to(torch.float64, copy=True) if len(tensors) > dense + 2 * sparse else None
+        reduced = self._fused(tensors[:dense], carried)
+        out = [
+            array if result is tensor else array_from(result)
+            for array, tensor, result in zip(arrays, tensors, reduced, strict=False)
+        ]
+        for at in range(dense, dense + 2 * sparse, 2):
+            out += self._gathered(tensors[at], tensors[at + 1])
+        if carried is not None:
+            out.append(carried.numpy().astype(arrays[-1].dtype, copy=False))
+        return out
+
+    def _gathered(self, values: torch.Tensor, indices: torch.Tensor) -> list[Array]:
+        """Entries of all members, one after the other; equal indices add up where they are applied."""
+        if self._op is Average:
+            values = values / self._process_set.size()
+        each = [operations.allgather_async(part, process_set=self._process_set) for part in (values, indices)]
+        return [array_from(handle.wait()) for handle in each]

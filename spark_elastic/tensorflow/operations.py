@@ -1,0 +1,317 @@
+"""Collectives on TensorFlow's tensors, with the names and arguments that Horovod users know.
+
+They work eagerly and inside of a `tf.function`, and gradients flow through them as Horovod defines that. `name`,
+`device_dense` and `device_sparse` are accepted everywhere and have no effect: collectives match by their order, which
+must be the same on every member. In a world of one they return their input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from spark_elastic.collective import operations as on_torch
+from spark_elastic.collective.process_sets import ProcessSet, global_process_set
+from spark_elastic.collective.reduction import Average, ReduceOp, Sum, chosen
+from spark_elastic.errors import UsageError
+from spark_elastic.tensorflow.compression import Compression, Compressor
+from spark_elastic.tensorflow.host import call_host
+from spark_elastic.tensorflow.tensors import Array, array_from, torch_of
+
+# --- allreduce ----------------------------------------------------------------------------------
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """The average (or `op`) of the members' tensors; the gradient is reduced in the same way.
+
+    Of `tf.IndexedSlices` the entries of all members are put one after the other, which adds equal indices up.
+
+    Raises:
+        HorovodInternalError: a peer is gone.
+        UsageError: an operator that there is not for this kind of tensor.
+    """
+    op = chosen(op, average)
+    if isinstance(tensor, tf.IndexedSlices):
+        return _allreduce_slices(tensor, op, prescale_factor, postscale_factor, process_set)
+    how = (compression, op, prescale_factor, postscale_factor, process_set)
+    return _reduced([tf.convert_to_tensor(tensor)], how)[0]
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """`allreduce` of several tensors, those of one type in one collective."""
+    op = chosen(op, average)
+    if not tensors:
+        return []
+    out = list(tensors)
+    dense = [at for at, tensor in enumerate(out) if not isinstance(tensor, tf.IndexedSlices)]
+    how = (compression, op, prescale_factor, postscale_factor, process_set)
+    for at, result in zip(dense, _reduced([tf.convert_to_tensor(out[at]) for at in dense], how), strict=True):
+        out[at] = result
+    for at in set(range(len(out))) - set(dense):
+        out[at] = _allreduce_slices(out[at], op, prescale_factor, postscale_factor, process_set)
+    return out
+
+
+_How = tuple[type[Compressor], ReduceOp, float, float, ProcessSet]
+
+
+def _reduced(tensors: list[tf.Tensor], how: _How) -> list[tf.Tensor]:
+    if not tensors:
+        return []
+    compression, op, prescale, postscale, process_set = how
+    packed = [compression.compress(tensor) for tensor in tensors]
+
+    def on_host(*arrays: Array) -> list[Array]:
+        sent = [compression.wire.compress(torch_of(array)) for array in arrays]
+        handle = on_torch.grouped_allreduce_async(
+            [each for each, _ in sent], None, None, op, prescale, postscale, process_set
+        )
+        received = zip(handle.wait(), sent, strict=True)
+        return [array_from(compression.wire.decompress(each, context)) for each, (_, context) in received]
+
+    @tf.custom_gradient
+    def reduce(*sent: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
+        def gradient(*upstream: tf.Tensor) -> Any:
+            return _reduced(list(upstream), how)
+
+        return call_host(on_host, sent, [each.dtype for each in sent], [each.shape for each in sent]), gradient
+
+    received = reduce(*(each for each, _ in packed))
+    received = list(received) if isinstance(received, (list, tuple)) else [received]
+    return [compression.decompress(each, context) for each, (_, context) in zip(received, packed, strict=True)]
+
+
+def _allreduce_slices(
+    slices: tf.IndexedSlices, op: ReduceOp, prescale: float, postscale: float, process_set: ProcessSet
+) -> tf.IndexedSlices:
+    if op not in (Average, Sum):
+        raise UsageError(f"IndexedSlices are reduced with op=hvd.Average or op=hvd.Sum, not {op}")
+    values = allgather(slices.values, process_set=process_set)
+    indices = allgather(slices.indices, process_set=process_set)
+    factor = tf.cast(prescale * postscale, values.dtype)
+    if op is Average:
+        factor /= tf.cast(_of_process(process_set.size), values.dtype)
+    return tf.IndexedSlices(values * factor, indices, slices.dense_shape)
+
+
+# --- allgather, broadcast -------------------------------------------------------------------------
+
+
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """Concatenate the members' tensors along the first dimension, in rank order; it may differ between members.
+
+    The gradient of each member's rows is the average over the members, as with Horovod.
+
+    Raises:
+        HorovodInternalError: a peer is gone.
+        UsageError: the other dimensions differ.
+    """
+
+    def on_host(array: Array) -> list[Array]:
+        return [array_from(on_torch.allgather_async(torch_of(array), process_set=process_set).wait())]
+
+    @tf.custom_gradient
+    def gather(sent: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            rows = allgather(tf.shape(sent)[:1], process_set=process_set)
+            before = tf.reduce_sum(rows[: _of_process(process_set.rank)])
+            averaged = allreduce(upstream, op=Average, process_set=process_set)
+            return averaged[before : before + tf.shape(sent)[0]]
+
+        return call_host(on_host, [sent], [sent.dtype], [[None, *sent.shape[1:]]])[0], gradient
+
+    plain = tf.convert_to_tensor(tensor)
+    return gather(tf.reshape(plain, [1]) if plain.shape.rank == 0 else plain)
+
+
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """`allgather` of each tensor."""
+    return [allgather(tensor, process_set=process_set) for tensor in tensors]
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """The tensor of `root_rank`; type and shape must be the same everywhere.
+
+    Its gradient is the sum over the members on the root, and zero elsewhere.
+    """
+
+    def on_host(array: Array) -> list[Array]:
+        return [array_from(on_torch.broadcast_async(torch_of(array), root_rank, process_set=process_set).wait())]
+
+    @tf.custom_gradient
+    def send(sent: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            total = allreduce(upstream, op=Sum, process_set=process_set)
+            is_root = tf.equal(_of_process(process_set.rank), root_rank)
+            return tf.where(is_root, total, tf.zeros_like(total))
+
+        return call_host(on_host, [sent], [sent.dtype], [sent.shape])[0], gradient
+
+    return send(tf.convert_to_tensor(tensor))
+
+
+# --- alltoall, reducescatter, barrier -------------------------------------------------------------
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send `splits[r]` rows of `tensor` to each rank r, in order, and concatenate what arrives, in rank order.
+
+    Returns: the tensor, or (tensor, received splits as int32) if `splits` was given. Without them the rows are divided
+        equally.
+    """
+
+    def on_host(array: Array, *sent: Array) -> list[Array]:
+        given = [int(count) for count in sent[0]] if sent else None
+        result = on_torch.alltoall_async(torch_of(array), given, process_set=process_set).wait()
+        if given is None:
+            return [array_from(result)]
+        return [array_from(result[0]), result[1].numpy().astype(np.int32)]
+
+    @tf.custom_gradient
+    def exchange(rows: tf.Tensor, *given: tf.Tensor) -> tuple[Any, Callable[..., Any]]:
+        dtypes, shapes = [rows.dtype], [[None, *rows.shape[1:]]]
+        if given:
+            dtypes, shapes = [*dtypes, tf.int32], [*shapes, [None]]
+        returned = call_host(on_host, [rows, *given], dtypes, shapes)
+
+        def gradient(upstream: tf.Tensor, *_: tf.Tensor) -> Any:
+            if not given:
+                return alltoall(upstream, process_set=process_set)
+            return alltoall(upstream, returned[1], process_set=process_set)[0], None
+
+        return (returned if given else returned[0]), gradient
+
+    plain = tf.convert_to_tensor(tensor)
+    if splits is None:
+        return exchange(plain)
+    received, counts = exchange(plain, tf.cast(tf.convert_to_tensor(splits), tf.int32))
+    return received, counts
+
+
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> tf.Tensor:
+    """Reduce, then keep this rank's part of the rows; the first ranks have one row more if they do not divide.
+
+    Raises: UsageError: for another operator than Average or Sum.
+    """
+
+    def on_host(array: Array) -> list[Array]:
+        sent, context = compression.wire.compress(torch_of(array))
+        result = on_torch.reducescatter_async(sent, None, op, process_set, prescale_factor, postscale_factor).wait()
+        return [array_from(compression.wire.decompress(result, context))]
+
+    @tf.custom_gradient
+    def scatter(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            factor = tf.cast(prescale_factor * postscale_factor, upstream.dtype)
+            if op is Average:
+                factor /= tf.cast(_of_process(process_set.size), upstream.dtype)
+            return allgather(upstream * factor, process_set=process_set)
+
+        return call_host(on_host, [rows], [rows.dtype], [[None, *rows.shape[1:]]])[0], gradient
+
+    sent, context = compression.compress(tf.convert_to_tensor(tensor))
+    return compression.decompress(scatter(sent), context)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[tf.Tensor]:
+    """`reducescatter` of each tensor."""
+    settings = (compression, op, None, process_set, prescale_factor, postscale_factor)
+    return [reducescatter(tensor, "", *settings) for tensor in tensors]
+
+
+# --- the process, as tensors ------------------------------------------------------------------------
+
+
+def size_op(process_set: ProcessSet = global_process_set, name: str | None = None) -> tf.Tensor:
+    """Processes in the world when the graph runs: int32, shape ()."""
+    return _of_process(process_set.size)
+
+
+def rank_op(process_set: ProcessSet = global_process_set, name: str | None = None) -> tf.Tensor:
+    """This process's number when the graph runs: int32, shape ()."""
+    return _of_process(process_set.rank)
+
+
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """Processes on this host when the graph runs: int32, shape ()."""
+    from spark_elastic.collective.process import local_size
+
+    return _of_process(local_size)
+
+
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """This process's number on its host when the graph runs: int32, shape ()."""
+    from spark_elastic.collective.process import local_rank
+
+    return _of_process(local_rank)
+
+
+def _of_process(ask: Callable[[], int]) -> tf.Tensor:
+    return call_host(lambda: [np.array(ask(), np.int32)], [], [tf.int32], [[]])[0]

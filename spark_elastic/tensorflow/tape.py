@@ -1,0 +1,106 @@
+"""DistributedGradientTape: `gradient` returns what is averaged over the world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from spark_elastic.collective.process_sets import ProcessSet, global_process_set
+from spark_elastic.collective.reduction import Average, ReduceOp
+from spark_elastic.tensorflow.compression import Compression, Compressor
+from spark_elastic.tensorflow.gradients import GradientReducer
+from spark_elastic.tensorflow.operations import size_op
+
+
+class _ReducingTape:
+    """Stands for a tape; everything but `gradient` is the tape's own."""
+
+    def __init__(
+        self, tape: tf.GradientTape, reducer: GradientReducer, scale_local: bool, process_set: ProcessSet
+    ) -> None:
+        self._tape = tape
+        self._reducer = reducer
+        self._scale_local = scale_local
+        self._process_set = process_set
+        self._local: set[Any] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+    def __enter__(self) -> _ReducingTape:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tape.__exit__(*error)
+
+    def register_local_source(self, source: Any) -> None:
+        """Have gradients with respect to this variable stay this worker's own."""
+        self._local.add(_key(source))
+
+    def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
+        """As `tf.GradientTape.gradient`, reduced over the members.
+
+        Raises:
+            HorovodInternalError: a peer is gone. Inside of a tf.function it arrives as one of TensorFlow's errors.
+        """
+        nested = self._tape.gradient(target, sources, output_gradients, **kwargs)
+        flat = tf.nest.flatten(nested, expand_composites=False)
+        wanted = tf.nest.flatten(sources)
+        shared = [at for at, source in enumerate(wanted) if _key(source) not in self._local]
+        reduced, _ = self._reducer([flat[at] for at in shared])
+        for at, grad in zip(shared, reduced, strict=True):
+            flat[at] = grad
+        if self._scale_local and len(shared) < len(flat):
+            size = size_op(self._process_set)
+            for at in set(range(len(flat))) - set(shared):
+                if flat[at] is not None:
+                    flat[at] = flat[at] / tf.cast(size, flat[at].dtype)
+        return tf.nest.pack_sequence_as(nested, flat, expand_composites=False)
+
+
+def _key(source: Any) -> Any:
+    return source.ref() if hasattr(source, "ref") else id(source)
+
+
+def DistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+    local_sources: Iterable[Any] = (),
+) -> Any:
+    """The same tape, whose `gradient` returns the gradients averaged over all members, in one message.
+
+    Args:
+        gradtape: a tape that was used, or is going to be (`with hvd.DistributedGradientTape(tf.GradientTape()) as t`).
+        compression: of what is sent.
+        sparse_as_dense: reduce IndexedSlices as dense tensors instead of gathering them.
+        op: Average or Sum.
+        gradient_predivide_factor: gradients are divided by this before the sum and by size / factor after it.
+        process_set: the processes to reduce over.
+        device_dense, device_sparse, num_groups, groups: accepted for Horovod's sake; there is one message a step.
+        local_sources: variables whose gradients stay this worker's own. scale_local_gradients: divided by size.
+
+    Raises: UsageError: arguments that contradict each other.
+    """
+    reducer = GradientReducer(
+        op=op,
+        compression=compression,
+        predivide=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+    )
+    tape = _ReducingTape(gradtape, reducer, scale_local_gradients, process_set)
+    for source in local_sources:
+        tape.register_local_source(source)
+    return tape
