@@ -1,0 +1,1 @@
+"""Keras models on TensorFlow, trained and served from Spark ML."""

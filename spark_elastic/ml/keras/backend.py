@@ -1,0 +1,41 @@
+"""Whether Keras is there, and runs on TensorFlow: asked before anything of either is used."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from spark_elastic.errors import InvalidSettingsError
+
+NEEDED = "tensorflow"
+ENV = "KERAS_BACKEND"
+
+
+def check_backend(what: str) -> None:
+    """Raises: InvalidSettingsError: Keras or TensorFlow is missing, or Keras runs on something else.
+
+    what: who needs it, for the error.
+    """
+    try:
+        import keras
+        import tensorflow  # noqa: F401  (on another backend Keras does without)
+    except ImportError as error:
+        if error.name is not None and error.name.partition(".")[0] not in ("keras", "tensorflow"):
+            raise
+        raise InvalidSettingsError(
+            f"{what} needs TensorFlow and Keras 3, and {error.name} is not installed: pip install "
+            '"spark-elastic[tensorflow]", here and on the executors'
+        ) from None
+    if not hasattr(keras, "backend") or keras.version().startswith("2."):
+        raise InvalidSettingsError(f"{what} needs Keras 3, and Keras {keras.version()} is installed")
+    if keras.backend.backend() != NEEDED:
+        raise InvalidSettingsError(
+            f"{what} trains Keras models on TensorFlow, and Keras runs on {keras.backend.backend()} here; set "
+            f"{ENV}={NEEDED} before keras is imported for the first time"
+        )
+
+
+def prefer_backend() -> None:
+    """For processes of our own: TensorFlow, if nobody has said or done otherwise."""
+    if "keras" not in sys.modules:
+        os.environ.setdefault(ENV, NEEDED)

@@ -1,0 +1,128 @@
+"""Objects in a file that can be loaded without running code that the file names.
+
+Keras writes models, layers, optimizers, losses and metrics down as configurations, and in its safe mode makes only
+classes of its own of them. What consists of these, plain values and the callbacks of this package needs no trust in
+where the file comes from. A class or function of the user's own does: it is pickled.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from types import FunctionType
+from typing import Any
+
+from spark_elastic.errors import CheckpointError
+from spark_elastic.ml import callbacks as own_callbacks
+from spark_elastic.ml.keras import sealing
+
+SUFFIX = "zip"
+_TREE = "objects.json"
+_PLAIN = (bool, int, float, str, type(None))
+_OWN = {
+    each.__name__: each
+    for each in vars(own_callbacks).values()
+    if isinstance(each, type) and each.__module__ == own_callbacks.__name__
+}
+
+
+class _More(Exception):
+    """A value that needs trust."""
+
+
+def dumps(value: Any) -> bytes | None:
+    """The value as a file that `loads` accepts; None if it consists of more than that."""
+    models: list[bytes] = []
+    try:
+        tree = _written(value, models)
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr(_TREE, json.dumps(tree))
+            for number, model in enumerate(models):
+                archive.writestr(f"{number}.keras", model)
+        loads(file.getvalue())
+    except Exception:  # whatever cannot be written, or not be read again, is for others to deal with
+        return None
+    return file.getvalue()
+
+
+def loads(file: bytes) -> Any:
+    """What `dumps` was given.
+
+    Raises: CheckpointError: the file is damaged, or names something that is not accepted.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(file)) as archive:
+            return _read(json.loads(archive.read(_TREE)), archive)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        why = str(error).partition("\n")[0]
+        raise CheckpointError(f"cannot be loaded without trust: {type(error).__name__}: {why}") from error
+
+
+def pickled(value: Any) -> bytes:
+    """The value with the user's classes and functions in it, for `pickle.loads`."""
+    return sealing.dumps(value)
+
+
+def _written(value: Any, models: list[bytes]) -> Any:
+    """As JSON can hold it: plain values and lists as they are, everything else as a dict of one entry."""
+    import keras
+
+    from spark_elastic.ml.keras import archives
+
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, list):
+        return [_written(each, models) for each in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_written(each, models) for each in value]}
+    if isinstance(value, dict):
+        return {"dict": [[_written(key, models), _written(each, models)] for key, each in value.items()]}
+    if isinstance(value, keras.Model):
+        models.append(archives.dumps(value))
+        _only_of_keras(value, archives.config_of(models[-1]))
+        return {"model": len(models) - 1}
+    if _OWN.get(type(value).__name__) is type(value):
+        return {"own": [type(value).__name__, _written(vars(value), models)]}
+    home = value.__module__ if isinstance(value, FunctionType) else type(value).__module__
+    if home.partition(".")[0] != "keras":
+        raise _More
+    config = keras.saving.serialize_keras_object(value)
+    _only_of_keras(value, config)
+    return {"keras": config}
+
+
+def _only_of_keras(value: Any, config: Any) -> None:
+    from spark_elastic.ml.keras.custom_objects import own_names
+
+    if own_names(value, config):
+        raise _More
+
+
+def _read(node: Any, archive: zipfile.ZipFile) -> Any:
+    import keras
+
+    from spark_elastic.ml.keras import archives
+
+    if isinstance(node, _PLAIN):
+        return node
+    if isinstance(node, list):
+        return [_read(each, archive) for each in node]
+    ((kind, value),) = node.items()
+    if kind == "tuple":
+        return tuple(_read(each, archive) for each in value)
+    if kind == "dict":
+        return {_read(key, archive): _read(each, archive) for key, each in value}
+    if kind == "model":
+        return archives.loads(archive.read(f"{int(value)}.keras"), safe=True)
+    if kind == "own":
+        name, attributes = value
+        made: Any = object.__new__(_OWN[name])
+        vars(made).update(_read(attributes, archive))
+        return made
+    if kind == "keras":
+        return keras.saving.deserialize_keras_object(value, safe_mode=True)
+    raise CheckpointError(f"holds {kind!r}, which this version does not know")

@@ -1,0 +1,110 @@
+"""What a model is compiled with, and what its losses say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+keras = pytest.importorskip("keras")
+pytest.importorskip("tensorflow")
+
+from spark_elastic.errors import InvalidSettingsError  # noqa: E402
+from spark_elastic.ml.keras import losses  # noqa: E402
+from spark_elastic.ml.keras.compiling import check_losses, compile_arguments  # noqa: E402
+from spark_elastic.ml.keras.structure import input_names, inputs_of, output_names  # noqa: E402
+
+
+def own(label: Any, output: Any) -> Any:
+    return label - output
+
+
+def two(as_dict: bool = False) -> Any:
+    """Inputs "a" and "b", outputs "kind" and "size"."""
+    a, b = keras.Input((3,), name="a"), keras.Input((2,), name="b")
+    joined = keras.layers.Concatenate()([a, b])
+    kind = keras.layers.Dense(4, name="kind")(joined)
+    size = keras.layers.Dense(1, name="size")(joined)
+    if as_dict:
+        return keras.Model({"b": b, "a": a}, {"size": size, "kind": kind})
+    return keras.Model([a, b], [kind, size])
+
+
+@pytest.mark.parametrize(
+    ("loss", "rule", "label"),
+    [
+        ("mse", "value", "<f4"),
+        ("sparse_categorical_crossentropy", "argmax_probability", "<i8"),
+        (keras.losses.SparseCategoricalCrossentropy(from_logits=True), "argmax", "<i8"),
+        (keras.losses.CategoricalCrossentropy(), "argmax_probability", "<f4"),
+        ("binary_crossentropy", "binary_probability", "<f4"),
+        (keras.losses.BinaryCrossentropy(from_logits=True), "binary_logit", "<f4"),
+        (keras.losses.Hinge(), "binary_logit", "<f4"),
+        (keras.losses.mean_absolute_error, "value", "<f4"),
+        ({"class_name": "Huber", "module": "keras.losses", "config": {}}, "value", "<f4"),
+        (own, None, None),
+        (keras.losses.Dice(), None, None),
+    ],
+    ids=str,
+)
+def test_a_loss_says_how_predictions_are_made_and_what_labels_are_stored_as(loss: Any, rule: Any, label: Any) -> None:
+    assert (losses.rule(loss), losses.label_dtype(loss)) == (rule, label)
+
+
+def test_settings_come_before_what_the_model_was_compiled_with() -> None:
+    model = two()
+    model.compile("sgd", loss=["mse", "mae"], loss_weights=[1, 2], metrics=[["mse"], ["mae"]])
+    none: dict[str, Any] = dict.fromkeys(("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics"))
+    its_own = compile_arguments(model, **none)
+    assert isinstance(its_own.optimizer, keras.optimizers.SGD)
+    assert (its_own.loss, its_own.loss_weights, its_own.metrics) == (["mse", "mae"], [1, 2], [["mse"], ["mae"]])
+    changed = compile_arguments(model, **{**none, "optimizer": "adam", "loss": "mse", "metrics": []})
+    assert isinstance(changed.optimizer, keras.optimizers.Adam)
+    assert (changed.loss, changed.loss_weights, changed.metrics) == ("mse", None, [])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (None, "optimizer is not set, and the model is not compiled"),
+        ("adan", "did you mean 'adam'"),
+        (keras.optimizers.Adam, r"make one: Adam\(\)"),
+        (3, "must be a keras.optimizers.Optimizer, its name or its configuration, not 3"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(optimizer: Any, said: str) -> None:
+    with pytest.raises(InvalidSettingsError, match=said):
+        compile_arguments(two(), optimizer=optimizer, loss="mse")
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("msee", "loss='msee' is no loss of Keras"),
+        (keras.losses.MeanSquaredError, r"make one: MeanSquaredError\(\)"),
+        (["mse"], "1 losses for the 2 outputs of the model"),
+        ({"colour": "mse"}, "'colour', and the model's outputs are kind, size"),
+        ({"size": "mse"}, r"1 losses \(of the outputs size\) for 2 label_cols \(x, y\)"),
+    ],
+)
+def test_what_is_no_loss_of_the_outputs_is_refused(loss: Any, said: str) -> None:
+    with pytest.raises(InvalidSettingsError, match=said):
+        check_losses(two(), loss, ["x", "y"])
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_losses_belong_to_outputs_in_their_order(as_dict: bool) -> None:
+    model = two(as_dict)
+    assert check_losses(model, {"size": "mae", "kind": "mse"}, ["x", "y"]) == [("kind", "mse"), ("size", "mae")]
+    assert check_losses(model, "mse", ["x", "y"]) == [("kind", "mse"), ("size", "mse")]
+    assert check_losses(model, ["mse", None], ["x"]) == [("kind", "mse")]
+
+
+def test_inputs_are_what_the_model_was_made_with() -> None:
+    assert inputs_of(two(), [1, 2]) == [1, 2]
+    assert inputs_of(two(as_dict=True), [1, 2]) == {"a": 1, "b": 2}
+    assert inputs_of(keras.Sequential([keras.layers.Dense(1)]), [1]) == 1
+    assert (input_names(two()), output_names(two())) == (["a", "b"], ["kind", "size"])
+    assert (input_names(two(True)), output_names(two(True))) == (["a", "b"], ["kind", "size"])
+    assert output_names(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="last")])) == ["last"]
+    assert output_names(keras.Sequential([keras.layers.Dense(1)])) is None

@@ -1,0 +1,160 @@
+"""Keras objects in another process: the user's classes and functions come along, and nothing is imported early."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+keras = pytest.importorskip("keras")
+pytest.importorskip("tensorflow")
+
+from spark_elastic.errors import CheckpointError, NotPicklableError  # noqa: E402
+from spark_elastic.ml.keras import archives  # noqa: E402
+from spark_elastic.ml.keras.sealing import Sealed  # noqa: E402
+
+ROOT = Path(__file__).parents[4]
+
+
+class Own(keras.layers.Layer):
+    def __init__(self, factor: float, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.factor = factor
+
+    def call(self, x: Any) -> Any:
+        return self.factor * x
+
+
+class OwnModel(keras.Model):
+    """Which Keras would make anew with width=1."""
+
+    def __init__(self, width: int = 1, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.dense = keras.layers.Dense(width)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+class Told(OwnModel):
+    def __init__(self, width: int = 1, **kwargs: Any) -> None:
+        super().__init__(width, **kwargs)
+        self.width = width
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "width": self.width}
+
+
+class OwnLoss(keras.losses.Loss):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def call(self, label: Any, output: Any) -> Any:
+        return self.factor * (label - output)
+
+
+class OwnMetric(keras.metrics.Mean):
+    def __init__(self, factor: float, name: str = "own") -> None:
+        super().__init__(name=name)
+
+
+def relu(x: Any) -> Any:
+    """Not the one of Keras."""
+    return -x
+
+
+def negative(x: Any) -> Any:
+    return -x
+
+
+def net(*layers: Any) -> Any:
+    return keras.Sequential([keras.Input((3,)), *layers])
+
+
+def test_a_model_comes_back_with_its_weights_and_not_compiled_and_the_one_that_was_given_is_as_before() -> None:
+    model = net(keras.layers.Dense(4), keras.layers.BatchNormalization())
+    model.compile("adam", loss=lambda label, output: output - label)
+    sealed = Sealed.of(model)
+    first, second = sealed.open(), sealed.open()
+    assert model.compiled
+    assert not first.compiled
+    assert first is not second
+    for made in (first, second):
+        assert all(np.array_equal(a, b) for a, b in zip(model.get_weights(), made.get_weights(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [Own(3.0), keras.layers.Dense(2, activation=negative), keras.layers.Lambda(lambda x: x + 1)],
+    ids=["class", "function", "lambda"],
+)
+def test_classes_and_functions_of_ones_own_come_along_without_being_registered(layer: Any) -> None:
+    model = net(layer)
+    x = np.array([[1.0, 2.0, 3.0]], np.float32)
+    assert np.array_equal(Sealed.of(model).open()(x), model(x))
+
+
+def test_a_function_that_keras_would_take_for_its_own_is_refused() -> None:
+    with pytest.raises(NotPicklableError, match="relu has the name of one of Keras's"):
+        Sealed.of(net(keras.layers.Dense(2, activation=relu)))
+
+
+def test_a_model_of_ones_own_class_needs_a_config_that_says_how_it_was_made() -> None:
+    told = Told(5)
+    told(np.zeros((1, 3)))
+    assert Sealed.of(told).open().dense.units == 5
+    forgetful = OwnModel(5)
+    forgetful(np.zeros((1, 3)))
+    for value in (forgetful, OwnMetric(2.0)):
+        with pytest.raises(pickle.PicklingError, match=r"get_config\(\) leaves out arguments of Own.*__init__"):
+            Sealed.of(value)
+
+
+def test_losses_keep_what_their_config_does_not_say_and_optimizers_their_schedules() -> None:
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
+    loss, crossentropy, optimizer = Sealed.of(
+        [OwnLoss(3.0), keras.losses.BinaryCrossentropy(from_logits=True), keras.optimizers.Adam(schedule)]
+    ).open()
+    assert loss.factor == 3.0
+    assert crossentropy.get_config()["from_logits"]
+    assert optimizer.get_config()["learning_rate"]["config"]["initial_learning_rate"] == 0.5
+
+
+MAKES = """
+import sys, pickle, keras
+from spark_elastic.ml.keras.sealing import Sealed
+
+@keras.saving.register_keras_serializable()
+class Mine(keras.layers.Layer):
+    def call(self, x):
+        return 2 * x
+
+model = keras.Sequential([keras.Input((3,)), Mine()])
+sys.stdout.buffer.write(pickle.dumps(Sealed.of(model)))
+"""
+OPENS = """
+import sys, pickle
+sealed = pickle.loads(sys.stdin.buffer.read())
+assert not {"keras", "tensorflow"} & set(sys.modules)
+import numpy
+print(sealed.open()(numpy.ones((1, 3))).numpy().tolist())
+"""
+
+
+def test_classes_of_main_reach_another_process_where_nothing_is_imported_before_it_is_opened() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    made = subprocess.run([sys.executable, "-c", MAKES], env=env, capture_output=True, check=True).stdout
+    opened = subprocess.run([sys.executable, "-c", OPENS], env=env, input=made, capture_output=True, check=True).stdout
+    assert opened.decode().strip() == "[[2.0, 2.0, 2.0]]"
+
+
+def test_weights_of_another_architecture_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="do not fit"):
+        archives.fill(net(keras.layers.Dense(4)), archives.dumps(net(keras.layers.Dense(5))))
