@@ -67,8 +67,14 @@ class Callback:
 
     def on_epoch_begin(self, run: Run) -> None: ...
 
+    def on_batch_begin(self, run: Run) -> None:
+        """Before each optimizer step: keep it cheap."""
+
     def on_batch_end(self, run: Run) -> None:
         """After each optimizer step: keep it cheap."""
+
+    def on_validation_begin(self, run: Run) -> None:
+        """The epoch's steps were done, and the validation split is going to be evaluated."""
 
     def on_validation_end(self, run: Run, logs: Logs) -> None:
         """The validation split has been evaluated; `logs` has its "val_…" values only."""

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder. Its files come first; `checkpoint.json` comes last and names each with its size and checksum.
 So one that was cut off anywhere has no `checkpoint.json`, or one that does not fit what lies beside it, and neither is
-ever loaded. Nothing in it can run code: JSON, and tensors that `torch.load(weights_only=True)` reads.
+ever loaded. Nothing in it can run code: JSON, and tensors that `torch.load(weights_only=True)`, or `numpy.load` without
+pickles, reads.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Checkpoints:
         return found
 
     def latest(self) -> CheckpointFacts | None:
-        """The newest that can be loaded, with its checksums looked at; `TorchTraining.resume_from` is its name."""
+        """The newest that can be loaded, with its checksums looked at; `Training.resume_from` is its name."""
         for name in reversed(self._names()):
             try:
                 self.load(name)

@@ -20,8 +20,9 @@ from spark_elastic.ml.params import setting
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.torch import losses, safe_objects, trial, weights
 from spark_elastic.ml.torch.model import ElasticTorchModel
-from spark_elastic.ml.torch.spec import CHECKPOINTS, MODEL_FILE, CheckpointPlan, TorchTraining
+from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
 from spark_elastic.ml.torch.training import train
+from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan
 
 
 class ElasticTorchEstimator(ElasticEstimator):

@@ -11,16 +11,11 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.torch.objective import Measured, Objective
-
-Sums = npt.NDArray[np.float64]
-Piece = dict[str, dict[str, Any]]
-"""What one batch of one worker has left in the states that have to be gathered: by metric, by state."""
+from spark_elastic.ml.training.progress import Piece, Sums
 
 
 class _Function:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class Schedule:
         if self.scheduler is not None and self._by_step:
             self._step()
 
-    def after_epoch(self, logs: dict[str, float]) -> None:
+    def after_epoch(self, logs: Mapping[str, float]) -> None:
         """Raises: InvalidSettingsError: the logs do not have what the scheduler follows."""
         if self.scheduler is None or self._by_step:
             return

@@ -8,57 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.history import History
+from spark_elastic.ml.training.spec import Training
 
 if TYPE_CHECKING:
     import torch
 
-    from spark_elastic.data.dataset import Dataset
-    from spark_elastic.data.store import Store
-
 MODEL_FILE = "model.pt"
 """In the run's store: the `state_dict` of the trained model, for `torch.load(..., weights_only=True)`."""
-HISTORY_FILE = "history.json"
-CHECKPOINTS = "checkpoints"
-"""In the run's store: the folder of the durable checkpoints."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointPlan:
-    """When durable checkpoints are written, and which are kept.
-
-    every_epochs: at the end of every so many epochs; None: not then. every_steps: after every so many optimizer steps.
-    every_seconds: once so much time has passed since the last. keep: the newest so many. best_of: the column of the
-    history by which the best of the epochs is kept as well, whatever its age; mode: "min", "max" or "auto", as of
-    `callbacks.Monitor`.
-    """
-
-    every_epochs: int | None = 1
-    every_steps: int | None = None
-    every_seconds: float | None = None
-    keep: int = 3
-    best_of: str | None = None
-    mode: str = "auto"
-
-    def __post_init__(self) -> None:
-        for name in ("every_epochs", "every_steps", "every_seconds"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise InvalidSettingsError(f"{name} must be positive, not {value!r}")
-        if self.keep < 1:
-            raise InvalidSettingsError(f"keep must be at least 1, not {self.keep!r}")
-        if self.mode not in ("auto", "min", "max"):
-            raise InvalidSettingsError(f'mode must be "auto", "min" or "max", not {self.mode!r}')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TorchTraining:
-    """One training. It is pickled as a whole: so a model and an optimizer instance keep their parameters in common.
+class TorchTraining(Training):
+    """One training of a module; it is pickled as a whole: so a model and an optimizer instance keep their parameters in
+    common. What is not said here is said in `Training`.
 
-    Tensors of the dataset are named "features_0", ...; "label_0", ...; "sample_weight".
-
-    dataset: what to train on; its split "validation" is evaluated after every epoch, if it is there.
-    store: the folder of this run: the trained model, the history and the checkpoints go there.
     model: on the CPU.
     optimizer: an instance on the model's parameters, a class, or a function of the parameters that returns one.
     loss: of (output, label); one, or one for each label. None: `train_fn` computes it.
@@ -67,97 +30,28 @@ class TorchTraining:
         over the rows of this batch. Also used for validation, without gradients and in eval mode.
     metrics: by name: a function of (output, label) that returns a mean over the rows, or a value for each row; or a
         torchmetrics metric. With several outputs both are tuples; (index, metric) means one of them.
-    transformation_fn: of the columns of a batch, {name: array or list}, to those that are trained on, with as many
-        rows.
-    batch_size: rows of a global batch, which is one optimizer step; workers share it. per_worker_batch_size instead of
-        it: rows of each worker, so that the global batch follows the number of workers.
-    accumulation: parts that each worker cuts its share of a batch into, one after the other, to save memory. The
-        gradient is that of the whole batch, so this changes no result.
-    shuffle, seed: of the order of the rows. The random numbers of torch in a step (dropout) follow from (seed, epoch,
-        position, rank): the same again if the step is done again, other ones in other worlds.
     lr_scheduler: an instance on the optimizer, or a function of the optimizer that returns one. scheduler_interval:
         "epoch" or "step"; one that takes a metric (ReduceLROnPlateau) steps every epoch with scheduler_monitor.
-    clip_norm, clip_value: bounds of the reduced gradient's norm, or of each of its values.
-    compression: of gradients on the wire: "none", "fp16", "bf16".
     callbacks: run in every worker, in this order.
-    checkpoints: None: none but those that callbacks ask for. resume_from: one that `Checkpoints.latest` has found.
     device: "cpu", "cuda" (that of the local rank), "cuda:1", ... None: cuda where there is one.
-    num_threads: of torch in each worker. None: the workers of a host share its cores.
-    input_shapes, label_shapes: of one row, for each tensor; None: as stored.
-    prefetch: batches that are read ahead.
-    verbose: 0: silent; 1: rank 0 prints a line for each epoch; 2: and for checkpoints.
     """
 
-    dataset: Dataset
-    store: Store
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[[list[Any]], torch.optim.Optimizer]
     loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None
     loss_weights: Sequence[float] | None = None
     train_fn: Callable[..., Any] | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    transformation_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
-    batch_size: int | None = None
-    per_worker_batch_size: int | None = None
-    accumulation: int = 1
-    epochs: int = 1
-    shuffle: bool = True
-    seed: int = 0
-    order: str = "auto"
     lr_scheduler: Any = None
     scheduler_interval: str = "epoch"
     scheduler_monitor: str | None = None
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    compression: str = "none"
     callbacks: Sequence[Callback] = ()
-    checkpoints: CheckpointPlan | None = None
-    resume_from: str | None = None
-    device: str | None = None
-    num_threads: int | None = None
-    input_shapes: Sequence[Sequence[int] | None] | None = None
-    label_shapes: Sequence[Sequence[int] | None] | None = None
-    prefetch: int = 3
-    cache_dir: str | None = None
-    cache_bytes: int | None = None
-    verbose: int = 1
 
     def __post_init__(self) -> None:
-        if (self.batch_size is None) == (self.per_worker_batch_size is None):
-            raise InvalidSettingsError("give either batch_size or per_worker_batch_size")
-        for name in ("batch_size", "per_worker_batch_size", "accumulation", "epochs", "num_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidSettingsError(f"{name} must be at least 1, not {value!r}")
-        for name in ("clip_norm", "clip_value"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise InvalidSettingsError(f"{name} must be positive, not {value!r}")
+        Training.__post_init__(self)  # super() does not work in a class with slots
         if (self.loss is None) == (self.train_fn is None):
             raise InvalidSettingsError("give either loss or train_fn")
         if self.loss_weights is not None and self.loss is None:
             raise InvalidSettingsError("loss_weights need losses; a train_fn adds its own up")
         if self.scheduler_interval not in ("epoch", "step"):
             raise InvalidSettingsError(f'scheduler_interval must be "epoch" or "step", not {self.scheduler_interval!r}')
-        if self.compression not in ("none", "fp16", "bf16"):
-            raise InvalidSettingsError(f'compression must be "none", "fp16" or "bf16", not {self.compression!r}')
-
-    @property
-    def validates(self) -> bool:
-        """Whether there are rows to validate with."""
-        return "validation" in self.dataset.splits and self.dataset.rows("validation") > 0
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingResult:
-    """What `train` returns in each worker; equal in all of them but for the clock.
-
-    steps: optimizer steps. epochs: that were done. stopped: why before the last epoch; "" otherwise. restored: the
-    epoch whose weights the trained model has, if not those of the last step.
-    """
-
-    history: History
-    steps: int
-    epochs: int
-    stopped: str = ""
-    restored: int | None = None

@@ -1,29 +1,29 @@
-"""The training itself, as it runs in every worker: put together here, done in `trainer`."""
+"""The training of a module, as it runs in every worker: put together here, done in `ml.training`."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
-from spark_elastic.data.read_order import lanes_of, resolve_order
-from spark_elastic.errors import CheckpointError, InvalidSettingsError
-from spark_elastic.ml.callbacks import BestCheckpoint, Callback, check_one_best
-from spark_elastic.ml.checkpoints import Checkpoints, CheckpointWriter
-from spark_elastic.ml.torch.batches import LABEL, WEIGHT, BatchMaker
+from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.ml.callbacks import check_one_best
+from spark_elastic.ml.preparation import WEIGHT
+from spark_elastic.ml.torch.engine import TorchEngine
 from spark_elastic.ml.torch.metrics import Tally
 from spark_elastic.ml.torch.objective import Objective
 from spark_elastic.ml.torch.optimizers import Schedule, build_optimizer
-from spark_elastic.ml.torch.progress import Phase, Progress
-from spark_elastic.ml.torch.snapshots import restore
-from spark_elastic.ml.torch.spec import CHECKPOINTS, CheckpointPlan, TorchTraining, TrainingResult
-from spark_elastic.ml.torch.trainer import Trainer, TrainingState
+from spark_elastic.ml.torch.spec import TorchTraining
+from spark_elastic.ml.training.assembly import CallbackStates, first_progress, implied, run, settings_of
+from spark_elastic.ml.training.columns import LABEL
+from spark_elastic.ml.training.engine import TrainingState
+from spark_elastic.ml.training.lasting import Lasting
+from spark_elastic.ml.training.spec import TrainingResult
+from spark_elastic.ml.training.trainer import Trainer
 
 log = logging.getLogger("spark_elastic.ml")
 
@@ -39,18 +39,7 @@ def train(training: TorchTraining) -> TrainingResult:
         CheckpointError: `resume_from` cannot be used.
     """
     hvd.init()
-    trainer = _assemble(training)
-
-    @hvd.elastic.run
-    def loop(state: TrainingState) -> TrainingResult:
-        trainer.go_on()
-        at = state.at
-        return TrainingResult(at.history, at.step, len(at.history), at.stopped, trainer.restored)
-
-    try:
-        return loop(trainer.state)
-    finally:
-        trainer.close()
+    return run(_assemble(training))
 
 
 def objective_of(training: TorchTraining, device: torch.device | None = None) -> Objective:
@@ -72,6 +61,10 @@ def objective_of(training: TorchTraining, device: torch.device | None = None) ->
     )
 
 
+class TorchTrainingState(TrainingState, hvd.elastic.TorchState):
+    """Of a module's training."""
+
+
 def _assemble(training: TorchTraining) -> Trainer:
     device = _device(training.device)
     model = training.model.to(device)
@@ -79,8 +72,7 @@ def _assemble(training: TorchTraining) -> Trainer:
     if training.compression != "none" and hvd.size() == 1 and not process.provisional:
         log.info("gradient_compression has no effect in a world of one worker")
     schedule = Schedule(training, optimizer)
-    plan = training.checkpoints
-    callbacks = [*training.callbacks, *implied(plan)]
+    callbacks = [*training.callbacks, *implied(training.checkpoints)]
     check_one_best(callbacks)
     best = None
     if any(callback.restores_best for callback in callbacks):
@@ -94,86 +86,22 @@ def _assemble(training: TorchTraining) -> Trainer:
         backward_passes_per_step=training.accumulation,
         op=hvd.Sum,
     )
-    settings = {
-        "rows": training.dataset.rows("train"),
-        "seed": training.seed,
-        "shuffle": training.shuffle,
-        **_order(training),
-        "metrics": tally.names,
-    }
-    at = Progress()
-    checkpoints = Checkpoints(training.store.sub(CHECKPOINTS))
-    if training.resume_from is not None:
-        try:
-            at = restore(
-                checkpoints.load(training.resume_from),
-                model=model,
-                optimizer=distributed,
-                scheduler=schedule.scheduler,
-                best=best,
-                callbacks=callbacks,
-                settings=settings,
-            )
-            at = _to_go_on(at, training)
-        except CheckpointError as error:
-            # A newcomer gets the state from the others, unless they are lost before their first step.
-            if not process.provisional:
-                raise
-            log.info("%s; the others have newer ones", error)
-    state = TrainingState(
-        model, distributed, scheduler=schedule.scheduler, best=best, callbacks=_States(callbacks), at=at
-    )
-    return Trainer(
+    engine = TorchEngine(
         training,
-        state=state,
+        model=model,
+        optimizer=distributed,
+        best=best,
         objective=objective,
         tally=tally,
         schedule=schedule,
-        callbacks=callbacks,
-        maker=BatchMaker(training, device),
-        writer=CheckpointWriter(checkpoints, plan.keep if plan is not None else 1),
-        settings=settings,
         device=device,
     )
-
-
-class _States:
-    """What the callbacks keep, as one value of the state."""
-
-    def __init__(self, callbacks: list[Callback]) -> None:
-        self._callbacks = callbacks
-
-    def state_dict(self) -> dict[str, Any]:
-        return {str(number): callback.state_dict() for number, callback in enumerate(self._callbacks)}
-
-    def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        for number, callback in enumerate(self._callbacks):
-            callback.load_state_dict(states[str(number)])
-
-
-def implied(plan: CheckpointPlan | None) -> list[Callback]:
-    """Callbacks that a plan for checkpoints stands for."""
-    if plan is None or plan.best_of is None:
-        return []
-    return [BestCheckpoint(plan.best_of, mode=plan.mode, restore=False)]
-
-
-def _order(training: TorchTraining) -> dict[str, Any]:
-    """Of the rows in an epoch: what `position` means depends on it."""
-    dataset, cache_bytes = training.dataset, training.cache_bytes
-    order = resolve_order(dataset, order=training.order, shuffle=training.shuffle, cache_bytes=cache_bytes)
-    if order != "lanes":
-        return {"order": order}
-    return {"order": order, "lanes": asdict(lanes_of(dataset, cache_bytes=cache_bytes))}
-
-
-def _to_go_on(at: Progress, training: TorchTraining) -> Progress:
-    """A training that had come to its end goes on if it is to have more epochs now."""
-    if at.phase is Phase.FINISH and at.epoch < training.epochs and not at.stopped:
-        return replace(at, phase=Phase.TRAIN)
-    if at.phase is Phase.TRAIN and at.position == 0 and at.epoch >= training.epochs:
-        return replace(at, phase=Phase.FINISH)
-    return at
+    lasting = Lasting(training, settings_of(training, tally.names))
+    at = first_progress(training, lasting, engine, callbacks)
+    state = TorchTrainingState(
+        model, distributed, scheduler=schedule.scheduler, best=best, callbacks=CallbackStates(callbacks), at=at
+    )
+    return Trainer(training, engine=engine, state=state, callbacks=callbacks, lasting=lasting)
 
 
 def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:

@@ -26,15 +26,18 @@ from spark_elastic.ml.callbacks import Monitor, check_one_best
 from spark_elastic.ml.estimator import TrialRun
 from spark_elastic.ml.outputs import OutputShape, suits
 from spark_elastic.ml.torch import losses
-from spark_elastic.ml.torch.batches import BatchMaker, TorchBatch, shaped
+from spark_elastic.ml.torch.batches import BatchMaker, TorchBatch
 from spark_elastic.ml.torch.metrics import Tally
 from spark_elastic.ml.torch.model import TorchPredictor
 from spark_elastic.ml.torch.objective import Measured, Objective
 from spark_elastic.ml.torch.optimizers import Schedule, build_optimizer
 from spark_elastic.ml.torch.single_rows import normalised_alone
-from spark_elastic.ml.torch.snapshots import callback_states, detached
+from spark_elastic.ml.torch.snapshots import detached
 from spark_elastic.ml.torch.spec import TorchTraining
-from spark_elastic.ml.torch.training import implied, objective_of
+from spark_elastic.ml.torch.training import objective_of
+from spark_elastic.ml.training.assembly import implied
+from spark_elastic.ml.training.columns import shaped
+from spark_elastic.ml.training.lasting import callback_states
 from spark_elastic.ml.written_sets import model_inputs
 
 log = logging.getLogger("spark_elastic.ml")

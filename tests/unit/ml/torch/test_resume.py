@@ -15,8 +15,8 @@ from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.torch.snapshots import detached, from_bytes, to_bytes
-from spark_elastic.ml.torch.spec import CHECKPOINTS, CheckpointPlan
 from spark_elastic.ml.torch.training import _assemble
+from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.test_training_worlds import assert_as_undisturbed, close
 from tests.unit.ml.torch.trainings import EPOCHS, STEPS, At, alone, make_training

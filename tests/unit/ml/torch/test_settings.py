@@ -16,12 +16,13 @@ from spark_elastic.data.packing import pack
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.errors import DataError, InvalidSettingsError, StoreError
 from spark_elastic.ml.callbacks import LambdaCallback
-from spark_elastic.ml.torch import trainer
 from spark_elastic.ml.torch.batches import BatchMaker
-from spark_elastic.ml.torch.cores import host_cores, threads_for
 from spark_elastic.ml.torch.optimizers import build_optimizer
-from spark_elastic.ml.torch.spec import CheckpointPlan
 from spark_elastic.ml.torch.training import objective_of
+from spark_elastic.ml.training import finish, passes
+from spark_elastic.ml.training.cores import host_cores, threads_for
+from spark_elastic.ml.training.spec import CheckpointPlan
+from spark_elastic.ml.training.trainer import Trainer
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import STEPS, alone, make_net, make_training
 
@@ -172,7 +173,7 @@ class Busy:
 
 @pytest.mark.parametrize("times", [2, 3])
 def test_a_store_that_is_busy_is_asked_again_before_a_training_is_lost(times, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "WRITE_PAUSES_S", (0, 0))
+    monkeypatch.setattr(finish, "WRITE_PAUSES_S", (0, 0))
     training = make_training(data, tmp_path, epochs=1)
     training = replace(training, store=Busy(training.store, times))
     if times == 2:
@@ -198,7 +199,7 @@ def test_who_keeps_the_error_of_a_step_does_not_keep_what_reads_ahead(split, dat
     monkeypatch.setattr(BatchReader, "epoch", epoch)
     event = {"callbacks": [LambdaCallback(on_batch_end=fail)]}
     if split == "validation":
-        monkeypatch.setattr(trainer.hvd, "allreduce_", fail)
+        monkeypatch.setattr(passes, "allreduce_", fail)
         event = {}
     with pytest.raises(ValueError, match="kept") as kept:
         alone(make_training(data, tmp_path, **event))
@@ -209,7 +210,7 @@ def test_who_keeps_the_error_of_a_step_does_not_keep_what_reads_ahead(split, dat
 def test_rows_are_brought_near_before_the_worker_joins_the_others(data, tmp_path, monkeypatch):
     order = []
     monkeypatch.setattr(LocalSource, "want_all", lambda self, *stopping: order.append("rows"))
-    monkeypatch.setattr(trainer.Trainer, "go_on", lambda self: order.append("joined"))
+    monkeypatch.setattr(Trainer, "go_on", lambda self: order.append("joined"))
     alone(make_training(data, tmp_path))
     assert order == ["rows", "joined"]
 

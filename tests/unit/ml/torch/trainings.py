@@ -17,8 +17,9 @@ from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.packing import pack
 from spark_elastic.data.store import Store
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, LambdaCallback
-from spark_elastic.ml.torch.spec import MODEL_FILE, CheckpointPlan, TorchTraining
+from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
 from spark_elastic.ml.torch.training import train
+from spark_elastic.ml.training.spec import CheckpointPlan
 
 ROWS, VALIDATION_ROWS, BATCH, EPOCHS = 203, 77, 16, 3
 STEPS = EPOCHS * 13

@@ -8,9 +8,13 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from spark_elastic.ml.history import History
-from spark_elastic.ml.torch.metrics import Piece, Sums
+
+Sums = npt.NDArray[np.float64]
+Piece = dict[str, dict[str, Any]]
+"""What one batch of one worker has left in the states of metrics that have to be gathered: by metric, by state."""
 
 
 class Phase(str, Enum):
@@ -34,9 +38,9 @@ class Progress:
     """The plain part of the state; the tensors are in the model and the optimizer.
 
     position: rows of the epoch's order that were trained on. serial: steps and turns so far, which order checkpoints
-    by age. sums, pieces: of this epoch's training, see `Tally`. val_*: of the validation under way. began: the epoch's
-    start, in seconds since 1970 by the clock of whoever was rank 0; None: not begun. stopped: why this is the last
-    epoch, if it is not that by number. restored: the epoch whose weights are to be written as the model's.
+    by age. sums, pieces: of this epoch's training, as the engine measures them. val_*: of the validation under way.
+    began: the epoch's start, in seconds since 1970 by the clock of whoever was rank 0; None: not begun. stopped: why
+    this is the last epoch, if it is not that by number. best_epoch: the one whose weights are kept as the best.
     """
 
     phase: Phase = Phase.TRAIN

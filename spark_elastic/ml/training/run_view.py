@@ -9,7 +9,7 @@ from spark_elastic.ml.callbacks import Callback, follows
 from spark_elastic.ml.history import History
 
 if TYPE_CHECKING:
-    from spark_elastic.ml.torch.trainer import Trainer
+    from spark_elastic.ml.training.trainer import Trainer
 
 
 class RunView:
@@ -56,11 +56,11 @@ class RunView:
 
     @property
     def model(self) -> Any:
-        return self._trainer.model
+        return self._trainer.engine.model
 
     @property
     def optimizer(self) -> Any:
-        return self._trainer.optimizer
+        return self._trainer.engine.optimizer
 
     def stop(self, reason: str) -> None:
         self.why = reason or "a callback has asked for it"
@@ -73,6 +73,6 @@ class RunView:
             self.best_of += [name for name in [follows(self.caller)] if name not in self.best_of]
 
     def restore_best(self) -> None:
-        if self._trainer.best is None:
+        if not self._trainer.engine.keeps_best:
             raise InvalidSettingsError("a callback that calls restore_best() has to set `restores_best = True`")
         self.wants_restore = True

@@ -1,0 +1,125 @@
+"""What a framework adds to the phases of a training: it does the steps, measures, and copies its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from spark_elastic.collective.handled_state import HandledState
+from spark_elastic.ml.training.progress import Piece, Progress, Sums
+
+if TYPE_CHECKING:
+    from spark_elastic.data.batch import Batch
+
+
+class Rows(Protocol):
+    """A worker's share of a global batch, as the engine has made it of the reader's `Batch`."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+
+
+class Measured(NamedTuple):
+    """sums: float64, what was measured of a batch, over all workers. pieces: what of it cannot be added up, of all
+    workers. stop: whether a worker has asked for the end."""
+
+    sums: Sums
+    pieces: tuple[Piece, ...]
+    stop: bool
+
+
+class Engine(Protocol):
+    """One worker's model and optimizer. All of its collectives are called by all workers alike.
+
+    model, optimizer: as callbacks see them. keeps_best: whether there is room for the weights of the best epoch.
+    gathers: whether the pieces that `measure` returns are to be gathered from all workers.
+    """
+
+    @property
+    def model(self) -> Any: ...
+    @property
+    def optimizer(self) -> Any: ...
+    @property
+    def keeps_best(self) -> bool: ...
+    @property
+    def gathers(self) -> bool: ...
+    @property
+    def learning_rate(self) -> float: ...
+
+    def enter(self, rank: int, size: int) -> None:
+        """Be this rank of a new world; nothing of a step that has failed in the last one is left."""
+
+    def use_threads(self, count: int) -> None: ...
+
+    def feed(self, batches: Generator[Batch]) -> Generator[Any]:
+        """The batches as `step` and `measure` take them, see `Rows`. Whoever closes this closes `batches`."""
+
+    # --- steps
+
+    def begin_steps(self) -> None:
+        """The model is going to be trained."""
+
+    def step(self, batch: Any, at: Progress, stop: bool) -> Measured:
+        """Forward, backward, reduction and the optimizer's step. Either all of it happens, or it raises and the state
+        stands where it stood, once it was put back.
+
+        stop: this worker asks for the end.
+        Raises: HorovodInternalError.
+        """
+
+    # --- measurements
+
+    def begin_validation(self) -> None:
+        """The model is going to be evaluated."""
+
+    def measure(self, batches: Iterable[Any]) -> tuple[Sums, list[Piece]]:
+        """Of this worker's rows alone, without a collective. Sums: a new vector."""
+
+    def share_buffers(self) -> None:
+        """Running means and the like are each worker's own while it trains; from here on all have those of rank 0."""
+
+    def logs(self, sums: Sums, pieces: Sequence[Piece], prefix: str = "") -> dict[str, float]:
+        """What the sums come to, by name, with "loss" first."""
+
+    def rows(self, sums: Sums) -> int: ...
+
+    # --- ends
+
+    def after_epoch(self, row: Mapping[str, float]) -> None:
+        """The epoch's row is known: what follows it (a schedule) may be changed."""
+
+    def keep_best(self) -> None:
+        """The present weights are the best."""
+
+    def use_best(self) -> None:
+        """The present weights become the best."""
+
+    def finish(self) -> None:
+        """The last step was done. May be called again."""
+
+    def model_file(self) -> tuple[str, bytes]:
+        """Name and contents of the file with the trained model."""
+
+    def copies(self, at: Progress) -> Callable[[], dict[str, bytes]]:
+        """Copies all tensors now; what is returned makes the files of a checkpoint of them, on another thread."""
+
+    def load(self, files: Mapping[str, bytes]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+        """Take over the tensors of a checkpoint. Returns: the pieces of the training and of the validation.
+
+        Raises: CheckpointError: not files of `copies`. KeyError, ValueError, RuntimeError, TypeError: of another model.
+        """
+
+    def close(self) -> None: ...
+
+
+class TrainingState(HandledState):
+    """With turns: changes that count as progress without being a step, so that those who are ahead are followed."""
+
+    at: Progress
+
+    def turn_done(self) -> None:
+        """`at` has changed after a collective that some may have missed."""
+        self._advance()
+        self.check_host_updates()
