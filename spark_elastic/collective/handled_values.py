@@ -61,6 +61,23 @@ class StateHandler:
         """
         return []
 
+    elsewhere = False
+    """Whether the tensors that `tensors` gives are not the value's own memory; arrivals go through `fill` then."""
+
+    def outline(self) -> Any:
+        """Plain data that `prepare` needs elsewhere, of a value that has not the tensors of this one yet."""
+        return None
+
+    def prepare(self, layout: Layout, outline: Any) -> None:
+        """Another member's tensors of this layout are about to arrive.
+
+        Raises: UsageError: the value cannot have these tensors.
+        """
+
+    def fill(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+        """Take over the contents of tensors that have arrived."""
+        copy_all(self.tensors(layout), tensors)
+
     def reset(self) -> None:
         """Rank or size have changed."""
 
@@ -136,23 +153,24 @@ def take_over(
     am_root = group.rank == root
     offer = None
     if am_root:
-        offer = ({name: (h.layout(), h.light()) for name, h in handlers.items()}, extra)
+        offer = ({name: (h.layout(), h.light(), h.outline()) for name, h in handlers.items()}, extra)
     values, extra = broadcast_object(offer, root, process_set=process_set)
     if am_root:
-        broadcast_tensors(_all_tensors(handlers, values), root, process_set)
+        own = [tensor for name, (layout, _, _) in values.items() for tensor in handlers[name].tensors(layout)]
+        broadcast_tensors(own, root, process_set)
         return extra
-    staging: list[torch.Tensor] | None = None
-    if staged:
-        pieces = [piece for layout, _ in values.values() for piece in layout]
-        staging = [torch.empty(piece.shape, dtype=piece.dtype) for piece in pieces]
-        broadcast_tensors(staging, root, process_set)
-        copy_all(_all_tensors(handlers, values), staging)
-    else:
-        broadcast_tensors(_all_tensors(handlers, values), root, process_set)
-    for name, (_, light) in values.items():
+    arriving: dict[str, list[torch.Tensor]] = {}
+    for name, (layout, _, outline) in values.items():
+        handler = handlers[name]
+        handler.prepare(layout, outline)
+        aside = staged or handler.elsewhere
+        arriving[name] = (
+            [torch.empty(piece.shape, dtype=piece.dtype) for piece in layout] if aside else handler.tensors(layout)
+        )
+    broadcast_tensors([tensor for tensors in arriving.values() for tensor in tensors], root, process_set)
+    for name, (layout, _, _) in values.items():
+        if staged or handlers[name].elsewhere:
+            handlers[name].fill(layout, arriving[name])
+    for name, (_, light, _) in values.items():
         handlers[name].set_light(light)
     return extra
-
-
-def _all_tensors(handlers: Mapping[str, StateHandler], values: Mapping[str, Any]) -> list[torch.Tensor]:
-    return [tensor for name, (layout, _) in values.items() for tensor in handlers[name].tensors(layout)]

@@ -77,7 +77,10 @@ class KitLink:
                 if callback is not None:
                     callback(*self._cut)
         except (EOFError, OSError):
-            os._exit(7)  # the driver is gone: so are we
+            self.driver_gone()
+
+    def driver_gone(self) -> None:
+        os._exit(7)  # and so are we
 
     def _next(self) -> Any:
         with self._changed:

@@ -1,0 +1,80 @@
+"""Data-parallel Keras 3, on TensorFlow or PyTorch: ``import spark_elastic.keras as hvd``."""
+
+from __future__ import annotations
+
+from spark_elastic.keras.backend import BACKEND as _BACKEND  # noqa: F401  # first: it says which backends there are
+from spark_elastic.collective.capabilities import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from spark_elastic.collective.objects import allgather_object, broadcast_object
+from spark_elastic.collective.operations import barrier, join
+from spark_elastic.collective.process import (
+    NotInitializedError,
+    OutsideLoopError,
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+from spark_elastic.collective.process_sets import ProcessSet, cross_process_set, global_process_set, local_process_set
+from spark_elastic.collective.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
+from spark_elastic.keras import elastic
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "Max",
+    "Min",
+    "NotInitializedError",
+    "OutsideLoopError",
+    "ProcessSet",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "allgather_object",
+    "barrier",
+    "broadcast_object",
+    "ccl_built",
+    "cross_process_set",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_process_set",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "shutdown",
+    "size",
+]

@@ -1,0 +1,101 @@
+"""What a step has changed besides through its optimizer, so that it can be put back when the step is done again.
+
+A step updates running means, seeds and metrics before (in a graph: beside) the reduction that fails. So at the start of
+each step these few variables are copied, inside of the same graph, together with the number of steps applied until
+then. If that number has not changed when a collective has failed, the step is one that will be done again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from spark_elastic.keras import variables as values
+from spark_elastic.keras.backend import BACKEND
+from spark_elastic.keras.variables import Variable
+
+
+class Boundary:
+    """The values of some variables at the start of the step that runs, or was the last to run.
+
+    Args:
+        variables: gives those of the models, as they are now.
+        steps: gives the tensor or number of steps applied so far, in a graph as well.
+    """
+
+    def __init__(self, variables: Callable[[], list[Variable]], steps: Callable[[], Any]) -> None:
+        self._variables = variables
+        self._steps = steps
+        self._marked: list[Variable] = []
+        self._copies: dict[int, Any] = {}
+        self._at: Any = None
+
+    def prepare(self) -> None:
+        """Make room for the copies. Called outside of any graph: a graph may not create variables when traced again."""
+        self._marked = self._variables()
+        if BACKEND == "torch":
+            return
+        import tensorflow as tf
+
+        if self._at is None:
+            self._at = tf.Variable(-1, dtype=tf.int64, trainable=False, name="at_step")
+        for variable in self._marked:
+            if id(variable) not in self._copies:
+                own = variable.value
+                self._copies[id(variable)] = tf.Variable(tf.zeros(own.shape, own.dtype), trainable=False)
+
+    def mark(self) -> None:
+        """A step starts here. May be called in a graph, and is traced with it then."""
+        if BACKEND == "torch":
+            self._copies = dict(zip(map(id, self._marked), values.copies_of(self._marked), strict=True))
+            self._at = int(self._steps())
+            return
+        # an assignment shares the buffer; whoever changes the variable next copies it first
+        for variable in self._marked:
+            self._copies[id(variable)].assign(variable.value.read_value(), read_value=False)
+        self._at.assign(self._steps(), read_value=False)
+
+    def put_back(self) -> bool:
+        """Undo the step that was started and not applied; whether there was one."""
+        if self._at is None or int(self._at) != int(self._steps()):
+            return False
+        values.put_back(self._marked, [_value(self._copies[id(variable)]) for variable in self._marked])
+        return True
+
+    def forget(self) -> None:
+        """The variables have been given other values since."""
+        if self._at is not None:
+            self._at = -1 if BACKEND == "torch" else self._at.assign(-1)
+
+
+def _value(copy: Any) -> Any:
+    return copy if BACKEND == "torch" else copy.read_value()
+
+
+def marked_steps(model: Any, prepare: Callable[[], None], mark: Callable[[Any], None]) -> Callable[[], None]:
+    """Have `mark(data)` called at the start of every train step of the model, and `prepare()` before it is traced.
+
+    Returns: what undoes it.
+    """
+    plain_step, plain_make = model.train_step, model.make_train_function
+
+    def train_step(data: Any) -> Any:
+        mark(data)
+        return plain_step(data)
+
+    def make_train_function(*args: Any, **kwargs: Any) -> Any:
+        prepare()
+        return plain_make(*args, **kwargs)
+
+    patched = {"train_step": train_step, "make_train_function": make_train_function}
+    for name, function in patched.items():
+        object.__setattr__(model, name, function)
+    model.train_function = None  # made of the step as it was
+
+    def undo() -> None:
+        for name, function in patched.items():
+            if model.__dict__.get(name) is function:
+                object.__delattr__(model, name)
+        model.train_function = None
+
+    return undo

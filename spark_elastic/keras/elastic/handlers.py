@@ -1,0 +1,241 @@
+"""Which kinds of values a `KerasState` keeps, and how each is copied; see `collective.handled_values`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import torch
+
+from spark_elastic.collective.handled_values import Layout, Slice, StateHandler
+from spark_elastic.errors import UsageError
+from spark_elastic.keras import variables as values
+from spark_elastic.keras.variables import Description, Variable
+from spark_elastic.state import independent_copy
+
+
+class VariablesHandler(StateHandler):
+    """A value that consists of Keras variables. They travel as bytes and are matched by their order.
+
+    Their names are for messages only: two processes may have numbered their layers differently.
+    """
+
+    elsewhere = True
+    what = "the variables"
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self._saved: list[values.Copy] = []
+        self._read: tuple[list[int], Callable[[], list[values.Copy]]] = ([], list)
+
+    def variables(self) -> list[Variable]:
+        """All that the value consists of, in an order that is the same on every member."""
+        raise NotImplementedError
+
+    def built(self) -> bool:
+        """Whether the value has all its variables."""
+        return True
+
+    # --- what travels ---------------------------------------------------------------------------
+
+    def layout(self) -> Layout:
+        described = [values.describe(variable) for variable in self.variables()]
+        return [Slice(each, (values.bytes_of(each),), torch.uint8, True) for each in described]
+
+    def tensors(self, layout: Layout) -> list[torch.Tensor]:
+        return [values.to_wire(variable) for variable in self.variables()[: len(layout)]]
+
+    def prepare(self, layout: Layout, outline: Any) -> None:
+        self.check(layout)
+
+    def check(self, layout: Layout) -> None:
+        """Raises: UsageError: the variables here cannot hold those of this layout."""
+        theirs = [Description(*piece.key) for piece in layout]
+        mine = [values.describe(variable) for variable in self.variables()]
+        for number, other in enumerate(theirs):
+            own = mine[number] if number < len(mine) else None
+            if own is None or own[1:] != other[1:]:
+                have = "no such variable" if own is None else f"{own.shape} {own.dtype} ({own.path})"
+                raise UsageError(
+                    f"{self.what} of this worker differs from the others': {other.path} is {other.shape} "
+                    f"{other.dtype} there, and {have} here; build the same on every worker"
+                )
+
+    def fill(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+        for variable, tensor in zip(self.variables(), tensors, strict=False):
+            values.from_wire(variable, tensor)
+
+    # --- copies ---------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Copy everything at once: what TensorFlow copies is copied when the variable is next changed."""
+        self._light = self.light()
+        self._saved = self._reader()()
+
+    def restore(self) -> None:
+        own = self.variables()[: len(self._saved)]
+        values.put_back(own, self._saved)
+        self.set_light(self._light)
+
+    def _reader(self) -> Callable[[], list[values.Copy]]:
+        own = self.variables()
+        identities = [id(variable) for variable in own]
+        if identities != self._read[0]:
+            self._read = identities, values.reader_of(own)
+        return self._read[1]
+
+
+class ModelHandler(VariablesHandler):
+    """A model or layer: its weights, and the seeds of what is random in it.
+
+    With a copy go the running metrics of a compiled model, so that an epoch's metrics return to the commit as well.
+    """
+
+    what = "the model"
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self._metrics: tuple[list[Variable], list[values.Copy]] = ([], [])
+
+    def variables(self) -> list[Variable]:
+        return list(self.value.variables)
+
+    def built(self) -> bool:
+        return bool(self.value.built)
+
+    def outline(self) -> Any:
+        return self.value.get_build_config() if self.value.built else None
+
+    def prepare(self, layout: Layout, outline: Any) -> None:
+        if len(self.variables()) < len(layout) and not self.value.built and outline:
+            self.value.build_from_config(outline)
+        super().prepare(layout, outline)
+
+    def save(self) -> None:
+        super().save()
+        counting = list(self.value.metrics_variables)
+        self._metrics = counting, values.copies_of(counting)
+
+    def restore(self) -> None:
+        super().restore()
+        values.put_back(*self._metrics)
+
+    def step_variables(self) -> list[Variable]:
+        """What a step changes besides through the optimizer: running means, seeds, metrics."""
+        # a frozen layer's variables are changed by nothing, however large they are: not those that would be trained
+        trained = {id(v) for layer in self.value._flatten_layers() for v in layer._trainable_variables}
+        own = [variable for variable in self.value.variables if id(variable) not in trained]
+        return own + list(self.value.metrics_variables)
+
+
+class MadeFor(NamedTuple):
+    """What an optimizer was built for: each variable by the name of its model in the state and its number there."""
+
+    model: str
+    number: int
+
+
+class OptimizerHandler(VariablesHandler):
+    """An optimizer with all its variables: iterations, learning rate, slots, accumulators, scales of the loss.
+
+    models: gives the models of the state by name; a newcomer's optimizer is built for their variables.
+    """
+
+    what = "the optimizer"
+
+    def __init__(self, value: Any, models: Callable[[], Mapping[str, Any]]) -> None:
+        super().__init__(value)
+        self._models = models
+
+    def variables(self) -> list[Variable]:
+        return list(self.value.variables)
+
+    def built(self) -> bool:
+        return bool(self.value.built)
+
+    def outline(self) -> list[MadeFor] | None:
+        if not self.value.built:
+            return None
+        places = {
+            id(variable): MadeFor(name, number)
+            for name, model in self._models().items()
+            for number, variable in enumerate(model.variables)
+        }
+        trained = self.value._trainable_variables
+        if any(id(variable) not in places for variable in trained):
+            return []
+        return [places[id(variable)] for variable in trained]
+
+    def prepare(self, layout: Layout, outline: Any) -> None:
+        if not self.value.built and outline is not None:
+            if not outline:
+                raise UsageError(
+                    "the optimizer of this worker has not been built, and the others' is built for variables that no "
+                    "model in the state has; call optimizer.build(variables) before the elastic loop, or put the "
+                    "models that it trains into the state"
+                )
+            models = {name: model.variables for name, model in self._models().items()}
+            self.value.build([models[model][number] for model, number in outline])
+        super().prepare(layout, outline)
+
+
+class MetricHandler(VariablesHandler):
+    """A metric that a loop of one's own updates."""
+
+    what = "the metric"
+
+    def variables(self) -> list[Variable]:
+        return list(self.value.variables)
+
+
+class VariableHandler(VariablesHandler):
+    """One variable."""
+
+    what = "the variable"
+
+    def variables(self) -> list[Variable]:
+        return [self.value]
+
+
+class SeedHandler(VariablesHandler):
+    """A generator of seeds."""
+
+    what = "the seed generator"
+
+    def variables(self) -> list[Variable]:
+        return [self.value.state]
+
+
+class StateDictHandler(StateHandler):
+    """Anything else with `state_dict` and `load_state_dict`; its `reset`, if it has one, is told of a new world."""
+
+    def light(self) -> Any:
+        return independent_copy(self.value.state_dict())
+
+    def set_light(self, light: Any) -> None:
+        self.value.load_state_dict(independent_copy(light))
+
+    def reset(self) -> None:
+        reset = getattr(self.value, "reset", None)
+        if callable(reset):
+            reset()
+
+
+def handler_for(value: Any, models: Callable[[], Mapping[str, Any]]) -> StateHandler | None:
+    """A handler for the value, or None: it is a plain Python object."""
+    if isinstance(value, type):
+        return None
+    if isinstance(value, keras.optimizers.Optimizer):
+        return OptimizerHandler(value, models)
+    if isinstance(value, keras.metrics.Metric):
+        return MetricHandler(value)
+    if isinstance(value, keras.layers.Layer):  # models are layers
+        return ModelHandler(value)
+    if isinstance(value, keras.Variable):
+        return VariableHandler(value)
+    if isinstance(value, keras.random.SeedGenerator):
+        return SeedHandler(value)
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        return StateDictHandler(value)
+    return None

@@ -1,0 +1,116 @@
+"""Keras variables: their values copied, put back and sent, with the least that the backend needs for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from spark_elastic.keras.backend import BACKEND
+
+Variable = Any
+"""keras.Variable."""
+Copy = Any
+"""The value of a variable at some moment, as a tensor of the backend."""
+
+
+class Description(NamedTuple):
+    """A variable by its path in its model, shape and type."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.shape} {self.dtype}"
+
+
+def describe(variable: Variable) -> Description:
+    return Description(str(variable.path), tuple(int(n) for n in variable.shape), str(variable.dtype))
+
+
+def bytes_of(description: Description) -> int:
+    """How many bytes the values of such a variable are."""
+    return int(np.prod(description.shape, dtype=np.int64)) * _numpy_type(description.dtype).itemsize
+
+
+def _numpy_type(name: str) -> np.dtype[Any]:
+    try:
+        return np.dtype(name)
+    except TypeError:  # bfloat16 and the small floats, which numpy itself does not know
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+
+
+def to_wire(variable: Variable) -> torch.Tensor:
+    """The bytes of a variable's values: uint8, shape (n,)."""
+    if BACKEND == "torch":
+        value = variable.value.detach().cpu().contiguous()
+        return value.reshape(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
+    array = np.ascontiguousarray(variable.numpy())
+    return torch.from_numpy(array.reshape(-1).view(np.uint8).copy() if not array.flags.writeable else _flat(array))
+
+
+def _flat(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    return array.reshape(-1).view(np.uint8)
+
+
+def from_wire(variable: Variable, wire: torch.Tensor) -> None:
+    """Give a variable the values that `to_wire` made these bytes of."""
+    description = describe(variable)
+    if BACKEND == "torch":
+        with torch.no_grad():
+            value = variable.value
+            if value.numel():
+                value.copy_(wire.view(value.dtype).view(value.shape))
+        return
+    array = wire.numpy().view(_numpy_type(description.dtype)).reshape(description.shape)
+    variable.value.assign(array)
+
+
+# --- copies within the process --------------------------------------------------------------------
+
+
+def copies_of(variables: Sequence[Variable]) -> list[Copy]:
+    """The present values. With TensorFlow nothing is copied until the variable is next changed."""
+    if BACKEND == "torch":
+        with torch.no_grad():
+            return [variable.value.detach().clone() for variable in variables]
+    return [variable.value.read_value() for variable in variables]
+
+
+def put_back(variables: Sequence[Variable], copies: Sequence[Copy]) -> None:
+    """Give the variables the values of `copies`, which stay as they are."""
+    if BACKEND == "torch":
+        if variables:
+            with torch.no_grad():
+                torch._foreach_copy_([variable.value.detach() for variable in variables], list(copies))
+        return
+    for variable, copy in zip(variables, copies, strict=True):
+        variable.value.assign(copy)
+
+
+def reader_of(variables: Sequence[Variable]) -> Callable[[], list[Copy]]:
+    """`copies_of` these variables, made for being called often: one call into TensorFlow for all of them."""
+    variables = list(variables)
+    if BACKEND == "torch" or len(variables) < _WORTH_A_GRAPH:
+        return lambda: copies_of(variables)
+    import tensorflow as tf
+
+    # ReadVariableOp shares the variable's buffer; whoever changes the variable next copies it first
+    graph = tf.function(lambda: [variable.value.read_value() for variable in variables], autograph=False)
+    return lambda: list(graph())
+
+
+_WORTH_A_GRAPH = 16
+_AUTOMATIC_NUMBER = re.compile(r"_\d+(?=/|$)")
+
+
+def same_place(one: str, other: str) -> bool:
+    """Whether two paths can be those of one variable in two processes, which number their layers on their own."""
+    return _AUTOMATIC_NUMBER.sub("", one) == _AUTOMATIC_NUMBER.sub("", other)
