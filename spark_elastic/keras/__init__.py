@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from spark_elastic.keras.backend import BACKEND as _BACKEND  # noqa: F401  # first: it says which backends there are
+# Before anything imports Keras: it says what to do if the backend is none of ours.
+import spark_elastic.keras.backend  # noqa: F401
+
+# isort: split
 from spark_elastic.collective.capabilities import (
     ccl_built,
     cuda_built,

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from spark_elastic.errors import UsageError
+from spark_elastic.errors import MissingExtraError, UsageError
 
 SUPPORTED = ("tensorflow", "torch")
 
@@ -33,10 +33,8 @@ def _checked() -> str:
     try:
         import keras
     except ImportError as error:
-        raise ImportError(
-            f"spark_elastic.keras needs Keras 3 with its {configured} backend, which cannot be imported ({error}); "
-            'pip install "spark-elastic[tensorflow]"'
-        ) from error
+        package = error.name or "keras"
+        raise MissingExtraError(what="spark_elastic.keras", package=package, extra="tensorflow") from error
     backend = str(keras.backend.backend())
     if backend not in SUPPORTED:
         raise UsageError(

@@ -87,9 +87,9 @@ class KerasState(HandledState):
 
     def _build_optimizer(self) -> None:
         """Give the optimizer its slots if that is possible, so that a commit before the first step has them."""
-        model: Any = self.__dict__.get("model")
-        optimizer: Any = self.__dict__.get("optimizer")
-        if model is None or optimizer is None or optimizer is not getattr(model, "optimizer", None):
+        model, optimizer = getattr(self, "model", None), getattr(self, "optimizer", None)
+        belongs = optimizer is getattr(model, "optimizer", None)
+        if model is None or optimizer is None or not belongs:
             return
         if model.built and not optimizer.built and model.trainable_variables:
             optimizer.build(model.trainable_variables)
