@@ -28,6 +28,6 @@ if ! "$venv/bin/python" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'
     "$python" -m venv "$venv"
 fi
 rm -f "$venv"/.installed-*
-echo "Installing spark_elastic, PyTorch and Spark into $venv (a few minutes the first time)"
-"$venv/bin/pip" install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[spark,dev]'
+echo "Installing spark_elastic, PyTorch, TensorFlow and Spark into $venv (a few minutes the first time)"
+"$venv/bin/pip" install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[spark,dev]' tensorflow-cpu keras
 touch "$stamp"

@@ -20,7 +20,7 @@ from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.job import ElasticJob
 from spark_elastic.settings import ElasticSettings, whole_number
 from spark_elastic.wire.framing import new_key
-from spark_elastic.wire.handover import AgentOrder, interpreter
+from spark_elastic.wire.handover import AgentOrder, interpreter, modules_of
 
 CONNECT_TIMEOUT_S = 60.0
 
@@ -172,6 +172,7 @@ def run_async(
         made_by=interpreter(),
         env=environment,
         nics=interfaces,
+        preimport=modules_of(function),
     )
     with contextlib.ExitStack() as undo:  # until the job takes over, what is held is given back here
         undo.callback(listening.close)

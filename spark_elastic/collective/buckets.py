@@ -26,7 +26,7 @@ class Bucket:
         align: each view begins at a multiple of so many bytes.
     """
 
-    __slots__ = ("_wire", "cargo", "compression", "flag", "flat", "params", "ready", "views")
+    __slots__ = ("_wire", "cargo", "compression", "flag", "flat", "params", "ready", "uses", "views")
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class Bucket:
         self.params = list(params)
         self.compression = compression
         self.ready = 0
+        self.uses = 0
         first = params[0]
         unit = max(1, align // first.element_size())
         sizes = [-(-param.numel() // unit) * unit for param in params]

@@ -5,7 +5,6 @@ For frameworks that hand over their gradients together. Torch hands over one at 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -104,14 +103,14 @@ class FusedReduction:
             works.append(group.allreduce(bucket.pack(), Sum.gloo))
         with_cargo = bool(buckets) and buckets[-1].cargo is not None
         alone = group.allreduce(carried, Sum.gloo) if carried is not None and not with_cargo else None
-        results: list[torch.Tensor] = list(tensors)
+        results = list(tensors)
         for bucket, part, work in zip(buckets, self._parts, works, strict=True):
             group.wait(work)
             bucket.unpack()
             if not folded:
                 bucket.flat.mul_(self._predivide / divisor)
             for index, view in zip(part, bucket.views, strict=True):
-                results[index] = view
+                results[index] = view.detach()  # one more use of the memory, as long as anybody has it
         if alone is not None:
             group.wait(alone)
         elif carried is not None:
@@ -137,8 +136,7 @@ class FusedReduction:
 
     def _free_buckets(self, tensors: Sequence[torch.Tensor]) -> list[Bucket]:
         for buckets in self._sets:
-            # held by the bucket's list, the loop's variable and the call alone
-            if all(sys.getrefcount(view) <= 3 for bucket in buckets for view in bucket.views):
+            if all(_uses(bucket) == bucket.uses for bucket in buckets):
                 return buckets
         last = len(self._parts) - 1
         buckets = [
@@ -151,9 +149,17 @@ class FusedReduction:
             )
             for number, part in enumerate(self._parts)
         ]
+        for bucket in buckets:
+            bucket.uses = _uses(bucket)
         if len(self._sets) < _KEPT:
             self._sets.append(buckets)
         return buckets
+
+
+def _uses(bucket: Bucket) -> int:
+    """Tensors that lie in the memory of this bucket; numpy arrays of them are counted, too."""
+    storage = bucket.flat.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def _fill(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], factor: float) -> None:

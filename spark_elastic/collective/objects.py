@@ -145,7 +145,8 @@ def _broadcast_chunk(group: GlooGroup, tensors: Sequence[torch.Tensor], root: in
     if not sum(sizes):
         return
     if group.rank == root:
-        flat = torch.cat([tensor.cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+        plain = [tensor.cpu().contiguous().reshape(-1) for tensor in tensors if tensor.numel()]
+        flat = torch.cat([tensor.view(torch.uint8) for tensor in plain])
     else:
         flat = torch.empty(sum(sizes), dtype=torch.uint8)
     group.wait(group.broadcast(flat, root))

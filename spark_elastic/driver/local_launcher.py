@@ -32,23 +32,26 @@ class LocalLauncher:
         hosts: names that the agents report as their hosts, slot by slot in turn. Any address of this machine
             (such as 127.0.0.2) makes a second host out of it.
         cores: cores for each worker; its default number of threads.
-        preimport: modules that a worker imports while it waits for its order.
+        preimport: modules that a worker imports while it waits for its order; None: torch or TensorFlow, whichever
+            the function speaks of.
     """
 
     def __init__(
         self,
         hosts: Sequence[str] = ("127.0.0.1",),
         cores: int = 1,
-        preimport: Sequence[str] = ("torch", "torch._dynamo"),
+        preimport: Sequence[str] | None = None,
     ) -> None:
         self.hosts = tuple(address_of(host) for host in hosts)
         """What the agents report."""
         self.cores = cores
-        self.preimport = tuple(preimport)
+        self.preimport = None if preimport is None else tuple(preimport)
 
     def bind(self, order: AgentOrder, on_ended: OnEnded) -> LocalAgents:
         """The launcher of one job: what to launch, and whom to tell."""
-        return LocalAgents(self.hosts, self.cores, dataclasses.replace(order, preimport=self.preimport), on_ended)
+        if self.preimport is not None:
+            order = dataclasses.replace(order, preimport=self.preimport)
+        return LocalAgents(self.hosts, self.cores, order, on_ended)
 
 
 class LocalAgents:

@@ -19,6 +19,8 @@ from spark_elastic.core.topology import WorkerId
 from spark_elastic.wire.handover import AgentOrder
 
 STDERR_TAIL_LINES = 40
+THREADS_OF_TASK = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
+"""Variables by which torch and TensorFlow learn how many threads to compute with: the cores of the task."""
 MAX_LINE_BYTES = 64 * 1024
 """A longer line is cut into several; progress bars and binary dumps must not pile up in here."""
 _READ_BYTES = 64 * 1024
@@ -277,7 +279,10 @@ def worker_environment(
     """The environment of a worker process: the task's own, with threads and GPUs of this slot alone."""
     env = {name: value for name, value in base.items() if not name.startswith("PYTHON_WORKER_FACTORY")}
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in sys_path if path))
-    env.setdefault("OMP_NUM_THREADS", str(max(cores, 1)))
+    for name in THREADS_OF_TASK:
+        env.setdefault(name, str(max(cores, 1)))
+    # one of TensorFlow's waits in the reduction, while another feeds the next batch
+    env.setdefault("TF_NUM_INTEROP_THREADS", str(max(cores, 2)))
     if accelerators:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(accelerators)
     env.update(order.env)

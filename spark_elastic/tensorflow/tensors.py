@@ -41,9 +41,7 @@ def array_of(tensor: Any) -> Array:
 
 def torch_of(array: Array) -> torch.Tensor:
     """The same memory as a torch tensor. Raises: UsageError: torch has no such type."""
-    array = np.asarray(array)
-    if not array.flags.c_contiguous:
-        array = np.ascontiguousarray(array)
+    array = np.ascontiguousarray(array).reshape(np.shape(array))
     if not array.flags.writeable:
         array = _writeable(array)
     try:
@@ -52,7 +50,8 @@ def torch_of(array: Array) -> torch.Tensor:
             return torch.from_numpy(array.view(integers)).view(dtype)
         return torch.from_numpy(array)
     except TypeError:
-        raise UsageError(f"tensors of type {array.dtype} cannot be sent; cast them to a number type first") from None
+        kind = "string" if array.dtype == object else array.dtype
+        raise UsageError(f"tensors of type {kind} cannot be sent; cast them to a number type first") from None
 
 
 def _writeable(array: Array) -> Array:
@@ -70,7 +69,7 @@ class _Unguarded:
 
 def array_from(tensor: torch.Tensor) -> Array:
     """The same memory as a numpy array that TensorFlow understands."""
-    tensor = tensor.detach()
-    if tensor.dtype is torch.bfloat16:  # a copy, since nobody could see whether the view is still in use
-        return tensor.clone().view(torch.int16).numpy().view(_BFLOAT16)
+    for dtype, (_, kind) in _AS_INTEGERS.items():
+        if tensor.dtype is kind:
+            return tensor.view(torch.int16).numpy().view(dtype)
     return tensor.numpy()

@@ -28,7 +28,13 @@ WAIT_S = 60.0
 
 _context = mp.get_context("forkserver")
 # torch._dynamo: the first optimizer of a process imports it, which takes longer than everything else here
-_context.set_forkserver_preload(["torch", "torch._dynamo", "spark_elastic.torch", "spark_elastic.torch.elastic"])
+_context.set_forkserver_preload(
+    [
+        *("torch", "torch._dynamo", "spark_elastic.torch", "spark_elastic.torch.elastic"),
+        # importing TensorFlow starts nothing that a fork would lose; its first operation does
+        *("tensorflow", "keras", "spark_elastic.tensorflow"),
+    ]
+)
 
 
 # --- the worker's side ----------------------------------------------------------------------------
