@@ -16,7 +16,7 @@ from spark_elastic.data.layout import Kind, TensorField
 from spark_elastic.errors import DataError, InvalidSettingsError, nearest
 from spark_elastic.ml.features import tensors_for
 from spark_elastic.ml.history import History
-from spark_elastic.ml.outputs import AddedColumn, OutputShape, rule_of_shape, spark_type, suits
+from spark_elastic.ml.outputs import BY_CLASS, AddedColumn, OutputShape, rule_of_shape, spark_type, suits
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.serving import SavedPredictor, Serving
 from spark_elastic.ml.shared_params import FeatureColumns, OutputParams
@@ -82,6 +82,8 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
     `feature_cols` may be set to other names than those it was trained on, in the same grouping.
     """
 
+    NATIVE = "module"
+    """The attribute with the framework's own model."""
     _fitted: Fitted | None = None
     fit_seconds: Mapping[str, float] = MappingProxyType({})
     """What the parts of the fit took: write, try, train, load. Not saved."""
@@ -188,8 +190,8 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         outputs = self._facts_of_fit().outputs
         if not outputs:
             raise InvalidSettingsError(
-                f"the model cannot be called with its features alone: {self._facts_of_fit().why_not}; use `module` "
-                "itself"
+                f"the model cannot be called with its features alone: {self._facts_of_fit().why_not}; use "
+                f"`{self.NATIVE}` itself"
             )
         names = self.getOrDefault("output_cols")
         if names is None:
@@ -210,7 +212,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         if probability:
             if rule is None or rule == "value":
                 raise InvalidSettingsError(self._no_rule(outputs[0], "probability_col"))
-            classes = outputs[0].shape if rule == "argmax" else (2,)
+            classes = outputs[0].shape if rule in BY_CLASS else (2,)
             added.append(AddedColumn(probability, "probability", 0, rule, OutputShape("<f8", classes), as_vector=True))
         if not added:
             raise InvalidSettingsError(
@@ -232,7 +234,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
     def _no_rule(self, output: OutputShape, setting: str) -> str:
         return (
             f"{setting} is set, but there is no telling how a row of shape {list(output.shape)} becomes one; set "
-            "prediction to 'argmax', 'binary_logit' or 'binary_probability'"
+            "prediction to 'argmax', 'argmax_probability', 'binary_logit' or 'binary_probability'"
         )
 
     def _setting_of(self, column: AddedColumn) -> str:

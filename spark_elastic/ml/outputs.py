@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Array = npt.NDArray[Any]
+BY_CLASS = ("argmax", "argmax_probability")
+"""Rules for outputs that have a value for each class: a logit, or its probability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,8 @@ class AddedColumn:
 
 
 def prediction(output: Array, rule: str) -> Array:
-    """The prediction for each row: float64, shape (rows,). output: [rows], [rows, 1] or, for "argmax", [rows, k]."""
-    if rule == "argmax":
+    """The prediction for each row: float64, shape (rows,). output: [rows], [rows, 1] or, for `BY_CLASS`, [rows, k]."""
+    if rule in BY_CLASS:
         return np.asarray(output.argmax(axis=1), np.float64)
     flat = output.reshape(len(output))
     if rule == "value":
@@ -67,6 +69,8 @@ def prediction(output: Array, rule: str) -> Array:
 def probability(output: Array, rule: str) -> Array:
     """The probability of each class: float64, shape (rows, classes)."""
     values = output.astype(np.float64)
+    if rule == "argmax_probability":
+        return values
     if rule == "argmax":
         raised = np.exp(values - values.max(axis=1, keepdims=True))
         return np.asarray(raised / raised.sum(axis=1, keepdims=True))
@@ -84,7 +88,7 @@ def probability(output: Array, rule: str) -> Array:
 
 def suits(rule: str, shape: tuple[int, ...]) -> bool:
     """Whether a prediction can be made by this rule of an output whose rows have this shape."""
-    return len(shape) == 1 if rule == "argmax" else shape in ((), (1,))
+    return len(shape) == 1 if rule in BY_CLASS else shape in ((), (1,))
 
 
 def rule_of_shape(shape: tuple[int, ...]) -> str | None:

@@ -44,7 +44,10 @@ T = TypeVar("T", bound="Savable")
 
 
 class Codec(Protocol):
-    """How a framework stores objects that can be loaded without trust."""
+    """How a framework stores objects."""
+
+    SUFFIX: str
+    """Of the files that can be loaded without trust."""
 
     def dumps(self, value: Any) -> bytes | None:
         """None: the value is more than that."""
@@ -52,6 +55,10 @@ class Codec(Protocol):
 
     def loads(self, file: bytes) -> Any:
         """Raises: CheckpointError: damaged, or not to be loaded without trust."""
+        ...
+
+    def pickled(self, value: Any) -> bytes:
+        """For `pickle.loads`: what needs trust."""
         ...
 
 
@@ -85,6 +92,11 @@ class Savable(MLWritable, MLReadable[Any]):
 
     def _objects(self) -> dict[str, Any]:
         """What is saved beside settings, as objects that need the framework's loader or a pickle."""
+        return {}
+
+    @classmethod
+    def _at_hand(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Of what `_objects` gave: what this process has, so that the files need not be looked at for it."""
         return {}
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
@@ -167,16 +179,19 @@ class ElasticReader(MLReader[T], Generic[T]):
             raise CheckpointError(f"{path} has format {about['format']!r}; this version reads format {FORMAT}")
         files = source.read(_DATA, about["files"])
         trusted = self._trusted or _trusted.get()
-        stored = {name: where for name, where in about["stored"].items() if name not in self._instead}
-        values = {**_decode(stored, files, self._cls._codec(), trusted, path), **self._instead}
+        codec = self._cls._codec()
+        instead = {**self._cls._at_hand(about["facts"]), **self._instead}
+        stored = {name: where for name, where in about["stored"].items() if name not in instead}
+        values = {**_decode(stored, files, codec, trusted, path), **instead}
         instance: Any = self._cls()
         instance._resetUid(metadata["uid"])
-        settings = {name: value for name, value in values.items() if name not in about["objects"]}
+        beside = {*about["objects"], *instead}
+        settings = {name: value for name, value in values.items() if name not in beside}
         for name, value in {**metadata["paramMap"], **settings}.items():
             if not instance.hasParam(name):
                 raise CheckpointError(f"{path} has a setting {name!r}, which this version does not know")
             instance._set(**{name: value})
-        instance._restore(about["facts"], files, {name: values[name] for name in about["objects"]})
+        instance._restore(about["facts"], files, {name: values[name] for name in beside})
         return instance  # type: ignore[no-any-return]
 
 
@@ -204,8 +219,6 @@ def _encode(
     objects: dict[str, Any], together: tuple[str, ...], codec: Codec
 ) -> tuple[dict[str, str], dict[str, bytes]]:
     """Returns: name of the setting -> "safe:file" or "pickled:file"; and the files."""
-    import cloudpickle
-
     stored: dict[str, str] = {}
     files: dict[str, bytes] = {}
     # Classes and functions refer to nothing, so the rest of the group may be safe where they are not.
@@ -217,10 +230,10 @@ def _encode(
         file, how = codec.dumps(values), "safe"
         if file is None:
             try:
-                file, how = cloudpickle.dumps(values), "pickled"
+                file, how = codec.pickled(values), "pickled"
             except Exception as error:
                 raise InvalidSettingsError(f"{', '.join(group)} cannot be saved: {error}") from error
-        name = f"{'-'.join(group)}.{'pt' if how == 'safe' else 'pkl'}"
+        name = f"{'-'.join(group)}.{codec.SUFFIX if how == 'safe' else 'pkl'}"
         files[name] = file
         stored.update(dict.fromkeys(group, f"{how}:{name}"))
     return stored, files

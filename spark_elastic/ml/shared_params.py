@@ -8,7 +8,7 @@ from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml import converters as to
 from spark_elastic.ml.params import ElasticParams, setting
 
-PREDICTIONS = ("auto", "argmax", "value", "binary_logit", "binary_probability")
+PREDICTIONS = ("auto", "argmax", "argmax_probability", "value", "binary_logit", "binary_probability")
 
 RUN_OPTIONS = (
     "start_timeout",
@@ -290,16 +290,16 @@ class OutputParams(ElasticParams):
     )
     prediction: Any = setting(
         "prediction",
-        "how the prediction is made of the first output: 'argmax' of its values, the 'value' itself, 'binary_logit': "
-        "1 where it is above 0, 'binary_probability': 1 where it is above 0.5. 'auto': as the loss has it, or the "
-        "value where there is one a row.",
+        "how the prediction is made of the first output: 'argmax' of its values, 'argmax_probability' if they are "
+        "probabilities already, the 'value' itself, 'binary_logit': 1 where it is above 0, 'binary_probability': 1 "
+        "where it is above 0.5. 'auto': as the loss has it, or the value where there is one a row.",
         to.one_of(*PREDICTIONS),
         default="auto",
     )
     probability_col: Any = setting(
         "probability_col",
-        "name for a vector column with the probability of each class (softmax or sigmoid of the first output). "
-        "Default: none.",
+        "name for a vector column with the probability of each class (softmax or sigmoid of the first output, unless "
+        "it has probabilities). Default: none.",
         to.text,
     )
     inference_fn: Any = setting(

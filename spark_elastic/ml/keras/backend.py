@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import sys
 
-from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.errors import InvalidSettingsError, MissingExtraError
 
 NEEDED = "tensorflow"
 ENV = "KERAS_BACKEND"
 
 
 def check_backend(what: str) -> None:
-    """Raises: InvalidSettingsError: Keras or TensorFlow is missing, or Keras runs on something else.
+    """what: who needs it, for the error.
 
-    what: who needs it, for the error.
+    Raises: MissingExtraError: Keras or TensorFlow is not installed. InvalidSettingsError: Keras runs on something else.
     """
     try:
         import keras
@@ -22,12 +22,9 @@ def check_backend(what: str) -> None:
     except ImportError as error:
         if error.name is not None and error.name.partition(".")[0] not in ("keras", "tensorflow"):
             raise
-        raise InvalidSettingsError(
-            f"{what} needs TensorFlow and Keras 3, and {error.name} is not installed: pip install "
-            '"spark-elastic[tensorflow]", here and on the executors'
-        ) from None
-    if not hasattr(keras, "backend") or keras.version().startswith("2."):
-        raise InvalidSettingsError(f"{what} needs Keras 3, and Keras {keras.version()} is installed")
+        raise MissingExtraError(what=what, package=str(error.name), extra="tensorflow") from error
+    if keras.__version__.startswith("2."):
+        raise InvalidSettingsError(f"{what} needs Keras 3, and Keras {keras.__version__} is installed")
     if keras.backend.backend() != NEEDED:
         raise InvalidSettingsError(
             f"{what} trains Keras models on TensorFlow, and Keras runs on {keras.backend.backend()} here; set "

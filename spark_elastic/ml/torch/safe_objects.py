@@ -15,10 +15,12 @@ import zipfile
 from collections.abc import Iterator
 from typing import Any
 
+import cloudpickle
 import torch
 
 from spark_elastic.errors import CheckpointError
 
+SUFFIX = "pt"
 _CLASSES_OF = ("torch.nn.modules.", "torch.optim.", "spark_elastic.ml.callbacks")
 _FUNCTIONS_OF = ("torch.nn.functional",)
 _PLAIN = {
@@ -56,6 +58,11 @@ def loads(file: bytes) -> Any:
     except Exception as error:
         why = str(error).partition("\n")[0]
         raise CheckpointError(f"cannot be loaded without trust, by torch {torch.__version__}: {why}") from error
+
+
+def pickled(value: Any) -> bytes:
+    """What needs trust, for `pickle.loads`."""
+    return cloudpickle.dumps(value)  # type: ignore[no-any-return]
 
 
 def _names_in(file: bytes) -> Iterator[tuple[str, str]]:
