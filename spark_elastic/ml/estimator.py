@@ -30,6 +30,7 @@ from spark_elastic.errors import (
     StoreError,
 )
 from spark_elastic.ml import preparation
+from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.describing import described, digest
 from spark_elastic.ml.history import History
 from spark_elastic.ml.model import ElasticModel, Fitted, event_rows
@@ -48,6 +49,7 @@ from spark_elastic.ml.shared_params import (
     StorageParams,
     TrainingParams,
 )
+from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan
 from spark_elastic.ml.written_sets import check_tensors, is_found_again, model_inputs, padding_of, remove_unless_used
 from spark_elastic.settings import ElasticSettings
 
@@ -116,13 +118,13 @@ class ElasticEstimator(
         """What each worker calls with `_training`; returns something with a `history`."""
         raise NotImplementedError
 
-    def _fitted_model(self, run: Store, fitted: Fitted) -> ElasticModel:
-        """The model that the workers left in `run`."""
+    def _fitted_model(self, training: Any, fitted: Fitted) -> ElasticModel:
+        """The model that the workers left in the run's folder, see `_trained`."""
         raise NotImplementedError
 
-    def _latest_checkpoint(self, run: Store) -> str | None:
-        """Raises: CheckpointError."""
-        raise NotImplementedError
+    def _worker_env(self) -> dict[str, str]:
+        """Environment variables that workers need before they import anything."""
+        return {}
 
     # What users call, beside fit(df) of Spark ML.
 
@@ -389,7 +391,7 @@ class ElasticEstimator(
             inputs = model_inputs(dataset, self.getOrDefault("input_shapes"))
             events = event_rows(records)
             fitted = Fitted(inputs, trial.outputs, trial.rule, history, events, trial.why_not, padding_of(dataset))
-            model = self._fitted_model(run, fitted)
+            model = self._fitted_model(training, fitted)
         model.fit_seconds = dict(parts.seconds)
         self._hand_on(model)
         return model
@@ -416,6 +418,8 @@ class ElasticEstimator(
         from spark_elastic.runner import run_async
 
         options = dict(self.getOrDefault("run_options") or {})
+        if env := self._worker_env():
+            options["env"] = {**env, **(options.get("env") or {})}
         if options.get("launcher") is None:
             options["spark"] = context
         job = run_async(
@@ -441,9 +445,63 @@ class ElasticEstimator(
             if self.isSet(param.name):
                 model._set(**{param.name: self.getOrDefault(param.name)})
 
-    def _read_options(self) -> dict[str, Any]:
+    # What trainings of all frameworks are told.
+
+    def _common_settings(self, dataset: Dataset, run: Store, resume_from: str | None) -> dict[str, Any]:
+        """The fields of `ml.training.spec.Training`."""
+        batch_size, per_worker = self._batch_sizes()
         options = self.getOrDefault("data_options") or {}
-        return {name: options[name] for name in READ_OPTIONS if name in options}
+        same = ("transformation_fn", "epochs", "shuffle", "seed", "device", "num_threads", "verbose")
+        return {
+            "dataset": dataset,
+            "store": run,
+            "batch_size": batch_size,
+            "per_worker_batch_size": per_worker,
+            "accumulation": self.getOrDefault("accumulation_steps"),
+            "clip_norm": self.getOrDefault("gradient_clip_norm"),
+            "clip_value": self.getOrDefault("gradient_clip_value"),
+            "compression": self.getOrDefault("gradient_compression"),
+            "checkpoints": self._checkpoint_plan(),
+            "resume_from": resume_from,
+            "input_shapes": self.getOrDefault("input_shapes"),
+            "label_shapes": self.getOrDefault("label_shapes"),
+            **{name: self.getOrDefault(name) for name in same},
+            **{name: options[name] for name in READ_OPTIONS if name in options},
+        }
+
+    def _checkpoint_plan(self) -> CheckpointPlan | None:
+        if self.getOrDefault("checkpoint_dir") is None:
+            return None
+        return CheckpointPlan(
+            every_epochs=self.getOrDefault("checkpoint_interval"),
+            every_seconds=self.getOrDefault("checkpoint_seconds"),
+            keep=self.getOrDefault("keep_checkpoints"),
+            best_of=self.getOrDefault("checkpoint_best_of"),
+            mode=self.getOrDefault("checkpoint_best_mode"),
+        )
+
+    def _callbacks(self) -> list[Any]:
+        """As they were given; one may stand alone."""
+        given = self.getOrDefault("callbacks")
+        return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+
+    # What they leave in the run's folder.
+
+    def _latest_checkpoint(self, run: Store) -> str | None:
+        """Raises: CheckpointError."""
+        found = Checkpoints(run.sub(CHECKPOINTS)).latest()
+        return None if found is None else found.name
+
+    def _trained(self, run: Store, name: str) -> bytes:
+        """The file with what was learnt. Raises: StoreError: the driver does not see it."""
+        try:
+            return run.read_bytes(name)
+        except OSError as error:
+            raise StoreError(
+                f"the workers wrote the trained model to {run.url}, where the driver does not see it ({error}); name a "
+                "store, or a checkpoint_dir, that all of them share",
+                url=run.url,
+            ) from error
 
     def _batch_sizes(self) -> tuple[int | None, int | None]:
         """Of the global batch, or of each worker's."""

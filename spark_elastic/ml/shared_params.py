@@ -8,7 +8,7 @@ from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml import converters as to
 from spark_elastic.ml.params import ElasticParams, setting
 
-PREDICTIONS = ("auto", "argmax", "argmax_probability", "value", "binary_logit", "binary_probability")
+PREDICTIONS = ("auto", "argmax", "value", "binary_logit", "binary_probability", "argmax_probability")
 
 RUN_OPTIONS = (
     "start_timeout",
@@ -130,6 +130,14 @@ class TrainingParams(ElasticParams):
         to.whole(at_least=1),
         default=1,
     )
+    device: Any = setting(
+        "device", "device to train on: 'cpu', 'cuda', 'cuda:0', ... Default: cuda where a worker has it.", to.text
+    )
+    num_threads: Any = setting(
+        "num_threads",
+        "the framework's threads in each worker. Default: the workers of a host share its cores.",
+        to.whole(1),
+    )
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -138,13 +146,13 @@ class TrainingParams(ElasticParams):
                 f"batch_size={self._given('batch_size')} (of all workers together) and per_worker_batch_size="
                 f"{self._given('per_worker_batch_size')} contradict each other; set one of them to None"
             )
-        if self._given("loss_weights") is not None:
-            losses = self._given("loss")
-            count = len(losses) if isinstance(losses, (list, tuple)) else None if losses is None else 1
-            if count is not None and count != len(self._given("loss_weights")):
-                raise InvalidSettingsError(
-                    f"{len(self._given('loss_weights'))} loss_weights for {count} losses; give one for each"
-                )
+        self._check_loss_weights()
+
+    def _check_loss_weights(self) -> None:
+        losses, weights = self._given("loss"), self._given("loss_weights")
+        count = len(losses) if isinstance(losses, (list, tuple)) else None if losses is None else 1
+        if weights is not None and count is not None and count != len(weights):
+            raise InvalidSettingsError(f"{len(weights)} loss_weights for {count} losses; give one for each")
 
 
 class ClusterParams(ElasticParams):

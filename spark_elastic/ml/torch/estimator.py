@@ -10,10 +10,9 @@ import torch
 
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidSettingsError, StoreError
+from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml import converters as to
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.estimator import ElasticEstimator, TrialRun
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.params import setting
@@ -22,7 +21,6 @@ from spark_elastic.ml.torch import losses, safe_objects, trial, weights
 from spark_elastic.ml.torch.model import ElasticTorchModel
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
 from spark_elastic.ml.torch.training import train
-from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan
 
 
 class ElasticTorchEstimator(ElasticEstimator):
@@ -75,12 +73,6 @@ class ElasticTorchEstimator(ElasticEstimator):
         "column of the history that a scheduler such as ReduceLROnPlateau follows. Default: 'val_loss', or 'loss'.",
         to.text,
     )
-    device: Any = setting(
-        "device", "device to train on: 'cpu', 'cuda', 'cuda:0', ... Default: cuda where a worker has it.", to.text
-    )
-    num_threads: Any = setting(
-        "num_threads", "torch's threads in each worker. Default: the workers of a host share its cores.", to.whole(1)
-    )
 
     @classmethod
     def _codec(cls) -> Codec:
@@ -114,8 +106,7 @@ class ElasticTorchEstimator(ElasticEstimator):
             )
         self._check_losses()
         self._check_optimizer(model, optimizer)
-        callbacks = self._given("callbacks")
-        for callback in [] if callbacks is None else callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]:
+        for callback in self._callbacks():
             if not isinstance(callback, Callback):
                 raise InvalidSettingsError(
                     f"callbacks must be a list of spark_elastic.ml.callbacks.Callback; {callback!r} is none"
@@ -163,55 +154,14 @@ class ElasticTorchEstimator(ElasticEstimator):
         return [losses.label_dtype(one) for one in each]
 
     def _training(self, dataset: Dataset, run: Store, resume_from: str | None) -> TorchTraining:
-        batch_size, per_worker = self._batch_sizes()
-        callbacks = self._given("callbacks") or []
+        same = ("model", "optimizer", "loss", "loss_weights", "train_fn", "lr_scheduler", "scheduler_interval")
         return TorchTraining(
-            dataset=dataset,
-            store=run,
-            model=self._given("model"),
-            optimizer=self._given("optimizer"),
-            loss=self._given("loss"),
-            loss_weights=self._given("loss_weights"),
-            train_fn=self._given("train_fn"),
+            **self._common_settings(dataset, run, resume_from),
             metrics=self._given("metrics") or {},
-            transformation_fn=self._given("transformation_fn"),
-            batch_size=batch_size,
-            per_worker_batch_size=per_worker,
-            accumulation=self._given("accumulation_steps"),
-            epochs=self._given("epochs"),
-            shuffle=self._given("shuffle"),
-            seed=self._given("seed"),
-            lr_scheduler=self._given("lr_scheduler"),
-            scheduler_interval=self._given("scheduler_interval"),
             scheduler_monitor=self._given("scheduler_monitor"),
-            clip_norm=self._given("gradient_clip_norm"),
-            clip_value=self._given("gradient_clip_value"),
-            compression=self._given("gradient_compression"),
-            callbacks=list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks],
-            checkpoints=self._checkpoint_plan(),
-            resume_from=resume_from,
-            device=self._given("device"),
-            num_threads=self._given("num_threads"),
-            input_shapes=self._given("input_shapes"),
-            label_shapes=self._given("label_shapes"),
-            verbose=self._given("verbose"),
-            **self._read_options(),
+            callbacks=self._callbacks(),
+            **{name: self._given(name) for name in same},
         )
-
-    def _checkpoint_plan(self) -> CheckpointPlan | None:
-        if self._given("checkpoint_dir") is None:
-            return None
-        return CheckpointPlan(
-            every_epochs=self._given("checkpoint_interval"),
-            every_seconds=self._given("checkpoint_seconds"),
-            keep=self._given("keep_checkpoints"),
-            best_of=self._given("checkpoint_best_of"),
-            mode=self._given("checkpoint_best_mode"),
-        )
-
-    def _latest_checkpoint(self, run: Store) -> str | None:
-        found = Checkpoints(run.sub(CHECKPOINTS)).latest()
-        return None if found is None else found.name
 
     def _try(self, training: TorchTraining) -> TrialRun:
         return trial.run_once(training, self._given("inference_fn"))
@@ -219,16 +169,8 @@ class ElasticTorchEstimator(ElasticEstimator):
     def _train_fn(self) -> Callable[[Any], Any]:
         return train
 
-    def _fitted_model(self, run: Store, fitted: Fitted) -> ElasticTorchModel:
+    def _fitted_model(self, training: TorchTraining, fitted: Fitted) -> ElasticTorchModel:
         model = ElasticTorchModel()
         module = copy.deepcopy(self._given("model")).cpu()
-        try:
-            file = run.read_bytes(MODEL_FILE)
-        except OSError as error:
-            raise StoreError(
-                f"the workers wrote the trained model to {run.url}, where the driver does not see it ({error}); name a "
-                "store, or a checkpoint_dir, that all of them share",
-                url=run.url,
-            ) from error
-        model._attach(weights.fill(module, weights.loads(file)), fitted)
+        model._attach(weights.fill(module, weights.loads(self._trained(training.store, MODEL_FILE))), fitted)
         return model
