@@ -37,11 +37,16 @@ from spark_elastic.collective.process import (
 from spark_elastic.collective.process_sets import ProcessSet, cross_process_set, global_process_set, local_process_set
 from spark_elastic.collective.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
-from spark_elastic.keras import elastic
+from spark_elastic.keras import callbacks, elastic
+from spark_elastic.keras.compression import Compression
+from spark_elastic.keras.optimizer import DistributedOptimizer
+from spark_elastic.keras.saving import load_model
 
 __all__ = [
     "Adasum",
     "Average",
+    "Compression",
+    "DistributedOptimizer",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "Max",
@@ -55,6 +60,7 @@ __all__ = [
     "allgather_object",
     "barrier",
     "broadcast_object",
+    "callbacks",
     "ccl_built",
     "cross_process_set",
     "cross_rank",
@@ -69,6 +75,7 @@ __all__ = [
     "is_homogeneous",
     "is_initialized",
     "join",
+    "load_model",
     "local_process_set",
     "local_rank",
     "local_size",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -107,10 +106,17 @@ def reader_of(variables: Sequence[Variable]) -> Callable[[], list[Copy]]:
     return lambda: list(graph())
 
 
+def rows_of(data: Any) -> Any:
+    """Rows of a batch as `train_step` gets it: a number, or a tensor of type float64 in a graph."""
+    import keras
+
+    inputs = data[0] if isinstance(data, tuple) else data
+    first = next(part for part in keras.tree.flatten(inputs) if part is not None)
+    if BACKEND == "torch":
+        return float(first.shape[0])
+    import tensorflow as tf
+
+    return tf.cast(tf.shape(first)[0], tf.float64)
+
+
 _WORTH_A_GRAPH = 16
-_AUTOMATIC_NUMBER = re.compile(r"_\d+(?=/|$)")
-
-
-def same_place(one: str, other: str) -> bool:
-    """Whether two paths can be those of one variable in two processes, which number their layers on their own."""
-    return _AUTOMATIC_NUMBER.sub("", one) == _AUTOMATIC_NUMBER.sub("", other)

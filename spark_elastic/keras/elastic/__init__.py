@@ -10,6 +10,13 @@ from spark_elastic.collective.frontend import frontend
 from spark_elastic.collective.handled_state import ObjectState, State
 from spark_elastic.collective.handled_values import StateHandler
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
+from spark_elastic.keras.elastic.callbacks import (
+    CommitStateCallback,
+    ElasticCallback,
+    UpdateBatchStateCallback,
+    UpdateEpochStateCallback,
+)
+from spark_elastic.keras.elastic.dataset import ElasticDataset
 from spark_elastic.keras.elastic.lost_peer import with_lost_peers_named
 from spark_elastic.keras.elastic.state import KerasState
 
@@ -28,11 +35,16 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
 
 
 __all__ = [
+    "CommitStateCallback",
+    "ElasticCallback",
+    "ElasticDataset",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "KerasState",
     "ObjectState",
     "State",
     "StateHandler",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
     "run",
 ]

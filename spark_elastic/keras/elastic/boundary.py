@@ -8,6 +8,7 @@ then. If that number has not changed when a collective has failed, the step is o
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from spark_elastic.keras import variables as values
@@ -44,12 +45,27 @@ class Boundary:
                 own = variable.value
                 self._copies[id(variable)] = tf.Variable(tf.zeros(own.shape, own.dtype), trainable=False)
 
-    def mark(self) -> None:
-        """A step starts here. May be called in a graph, and is traced with it then."""
+    def mark(self, begins: Any = True) -> None:
+        """A step starts here. May be called in a graph, and is traced with it then.
+
+        begins: False, or a tensor that is, in the later passes of a step whose gradients are added up over several.
+        """
         if BACKEND == "torch":
-            self._copies = dict(zip(map(id, self._marked), values.copies_of(self._marked), strict=True))
-            self._at = int(self._steps())
-            return
+            if begins:
+                self._copies = dict(zip(map(id, self._marked), values.copies_of(self._marked), strict=True))
+                self._at = int(self._steps())
+        elif begins is True:
+            self._mark_tensorflow()
+        else:
+            import tensorflow as tf
+
+            def mark() -> Any:
+                self._mark_tensorflow()
+                return tf.constant(True)
+
+            tf.cond(begins, mark, lambda: tf.constant(False))
+
+    def _mark_tensorflow(self) -> None:
         # an assignment shares the buffer; whoever changes the variable next copies it first
         for variable in self._marked:
             self._copies[id(variable)].assign(variable.value.read_value(), read_value=False)
@@ -72,16 +88,18 @@ def _value(copy: Any) -> Any:
     return copy if BACKEND == "torch" else copy.read_value()
 
 
-def marked_steps(model: Any, prepare: Callable[[], None], mark: Callable[[Any], None]) -> Callable[[], None]:
-    """Have `mark(data)` called at the start of every train step of the model, and `prepare()` before it is traced.
+def wrap_steps(
+    model: Any, prepare: Callable[[], None], around: Callable[[Any], AbstractContextManager[None]]
+) -> Callable[[], None]:
+    """Have every train step of the model run inside of `around(data)`, and `prepare()` called before it is traced.
 
     Returns: what undoes it.
     """
     plain_step, plain_make = model.train_step, model.make_train_function
 
     def train_step(data: Any) -> Any:
-        mark(data)
-        return plain_step(data)
+        with around(data):
+            return plain_step(data)
 
     def make_train_function(*args: Any, **kwargs: Any) -> Any:
         prepare()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from spark_elastic.collective.handled_state import HandledState
@@ -11,8 +12,9 @@ from spark_elastic.collective.handled_values import StateHandler
 from spark_elastic.core.recovery import Recovery
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.keras import variables as values
-from spark_elastic.keras.elastic.boundary import Boundary, marked_steps
+from spark_elastic.keras.elastic.boundary import Boundary, wrap_steps
 from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler, handler_for
+from spark_elastic.keras.optimizer import DistributedOptimizerMixin
 
 log = logging.getLogger("spark_elastic.keras")
 
@@ -30,13 +32,23 @@ class KerasState(HandledState):
         kwargs: more models, optimizers, metrics and variables, and anything else to keep, such as batch=0 and epoch=0.
     """
 
+    model: Any
+    optimizer: Any
+    batch: Any
+    epoch: Any
+
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         self._counts: dict[str, int] = {}
         self._boundary: Boundary | None = None
-        self._unmark: list[Callable[[], None]] = []
+        self._unwrap: list[Callable[[], None]] = []
         self._running: tuple[Any, list[Any], list[Any]] | None = None
+        """The epoch in which the loop was left, and the metrics with their values then."""
         self._unbuilt = False
-        self._written: tuple[int, int] = (0, 0)
+        self._total = 0
+        self._noted: tuple[int, int] | None = None
+        self._global_batch: int | None = None
+        self._put_off = 0
+        self.reentered = False
         if optimizer is None:
             optimizer = getattr(model, "optimizer", None)
         super().__init__(model=model, optimizer=optimizer, **kwargs)
@@ -112,8 +124,23 @@ class KerasState(HandledState):
             since, self._counts[name] = now - self._counts[name], now
             self._steps[name] += max(since, 0)
             taken += max(since, 0)
+        self._total += taken
         if taken:
             self._set_progress(self._progress + taken)
+
+    def _distributed(self) -> list[Any]:
+        """The parts of optimizers that reduce gradients."""
+        optimizers = self._optimizers().values()
+        return [o._steps for o in optimizers if isinstance(o, DistributedOptimizerMixin) and o._steps is not None]
+
+    def _at_boundary(self) -> bool:
+        """Whether no optimizer holds gradients of some but not all passes of a step."""
+        return all(bool(steps.at_boundary()) for steps in self._distributed() if steps.passes > 1)
+
+    def _drop_gradients(self) -> None:
+        for steps in self._distributed():
+            if steps.passes > 1:
+                steps.drop()
 
     def _forget_counts(self) -> None:
         """The optimizers have been given other values."""
@@ -134,9 +161,33 @@ class KerasState(HandledState):
 
         Raises: HostsUpdatedInterrupt: the world is about to change; on every member at the same commit.
         """
+        self.commit_here()
+        self._check_host_updates()
+
+    def commit_here(self) -> None:
+        """Commit without asking for updated hosts; ask later, with `leave_if_updated`."""
         self.save()
         self._committed()
-        self._mark_resume_point()
+        self.resume_here()
+
+    def resume_here(self) -> None:
+        """Have the loop go on from here, rather than from the commit, when a collective fails before the next step.
+
+        It does nothing between the passes of one step.
+        """
+        if self._at_boundary():
+            self._mark_resume_point()
+
+    def leave_if_updated(self) -> None:
+        """Raises: HostsUpdatedInterrupt: the world is about to change; on every member at the same call."""
+        self._check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Leave the loop if the world is about to change. Cheaper than a commit: no tensor is copied.
+
+        Raises: HostsUpdatedInterrupt: on every member at the same check.
+        """
+        self.resume_here()
         self._check_host_updates()
 
     def restore(self) -> None:
@@ -158,42 +209,94 @@ class KerasState(HandledState):
             not handler.built() for handler in self._handlers.values() if isinstance(handler, ModelHandler)
         )
 
+    def _may_leave(self) -> bool:
+        """Not between the passes of one step, whose gradients would be lost; unless the loop only ever checks there."""
+        if self._at_boundary():
+            self._put_off = 0
+            return True
+        self._put_off += 1
+        return self._put_off > 2 * max(steps.passes for steps in self._distributed())
+
+    def sync_if_built_late(self) -> None:
+        """Take over the variables of a model that nobody had built when the state was synchronised.
+
+        Every member calls it at the same point, once `fit` has built the model.
+        """
+        if not self._unbuilt or not all(handler.built() for handler in self._model_handlers()):
+            return
+        self._unbuilt = False
+        self.sync()
+        self.save()
+
     def _recover(self, error: HorovodInternalError) -> None:
         self._count_steps()
         super()._recover(error)
+        self._drop_gradients()
         self._keep_running_metrics()
 
     def _interrupted(self) -> None:
+        self._drop_gradients()
         self._keep_running_metrics()
 
     def _mark_resume_point(self) -> None:
         self._count_steps()
         super()._mark_resume_point()
-        if self._in_loop and not self._unmark:
-            self._mark_steps()
+        if self._in_loop and not self._unwrap:
+            self._wrap_steps()
 
     def _settle(self, choice: Recovery) -> None:
         if choice is not Recovery.COMMIT and self._boundary is not None and self._boundary.put_back():
             log.info("put back what the unfinished step had changed")
+        if choice is Recovery.LIVE and self._noted is not None:
+            # of several steps in one execution, and of several passes in one step, some have been applied
+            steps, batch = self._noted
+            passes = max((each.passes for each in self._distributed()), default=1)
+            self.batch = batch + (self._total - steps) * passes
+
+    def note_batch(self) -> None:
+        """`batch` has been set to the number of batches that are done."""
+        if self._at_boundary():
+            self._count_steps()
+            self._noted = self._total, self.batch
 
     def _left_loop(self) -> None:
         super()._left_loop()
-        for undo in self._unmark:
+        for undo in self._unwrap:
             undo()
-        self._unmark = []
+        self._unwrap = []
 
-    # --- the start of each step -----------------------------------------------------------------
+    # --- around each step -----------------------------------------------------------------------
 
-    def _mark_steps(self) -> None:
+    def weigh_by_rows(self, global_batch: int) -> None:
+        """Have each member's gradient count by the rows it was made of.
+
+        global_batch: rows of a step on all members together; only the scale, which no result depends on.
+        """
+        self._global_batch = global_batch
+
+    def _wrap_steps(self) -> None:
         if self._boundary is None:
             self._boundary = Boundary(self._step_variables, self._applied)
         for model in self._models().values():
             if hasattr(model, "train_step"):
-                self._unmark.append(marked_steps(model, self._boundary.prepare, self._step_starts))
+                self._unwrap.append(wrap_steps(model, self._boundary.prepare, self._around_step))
 
-    def _step_starts(self, data: Any) -> None:
+    @contextmanager
+    def _around_step(self, data: Any) -> Iterator[None]:
         assert self._boundary is not None
-        self._boundary.mark()
+        several = [steps for steps in self._distributed() if steps.passes > 1]
+        self._boundary.mark(several[0].at_boundary() if several else True)
+        if self._global_batch is None:
+            yield
+            return
+        weight = values.rows_of(data) / self._global_batch
+        for steps in self._distributed():
+            steps.weight = weight
+        try:
+            yield
+        finally:
+            for steps in self._distributed():
+                steps.weight = None
 
     def _step_variables(self) -> list[Any]:
         found = {id(v): v for handler in self._model_handlers() for v in handler.step_variables()}
@@ -208,7 +311,8 @@ class KerasState(HandledState):
 
     def _keep_running_metrics(self) -> None:
         counting = self._metrics_variables()
-        self._running = self._place(), counting, values.copies_of(counting)
+        self._running = self.__dict__.get("epoch"), counting, values.copies_of(counting)
+        self.reentered = True
 
     def put_running_metrics_back(self) -> None:
         """Have the metrics of the model go on where they were when the loop was left.
@@ -217,7 +321,7 @@ class KerasState(HandledState):
         metrics those of all its batches; if the epoch is not the one that was left, it does nothing.
         """
         running, self._running = self._running, None
-        if running is None or running[0] != self._place():
+        if running is None or running[0] != self.__dict__.get("epoch") or not self.__dict__.get("batch"):
             return
         _, counting, copies = running
         if [id(variable) for variable in counting] == [id(variable) for variable in self._metrics_variables()]:
@@ -226,15 +330,11 @@ class KerasState(HandledState):
     def _metrics_variables(self) -> list[Any]:
         return list(getattr(self.__dict__.get("model"), "metrics_variables", ()))
 
-    def _place(self) -> tuple[Any, Any]:
-        return self.__dict__.get("epoch"), self.__dict__.get("batch")
-
 
 def count_of(optimizer: Any) -> Any:
     """Steps applied by an optimizer: a number, or a tensor that is one when it is evaluated."""
-    counted = getattr(optimizer, "steps_applied", None)  # a DistributedOptimizer also counts steps that were skipped
-    if counted is not None:
-        return counted()
+    if isinstance(optimizer, DistributedOptimizerMixin) and optimizer._steps is not None:
+        return optimizer.steps_applied()  # also those that were skipped
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return inner._iterations.value
 

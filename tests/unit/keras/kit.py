@@ -7,6 +7,7 @@ in the background.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing as mp
 import os
 import socket
@@ -40,6 +41,7 @@ class ReusableLink(KitLink):
 
 def _serve(orders: Connection, backend: str) -> None:
     os.environ.update(KERAS_BACKEND=backend, TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")  # shown if a test fails
     import torch
 
     torch.set_num_threads(1)
@@ -51,6 +53,7 @@ def _serve(orders: Connection, backend: str) -> None:
     import keras
 
     import spark_elastic.keras as hvd
+    from spark_elastic.collective.process import process
 
     orders.send("ready")
     while True:
@@ -69,6 +72,7 @@ def _serve(orders: Connection, backend: str) -> None:
             link.send("done", result)
         link.over.wait()  # until then a peer still finds our sockets open
         hvd.shutdown()
+        process._connections.clear()  # another driver counts its rounds from 1 again
         worker_link.install(None)
         keras.backend.clear_session()
         orders.send("free")

@@ -1,0 +1,172 @@
+"""Rows for `model.fit` that are dealt out again, to any number of members, in the middle of an epoch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+from spark_elastic.collective.process import process
+from spark_elastic.core.sampling import EpochOrder
+from spark_elastic.errors import UsageError
+from spark_elastic.keras.elastic.state import KerasState
+
+Indices = npt.NDArray[np.int64]
+
+
+def batch_rows(order: EpochOrder, batch: int, batches: int, rank: int, size: int) -> Indices:
+    """The rows of one batch of an epoch that a member takes, each at least one.
+
+    An epoch is cut into `batches` nearly equal pieces of its order, whatever the size of the world, and a piece is
+    dealt out in turns. With fewer rows than members some rows are seen by two of them.
+    """
+    first, last = batch * order.rows // batches, (batch + 1) * order.rows // batches
+    mine = np.arange(first + rank, last, size, dtype=np.int64)
+    if not mine.size:
+        mine = np.array([first + rank % (last - first)], dtype=np.int64)
+    return order[mine]
+
+
+class ElasticDataset(DataAdapter):  # type: ignore[misc]
+    """Arrays for `model.fit`: each row once an epoch on one of the members, however often the world changes.
+
+    An epoch goes on where `state.epoch` and `state.batch` say, so put an `ElasticCallback(state)` among the callbacks
+    of `fit`, and call it with `initial_epoch=state.epoch`. Batches are those of the whole world: the same rows
+    in each step for any number of members, of which each takes its share, and a share counts by its rows. So the model
+    does not depend on how many members there were, rounding aside.
+
+    `fit` takes it as `x`, without `y`, `batch_size`, `shuffle` or `class_weight`.
+
+    Args:
+        x: an array, or a list or dictionary of them, as the model takes them; the first dimension is the rows.
+        y: targets, likewise, or None.
+        sample_weight: one for each row, or None.
+        state: with `batch=0` and `epoch=0`.
+        batch_size: rows of a step on all members together, at most; all steps of an epoch are nearly as large.
+        shuffle: a different order each epoch.
+        seed: of the order; the same on all members.
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        state: KerasState,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        for name in ("batch", "epoch"):
+            if name not in state.__dict__:
+                raise UsageError(f"ElasticDataset goes on where state.{name} says: KerasState(model, {name}=0, ...)")
+        if batch_size < 1:
+            raise UsageError(f"batch_size must be at least 1, not {batch_size}")
+        parts = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
+        self._arrays = keras.tree.map_structure(_as_array, parts)
+        lengths = {len(array) for array in keras.tree.flatten(self._arrays)}
+        if len(lengths) != 1 or 0 in lengths:
+            raise UsageError(f"all arrays must have the same number of rows, and some, not {sorted(lengths)}")
+        self.rows = lengths.pop()
+        self.state = state
+        self.shuffle = shuffle
+        self.seed = seed
+        self._batches = -(-self.rows // batch_size)
+        self._mine: list[Indices] = []
+        self._variables: tuple[Any, Any] | None = None
+        self._tensors: Any = None
+        state.weigh_by_rows(batch_size)
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def rows_left(self) -> list[Indices]:
+        """This member's rows of each batch that is left of the state's epoch."""
+        position = process.require()
+        order = EpochOrder(self.rows, self.seed, self.state.epoch, self.shuffle)
+        left = range(min(self.state.batch, self._batches), self._batches)
+        return [batch_rows(order, batch, self._batches, position.rank, position.size) for batch in left]
+
+    # --- what Keras asks ------------------------------------------------------------------------
+
+    @property
+    def num_batches(self) -> int:
+        return self._batches
+
+    @property
+    def batch_size(self) -> None:
+        return None
+
+    @property
+    def has_partial_batch(self) -> bool:
+        return False
+
+    @property
+    def partial_batch_size(self) -> None:
+        return None
+
+    def on_epoch_begin(self) -> None:
+        self._mine = self.rows_left()
+        if self._variables is not None:
+            rows, ends = self._variables
+            rows.assign(np.concatenate([np.empty(0, np.int64), *self._mine]))
+            ends.assign(np.cumsum([0, *map(len, self._mine)], dtype=np.int64))
+        # Keras asks for the number of batches once, and epochs that are gone on with have fewer. Who calls is the
+        # iterator that counts them.
+        counting: Any = sys._getframe(1).f_locals.get("self")
+        if hasattr(counting, "_num_batches"):
+            counting._num_batches = len(self._mine)
+
+    def get_tf_dataset(self) -> Any:
+        import tensorflow as tf
+
+        if self._variables is None:
+            self._variables = (
+                tf.Variable(np.empty(0, np.int64), shape=[None], trainable=False),
+                tf.Variable(np.zeros(1, np.int64), shape=[None], trainable=False),
+            )
+            self._tensors = keras.tree.map_structure(tf.constant, self._arrays)
+        rows, ends = self._variables
+        tensors = self._tensors
+
+        def batch_at(number: Any) -> Any:
+            limits = ends.read_value()
+            mine = rows.read_value()[limits[number] : limits[number + 1]]
+            return keras.tree.map_structure(lambda tensor: tf.gather(tensor, mine), tensors)
+
+        def numbers_of_batches(_: Any) -> Any:
+            return tf.data.Dataset.range(tf.size(ends.read_value(), out_type=tf.int64) - 1)
+
+        plain = tf.autograph.experimental.do_not_convert
+        # the variables are read when an epoch begins, not when this is made
+        numbers = tf.data.Dataset.range(1).flat_map(plain(numbers_of_batches))
+        return numbers.map(plain(batch_at)).prefetch(2)
+
+    def get_torch_dataloader(self) -> Any:
+        return _TorchBatches(self)
+
+    def get_numpy_iterator(self) -> Iterator[Any]:
+        for rows in self._mine:
+            yield keras.tree.map_structure(lambda array, rows=rows: array[rows], self._arrays)
+
+
+class _TorchBatches:
+    def __init__(self, dataset: ElasticDataset) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        import torch
+
+        for batch in self._dataset.get_numpy_iterator():
+            yield keras.tree.map_structure(torch.from_numpy, batch)
+
+
+def _as_array(values: Any) -> npt.NDArray[Any]:
+    array = np.asarray(values)
+    return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array

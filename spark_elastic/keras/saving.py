@@ -1,0 +1,34 @@
+"""Saved models, loaded so that training goes on on all members."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import keras
+
+from spark_elastic.keras.compression import Compression
+from spark_elastic.keras.optimizer import DistributedOptimizer
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Iterable[type] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Any = Compression.none,
+    **distributed: Any,
+) -> Any:
+    """As `keras.saving.load_model`, with the optimizer made a `DistributedOptimizer`; its state is the saved one.
+
+    Args:
+        filepath: a file that `model.save` wrote, with any optimizer, distributed or not.
+        custom_optimizers: classes of optimizers that are not Keras' own.
+        custom_objects: other classes and functions that the model needs, by name.
+        compression, distributed: arguments of `DistributedOptimizer`.
+    """
+    known = {kind.__name__: kind for kind in custom_optimizers or ()}
+    known.update(custom_objects or {})
+    model = keras.saving.load_model(filepath, custom_objects=known or None)
+    if getattr(model, "optimizer", None) is not None:
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **distributed)
+    return model

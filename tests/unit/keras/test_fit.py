@@ -1,0 +1,276 @@
+"""`model.fit` in worlds that break and grow: real processes, real kills."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import spark_elastic.keras as hvd
+from spark_elastic.errors import HostsUpdatedInterrupt
+from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
+from tests.unit.keras.kit import KerasDriver
+from tests.unit.keras.test_keras_state import CLASSES, Plain, together
+from tests.unit.torch.kit import die, link, tell
+
+ROWS, BATCH, FEATURES = 90, 9, 5
+EPOCHS = 2
+STEPS = ROWS // BATCH * EPOCHS
+
+
+def data():
+    generator = np.random.default_rng(3)
+    x = generator.normal(size=(ROWS, FEATURES)).astype("float32")
+    x[:, 0] = np.arange(ROWS)  # the row's own number, which `Noting` takes out again
+    return x, generator.integers(0, CLASSES, ROWS)
+
+
+class Noting(keras.layers.Layer):
+    """Notes which rows come through, and how often it was called in training; in a graph, with the step's own ops."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(ROWS,), initializer="zeros", trainable=False, name="seen")
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls", dtype="int32")
+
+    def call(self, inputs, training=False):
+        if training:
+            numbers = keras.ops.cast(inputs[:, 0], "int32")
+            self.seen.assign(self.seen + keras.ops.sum(keras.ops.one_hot(numbers, ROWS), axis=0))
+            self.calls.assign(self.calls + 1)
+        return inputs[:, 1:]
+
+
+def build(seed=None, batch_norm=False):
+    keras.utils.set_random_seed(hvd.rank() if seed is None else seed)
+    layers = [keras.layers.Input((FEATURES,)), Noting(name="noting"), keras.layers.Dense(6)]
+    layers += [keras.layers.BatchNormalization()] if batch_norm else []
+    return keras.Sequential([*layers, keras.layers.Dense(CLASSES)])
+
+
+def compiled(model, optimizer=None, **more):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = optimizer or hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
+    model.compile(optimizer, loss, metrics=["accuracy"], **more)
+    return model
+
+
+class At(keras.callbacks.Callback):
+    """Calls functions at steps of this process: {(epoch, batch of the epoch): function}."""
+
+    def __init__(self, state, actions, when="begin"):
+        super().__init__()
+        self.state, self.actions, self.when = state, actions, when
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.when == "begin":
+            self.actions.get((self.state.epoch, self.state.batch), lambda: None)()
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.when == "end":
+            self.actions.get((self.state.epoch, self.state.batch), lambda: None)()
+
+
+class Ends(keras.callbacks.Callback):
+    """What a user's callback sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches, self.epochs, self.logs = 0, [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches += 1
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs.append(epoch)
+        self.logs.append(dict(logs))
+
+
+def train(dies, where="begin", passes=1, compile_options=None, **state_options):
+    """Workers in `dies` kill themselves at (epoch, batch)."""
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.05, momentum=0.9), backward_passes_per_step=passes, average_aggregated_gradients=True
+    )
+    model = compiled(build(), optimizer, **(compile_options or {}))
+    state = KerasState(model, batch=0, epoch=0, **state_options)
+    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    ends = Ends()
+    actions = {dies[link().worker]: die} if link().worker in dies else {}
+    entered = []
+
+    @hvd.elastic.run
+    def loop(state):
+        entered.append((state.epoch, state.batch, state.progress, int(optimizer.iterations)))
+        callbacks = [ends, At(state, actions, where), ElasticCallback(state)]
+        return model.fit(dataset, initial_epoch=state.epoch, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+
+    history = loop(state)
+    noting = model.get_layer("noting")
+    return {
+        "size": hvd.size(),
+        "progress": state.progress,
+        "iterations": int(optimizer.iterations),
+        "place": (state.epoch, state.batch),
+        "entered": entered,
+        "epochs": ends.epochs,
+        "batches": ends.batches,
+        "calls": int(noting.calls),
+        "seen": keras.ops.convert_to_numpy(noting.seen).tolist(),
+        "model": [keras.ops.convert_to_numpy(v).astype("float64").sum() for v in model.trainable_variables],
+        "history": (history.epoch, {name: len(values) for name, values in history.history.items()}),
+    }
+
+
+def check(results, size, steps=STEPS):
+    for result in results:
+        assert result["size"] == size
+        assert result["progress"] == result["iterations"] == steps
+        assert result["place"] == (EPOCHS, 0)
+        assert result["epochs"] == list(range(EPOCHS))
+        assert result["calls"] == STEPS
+        assert result["history"] == (list(range(EPOCHS)), {"accuracy": EPOCHS, "loss": EPOCHS})
+    for result in results[1:]:
+        assert result["model"] == results[0]["model"]
+
+
+def test_in_a_world_of_one_it_is_plain_training(alone):
+    x, y = data()
+    plain = compiled(build(seed=1), keras.optimizers.SGD(0.05, momentum=0.9))
+    ours = compiled(build(seed=1))
+    state = KerasState(ours, batch=0, epoch=0)
+    dataset = ElasticDataset(x, y, state=state, batch_size=BATCH, shuffle=False)
+    loop = hvd.elastic.run(
+        lambda state: ours.fit(dataset, epochs=EPOCHS, verbose=0, callbacks=[ElasticCallback(state)])
+    )
+    one = loop(state)
+    other = plain.fit(x, y, batch_size=BATCH, shuffle=False, epochs=EPOCHS, verbose=0)
+    assert one.history["loss"] == pytest.approx(other.history["loss"], rel=1e-5)
+    assert one.history["accuracy"] == pytest.approx(other.history["accuracy"])
+    assert not np.any(keras.ops.convert_to_numpy(ours.get_layer("noting").seen) - EPOCHS)
+
+
+UNDISTURBED: dict[int, dict] = {}
+
+
+def undisturbed(passes):
+    if passes not in UNDISTURBED:
+        UNDISTURBED[passes] = together(train, {}, "begin", passes)[0]
+    return UNDISTURBED[passes]
+
+
+@pytest.mark.parametrize(
+    ("where", "passes", "options"),
+    [
+        ("begin", 1, {}),
+        ("end", 1, {"steps_per_execution": 4}),
+        ("begin", 2, {}),
+        ("begin", 1, {"run_eagerly": True}),
+    ],
+)
+def test_a_killed_worker_costs_no_step_and_no_row(where, passes, options):
+    """Rows are noted by the layer, inside of the step: a step that failed must not have left them noted."""
+    at = (0, 5) if where == "begin" else (0, 4)
+    with KerasDriver(start_with=3) as driver:
+        driver.start(train, {2: at}, where, passes, options, count=3)
+        results = driver.results(2)
+    check(results, 2, STEPS // passes)
+    for result in results:
+        assert max(result["seen"]) <= EPOCHS
+    assert results[0]["model"] == pytest.approx(undisturbed(passes)["model"], abs=2e-3)
+
+
+def test_rank_0_may_die_and_another_after_it():
+    with KerasDriver(start_with=3) as driver:
+        driver.start(train, {1: (0, 3), 2: (1, 7)}, count=3)
+        (result,) = driver.results(1)
+    check([result], 1)
+
+
+def grow(want, model_kind):
+    hvd.init()
+    first = hvd.size()
+    if model_kind == "unbuilt":
+        model = compiled(Plain(), hvd.DistributedOptimizer("adam"))
+    else:
+        model = compiled(build(batch_norm=True), hvd.DistributedOptimizer("adam"))
+    state = KerasState(model, batch=0, epoch=0)
+    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    seen = []
+
+    class Epochs(keras.callbacks.Callback):
+        left = 2
+
+        def on_epoch_begin(self, epoch, logs=None):
+            seen.append((epoch, state.epoch, state.batch))
+
+        def on_train_batch_end(self, batch, logs=None):
+            tell("step", (state.epoch, hvd.size()))
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.left -= hvd.size() == want
+            self.model.stop_training = not self.left
+
+    @hvd.elastic.run
+    def loop(state):
+        model.fit(dataset, initial_epoch=state.epoch, epochs=10_000, verbose=0, callbacks=[Epochs(), callback])
+
+    callback = ElasticCallback(state)
+    loop(state)
+    owners = (model, model.optimizer)
+    numbers = [keras.ops.convert_to_numpy(v).astype("float64").sum() for o in owners for v in o.variables]
+    return {"numbers": numbers, "seen": seen, "progress": state.progress, "epoch": state.epoch, "first": first}
+
+
+@pytest.mark.parametrize("model_kind", ["built", "unbuilt"])
+def test_a_newcomer_joins_in_full_flow_and_sees_the_epoch_that_runs(model_kind):
+    with KerasDriver(start_with=2) as driver:
+        driver.start(grow, 3, model_kind, count=2)
+        driver.wait(lambda: any(epoch >= 2 for epoch, _ in driver.told("step")))
+        driver.start(grow, 3, model_kind)
+        results = driver.results(3)
+        assert len(driver.worlds) == 2
+    for result in results:
+        assert result["progress"] == results[0]["progress"]
+        assert result["epoch"] == results[0]["epoch"]
+        if model_kind == "unbuilt":
+            assert result["numbers"] == results[0]["numbers"]
+    newcomer = results[2]["seen"]
+    assert newcomer[0][0] >= 2
+    assert all(epoch == known for epoch, known, _ in newcomer)
+    assert [entry[0] for entry in results[0]["seen"]][-len(newcomer) :] == [entry[0] for entry in newcomer]
+
+
+def test_callbacks_see_each_batch_end_once_and_the_epochs_metrics_are_those_of_all_its_rows(alone):
+    model = compiled(build())
+    state = KerasState(model, batch=0, epoch=0)
+    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    ends = Ends()
+    left = []
+
+    class Leaves(keras.callbacks.Callback):
+        """The world is about to change, after the fourth batch."""
+
+        def on_train_batch_end(self, batch, logs=None):
+            if state.batch == 4 and not left:
+                left.append(batch)
+                state.leave_if_updated = leave
+
+    def leave():
+        del state.leave_if_updated
+        raise HostsUpdatedInterrupt
+
+    counts = []
+
+    @hvd.elastic.run
+    def loop(state):
+        callbacks = [ElasticCallback(state), Leaves(), ends]
+        history = model.fit(dataset, initial_epoch=state.epoch, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+        counts.append(float(model.metrics[0].count))
+        return history
+
+    history = loop(state)
+    assert left == [3]
+    assert ends.batches == STEPS
+    assert ends.epochs == [0, 1]
+    assert counts == [ROWS]
+    assert history.history["loss"] == [entry["loss"] for entry in ends.logs]
