@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -120,3 +121,13 @@ def rows_of(data: Any) -> Any:
 
 
 _WORTH_A_GRAPH = 16
+
+
+# Keras numbers layers and optimizers as they are made: "adam_3/dense_65_kernel_momentum" in one process or notebook
+# cell is "adam/dense_kernel_momentum" in another.
+_AUTOMATIC_NUMBER = re.compile(r"_\d+(?=[/_]|$)")
+
+
+def same_place(one: str, other: str) -> bool:
+    """Whether two paths can be those of one variable, in processes that have numbered their layers on their own."""
+    return _AUTOMATIC_NUMBER.sub("", one) == _AUTOMATIC_NUMBER.sub("", other)
