@@ -11,6 +11,8 @@ WorkerId = int
 """One training process; a restart gets a new one, so a stale message cannot be mistaken for a current one."""
 SlotId = int
 """A place for one worker: the number of one single-task Spark job, kept across its restarts."""
+LaunchId = int
+"""One start of a slot's agent; a relaunch gets a new one, so a late agent cannot be mistaken for the awaited one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,8 +302,11 @@ class ElasticDriver:
             self._timer = self._loop.call_later(max(deadline - now, 0.0), self._handle, seen.Tick())
 
     def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None:
-        self._agents.add(agent)
         self._slot_of[agent] = hello.place.slot
+        if not self._ending and not self._launcher.admit(hello.place.slot, hello.launch):
+            self._server.to_agent(agent, wire.FinishAgent(False, "its launch is over"))
+            return  # what it says until it has gone is about nothing that the machine knows
+        self._agents.add(agent)
         self._tell_launcher()
         if self._ending:
             self._server.to_agent(agent, wire.FinishAgent(False, "the job is over"))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from spark_elastic.core.outcome import AgentOutcome
-from spark_elastic.core.topology import SlotId
+from spark_elastic.core.topology import LaunchId, SlotId
 
 OnEnded = Callable[[SlotId, str, AgentOutcome | None], None]
 """Called from any thread, exactly once for each `launch`, when it is over: the slot, why in words, and what the agent
@@ -26,6 +26,10 @@ class Launcher(Protocol):
 
     def withdraw(self, slot: SlotId, why: str) -> None:
         """End the slot's launch, pending or running; nothing if it is over already."""
+        ...
+
+    def admit(self, slot: SlotId, launch: LaunchId) -> bool:
+        """An agent has come. Returns: whether it is awaited, or has to go: its launch is over, or told to end."""
         ...
 
     def agents_joined(self, slots: frozenset[SlotId]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from spark_elastic import clock
 from spark_elastic.core.outcome import AgentOutcome
-from spark_elastic.core.topology import SlotId
+from spark_elastic.core.topology import LaunchId, SlotId
 from spark_elastic.driver.launcher import OnEnded
 from spark_elastic.wire.handover import AgentOrder
 from spark_elastic.wire.interfaces import address_of
@@ -78,6 +78,9 @@ class LocalAgents:
             process = self._processes.get(slot)
         if process is not None:
             _kill(process)
+
+    def admit(self, slot: SlotId, launch: LaunchId) -> bool:
+        return True  # the process is gone before its launch is over
 
     def agents_joined(self, slots: frozenset[SlotId]) -> None:
         pass  # the slots of this machine are nobody else's

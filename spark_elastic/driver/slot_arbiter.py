@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from spark_elastic.core.outcome import AgentOutcome
-from spark_elastic.core.topology import SlotId
+from spark_elastic.core.topology import LaunchId, SlotId
 from spark_elastic.driver.launcher import Launcher, OnEnded
 
 if TYPE_CHECKING:
@@ -183,6 +183,13 @@ class AdmittedLauncher:
                 return
             self._held.remove(slot)
         self._on_ended(slot, why, None)
+
+    def admit(self, slot: SlotId, launch: LaunchId) -> bool:
+        with self._lock:
+            if slot not in self._launched or not self._launcher.admit(slot, launch):
+                return False
+            self._joined |= {slot}  # from here on it is not taken back as one that no agent has answered
+            return True
 
     def agents_joined(self, slots: frozenset[SlotId]) -> None:
         """The slots that have a live agent now; to be told at each change."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.core.outcome import AgentOutcome
-from spark_elastic.core.topology import SlotId
+from spark_elastic.core.topology import LaunchId, SlotId
 from spark_elastic.driver.jvm import close_connection, jvm_context, reason_of_error, why_gone
 from spark_elastic.driver.launcher import OnEnded
 from spark_elastic.driver.spark_reasons import reason_of
@@ -32,6 +32,7 @@ class _Launch:
     """One job of one slot, from `launch` to `on_ended`. Guarded by the launcher's lock."""
 
     slot: SlotId
+    id: LaunchId
     group: str
     """Spark's job group; a new one for each launch, because Spark can remember a cancelled group."""
     stop_why: str | None = None
@@ -45,12 +46,12 @@ class SparkLauncher:
     Build it in the thread that called `run`: the jobs inherit that thread's local properties (its scheduler pool).
 
     Args:
-        agent_entry: runs in the task as `agent_entry(slot, payload)`. Pickled by reference, so its module must be
-            importable on the executors.
+        agent_entry: runs in the task as `agent_entry(slot, launch, payload)`. Pickled by reference, so its module must
+            be importable on the executors.
         payload_for_slot: what the slot's agent is given, called at each launch. It travels in Spark's own task
             serialisation, and has to be small: from 1 MiB on PySpark would put it into a file.
         shared: the same for every slot and perhaps large: a broadcast variable, which is a file on the driver and in
-            the executors' block managers. Given as the third argument of `agent_entry`, unless it is None.
+            the executors' block managers. Given as the fourth argument of `agent_entry`, unless it is None.
         on_ended: see `launcher.OnEnded`.
         description: what people see in Spark's UI, before ": slot 3".
         watch_interval_s: how often running jobs are looked at for a task that failed and that Spark would run again.
@@ -91,7 +92,7 @@ class SparkLauncher:
             if slot in self._running:
                 raise ValueError(f"slot {slot} is still running; wait for its end before the next launch")
             self._launches += 1
-            launch = _Launch(slot, f"{self._group_prefix}-{slot}-{self._launches}")
+            launch = _Launch(slot, self._launches, f"{self._group_prefix}-{slot}-{self._launches}")
             if self._closed:
                 launch.stop_why = "the launcher is closed"
             self._running[slot] = launch
@@ -108,6 +109,13 @@ class SparkLauncher:
             if launch is not None and launch.stop_why is None:
                 launch.stop_why = why
                 self._changed.notify_all()
+
+    def admit(self, slot: SlotId, launch: LaunchId) -> bool:
+        # Spark reports a job's end when it is cancelled, not when its task has ended: that goes on, or only begins, and
+        # has 2-4 s until the executor kills its process. By then the slot may be launched again.
+        with self._changed:
+            running = self._running.get(slot)
+            return running is not None and running.id == launch and running.stop_why is None
 
     def agents_joined(self, slots: frozenset[SlotId]) -> None:
         pass  # `slot_arbiter.AdmittedLauncher` makes something of it
@@ -189,7 +197,7 @@ class SparkLauncher:
         # Not interruptOnCancel: an interrupt does not reach the Python process any sooner. Either way the executor
         # kills it 2-4 s after the cancellation (spark.python.task.killTimeout), so agents are told to end first.
         sc.setJobGroup(launch.group, f"{self._description}: slot {launch.slot}")
-        task = _task_of(self._agent_entry, launch.slot, payload, self._shared_by_all())
+        task = _task_of(self._agent_entry, launch.slot, launch.id, payload, self._shared_by_all())
         rows = sc.parallelize([0], 1).mapPartitions(task).collect()
         return AgentOutcome(*rows[0]) if rows[0] is not None else None
 
@@ -248,7 +256,9 @@ class SparkLauncher:
             self.withdraw(launch.slot, reason)
 
 
-def _task_of(agent_entry: AgentEntry, slot: SlotId, payload: bytes, shared: Any) -> Callable[[Any], Any]:
+def _task_of(
+    agent_entry: AgentEntry, slot: SlotId, launch: LaunchId, payload: bytes, shared: Any
+) -> Callable[[Any], Any]:
     """The function that Spark runs. It is pickled by value, so it may use nothing of this module."""
 
     def task(_rows: Any) -> Any:
@@ -258,7 +268,7 @@ def _task_of(agent_entry: AgentEntry, slot: SlotId, payload: bytes, shared: Any)
         if context is not None and context.attemptNumber() > 0:
             # Spark's own second try: the driver starts the slot again itself. Returning ends the job without a third.
             return [None]
-        outcome = agent_entry(slot, payload) if shared is None else agent_entry(slot, payload, shared.value)
+        outcome = agent_entry(slot, launch, payload, *([] if shared is None else [shared.value]))
         return [(outcome.worker, outcome.result, outcome.why)]
 
     return task

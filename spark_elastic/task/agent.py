@@ -14,7 +14,7 @@ import sys
 from spark_elastic import clock
 from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.slot_report import SlotReport
-from spark_elastic.core.topology import Place, SlotId
+from spark_elastic.core.topology import LaunchId, Place, SlotId
 from spark_elastic.task.worker_process import WorkerProcess, worker_environment
 from spark_elastic.wire.channel import retry_pause_s
 from spark_elastic.wire.handover import AgentOrder
@@ -42,23 +42,29 @@ PROBE_TIMEOUT_S = 2.0
 MAX_UNSENT_OUTPUT_BYTES = 4 * 2**20
 
 
-def run_agent(order: AgentOrder, slot: SlotId, report: SlotReport, guardian: int | None = None) -> AgentOutcome:
+def run_agent(
+    order: AgentOrder, slot: SlotId, launch: LaunchId, report: SlotReport, guardian: int | None = None
+) -> AgentOutcome:
     """Run one agent to its end, on the calling (main) thread.
 
     Args:
+        launch: the slot's launch that this is; the launcher that gave it knows it again.
         report: where it runs and what it may use there.
         guardian: a process without which the agent has no place to be (the executor's JVM); it ends when that does.
 
     Never raises for what happens to the job: the outcome says why there is no result. A task that failed would be
     run again by Spark behind the driver's back.
     """
-    return asyncio.run(_Agent(order, slot, report, guardian).run())
+    return asyncio.run(_Agent(order, slot, launch, report, guardian).run())
 
 
 class _Agent:
-    def __init__(self, order: AgentOrder, slot: SlotId, report: SlotReport, guardian: int | None) -> None:
+    def __init__(
+        self, order: AgentOrder, slot: SlotId, launch: LaunchId, report: SlotReport, guardian: int | None
+    ) -> None:
         self._order = order
         self._slot = slot
+        self._launch = launch
         self._report = report
         self._guardian = guardian
         self._env = worker_environment(order, dict(os.environ), sys.path, report.cores, report.accelerators)
@@ -159,6 +165,7 @@ class _Agent:
     def _hello(self, probe_port: int) -> AgentHello:
         return AgentHello(
             place=Place(self._report.host, self._report.executor, self._slot),
+            launch=self._launch,
             pid=os.getpid(),
             addresses=self._report.addresses,
             probe_port=probe_port,

@@ -22,7 +22,7 @@ def main() -> None:
     out = sys.stdout.buffer
     sys.stdout = sys.stderr  # stdout carries the outcome alone
     report = SlotReport(host, f"local-{slot}", interface_addresses(), cores, (), platform.python_version())
-    outcome = run_agent(order, slot, report)
+    outcome = run_agent(order, slot, 0, report)
     pickle.dump(outcome, out)
     out.flush()
 

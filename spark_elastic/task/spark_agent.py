@@ -6,13 +6,13 @@ import dataclasses
 import pickle
 
 from spark_elastic.core.outcome import AgentOutcome
-from spark_elastic.core.topology import SlotId
+from spark_elastic.core.topology import LaunchId, SlotId
 from spark_elastic.task.agent import run_agent
 from spark_elastic.task.spark_task import jvm_pid_in_task, slot_report
 from spark_elastic.wire.handover import AgentOrder
 
 
-def run_in_task(slot: SlotId, payload: bytes, function: bytes | None = None) -> AgentOutcome:
+def run_in_task(slot: SlotId, launch: LaunchId, payload: bytes, function: bytes | None = None) -> AgentOutcome:
     """Run the agent of a slot.
 
     Args:
@@ -22,4 +22,4 @@ def run_in_task(slot: SlotId, payload: bytes, function: bytes | None = None) -> 
     order: AgentOrder = pickle.loads(payload)
     if function is not None:
         order = dataclasses.replace(order, function=function)
-    return run_agent(order, slot, slot_report(), jvm_pid_in_task())
+    return run_agent(order, slot, launch, slot_report(), jvm_pid_in_task())

@@ -21,9 +21,11 @@ from spark_elastic.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class AgentHello:
-    """First message of an agent. `addresses`: IPv4 addresses by interface name, loopback included."""
+    """First message of an agent. `launch`: the one that began it, which may be over by now. `addresses`: IPv4 addresses
+    by interface name, loopback included."""
 
     place: Place
+    launch: int
     pid: int
     addresses: dict[str, str]
     probe_port: int

@@ -22,9 +22,14 @@ class Cluster:
 class FakeLauncher:
     def __init__(self, cluster: Cluster, on_ended) -> None:
         self.cluster, self.on_ended = cluster, on_ended
+        self.launches: dict[int, int] = {}  # of each slot, so far
 
     def launch(self, slot: int) -> None:
+        self.launches[slot] = self.launches.get(slot, 0) + 1
         self.cluster.pending.append((self, slot))
+
+    def admit(self, slot: int, launch: int) -> bool:
+        return launch == self.launches[slot]
 
     def withdraw(self, slot: int, why: str) -> None:
         self.end(slot, why)
@@ -116,6 +121,27 @@ def test_extras_that_nobody_answered_are_taken_back_when_another_job_comes(arbit
     b.launcher.close(5.0)
     settle(cluster, a)
     assert len(a.running) == 4  # with one that had been held back
+
+
+def test_agent_of_a_launch_that_was_taken_back_is_not_admitted(arbiter):
+    cluster = Cluster(2)
+    a = Job(cluster, arbiter, "a", need=1, most=2)
+    b = Job(cluster, arbiter, "b", need=1, most=1)
+    assert not a.launcher.admit(1, 1)
+    settle(cluster, a, b)
+    b.launcher.close(5.0)
+    assert a.inner.launches[1] == 2
+    assert not a.launcher.admit(1, 1)
+    assert a.launcher.admit(1, 2)
+
+
+def test_slot_whose_agent_was_admitted_is_not_taken_back(arbiter):
+    cluster = Cluster(2)
+    a = Job(cluster, arbiter, "a", need=1, most=2)
+    assert a.launcher.admit(1, 1)
+    Job(cluster, arbiter, "b", need=1, most=1)
+    assert a.launcher.admit(1, 1)
+    assert not a.launcher.admit(0, 1)
 
 
 def test_slots_that_are_taken_back_do_not_end_for_the_driver(arbiter):

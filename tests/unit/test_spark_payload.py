@@ -61,5 +61,5 @@ def test_a_small_function_travels_in_the_task(sent):
 
 def test_the_task_puts_the_order_together_again(monkeypatch):
     monkeypatch.setattr(spark_agent, "run_agent", lambda order, *rest: order)
-    assert spark_agent.run_in_task(0, pickle.dumps(order(b"")), b"large") == order(b"large")
-    assert spark_agent.run_in_task(0, pickle.dumps(order(b"f"))) == order(b"f")
+    assert spark_agent.run_in_task(0, 1, pickle.dumps(order(b"")), b"large") == order(b"large")
+    assert spark_agent.run_in_task(0, 1, pickle.dumps(order(b"f"))) == order(b"f")

@@ -12,7 +12,7 @@ from spark_elastic.core.outcome import AgentOutcome
 from tests.integration.processes import wait_until
 
 
-def fake_agent(slot: int, payload: bytes) -> AgentOutcome:
+def fake_agent(slot: int, launch: int, payload: bytes) -> AgentOutcome:
     """Payload "verb argument": return TEXT | big BYTES | raise TEXT | exit CODE | missing MODULE | stay FOLDER."""
     verb, _, argument = payload.decode().partition(" ")
     if verb == "return":
@@ -55,6 +55,6 @@ def started(folder: Path, count: int, timeout_s: float = 30.0) -> dict[int, int]
     return {int(path.name.split("-")[1]): int(path.read_text()) for path in folder.glob("slot-*")}
 
 
-def shared_agent(slot: int, payload: bytes, shared: bytes) -> AgentOutcome:
+def shared_agent(slot: int, launch: int, payload: bytes, shared: bytes) -> AgentOutcome:
     """Returns how much was shared with it."""
     return AgentOutcome(slot, str(len(shared)).encode(), "done")

@@ -85,6 +85,19 @@ def test_withdrawn_slot_ends_at_once_and_the_others_go_on(launch, tmp_path):
     assert len(ends.seen) == 1
 
 
+def test_only_the_agent_of_the_newest_launch_is_admitted_and_only_until_it_is_to_end(launch, tmp_path):
+    launcher, ends = launch(f"stay {tmp_path}")
+    assert not launcher.admit(0, 1)
+    launcher.launch(0)
+    assert launcher.admit(0, 1)
+    started(tmp_path, 1)
+    launcher.withdraw(0, "given back")
+    assert not launcher.admit(0, 1)
+    ends.wait_for(1)  # while the task goes on
+    launcher.launch(0)
+    assert [launcher.admit(0, 1), launcher.admit(0, 2)] == [False, True]
+
+
 def test_slot_withdrawn_before_its_job_was_submitted_never_runs(launch, tmp_path):
     launcher, ends = launch(f"stay {tmp_path}")
     for slot in range(3):

@@ -7,7 +7,7 @@ from spark_elastic.wire.messages import AgentHello
 
 
 def hello(host, slot=0, port=9, **addresses):
-    return AgentHello(Place(host, f"e{slot}", slot), 1, addresses, port, 1, (), "3.11")
+    return AgentHello(Place(host, f"e{slot}", slot), 1, 1, addresses, port, 1, (), "3.11")
 
 
 def test_the_address_of_the_channel_comes_first():
