@@ -40,6 +40,10 @@ class Run(Protocol):
     @property
     def history(self) -> History: ...
     @property
+    def logs(self) -> Logs:
+        """What the steps of this epoch have measured so far. Computed when it is asked for."""
+
+    @property
     def model(self) -> Any: ...
     @property
     def optimizer(self) -> Any: ...

@@ -192,6 +192,8 @@ class TorchEngine:
     def after_epoch(self, row: Mapping[str, float]) -> None:
         self._schedule.after_epoch(row)
 
+    def after_callbacks(self) -> None: ...
+
     def keep_best(self) -> None:
         assert self.best is not None
         self.best.load_state_dict(self.model.state_dict())

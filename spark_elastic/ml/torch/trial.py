@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
-import cloudpickle
 import torch
 
 from spark_elastic.data.batch import Batch
@@ -19,10 +16,8 @@ from spark_elastic.errors import (
     CheckpointError,
     DataError,
     InvalidSettingsError,
-    NotPicklableError,
-    SparkElasticError,
 )
-from spark_elastic.ml.callbacks import Monitor, check_one_best
+from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.estimator import TrialRun
 from spark_elastic.ml.outputs import OutputShape, suits
 from spark_elastic.ml.torch import losses
@@ -37,13 +32,13 @@ from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.torch.training import objective_of
 from spark_elastic.ml.training.assembly import implied
 from spark_elastic.ml.training.columns import shaped
-from spark_elastic.ml.training.lasting import callback_states
+from spark_elastic.ml.training.explaining import explained
+from spark_elastic.ml.training.trying import check_followed, check_names, check_states, row_of, travelled
 from spark_elastic.ml.written_sets import model_inputs
 
 log = logging.getLogger("spark_elastic.ml")
 
 ROWS = 4
-_RESERVED = ("epoch", "steps", "rows", "seconds", "lr", "loss")
 
 
 def run_once(training: TorchTraining, inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None) -> TrialRun:
@@ -58,7 +53,7 @@ def run_once(training: TorchTraining, inference_fn: Callable[[dict[str, Any]], M
             raise InvalidSettingsError(f"{name} of the model is on the meta device, where there are no values to train")
     resolve_order(training.dataset, order=training.order, shuffle=training.shuffle, cache_bytes=training.cache_bytes)
     check_one_best(training.callbacks)
-    copied = _copied(training)
+    copied = travelled(training)
     generator = torch.random.get_rng_state()
     try:
         batch = _first_rows(copied)
@@ -66,26 +61,6 @@ def run_once(training: TorchTraining, inference_fn: Callable[[dict[str, Any]], M
         return _outputs(copied, batch, inference_fn)
     finally:
         torch.random.set_rng_state(generator)
-
-
-def _copied(training: TorchTraining) -> TorchTraining:
-    """Pickled as a whole, as it will travel: model, optimizer and scheduler refer to one another.
-
-    Raises: NotPicklableError: with the name of the setting.
-    """
-    try:
-        return cloudpickle.loads(cloudpickle.dumps(training))  # type: ignore[no-any-return]
-    except Exception as error:
-        for each in fields(training):
-            value = getattr(training, each.name)
-            try:
-                cloudpickle.loads(cloudpickle.dumps(value))
-            except Exception as why:
-                raise NotPicklableError(
-                    f"{each.name} ({type(value).__name__}) cannot be sent to the workers: {why}; what cannot be "
-                    "pickled (locks, connections, open files) has to be made where it is first used"
-                ) from error
-        raise NotPicklableError(f"the training cannot be sent to the workers: {error}") from error
 
 
 def _first_rows(training: TorchTraining) -> Batch:
@@ -97,9 +72,7 @@ def _first_rows(training: TorchTraining) -> Batch:
 
 
 def _step(training: TorchTraining, batch: Batch) -> None:
-    for name in training.metrics:
-        if name in _RESERVED or name.startswith("val_"):
-            raise InvalidSettingsError(f"a metric cannot be called {name!r}: the history has a column of that name")
+    check_names(training.metrics)
     model = training.model.cpu().train()
     optimizer = build_optimizer(training.optimizer, model)
     schedule = Schedule(training, optimizer)
@@ -107,12 +80,16 @@ def _step(training: TorchTraining, batch: Batch) -> None:
     tally = Tally(objective, training.metrics)
     parts = BatchMaker(training, torch.device("cpu")).parts(batch, 1)
     part = parts[0]
-    with _explained("the model and its loss", part), normalised_alone(model, part.rows), _no_broadcast():
+    with (
+        explained("the model and its loss", part.rows, _seen(part)),
+        normalised_alone(model, part.rows),
+        _no_broadcast(),
+    ):
         measured: Measured = objective.measure(model, part)
         counts = objective.counts(parts) if objective.normalised else ()
         share = objective.share(measured, part.rows, counts)
         _check_pairs(objective, part, measured)
-    with _explained("the metrics", part, measured):
+    with explained("the metrics", part.rows, _seen(part, measured)):
         sums = torch.zeros(tally.width, dtype=torch.float64)
         piece = tally.measure(measured, part.rows, sums)
     if not share.requires_grad:
@@ -120,7 +97,7 @@ def _step(training: TorchTraining, batch: Batch) -> None:
             "the loss does not depend on any parameter that is trained: all of them are frozen (requires_grad=False), "
             "or the model or train_fn detaches its result"
         )
-    with _explained("the backward pass", part, measured):
+    with explained("the backward pass", part.rows, _seen(part, measured)):
         share.backward()  # type: ignore[no-untyped-call]
     try:
         optimizer.step()
@@ -172,13 +149,8 @@ def _check_followed(
     except Exception as error:  # a metric may need more than the first rows
         log.info("the names of the history's columns are not known yet: %s", error)
         return
-    row = dict.fromkeys(("epoch", "steps", "rows", "seconds", "lr"), 1.0) | logs
-    if training.validates:
-        row |= {f"val_{name}": value for name, value in logs.items()}
-    for callback in [*training.callbacks, *implied(training.checkpoints)]:
-        monitor = getattr(callback, "monitor", None)
-        if isinstance(monitor, Monitor):
-            monitor.value(row)
+    row = row_of(training, logs)
+    check_followed([*training.callbacks, *implied(training.checkpoints)], row)
     schedule.after_step()
     schedule.after_epoch(row)
 
@@ -189,11 +161,7 @@ def _check_written(
     """Raises: InvalidSettingsError: what will have to be written cannot be."""
     try:
         detached(model.state_dict(), "the model", copy=False)
-        for callback, state in zip(training.callbacks, callback_states(training.callbacks), strict=True):
-            try:
-                json.dumps(state)
-            except (TypeError, ValueError) as error:
-                raise CheckpointError(f"state_dict() of {type(callback).__name__} is not for JSON: {error}") from error
+        check_states(training.callbacks)
         if training.checkpoints is not None:
             detached(optimizer.state_dict(), "the optimizer", copy=False)
             if schedule.scheduler is not None:
@@ -227,31 +195,6 @@ def _outputs(training: TorchTraining, batch: Batch, inference_fn: Any) -> TrialR
     return TrialRun(shapes, rule if rule is not None and suits(rule, shapes[0].shape) else None)
 
 
-class _explained:
-    """Errors of the user's code, with what it was called with."""
-
-    def __init__(self, what: str, part: TorchBatch, measured: Measured | None = None) -> None:
-        self._what, self._part, self._measured = what, part, measured
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
-        if error is None or not isinstance(error, Exception):
-            return
-        if isinstance(error, InvalidSettingsError):
-            return
-        seen = [f"{name} {_shape(value)}" for name, value in self._part.tensors.items()]
-        if self._measured is not None:
-            seen += [f"output {number} {_shape(value)}" for number, value in enumerate(self._measured.outputs)]
-        said = str(error) if isinstance(error, SparkElasticError) else f"{type(error).__name__}: {error}"
-        raise DataError(
-            f"{self._what} cannot deal with the first {self._part.rows} rows: {said}\nThe tensors were: "
-            f"{', '.join(seen)}. What does not fit can be changed by input_shapes, label_shapes, the columns' types or "
-            "a transformation_fn"
-        ) from error
-
-
-def _shape(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return type(value).__name__
+def _seen(part: TorchBatch, measured: Measured | None = None) -> dict[str, Any]:
+    outputs = () if measured is None else measured.outputs
+    return {**part.tensors, **{f"output {number}": value for number, value in enumerate(outputs)}}

@@ -90,6 +90,12 @@ class Engine(Protocol):
     def after_epoch(self, row: Mapping[str, float]) -> None:
         """The epoch's row is known: what follows it (a schedule) may be changed."""
 
+    def after_callbacks(self) -> None:
+        """All callbacks have seen the end of the epoch: what only some of the workers know of them may be told.
+
+        Raises: HorovodInternalError.
+        """
+
     def keep_best(self) -> None:
         """The present weights are the best."""
 

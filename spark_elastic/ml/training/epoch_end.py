@@ -33,6 +33,7 @@ def end_epoch(trainer: Trainer) -> None:
         if val_logs:
             callback.on_validation_end(run, val_logs)
         callback.on_epoch_end(run, row)
+    engine.after_callbacks()
     # Nobody goes on before all have been called, and all go on or stop alike.
     stop = allreduce_(torch.tensor([float(bool(run.why))]), op=Max)
     stopped = at.stopped
@@ -52,7 +53,7 @@ def end_epoch(trainer: Trainer) -> None:
     )
     trainer.lasting.after_epoch(trainer, finished)
     run.forget()
-    if trainer.rank == 0 and math.isnan(row["loss"]) and not any(math.isnan(old["loss"]) for old in at.history):
+    if trainer.rank == 0 and _is_lost(row) and not any(map(_is_lost, at.history)):
         log.warning("the loss of epoch %d is not a number; training goes on", at.epoch + 1)
     if trainer.rank == 0 and trainer.training.verbose:
         print(_line(row, trainer.training.epochs), flush=True)
@@ -76,6 +77,10 @@ def _logs(trainer: Trainer, at: Progress) -> tuple[dict[str, float], dict[str, f
         **engine.logs(train, at.pieces),
     }
     return logs, engine.logs(validation, at.val_pieces, "val_") if at.val_sums.size else {}
+
+
+def _is_lost(row: Mapping[str, float]) -> bool:
+    return math.isnan(row.get("loss", 0.0))
 
 
 def _line(row: Mapping[str, float], epochs: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.ml.callbacks import Callback, follows
+from spark_elastic.ml.callbacks import Callback, Logs, follows
 from spark_elastic.ml.history import History
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ class RunView:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._measured: tuple[int, Logs] = (-1, {})
+        """The last `logs`, and the moment that they are of."""
         self.wants_restore = False
         self.caller = Callback()
         """Whose `on_epoch_end` is running."""
@@ -53,6 +55,13 @@ class RunView:
     @property
     def history(self) -> History:
         return self._trainer.state.at.history
+
+    @property
+    def logs(self) -> Logs:
+        at = self._trainer.state.at
+        if self._measured[0] != at.serial:
+            self._measured = at.serial, self._trainer.engine.logs(at.sums, at.pieces) if at.sums.size else {}
+        return self._measured[1]
 
     @property
     def model(self) -> Any:

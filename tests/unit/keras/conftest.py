@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("tensorflow")
+from tests.unit.keras import kit
+
+
+@pytest.fixture(scope="session", autouse=True)
+def processes():
+    """Workers are warmed up while the first tests run, and ended at the end."""
+    kit.pool()
+    yield
+    kit.close_pools()
 
 
 @pytest.fixture

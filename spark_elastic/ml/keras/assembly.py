@@ -1,0 +1,137 @@
+"""How the training of a Keras model is put together in a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from spark_elastic.collective.process import local_rank, local_size
+from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.ml.callbacks import check_one_best
+from spark_elastic.ml.keras.callbacks import KerasCallbacks, adapted
+from spark_elastic.ml.keras.compiling import CompileArguments
+from spark_elastic.ml.keras.devices import choose_device, choose_threads
+from spark_elastic.ml.keras.engine import KerasEngine
+from spark_elastic.ml.keras.feeding import Feeding, first_rows
+from spark_elastic.ml.keras.objective import Shares, divides_by_weights, for_outputs, row_exact, weigh_by_rows
+from spark_elastic.ml.keras.spec import KerasTraining
+from spark_elastic.ml.keras.state import KerasTrainingState
+from spark_elastic.ml.keras.steps import Steps
+from spark_elastic.ml.keras.sums import MetricSums
+from spark_elastic.ml.preparation import WEIGHT
+from spark_elastic.ml.training.assembly import first_progress, implied, settings_of
+from spark_elastic.ml.training.lasting import Lasting
+from spark_elastic.ml.training.trainer import Trainer
+
+
+class Prepared(NamedTuple):
+    """A model that is ready for its first step, and what the step needs."""
+
+    model: Any
+    compiled: CompileArguments
+    feeding: Feeding
+    sums: MetricSums
+    steps: Steps
+    buffers: list[Any]
+
+
+def prepared(training: KerasTraining) -> Prepared:
+    """The model, compiled and with all variables that it will ever have.
+
+    Raises: InvalidSettingsError, DataError: model, losses, metrics, optimizer and data do not fit together.
+    """
+    model, compiled = training.model.open(), training.compiled.open()
+    shares = Shares()
+    weighted = any(field.name == WEIGHT for field in training.dataset.layout.fields)
+    exact = row_exact(for_outputs(compiled, model), shares, weighted)
+    model.compile(
+        optimizer=exact.optimizer,
+        loss=exact.loss,
+        loss_weights=exact.loss_weights,
+        metrics=exact.metrics,
+        weighted_metrics=exact.weighted_metrics,
+        jit_compile=False,  # the reduction calls back to this process, which compiled graphs cannot
+    )
+    feeding = Feeding(training, model, compiled)
+    _build(model, feeding, training)
+    weigh_by_rows(model, shares)
+    _begin_optimizer(model, training.optimizer_values)
+    sums = MetricSums(model)
+    buffers = buffers_of(model)
+    steps = Steps(
+        training,
+        model=model,
+        feeding=feeding,
+        sums=sums,
+        shares=shares,
+        buffers=buffers,
+        seeds=seeds_of(model),
+    )
+    return Prepared(model, compiled, feeding, sums, steps, buffers)
+
+
+def assemble(training: KerasTraining) -> Trainer:
+    """Raises: as `prepared`; CheckpointError: `resume_from` cannot be used."""
+    choose_threads(training.num_threads, local_size())
+    choose_device(training.device, local_rank())
+    model, compiled, feeding, sums, steps, buffers = prepared(training)
+    given = training.callbacks.open() if training.callbacks is not None else []
+    callbacks = [*adapted(given, training, model), *implied(training.checkpoints)]
+    check_one_best(callbacks)
+    kept = KerasCallbacks(callbacks, model)
+    best = training.model.open() if any(callback.restores_best for callback in callbacks) else None
+    engine = KerasEngine(
+        training,
+        model=model,
+        best=best,
+        feeding=feeding,
+        sums=sums,
+        steps=steps,
+        buffers=buffers,
+        callbacks=kept,
+        by_weight=WEIGHT in feeding.names and divides_by_weights(compiled),
+    )
+    lasting = Lasting(training, settings_of(training, sums.names))
+    at = first_progress(training, lasting, engine, callbacks)
+    state = KerasTrainingState(engine, callbacks=kept, at=at)
+    return Trainer(training, engine=engine, state=state, callbacks=callbacks, lasting=lasting)
+
+
+def buffers_of(model: Any) -> list[Any]:
+    """What a forward pass changes: running means and the like. Not weights that are only frozen, however many."""
+    trained = {id(each) for layer in model._flatten_layers() for each in layer._trainable_variables}
+    return [each for each in model.non_trainable_weights if id(each) not in trained]
+
+
+def seeds_of(model: Any) -> list[Any]:
+    """The states of the model's generators of random numbers."""
+    known = {id(each) for each in model.weights}
+    return [each for each in model.variables if id(each) not in known and tuple(each.shape) == (2,)]
+
+
+def _build(model: Any, feeding: Feeding, training: KerasTraining) -> None:
+    """Have losses and metrics make their variables, which they do when they first see rows."""
+    import tensorflow as tf
+
+    (rows,) = feeding.arrays(first_rows(training), parts=1)
+    x, y, weights = (*feeding.structure(tuple(map(tf.constant, rows))), None)[:3]
+    y_pred = model(x)
+    if model._compile_loss is not None or model.losses:
+        model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weights)
+    model.compute_metrics(x, y, y_pred, sample_weight=weights)
+
+
+def _begin_optimizer(model: Any, values: Sequence[Any] | None) -> None:
+    """Raises: InvalidSettingsError: the values are of an optimizer of something else."""
+    optimizer = model.optimizer
+    optimizer.build(model.trainable_variables)
+    if values is None:
+        return
+    variables = optimizer.variables
+    if [tuple(each.shape) for each in values] != [tuple(each.shape) for each in variables]:
+        raise InvalidSettingsError(
+            f"the optimizer that the model was compiled with has {len(values)} values, and {len(variables)} are needed "
+            "for the weights that are trained now; give a new optimizer"
+        )
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)

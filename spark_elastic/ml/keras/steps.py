@@ -1,0 +1,235 @@
+"""One step of a Keras model as graphs: forward, backward, one reduction that carries the metrics along, update.
+
+They are traced once: rows, shares and seeds are tensors, and all that depends on the world is looked up when the
+reduction runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from spark_elastic.collective.reduction import Sum
+from spark_elastic.ml.keras.feeding import Feeding, Part
+from spark_elastic.ml.keras.objective import Shares
+from spark_elastic.ml.keras.recording import recorded, times
+from spark_elastic.ml.keras.spec import KerasTraining
+from spark_elastic.ml.keras.sums import MetricSums
+from spark_elastic.tensorflow.compression import Compression
+from spark_elastic.tensorflow.gradients import GradientReducer
+
+FLOAT, KEY = tf.TensorSpec([], tf.float64), tf.TensorSpec([2], tf.int64)
+
+
+class Kind(NamedTuple):
+    """What stands for a gradient on a worker that has no rows of a batch. sparse: the shape of one of its entries."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+    sparse: tuple[int, ...] | None = None
+    index: Any = None
+
+
+class Steps:
+    """The graphs of one model.
+
+    Args:
+        buffers: what a forward pass changes: running means and the like.
+        seeds: the states of the model's random generators.
+        shares: what the losses are scaled by, see `objective`.
+
+    Raises: InvalidSettingsError: the model's train_step cannot be used.
+    """
+
+    def __init__(
+        self,
+        training: KerasTraining,
+        *,
+        model: Any,
+        feeding: Feeding,
+        sums: MetricSums,
+        shares: Shares,
+        buffers: Sequence[Any],
+        seeds: Sequence[Any],
+    ) -> None:
+        self._training = training
+        self._model = model
+        self._optimizer = model.optimizer
+        self._feeding = feeding
+        self._sums = sums
+        self._shares = shares
+        self._buffers = list(buffers)
+        self._seeds = list(seeds)
+        self._before = [tf.Variable(each.value, trainable=False) for each in buffers]
+        self._reducer = GradientReducer(op=Sum, compression=getattr(Compression, training.compression))
+        self._variables: list[Any] = []
+        self._kinds: list[Kind] = []
+        specs = tuple(feeding.specs)
+        of_part = (FLOAT, FLOAT, FLOAT)
+
+        def graph(function: Any, *signature: Any) -> Any:
+            # as Keras traces a train_step: what is in it may not be made for autograph
+            return tf.function(function, input_signature=list(signature) or None, autograph=False)
+
+        self._begin = graph(self._begun, KEY)
+        self._part = graph(self._gradients, specs, *of_part)
+        self._add, self._finish = graph(_sum), graph(self._finished)
+        self._idle = graph(self._idle_step, FLOAT)
+        self._whole = graph(self._whole_step, specs, *of_part, KEY, FLOAT)
+        self._evaluate = graph(self._evaluated, specs, *of_part)
+        self._reset, self._read = graph(sums.reset), graph(sums.read)
+        # Here, because a worker that has no rows of the first batches has to know the others' gradients.
+        self._whole.get_concrete_function()
+        if training.validates:
+            self._evaluate.get_concrete_function()
+
+    # --- what a step consists of, in graphs -------------------------------------------------------
+
+    def _begun(self, key: Any) -> None:
+        """Remember what a failed step has to be undone of; seeds and metrics are the step's own."""
+        for copy, variable in zip(self._before, self._buffers, strict=True):
+            # the assignment shares the buffer; whoever changes the variable next copies it first
+            copy.assign(variable.value.read_value(), read_value=False)
+        for number, seed in enumerate(self._seeds):
+            seed.assign(tf.cast(key + tf.constant([number, 0], tf.int64), seed.dtype))
+        self._sums.reset()
+
+    def _gradients(self, tensors: Any, rows: Any, share: Any, weight_share: Any) -> tuple[list[Any], Any]:
+        """Of some rows; and what the train_step has returned, times the rows."""
+        with self._shares.of(rows, share, weight_share), recorded(self._optimizer, share) as record:
+            logs = self._model.train_step(self._feeding.structure(tensors))
+        if not self._kinds:
+            self._variables = record.variables
+            self._kinds = [_kind(grad) for grad in record.grads]
+        return record.grads, self._sums.of_returned("", logs, rows)
+
+    def _finished(self, grads: list[Any], returned: Any, rows: Any, stop: Any) -> Any:
+        """The reduction, and the optimizer's step. Returns what was measured over all workers."""
+        numbers = tf.concat([self._sums.read(), returned, tf.stack([rows, stop])], 0)
+        grads, numbers = self._reducer(grads, numbers)
+        grads = [_added_up(grad) for grad in grads]
+        # Not all that an optimizer changes depends on a gradient: its count of steps does not.
+        with tf.control_dependencies([*tf.nest.flatten(grads, expand_composites=True), numbers]):
+            self._optimizer.apply(self._clipped(grads), self._variables)
+        return numbers
+
+    def _clipped(self, grads: list[Any]) -> list[Any]:
+        norm, value = self._training.clip_norm, self._training.clip_value
+        scale = self._optimizer.scale_loss(tf.constant(1.0))  # gradients are larger by as much as the loss is
+        if norm is not None:
+            squares = [tf.reduce_sum(tf.cast(_values(grad), tf.float64) ** 2) for grad in grads]
+            longest = norm * tf.cast(scale, tf.float64)
+            grads = [times(grad, longest / tf.maximum(longest, tf.sqrt(tf.add_n(squares)))) for grad in grads]
+        if value is not None:
+            grads = [_bounded(grad, value * tf.cast(scale, grad.dtype)) for grad in grads]
+        return grads
+
+    def _whole_step(self, tensors: Any, rows: Any, share: Any, weight_share: Any, key: Any, stop: Any) -> Any:
+        self._begun(key)
+        grads, returned = self._gradients(tensors, rows, share, weight_share)
+        return self._finished(grads, returned, rows, stop)
+
+    def _idle_step(self, stop: Any) -> Any:
+        """Without rows: no forward pass, of which running means and losses would be no numbers."""
+        self._begun(tf.zeros([2], tf.int64))
+        grads = [_nothing(kind) for kind in self._kinds]
+        returned = tf.zeros([len(self._sums.returned[""])], tf.float64)
+        return self._finished(grads, returned, tf.zeros([], tf.float64), stop)
+
+    def _evaluated(self, tensors: Any, rows: Any, share: Any, weight_share: Any) -> Any:
+        with self._shares.of(rows, share, weight_share):
+            logs = self._model.test_step(self._feeding.structure(tensors))
+        return self._sums.of_returned("val_", logs, rows)
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def step(self, parts: Sequence[Part], shares: Sequence[Shares], key: Sequence[int], stop: bool) -> Any:
+        """The gradients of all parts, reduced and applied. Returns: float64 tensor, see `MetricSums`, then the stop
+        flags. Either all of it happens or, once `put_back` was called, nothing.
+
+        Raises: HorovodInternalError, in one of TensorFlow's errors.
+        """
+        flag = tf.constant(float(stop), tf.float64)
+        if not parts:
+            return self._idle(flag)
+        seed = tf.constant(key, tf.int64)
+        if len(parts) == 1:
+            return self._whole(*_arguments(parts[0], shares[0]), seed, flag)
+        self._begin(seed)
+        grads, returned = self._part(*_arguments(parts[0], shares[0]))
+        for part, share in zip(parts[1:], shares[1:], strict=True):
+            grads, returned = self._add((grads, returned), self._part(*_arguments(part, share)))
+        rows = tf.constant(float(sum(part.rows for part in parts)), tf.float64)
+        return self._finish(grads, returned, rows, flag)
+
+    def put_back(self) -> None:
+        """Undo what the forward pass of a step that failed has changed."""
+        for variable, copy in zip(self._buffers, self._before, strict=True):
+            variable.assign(copy)
+
+    def reset(self) -> None:
+        self._reset()
+
+    def evaluate(self, part: Part, share: Shares) -> Any:
+        """Add to the metrics; returns what else there is, float64."""
+        return self._evaluate(*_arguments(part, share))
+
+    def read(self) -> Any:
+        return self._read()
+
+    @property
+    def traces(self) -> int:
+        """How often a step was traced."""
+        return int(self._whole.experimental_get_tracing_count())
+
+
+def _arguments(part: Part, share: Shares) -> tuple[Any, ...]:
+    numbers = (float(part.rows), share.rows, share.weight)
+    return (part.tensors, *(tf.constant(number, tf.float64) for number in numbers))
+
+
+def _kind(grad: Any) -> Kind:
+    if isinstance(grad, tf.IndexedSlices):
+        shape = tuple(tf.get_static_value(grad.dense_shape).tolist())
+        return Kind(grad.values.dtype, shape, tuple(grad.values.shape[1:]), grad.indices.dtype)
+    return Kind(grad.dtype, tuple(grad.shape))
+
+
+def _nothing(kind: Kind) -> Any:
+    if kind.sparse is None:
+        return tf.zeros(kind.shape, kind.dtype)
+    values, indices = tf.zeros([0, *kind.sparse], kind.dtype), tf.zeros([0], kind.index)
+    return tf.IndexedSlices(values, indices, tf.constant(kind.shape, kind.index))
+
+
+def _sum(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
+    return [_plus(a, b) for a, b in zip(one[0], other[0], strict=True)], one[1] + other[1]
+
+
+def _plus(one: Any, other: Any) -> Any:
+    if isinstance(one, tf.IndexedSlices):  # equal indices add up where they are applied
+        values = tf.concat([one.values, other.values], 0)
+        return tf.IndexedSlices(values, tf.concat([one.indices, other.indices], 0), one.dense_shape)
+    return one + other
+
+
+def _values(grad: Any) -> Any:
+    return grad.values if isinstance(grad, tf.IndexedSlices) else grad
+
+
+def _added_up(grad: Any) -> Any:
+    """With one entry for each index: of entries that several rows or workers have in common, an optimizer that takes
+    each by itself would make something else, and so would a bound.
+    """
+    if not isinstance(grad, tf.IndexedSlices):
+        return grad
+    places, which = tf.unique(grad.indices)
+    return tf.IndexedSlices(tf.math.unsorted_segment_sum(grad.values, which, tf.size(places)), places, grad.dense_shape)
+
+
+def _bounded(grad: Any, most: Any) -> Any:
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(_bounded(grad.values, most), grad.indices, grad.dense_shape)
+    return tf.clip_by_value(grad, -most, most)

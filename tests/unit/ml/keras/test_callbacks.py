@@ -1,0 +1,233 @@
+"""Callbacks of Keras in a training: when they are called, with what, and what of them outlives a worker."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.ml.callbacks import LambdaCallback
+from spark_elastic.ml.keras import arrays
+from spark_elastic.ml.keras.kept_values import Kept
+from spark_elastic.ml.keras.spec import MODEL_FILE
+from tests.unit.ml.keras import trainings
+from tests.unit.ml.keras.test_training_worlds import close
+from tests.unit.ml.keras.trainings import EPOCHS, STEPS, alone, make_training
+from tests.unit.torch.kit import KitDriver
+
+
+class Diary(keras.callbacks.Callback):
+    """Writes all that it is told to a file, which outlives its copy in the worker."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = str(path)
+
+    def note(self, event, *args):
+        with Path(self.path).open("a") as file:
+            file.write(json.dumps([event, *args]) + "\n")
+
+    def on_train_begin(self, logs=None):
+        self.note("train begin", self.params, self.model.name)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.note("epoch begin", epoch)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.note("batch begin", batch)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.note("batch end", batch, logs)
+
+    def on_test_begin(self, logs=None):
+        self.note("test begin")
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.note("test batch end", batch)
+
+    def on_test_end(self, logs=None):
+        self.note("test end", logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.note("epoch end", epoch, logs)
+
+    def on_train_end(self, logs=None):
+        self.note("train end")
+
+
+def test_they_are_called_as_fit_calls_them(data, tmp_path):
+    result = alone(make_training(data, tmp_path, callbacks=[Diary(tmp_path / "diary")], epochs=2))
+    told = [json.loads(line) for line in (tmp_path / "diary").read_text().splitlines()]
+    an_epoch = ["epoch begin", *["batch begin", "batch end"] * 13, "test begin", *["test batch end"] * 5, "test end"]
+    assert [event for event, *_ in told] == ["train begin", *[*an_epoch, "epoch end"] * 2, "train end"]
+    assert told[0][1] == {"verbose": 0, "epochs": 2, "steps": 13}
+    row = result["history"][0]
+    ends = [args for event, *args in told if event == "batch end"]
+    assert [batch for batch, _ in ends] == [*range(13)] * 2
+    assert ends[12][1] == close({name: row[name] for name in ("loss", "accuracy", "label_sum")})
+    assert [args for event, *args in told if event == "test batch end"] == [[at] for at in [*range(5)] * 2]
+    (epoch, logs), _ = (args for event, *args in told if event == "epoch end")
+    assert (epoch, sorted(logs)) == (0, sorted([*ends[0][1], *(f"val_{name}" for name in ends[0][1])]))
+    assert logs == close({name: row[name] for name in logs})
+
+
+def test_early_stopping_stops_and_restores_the_best_weights(data, tmp_path):
+    alone(make_training(data, tmp_path / "one", epochs=1))
+    stopping = keras.callbacks.EarlyStopping("label_sum", mode="max", patience=1, restore_best_weights=True)
+    result = alone(make_training(data, tmp_path / "best", callbacks=[stopping], epochs=10))
+    assert len(result["history"]) == 2, "which is the same in all epochs"
+    assert result["stopped"] == "EarlyStopping has set model.stop_training"
+    assert trainings.weights(tmp_path / "best") == close(trainings.weights(tmp_path / "one"))
+
+
+def halved(epoch, rate):
+    return rate / 2 if epoch else rate
+
+
+def test_learning_rates_are_what_callbacks_make_them_and_others_see_them(data, tmp_path):
+    reducing = keras.callbacks.ReduceLROnPlateau("label_sum", mode="max", factor=0.1, patience=1)
+    scheduler = keras.callbacks.LearningRateScheduler(halved)
+    logger = keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))
+    result = alone(make_training(data, tmp_path, callbacks=[scheduler, logger], epochs=3))
+    assert [row["lr"] for row in result["history"]] == pytest.approx([0.1, 0.05, 0.025])
+    rows = list(csv.DictReader((tmp_path / "log.csv").open()))
+    assert [float(row["learning_rate"]) for row in rows] == pytest.approx([0.1, 0.05, 0.025])
+    assert [float(row["val_loss"]) for row in rows] == [row["val_loss"] for row in result["history"]]
+    result = alone(make_training(data, tmp_path / "2", callbacks=[reducing], epochs=4))
+    assert [row["lr"] for row in result["history"]] == pytest.approx([0.1, 0.1, 0.01, 0.001])
+
+
+def test_a_training_can_be_stopped_in_the_middle_of_an_epoch(data, tmp_path):
+    calls = {"on_train_batch_end": stop_at_the_fifth}
+    result = alone(make_training(data, tmp_path, callbacks=[WithModel(**calls)]))
+    assert result["steps"] == 6, "the wish travels with the next step"
+    assert result["history"][0]["rows"] == 6 * 16
+
+
+class WithModel(keras.callbacks.LambdaCallback):
+    def __init__(self, **functions):
+        super().__init__(**{name: lambda *args, call=call: call(self, *args) for name, call in functions.items()})
+
+
+def stop_at_the_fifth(callback, batch, logs):
+    if batch == 4:
+        callback.model.stop_training = True
+
+
+def test_files_of_models_are_written_by_keras(data, tmp_path):
+    checkpoint = keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.keras"), save_best_only=False)
+    weights = keras.callbacks.ModelCheckpoint(str(tmp_path / "x.weights.h5"), save_weights_only=True, save_freq=5)
+    alone(make_training(data, tmp_path / "run", callbacks=[checkpoint, weights], epochs=2))
+    saved = keras.saving.load_model(tmp_path / "2.keras", custom_objects={"LabelSum": trainings.LabelSum})
+    trained = arrays.loads((tmp_path / "run" / MODEL_FILE).read_bytes())
+    assert all(np.array_equal(a, b) for a, b in zip(saved.get_weights(), trained.values(), strict=True))
+    assert int(saved.optimizer.iterations) == 26
+    assert (tmp_path / "1.keras").exists()
+    assert (tmp_path / "x.weights.h5").exists()
+
+
+def appended(path, text):
+    with Path(path).open("a") as file:
+        file.write(text)
+
+
+def test_ours_and_kerass_go_together_in_their_order(data, tmp_path):
+    seen = str(tmp_path / "seen")
+    ours = LambdaCallback(on_epoch_end=lambda run, logs: appended(seen, "ours "))
+    of_keras = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: appended(seen, "Keras's "))
+    alone(make_training(data, tmp_path / "run", callbacks=[of_keras, ours], epochs=1))
+    assert Path(seen).read_text() == "Keras's ours "
+
+
+@pytest.mark.parametrize(
+    ("callback", "said"),
+    [
+        (lambda: keras.callbacks.BackupAndRestore("x"), "BackupAndRestore .*checkpoint_dir and run_id"),
+        (keras.callbacks.SwapEMAWeights, "SwapEMAWeights .*use_ema=True"),
+        (lambda: len, "<built-in function len> is neither"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(callback, said, data, tmp_path):
+    with pytest.raises(InvalidSettingsError, match=said):
+        alone(make_training(data, tmp_path, callbacks=[callback()]))
+
+
+# --- what is remembered -----------------------------------------------------------------------------
+
+
+class Remembering(keras.callbacks.Callback):
+    """As callbacks are written: plain values, arrays, and things that cannot be kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.seen = 0, []
+        self.sums = np.zeros(2)
+        self.opened = None
+
+    def on_train_begin(self, logs=None):
+        self.opened = iter([])
+        self.count = 0
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.count += 1
+        self.seen.append((epoch, {"loss": logs["loss"]}))
+        self.sums += [1, logs["accuracy"]]
+
+
+def test_plain_values_and_arrays_are_remembered_and_nothing_else():
+    callback = Remembering()
+    callback.on_train_begin()
+    callback.on_epoch_end(3, {"loss": np.float32(0.5), "accuracy": 0.25})
+    found = {}
+    document = json.loads(json.dumps(Kept.of(callback, True).to_json(found, "0/")))
+    fresh = Remembering()
+    fresh.on_train_begin()
+    Kept.from_json(document, arrays.loads(arrays.dumps(found))).put_into(fresh)
+    assert (fresh.count, fresh.seen, fresh.sums.tolist()) == (1, [(3, {"loss": 0.5})], [1, 0.25])
+    fresh.on_epoch_end(4, {"loss": 0.1, "accuracy": 1.0})
+    assert (callback.count, callback.sums.tolist()) == (1, [1, 0.25]), "copies do not change with what they are of"
+
+
+def in_worker_that_remembers(data, folder, victim):
+    from tests.unit.torch.kit import die, link
+
+    ends = trainings.At("on_batch_end", 20, die if link().worker == victim else trainings._nothing)
+    checkpoint = keras.callbacks.ModelCheckpoint(
+        str(folder / "best.keras"), "label_sum", save_best_only=True, mode="max"
+    )
+    stopping = keras.callbacks.EarlyStopping("lr_told", mode="min", patience=99)
+    remembering = Remembering()
+    logger = keras.callbacks.CSVLogger(str(folder / "log.csv"))
+    training = make_training(data, folder, callbacks=[])
+    from spark_elastic.ml.keras import assembly
+
+    plain = assembly.adapted
+    given = [remembering, checkpoint, logger, stopping, ends]
+    assembly.adapted = lambda _, *rest: plain(given, *rest)
+    result = trainings.outcome(training)
+    return {
+        **result,
+        "count": remembering.count,
+        "epochs": [epoch for epoch, _ in remembering.seen],
+        "sums": remembering.sums.tolist(),
+        "best": checkpoint.best,
+    }
+
+
+@pytest.mark.parametrize("victim", [1, 2], ids=["rank 0", "another"])
+def test_what_they_remember_outlives_a_lost_worker(victim, data, tmp_path):
+    with KitDriver(start_with=2) as driver:
+        driver.start(in_worker_that_remembers, data, tmp_path, victim, count=2)
+        (result,) = driver.results(1)
+    assert result["steps"] == STEPS
+    assert (result["count"], result["epochs"]) == (EPOCHS, [0, 1, 2])
+    assert result["sums"] == close([3.0, sum(row["accuracy"] for row in result["history"])])
+    assert result["best"] == result["history"][0]["label_sum"], "remembered by whoever has rank 0 after it was lost"
+    rows = list(csv.DictReader((tmp_path / "log.csv").open()))
+    assert [int(row["epoch"]) for row in rows] == [0, 1, 2]
+    assert [float(row["loss"]) for row in rows] == close([row["loss"] for row in result["history"]])

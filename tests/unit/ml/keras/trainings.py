@@ -1,0 +1,410 @@
+"""A small training in float64, to be done in any world, and callbacks that end a worker at a chosen moment.
+
+What is random is the same in every process: initial weights have seeds of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import spark_elastic.tensorflow as hvd
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.packing import pack
+from spark_elastic.data.store import Store
+from spark_elastic.ml.callbacks import Callback
+from spark_elastic.ml.keras import arrays
+from spark_elastic.ml.keras.compiling import CompileArguments
+from spark_elastic.ml.keras.sealing import Sealed
+from spark_elastic.ml.keras.spec import MODEL_FILE, KerasTraining
+from spark_elastic.ml.keras.training import train
+from spark_elastic.ml.training.spec import CheckpointPlan
+
+ROWS, VALIDATION_ROWS, BATCH, EPOCHS = 203, 77, 16, 3
+STEPS = EPOCHS * 13
+"""203 rows make 12 batches of 16 and one of 11, which three workers share unevenly."""
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Losses and metrics are of Keras's own type of numbers, and not of their inputs'."""
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(before)
+
+
+SETS: dict[str, tuple[str, ...]] = {
+    "plain": ("features_0", "label_0"),
+    "weighted": ("features_0", "label_0", "sample_weight"),
+    "two inputs": ("features_0", "features_1", "label_0"),
+    "two outputs": ("features_0", "features_1", "label_0", "label_1"),
+}
+
+
+def make_sets(folder: Path) -> None:
+    """Of the same rows."""
+    generator = np.random.default_rng(7)
+    truth = generator.normal(size=(6, 3))
+
+    def rows(count: int) -> dict[str, Any]:
+        features = generator.normal(size=(count, 6))
+        return {
+            "features_0": features,
+            "label_0": (features @ truth).argmax(1),
+            "label_1": features @ truth[:, :1] + 1.0,
+            "features_1": (np.abs(features[:, :4]) * 10).astype(np.int64) % 7,
+            "sample_weight": generator.uniform(0.1, 2.0, size=count),
+        }
+
+    train_rows, validation_rows = rows(ROWS), rows(VALIDATION_ROWS)
+    for name, fields in SETS.items():
+        train_part, validation_part = ({key: part[key] for key in fields} for part in (train_rows, validation_rows))
+        pack(train_part, folder / name, validation=validation_part, shards=3)
+
+
+def dense(units: int, seed: int, **options: Any) -> keras.layers.Dense:
+    return keras.layers.Dense(units, kernel_initializer=keras.initializers.GlorotUniform(seed), **options)
+
+
+def make_net(*, dropout: float = 0.0, norm: bool = False, kind: Any = keras.Sequential) -> Any:
+    layers: list[Any] = [dense(8, 1, activation="tanh", name="first"), dense(3, 2, name="last")]
+    if norm:
+        layers.insert(1, keras.layers.BatchNormalization(name="norm", momentum=0.9))
+    if dropout:
+        layers.insert(-1, keras.layers.Dropout(dropout, name="dropout"))
+    return kind([keras.Input((6,)), *layers])
+
+
+@keras.saving.register_keras_serializable("trainings")
+class LabelSum(keras.metrics.Metric):
+    """Tells which rows were seen."""
+
+    def __init__(self, name: str = "label_sum", **options: Any) -> None:
+        super().__init__(name=name, **options)
+        self.total = self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(keras.ops.sum(keras.ops.cast(y_true, self.dtype)))
+
+    def result(self) -> Any:
+        return self.total + 0.0
+
+
+def cross_entropy(**options: Any) -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
+
+
+def compiled(**changes: Any) -> CompileArguments:
+    settings: dict[str, Any] = {
+        "optimizer": keras.optimizers.SGD(0.1, momentum=0.9),
+        "loss": cross_entropy(),
+        "metrics": ["accuracy", LabelSum()],
+        **changes,
+    }
+    return CompileArguments(**settings)
+
+
+COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
+
+
+def make_training(data: Path, folder: Path, **changes: Any) -> KerasTraining:
+    """changes: of the training, or of what the model is compiled with; rows: one of `SETS`."""
+    chosen = data / changes.pop("rows", "plain")
+    with in_float64():
+        net = changes.pop("model", None) or make_net()
+        made = {name: changes.pop(name) for name in COMPILED if name in changes}
+        callbacks = changes.pop("callbacks", [])
+        settings: dict[str, Any] = {
+            "model": Sealed.of(net),
+            "compiled": Sealed.of(compiled(**made)),
+            "callbacks": Sealed.of(callbacks),
+            "batch_size": BATCH,
+            "epochs": EPOCHS,
+            "checkpoints": CheckpointPlan(every_epochs=1),
+            "verbose": 0,
+            **changes,
+        }
+    return KerasTraining(dataset=Dataset.open(chosen), store=Store.create(folder), **settings)
+
+
+def outcome(training: KerasTraining) -> dict[str, Any]:
+    """Do it, and say what came of it in plain values."""
+    with in_float64():
+        result = train(training)
+    return {
+        "history": [{k: v for k, v in row.items() if k != "seconds"} for row in result.history],
+        "steps": result.steps,
+        "stopped": result.stopped,
+        "restored": result.restored,
+        "size": hvd.size(),
+    }
+
+
+def alone(training: KerasTraining) -> dict[str, Any]:
+    """In this process, a world of one."""
+    try:
+        return outcome(training)
+    finally:
+        hvd.shutdown()
+
+
+def weights(folder: Path) -> list[float]:
+    found = arrays.loads((folder / MODEL_FILE).read_bytes())
+    return [float(number) for array in found.values() for number in array.reshape(-1).tolist()]
+
+
+class At(Callback):
+    """Does something at the `count`-th time that `event` happens, in this process."""
+
+    def __init__(self, event: str, count: int, action: Callable[[], None]) -> None:
+        self.left, self.action = count, action
+        setattr(self, event, self._happened)
+
+    def _happened(self, *_: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.action()
+
+
+class TheEnd(Exception):
+    """The job is over, before the training is."""
+
+
+def end() -> None:
+    raise TheEnd
+
+
+def ending(event: str, count: int) -> At:
+    return At(event, count, end)
+
+
+def at(count: int, action: Callable[[], None]) -> Callable[..., None]:
+    """Calls the action at the `count`-th time that it is called itself."""
+    calls = itertools.count(1)
+
+    def called(*_: Any) -> None:
+        if next(calls) == count:
+            action()
+
+    return called
+
+
+# --- variants ---------------------------------------------------------------------------------------
+
+
+@keras.saving.register_keras_serializable("trainings")
+class OwnStep(keras.Sequential):
+    """With a train_step and a test_step of its own, and what they return is no metric."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss, "half": loss / 2}
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        return {"loss": self.compute_loss(y=y, y_pred=self(x, training=False))}
+
+
+def embedded() -> Any:
+    numbers, words = keras.Input((6,), name="numbers"), keras.Input((4,), dtype="int64", name="words")
+    table = keras.layers.Embedding(7, 5, embeddings_initializer=keras.initializers.RandomUniform(seed=4))
+    both = keras.layers.concatenate([numbers, keras.layers.Flatten()(table(words))])
+    return keras.Model([numbers, words], dense(3, 2, name="kind")(both))
+
+
+def two_headed() -> Any:
+    numbers, words = keras.Input((6,), name="numbers"), keras.Input((4,), name="words")
+    both = keras.layers.concatenate([dense(5, 1, activation="tanh")(numbers), words])
+    outputs = {"kind": dense(3, 2, name="kind")(both), "size": dense(1, 3, name="size")(both)}
+    return keras.Model({"numbers": numbers, "words": words}, outputs)
+
+
+def regularised() -> Any:
+    layer = dense(8, 1, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.01))
+    return keras.Sequential([keras.Input((6,)), layer, dense(3, 2)])
+
+
+def doubled(columns: dict[str, Any]) -> dict[str, Any]:
+    return {"features_0": columns["features_0"] * 2, "label_0": columns["label_0"]}
+
+
+def own_mean(y_true: Any, y_pred: Any) -> Any:
+    """A value for each row."""
+    wanted = keras.ops.one_hot(keras.ops.cast(y_true, "int64"), 3)
+    return keras.ops.mean(keras.ops.square(wanted - y_pred), axis=-1)
+
+
+def less_every_step() -> Any:
+    return keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.2, 5, 0.7))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "parts, bounds and another seed": {"accumulation": 3, "clip_norm": 0.05, "seed": 5, "prefetch": 0},
+    "Adam, bounds and no shuffle": {
+        "optimizer": lambda: keras.optimizers.AdamW(0.02),
+        "clip_value": 0.01,
+        "shuffle": False,
+        "transformation_fn": doubled,
+    },
+    "averages of weights": {
+        "optimizer": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9, global_clipnorm=0.05)
+    },
+    "a schedule and regularisation": {"optimizer": less_every_step, "model": regularised},
+    "a loss that is a sum": {
+        "loss": lambda: cross_entropy(reduction="sum"),
+        "optimizer": lambda: keras.optimizers.Adagrad(0.1),
+    },
+    "a loss and metrics of another kind": {
+        "loss": lambda: own_mean,
+        "metrics": lambda: [
+            keras.metrics.SparseCategoricalCrossentropy(from_logits=True),
+            keras.metrics.MeanIoU(3, sparse_y_pred=False),
+        ],
+    },
+    "a train_step of one's own": {"model": lambda: make_net(kind=OwnStep)},
+    "divided by sample weights": {
+        "rows": "weighted",
+        "weighted_metrics": ["accuracy"],
+        "loss": lambda: cross_entropy(reduction="mean_with_sample_weight"),
+    },
+    "sparse gradients in parts": {
+        "model": embedded,
+        "rows": "two inputs",
+        "optimizer": lambda: keras.optimizers.Adam(0.02),
+        "clip_norm": 0.5,
+        "accumulation": 2,
+    },
+    "two outputs": {
+        "model": two_headed,
+        "rows": "two outputs",
+        "loss": lambda: {"kind": cross_entropy(), "size": "mse"},
+        "loss_weights": {"kind": 1.0, "size": 0.3},
+        "metrics": {"kind": ["accuracy"], "size": ["mae"]},
+    },
+    "a batch larger than the set": {"batch_size": 1000},
+    "batches of two rows, fewer than workers": {
+        "batch_size": 2,
+        "epochs": 1,
+        "model": embedded,
+        "rows": "two inputs",
+        "optimizer": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3),
+    },
+}
+"""Settings under which the result must not depend on the world."""
+
+
+def variant_of(name: str) -> dict[str, Any]:
+    """With functions called that make something new."""
+    with in_float64():
+        return {
+            key: value() if key in (*COMPILED, "model") and isinstance(value, type(make_net)) else value
+            for key, value in VARIANTS[name].items()
+        }
+
+
+# --- what workers do, for a KitDriver ---------------------------------------------------------------
+
+
+def in_worker(data: Path, folder: Path, plans: Mapping[int, tuple[Any, ...]], changes: Mapping[str, Any] | None = None):
+    """plans: worker -> what ends it: ("on_batch_end", 7), ("before a reduction", 3), ("in a validation", 2)."""
+    from tests.unit.torch.kit import die, link
+
+    callbacks: list[Any] = []
+    for worker, (kind, count) in plans.items():
+        action = die if worker == link().worker else _nothing
+        if kind.startswith("on_"):  # all workers have the same callbacks
+            callbacks.append(At(kind, count, action))
+        elif worker == link().worker:
+            _die_within(kind, count)
+    changes = dict(changes or {})
+    if "norm" in changes:
+        with in_float64():
+            changes["model"] = make_net(norm=changes.pop("norm"))
+    training = make_training(data, folder, callbacks=[*changes.pop("callbacks", []), *callbacks], **changes)
+    return outcome(training)
+
+
+def _nothing() -> None: ...
+
+
+def _die_within(kind: str, count: int) -> None:
+    """Have this process end at the `count`-th time."""
+    from spark_elastic.collective.fused import FusedReduction
+    from spark_elastic.ml.keras.engine import KerasEngine
+    from tests.unit.torch.kit import die
+
+    place, name = {
+        "before a reduction": (FusedReduction, "__call__"),
+        "after a reduction": (FusedReduction, "__call__"),
+        "in a validation": (KerasEngine, "measure"),
+        "when all are to have one's buffers": (KerasEngine, "share_buffers"),
+        "while the model is written": (KerasEngine, "model_file"),
+    }[kind]
+    plain_method, dies = getattr(place, name), at(count, die)
+
+    def method(*args: Any, **options: Any) -> Any:
+        if kind != "after a reduction":
+            dies()
+        result = plain_method(*args, **options)
+        if kind == "after a reduction":
+            dies()
+        return result
+
+    setattr(place, name, method)
+
+
+def in_worker_variants(data: Path, folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """One after the other in one world."""
+    return {name: outcome(make_training(data, folder / name, **variant_of(name))) for name in names}
+
+
+class EpochCounter(Callback):
+    """Has a state, tells of its steps and takes its time, so that a newcomer comes in time."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def on_batch_end(self, run: Any) -> None:
+        from tests.unit.torch.kit import tell
+
+        tell("step", run.step)
+        if run.size == 1 and run.step < STEPS - 5:
+            threading.Event().wait(0.1)
+
+    def on_epoch_end(self, run: Any, logs: Any) -> None:
+        self.epochs += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epochs = state["epochs"]
+
+
+def in_worker_slowly(data: Path, folder: Path) -> Any:
+    counter = EpochCounter()
+    training = make_training(data, folder)
+    from spark_elastic.ml.keras import assembly
+
+    plain_adapted = assembly.adapted
+
+    def with_counter(callbacks: Any, *rest: Any) -> Any:
+        return [*plain_adapted(callbacks, *rest), counter]
+
+    assembly.adapted = with_counter
+    return {**outcome(training), "epochs counted": counter.epochs}
