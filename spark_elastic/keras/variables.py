@@ -13,7 +13,7 @@ import torch
 from spark_elastic.keras.backend import BACKEND
 
 Variable = Any
-"""keras.Variable."""
+"""keras.Variable, or tf.Variable."""
 Copy = Any
 """The value of a variable at some moment, as a tensor of the backend."""
 
@@ -30,7 +30,15 @@ class Description(NamedTuple):
 
 
 def describe(variable: Variable) -> Description:
-    return Description(str(variable.path), tuple(int(n) for n in variable.shape), str(variable.dtype))
+    path = getattr(variable, "path", None) or variable.name
+    dtype = getattr(variable.dtype, "name", variable.dtype)  # TensorFlow's types are objects, Keras' are names
+    return Description(str(path), tuple(int(n) for n in variable.shape), str(dtype))
+
+
+def _native(variable: Variable) -> Any:
+    """The backend's own variable or parameter; TensorFlow's have a method of that name."""
+    value = variable.value
+    return variable if callable(value) else value
 
 
 def bytes_of(description: Description) -> int:
@@ -70,7 +78,7 @@ def from_wire(variable: Variable, wire: torch.Tensor) -> None:
                 value.copy_(wire.view(value.dtype).view(value.shape))
         return
     array = wire.numpy().view(_numpy_type(description.dtype)).reshape(description.shape)
-    variable.value.assign(array)
+    _native(variable).assign(array)
 
 
 # --- copies within the process --------------------------------------------------------------------
@@ -81,7 +89,7 @@ def copies_of(variables: Sequence[Variable]) -> list[Copy]:
     if BACKEND == "torch":
         with torch.no_grad():
             return [variable.value.detach().clone() for variable in variables]
-    return [variable.value.read_value() for variable in variables]
+    return [_native(variable).read_value() for variable in variables]
 
 
 def put_back(variables: Sequence[Variable], copies: Sequence[Copy]) -> None:
@@ -92,7 +100,7 @@ def put_back(variables: Sequence[Variable], copies: Sequence[Copy]) -> None:
                 torch._foreach_copy_([variable.value.detach() for variable in variables], list(copies))
         return
     for variable, copy in zip(variables, copies, strict=True):
-        variable.value.assign(copy)
+        _native(variable).assign(copy)
 
 
 def reader_of(variables: Sequence[Variable]) -> Callable[[], list[Copy]]:
@@ -103,7 +111,7 @@ def reader_of(variables: Sequence[Variable]) -> Callable[[], list[Copy]]:
     import tensorflow as tf
 
     # ReadVariableOp shares the variable's buffer; whoever changes the variable next copies it first
-    graph = tf.function(lambda: [variable.value.read_value() for variable in variables], autograph=False)
+    graph = tf.function(lambda: [_native(variable).read_value() for variable in variables], autograph=False)
     return lambda: list(graph())
 
 

@@ -9,9 +9,8 @@ import pytest
 import spark_elastic.keras as hvd
 from spark_elastic.errors import HostsUpdatedInterrupt
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
-from tests.unit.keras.kit import KerasDriver
 from tests.unit.keras.test_keras_state import CLASSES, Plain, together
-from tests.unit.torch.kit import die, link, tell
+from tests.unit.torch.kit import KitDriver, die, link, tell
 
 ROWS, BATCH, FEATURES = 90, 9, 5
 EPOCHS = 2
@@ -170,7 +169,7 @@ def undisturbed(passes):
 def test_a_killed_worker_costs_no_step_and_no_row(where, passes, options):
     """Rows are noted by the layer, inside of the step: a step that failed must not have left them noted."""
     at = (0, 5) if where == "begin" else (0, 4)
-    with KerasDriver(start_with=3) as driver:
+    with KitDriver(start_with=3) as driver:
         driver.start(train, {2: at}, where, passes, options, count=3)
         results = driver.results(2)
     check(results, 2, STEPS // passes)
@@ -180,7 +179,7 @@ def test_a_killed_worker_costs_no_step_and_no_row(where, passes, options):
 
 
 def test_rank_0_may_die_and_another_after_it():
-    with KerasDriver(start_with=3) as driver:
+    with KitDriver(start_with=3) as driver:
         driver.start(train, {1: (0, 3), 2: (1, 7)}, count=3)
         (result,) = driver.results(1)
     check([result], 1)
@@ -223,7 +222,7 @@ def grow(want, model_kind):
 
 @pytest.mark.parametrize("model_kind", ["built", "unbuilt"])
 def test_a_newcomer_joins_in_full_flow_and_sees_the_epoch_that_runs(model_kind):
-    with KerasDriver(start_with=2) as driver:
+    with KitDriver(start_with=2) as driver:
         driver.start(grow, 3, model_kind, count=2)
         driver.wait(lambda: any(epoch >= 2 for epoch, _ in driver.told("step")))
         driver.start(grow, 3, model_kind)

@@ -32,7 +32,7 @@ _context.set_forkserver_preload(
     [
         *("torch", "torch._dynamo", "spark_elastic.torch", "spark_elastic.torch.elastic"),
         # importing TensorFlow starts nothing that a fork would lose; its first operation does
-        *("tensorflow", "keras", "spark_elastic.tensorflow"),
+        *("tensorflow", "keras", "spark_elastic.tensorflow", "spark_elastic.keras"),
     ]
 )
 

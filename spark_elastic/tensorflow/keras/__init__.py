@@ -1,0 +1,18 @@
+"""Another name of `spark_elastic.keras`, where Horovod's users look for it; the same modules and objects."""
+
+from __future__ import annotations
+
+import sys
+
+import spark_elastic.keras
+from spark_elastic.keras import callbacks, compression, elastic, optimizer, saving
+
+for _name, _module in {
+    "": spark_elastic.keras,
+    ".callbacks": callbacks,
+    ".compression": compression,
+    ".elastic": elastic,
+    ".optimizer": optimizer,
+    ".saving": saving,
+}.items():
+    sys.modules[__name__ + _name] = _module

@@ -1,0 +1,78 @@
+"""Keras on PyTorch through the same classes, and on what is not supported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+TORCH_WORLD = """
+import keras, numpy as np
+import spark_elastic.keras as hvd
+from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
+from tests.unit.torch.kit import die, link
+
+def train(dies):
+    hvd.init()
+    keras.utils.set_random_seed(hvd.rank())
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(6), keras.layers.BatchNormalization(),
+                              keras.layers.Dropout(0.1), keras.layers.Dense(3)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    state = KerasState(model, batch=0, epoch=0)
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(90, 4)).astype("float32"), generator.integers(0, 3, 90)
+    data = ElasticDataset(x, y, state=state, batch_size=9)
+
+    class Dies(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if dies.get(link().worker) == (state.epoch, state.batch):
+                die()
+
+    @hvd.elastic.run
+    def loop(state):
+        callbacks = [Dies(), hvd.callbacks.MetricAverageCallback(), ElasticCallback(state)]
+        return model.fit(data, initial_epoch=state.epoch, epochs=3, verbose=0, callbacks=callbacks)
+
+    history = loop(state)
+    weights = [float(keras.ops.convert_to_numpy(v).astype("float64").sum()) for v in model.trainable_variables]
+    return keras.backend.backend(), hvd.size(), state.progress, int(optimizer.iterations), weights, history.history
+"""
+
+
+def in_a_process(code, backend, **more):
+    environment = {**os.environ, "KERAS_BACKEND": backend, **more}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_keras_on_torch_outlives_the_loss_of_a_worker_through_the_same_callbacks(tmp_path):
+    (tmp_path / "torch_world.py").write_text(TORCH_WORLD)
+    run = """
+import torch_world
+from tests.unit.torch import kit
+kit._context.set_forkserver_preload(["torch", "torch._dynamo", "keras", "spark_elastic.keras"])
+with kit.KitDriver(start_with=3) as driver:
+    driver.start(torch_world.train, {2: (1, 4)}, count=3)
+    one, other = driver.results(2)
+assert one[:4] == other[:4] == ("torch", 2, 30, 30), (one, other)
+assert one[4] == other[4]
+assert one[5] == other[5]
+assert all(len(values) == 3 for values in one[5].values())
+"""
+    path = os.pathsep.join([str(tmp_path), os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    done = in_a_process(run, "torch", PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("backend", ["jax", "numpy"])
+def test_another_backend_is_a_clear_error_before_keras_looks_for_it(backend):
+    done = in_a_process("import spark_elastic.keras", backend)
+    assert f"UsageError: Keras is set to the {backend} backend" in done.stderr
+    assert "KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch" in done.stderr
+
+
+def test_without_keras_the_error_says_which_extra_to_install():
+    done = in_a_process("import sys; sys.modules['keras'] = None; import spark_elastic.keras", "tensorflow")
+    assert 'pip install "spark-elastic[tensorflow]"' in done.stderr
