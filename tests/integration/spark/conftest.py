@@ -58,14 +58,14 @@ class Jobs:
         self._jobs.add(job)
         return job
 
-    def train(self, num_proc, min_num_proc=1, *, training=None, **settings):
-        """A `training.train`. Returns: the job and its diary."""
+    def train(self, num_proc, min_num_proc=1, *, function=train, training=None, **settings):
+        """A `training.train`, or another one that writes such a diary. Returns: the job and its diary."""
         self.count += 1
         folder = self._folder / f"job-{self.count}"
         folder.mkdir()
         arguments = (str(folder), *(training or {}).values())
-        assert list(training or {}) == list(train.__annotations__)[1 : 1 + len(training or {})]
-        job = self.start(train, arguments, num_proc=num_proc, min_num_proc=min_num_proc, **settings)
+        assert list(training or {}) == list(function.__annotations__)[1 : 1 + len(training or {})]
+        job = self.start(function, arguments, num_proc=num_proc, min_num_proc=min_num_proc, **settings)
         return job, Diary(folder)
 
     def end(self):
