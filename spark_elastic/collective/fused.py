@@ -159,7 +159,7 @@ class FusedReduction:
 def _uses(bucket: Bucket) -> int:
     """Tensors that lie in the memory of this bucket; numpy arrays of them are counted, too."""
     storage = bucket.flat.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata))
+    return int(torch._C._storage_Use_Count(storage._cdata))  # private, there since torch 2.1
 
 
 def _fill(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], factor: float) -> None:

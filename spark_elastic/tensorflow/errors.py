@@ -52,11 +52,12 @@ def translated() -> Iterator[None]:
 
 
 def _take(number: int) -> HorovodInternalError | None:
-    for entry in list(_recorded):
-        if entry[0] == number:
-            _recorded.remove(entry)
-            return entry[1]
-    return None
+    """Forget it, and those before it: each belongs to a world that is over."""
+    found = dict(_recorded).get(number)
+    later = [entry for entry in _recorded if entry[0] > number]
+    _recorded.clear()
+    _recorded.extend(later)
+    return found
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

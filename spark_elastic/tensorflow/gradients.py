@@ -102,9 +102,10 @@ class GradientReducer:
         tensors = [torch_of(array) for array in arrays]
         carried = tensors[-1].to(torch.float64, copy=True) if len(tensors) > dense + 2 * sparse else None
         reduced = self._fused(tensors[:dense], carried)
+        # in a world of one they come back as they are: TensorFlow may write into what it is given, so it gets a copy
         out = [
-            array if result is tensor else array_from(result)
-            for array, tensor, result in zip(arrays, tensors, reduced, strict=False)
+            array_from(result.clone() if result is tensor else result)
+            for tensor, result in zip(tensors, reduced, strict=False)
         ]
         for at in range(dense, dense + 2 * sparse, 2):
             out += self._gathered(tensors[at], tensors[at + 1])
