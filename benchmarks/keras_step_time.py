@@ -1,6 +1,6 @@
 """Step time of Keras' `model.fit` with DistributedOptimizer, against TensorFlow's own data parallelism.
 
-Two processes on loopback train the same model (784-512-512-10, batch 64 a process, SGD with momentum) in short blocks of
+Two processes on loopback train one model (784-512-512-10, batch 64 a process, SGD with momentum) in short blocks of
 `model.fit` that take turns: plain `fit` without any reduction, ours, and `tf.distribute.MultiWorkerMirroredStrategy`
 with its ring over gRPC. Reported are medians over the blocks and the median of the ratios of neighbouring blocks.
 
