@@ -142,11 +142,12 @@ def main() -> None:
             subprocess.Popen([*command, f"{rank},{out},{ports}"], env={**os.environ, **THREADS}) for rank in range(2)
         ]
         try:
-            for process in processes:
-                process.wait(timeout=900)
+            codes = [process.wait(timeout=900) for process in processes]
         finally:
             for process in processes:
                 process.kill()
+        if any(codes):
+            sys.exit(f"the processes have ended with {codes}")
         times = json.loads(out.read_text())
     series = [Series(name, values, "ms") for name, values in times.items()]
     for name, values in times.items():
