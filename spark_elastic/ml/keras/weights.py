@@ -49,8 +49,13 @@ def assign(variables: Sequence[Any], values: Mapping[str, Array], prefix: str = 
         raise ValueError(f"there are {len(found)} arrays for {len(variables)} variables")
     for number, variable in enumerate(variables):
         path, value = found.get(number, ("nothing", None))
-        if value is None or tuple(value.shape) != tuple(variable.shape) or not same_place(path, variable.path):
+        if value is None or tuple(value.shape) != tuple(variable.shape) or not _same(path, variable.path):
             have = "" if value is None else f" {list(value.shape)}"
             raise ValueError(f"{path}{have} is not {variable.path} {list(variable.shape)}")
     for number, variable in enumerate(variables):
         variable.assign(found[number][1])
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two paths can be those of one variable: what its model is called need not be the same."""
+    return same_place(one.rpartition("/")[2], other.rpartition("/")[2])

@@ -36,12 +36,14 @@ STEPS = EPOCHS * 13
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
     """Losses and metrics are of Keras's own type of numbers, and not of their inputs'."""
-    before = keras.config.floatx()
+    before, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
     try:
         yield
     finally:
         keras.config.set_floatx(before)
+        keras.config.set_dtype_policy(policy)
 
 
 SETS: dict[str, tuple[str, ...]] = {

@@ -1,0 +1,261 @@
+"""One step: what it changes, what a failed one leaves behind, and how often it is traced."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from spark_elastic.collective.fused import FusedReduction
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.packing import pack
+from spark_elastic.errors import HorovodInternalError, InvalidSettingsError
+from spark_elastic.ml.keras.assembly import buffers_of, prepared, seeds_of
+from spark_elastic.ml.keras.engine import KerasEngine
+from spark_elastic.ml.keras.steps import Steps
+from tests.unit.ml.keras import trainings
+from tests.unit.ml.keras.test_training_worlds import assert_as_undisturbed, close
+from tests.unit.ml.keras.trainings import (
+    EPOCHS,
+    ROWS,
+    STEPS,
+    alone,
+    dense,
+    in_float64,
+    in_worker,
+    make_net,
+    make_training,
+)
+from tests.unit.torch.kit import KitDriver
+
+
+def moving(**options):
+    with in_float64():
+        return {"model": make_net(dropout=0.4, norm=True), "optimizer": keras.optimizers.AdamW(0.02), **options}
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation": 3}], ids=["whole", "in parts"])
+def test_a_step_that_fails_in_the_reduction_has_changed_nothing(options, data, tmp_path, monkeypatch):
+    expected = alone(make_training(data, tmp_path / "1", **moving(**options))), trainings.weights(tmp_path / "1")
+    failures = iter([False] * 5 + [True, False, True, True] + [False] * STEPS)
+    plain = FusedReduction.__call__
+
+    def failing(self, *args):
+        if next(failures):
+            error = HorovodInternalError("a peer is gone")
+            error.in_reduction = True
+            raise error
+        return plain(self, *args)
+
+    monkeypatch.setattr(FusedReduction, "__call__", failing)
+    result = alone(make_training(data, tmp_path / "2", **moving(**options)))
+    assert_as_undisturbed(result, tmp_path / "2", expected)
+
+
+def test_any_other_error_of_a_step_is_not_taken_for_a_lost_peer(data, tmp_path):
+    def broken(y_true, y_pred):
+        tf.debugging.assert_less(tf.reduce_max(tf.abs(y_pred)), tf.constant(1e-30, y_pred.dtype), "too large")
+        return tf.reduce_mean(tf.square(y_pred), -1)
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
+        alone(make_training(data, tmp_path, loss=broken))
+
+
+def test_batches_of_all_sizes_and_worlds_are_of_one_trace(data, tmp_path, monkeypatch):
+    made = []
+    plain = Steps.__init__
+    monkeypatch.setattr(Steps, "__init__", lambda self, *a, **k: (made.append(self), plain(self, *a, **k))[1])
+    with in_float64():
+        net = keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.5), dense(3, 1)])
+    alone(make_training(data, tmp_path, model=net, batch_size=20, epochs=2))
+    assert [steps.traces for steps in made] == [1]
+
+
+def test_dropout_differs_from_step_to_step_and_is_the_same_for_the_same_seed(data, tmp_path):
+    results = {}
+    for name, seed in (("one", 3), ("again", 3), ("another", 4)):
+        training = make_training(data, tmp_path / name, **moving(epochs=1, seed=seed, shuffle=False))
+        results[name] = alone(training)["history"], trainings.weights(tmp_path / name)
+    assert results["one"] == results["again"]
+    assert results["one"][1] != results["another"][1]
+    with in_float64():
+        constant = keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.5), dense(3, 2)])
+    frozen = {"optimizer": keras.optimizers.SGD(0.0), "callbacks": [Losses(tmp_path / "losses")], "batch_size": ROWS}
+    alone(make_training(data, tmp_path / "steps", model=constant, epochs=4, shuffle=False, **frozen))
+    losses = (tmp_path / "losses").read_text().split()
+    assert len(set(losses)) == 4, "the same rows and weights in each step, and other rows of them left out"
+
+
+class Losses(keras.callbacks.Callback):
+    def __init__(self, path):
+        super().__init__()
+        self.path = str(path)
+
+    def on_epoch_end(self, epoch, logs=None):
+        with open(self.path, "a") as file:
+            file.write(f"{logs['loss']!r}\n")
+
+
+def test_running_means_are_those_of_one_worker_when_a_model_is_validated_and_written(data, tmp_path):
+    from spark_elastic.ml.keras import weights
+    from spark_elastic.ml.keras.spec import MODEL_FILE
+
+    with KitDriver(start_with=3) as driver:
+        driver.start(in_worker, data, tmp_path, {}, {"norm": True}, count=3)
+        results = driver.results(3)
+    rows = next(Dataset.open(data / "plain").reader("validation", batch_size=1000).epoch(0))
+    with in_float64():
+        net = weights.fill(make_net(norm=True), (tmp_path / MODEL_FILE).read_bytes())
+        net.compile(loss=trainings.cross_entropy())
+        loss = net.evaluate(rows["features_0"], rows["label_0"], verbose=0)
+    for result in results:
+        assert result["history"][-1]["val_loss"] == close(loss)
+
+
+def test_the_batch_follows_the_number_of_workers_and_compression_is_a_little_less_exact(data, tmp_path, undisturbed):
+    with KitDriver(start_with=2) as driver:
+        changes = {"batch_size": None, "per_worker_batch_size": 16}
+        driver.start(in_worker, data, tmp_path / "each", {}, changes, count=2)
+        assert [result["steps"] for result in driver.results(2)] == [EPOCHS * -(-ROWS // 32)] * 2
+    with KitDriver(start_with=2) as driver:
+        driver.start(in_worker, data, tmp_path / "bf16", {}, {"compression": "bf16"}, count=2)
+        for result in driver.results(2):
+            assert result["history"][-1]["label_sum"] == undisturbed[0]["history"][-1]["label_sum"]
+    assert trainings.weights(tmp_path / "bf16") != close(undisturbed[1])
+    assert trainings.weights(tmp_path / "bf16") == pytest.approx(undisturbed[1], abs=0.05)
+
+
+def test_a_weight_of_two_is_a_row_that_comes_twice(tmp_path):
+    generator = np.random.default_rng(1)
+    rows = {"features_0": generator.normal(size=(12, 6)), "label_0": generator.integers(0, 3, 12)}
+    twice = [0, 0, 1, 1, 1, *range(2, 12)]
+    pack({**rows, "sample_weight": np.array([2.0, 3.0] + [1.0] * 10)}, tmp_path / "plain")
+    pack({name: value[twice] for name, value in rows.items()}, tmp_path / "b" / "plain")
+    weights = []
+    for folder, reduction in ((tmp_path, "mean_with_sample_weight"), (tmp_path / "b", "sum_over_batch_size")):
+        with in_float64():
+            loss = trainings.cross_entropy(reduction=reduction)
+        alone(make_training(folder, folder / "run", batch_size=100, shuffle=False, loss=loss))
+        weights.append(trainings.weights(folder / "run"))
+    assert weights[0] == close(weights[1])
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_half_precision_trains_and_its_gradients_are_bounded_as_they_are(policy, data, tmp_path):
+    def half():
+        layers = [dense(8, 1, activation="tanh", dtype=policy), dense(3, 2, dtype="float32")]
+        return keras.Sequential([keras.Input((6,)), *layers])
+
+    def single():
+        return keras.Sequential([keras.Input((6,)), dense(8, 1, activation="tanh"), dense(3, 2)])
+
+    found = []
+    for name, make in (("half", half), ("single", single)):
+        optimizer = keras.optimizers.SGD(0.1)
+        if policy == "mixed_float16" and name == "half":
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0, dynamic_growth_steps=7)
+        settings = {"model": make(), "optimizer": optimizer, "clip_norm": 0.2, "accumulation": 2}
+        training = make_training(data, tmp_path / name, **settings)
+        from spark_elastic.ml.keras.training import train
+
+        found.append((train(training).history["loss"], trainings.weights(tmp_path / name)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=0.02)
+    assert found[0][1] == pytest.approx(found[1][1], abs=0.02)
+    trainings.hvd.shutdown()
+
+
+# --- train_steps of one's own -------------------------------------------------------------------------
+
+
+class TwoApplies(keras.Sequential):
+    def train_step(self, data):
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(y=data[1], y_pred=self(data[0], training=True))
+        for _ in range(2):
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+class NoApply(keras.Sequential):
+    def train_step(self, data):
+        return {"loss": self.compute_loss(y=data[1], y_pred=self(data[0], training=True))}
+
+
+class Conditional(keras.Sequential):
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=data[1], y_pred=self(data[0], training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+
+        def apply():
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return 0
+
+        tf.cond(loss < 1e9, apply, lambda: 0)
+        return {"loss": loss}
+
+
+def frozen(**options):
+    net = make_net()
+    net.trainable = False
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: make_net(kind=TwoApplies), "calls 2 times optimizer.apply"),
+        (lambda: make_net(kind=NoApply), "does not call optimizer.apply"),
+        (lambda: make_net(kind=Conditional), "inside of a condition"),
+        (frozen, "no weight that is trained|does not call"),
+    ],
+)
+def test_a_train_step_that_cannot_be_reduced_once_is_refused(make, said, data, tmp_path):
+    with in_float64():
+        net = make()
+    with pytest.raises(InvalidSettingsError, match=said):
+        alone(make_training(data, tmp_path, model=net))
+
+
+class Most(keras.metrics.Metric):
+    """Which says so itself."""
+
+    def __init__(self, name="most", **options):
+        super().__init__(name=name, **options)
+        self.most = self.add_variable((), "zeros", aggregation="none", name="most")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.most.assign(keras.ops.maximum(self.most, keras.ops.max(y_pred)))
+
+    def result(self):
+        return self.most.value
+
+
+def test_a_metric_that_cannot_be_added_up_is_refused(data, tmp_path):
+    with pytest.raises(InvalidSettingsError, match="the metric compile_metrics keeps most with aggregation='none'"):
+        alone(make_training(data, tmp_path, metrics=[Most()]))
+
+
+def test_what_a_step_changes_is_told_from_what_is_only_frozen():
+    net = make_net(norm=True, dropout=0.5)
+    net.get_layer("first").trainable = False
+    assert [variable.name for variable in buffers_of(net)] == ["moving_mean", "moving_variance"]
+    assert len(seeds_of(net)) == 1
+
+
+def test_a_state_puts_back_only_a_step_that_was_begun(data, tmp_path):
+    with in_float64():
+        training = make_training(data, tmp_path, **moving())
+        ready = prepared(training)
+    engine = KerasEngine.__new__(KerasEngine)
+    engine._steps, engine._stepping = ready.steps, False
+    (mean,) = [each for each in ready.buffers if each.name == "moving_mean"]
+    mean.assign(keras.ops.ones_like(mean))
+    engine.put_back()
+    assert float(keras.ops.min(mean)) == 1.0, "no step was begun"
+    ready.steps._begin(tf.zeros([2], tf.int64))
+    mean.assign(keras.ops.zeros_like(mean))
+    engine._stepping = True
+    engine.put_back()
+    assert float(keras.ops.min(mean)) == 1.0
