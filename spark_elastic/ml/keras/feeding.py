@@ -195,11 +195,7 @@ class Feeding:
     def arrays(self, batch: Batch, parts: int | None = None) -> list[tuple[Array, ...]]:
         """The parts of a batch; one without rows if there are none."""
         if not batch.rows:
-            return [
-                tuple(
-                    np.empty([0, *(n or 1 for n in spec.shape[1:])], spec.dtype.as_numpy_dtype) for spec in self.specs
-                )
-            ]
+            return [tuple(_no_rows(spec) for spec in self.specs)]
         columns = self._columns.of(batch)
         whole = tuple(self._array(name, spec, columns) for name, spec in zip(self.names, self.specs, strict=True))
         return [tuple(each[start:stop] for each in whole) for start, stop in cuts(batch.rows, parts or self._parts)]
@@ -219,7 +215,7 @@ class Feeding:
 
 
 def _no_rows(spec: Any) -> Array:
-    return np.empty([0, *(n or 1 for n in spec.shape[1:])], spec.dtype.as_numpy_dtype)
+    return np.empty([0, *(1 if n is None else n for n in spec.shape[1:])], spec.dtype.as_numpy_dtype)
 
 
 def first_rows(training: KerasTraining, rows: int = FIRST_ROWS) -> Batch:

@@ -1,0 +1,187 @@
+"""From a reader's batches to tensors: types, shapes, structures, and whose memory they are."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from spark_elastic.data.batch import Batch
+from spark_elastic.data.packing import pack
+from spark_elastic.errors import DataError
+from spark_elastic.ml.keras.compiling import CompileArguments
+from spark_elastic.ml.keras.feeding import Feeding
+from tests.unit.ml.keras import trainings
+from tests.unit.ml.keras.trainings import alone, make_net, make_training
+
+ROWS = 7
+
+
+def feeding(tmp_path, columns, model=None, loss=None, **changes):
+    pack(columns, tmp_path / "plain")
+    model = model or make_net()
+    training = make_training(tmp_path, tmp_path / "run", model=model, **changes)
+    return Feeding(training, model, CompileArguments(optimizer=None, loss=loss)), training
+
+
+def fed(feed, training, batch_size=4, **options):
+    reader = training.dataset.reader("train", batch_size=batch_size, shuffle=False, **options)
+    with reader:
+        yield from feed.batches(reader.epoch(0))
+
+
+def numbers(*shape, dtype=np.float32):
+    return np.arange(np.prod((ROWS, *shape))).reshape(ROWS, *shape).astype(dtype)
+
+
+def test_batches_come_with_their_places_and_all_their_rows(tmp_path):
+    columns = {"features_0": numbers(6), "label_0": numbers(dtype=np.int64)}
+    feed, training = feeding(tmp_path, columns)
+    batches = list(fed(feed, training))
+    assert [(one.start, one.stop, one.rows, one.global_rows) for one in batches] == [(0, 4, 4, 4), (4, 7, 3, 3)]
+    assert [row for one in batches for row in one.parts[0].tensors[1].numpy().tolist()] == [*range(ROWS)]
+    assert [spec.shape.as_list() for spec in feed.specs] == [[None, 6], [None]]
+
+
+def test_a_share_is_cut_into_parts_and_a_worker_without_rows_has_none(tmp_path):
+    columns = {"features_0": numbers(6), "label_0": numbers(dtype=np.int64)}
+    feed, training = feeding(tmp_path, columns, accumulation=3)
+    batches = list(fed(feed, training, batch_size=5, rank=1, size=2))
+    assert [[part.rows for part in one.parts] for one in batches] == [[1, 1, 1], [1]]
+    batches = list(fed(feed, training, batch_size=2, rank=2, size=3))
+    assert [one.rows for one in batches] == [len(one.parts) for one in batches]
+    assert 0 in [one.rows for one in batches]
+
+
+def test_64_bits_are_what_the_model_computes_with(tmp_path):
+    columns = {"features_0": numbers(6, dtype=np.float64), "label_0": numbers(dtype=np.float64)}
+    feed, training = feeding(tmp_path, columns)
+    assert [spec.dtype for spec in feed.specs] == [tf.float32, tf.float32]
+    (first, *_) = fed(feed, training)
+    assert first.parts[0].tensors[0].dtype == tf.float32
+    double = keras.Sequential([keras.Input((6,), dtype="float64"), keras.layers.Dense(3, dtype="float64")])
+    feed, _ = feeding(tmp_path / "2", columns, double)
+    assert [spec.dtype for spec in feed.specs] == [tf.float64, tf.float64]
+
+
+def test_other_types_stay_as_they_are(tmp_path):
+    columns = {"features_0": numbers(6, dtype=np.uint8), "label_0": numbers(dtype=np.int32)}
+    feed, _ = feeding(tmp_path, columns)
+    assert [spec.dtype for spec in feed.specs] == [tf.uint8, tf.int32]
+
+
+def test_inputs_are_a_tensor_a_list_or_a_dict_as_the_model_takes_them(tmp_path):
+    columns = {"features_0": numbers(6), "features_1": numbers(4), "label_0": numbers(dtype=np.int64)}
+    a, b = keras.Input((6,), name="b"), keras.Input((4,), name="a")
+    output = keras.layers.Dense(3)(keras.layers.concatenate([a, b]))
+    weights = {"sample_weight": np.ones(ROWS, np.float32)}
+    feed, _ = feeding(tmp_path / "1", {**columns, **weights}, keras.Model([a, b], output))
+    assert feed.structure(("x0", "x1", "y", "w")) == (["x0", "x1"], "y", "w")
+    feed, _ = feeding(tmp_path / "2", columns, keras.Model({"b": a, "a": b}, output))
+    assert feed.structure(("x0", "x1", "y")) == ({"a": "x0", "b": "x1"}, "y")
+    feed, _ = feeding(tmp_path / "3", {"features_0": numbers(6)})
+    assert feed.structure(("x0",)) == ("x0", "x0"), "an autoencoder is compared with its input"
+
+
+def test_labels_belong_to_the_outputs_that_have_losses(tmp_path):
+    columns = {"features_0": numbers(6), "label_0": numbers(dtype=np.int64), "label_1": numbers()}
+    x = keras.Input((6,))
+    kind, size, more = (keras.layers.Dense(n, name=name)(x) for n, name in ((3, "kind"), (1, "size"), (2, "more")))
+    feed, _ = feeding(tmp_path / "1", columns, keras.Model(x, [kind, size]), ["a", "b"])
+    assert feed.structure(("x", "k", "s")) == ("x", ["k", "s"])
+    feed, _ = feeding(tmp_path / "2", columns, keras.Model(x, [more, kind, size]), {"kind": "a", "size": "b"})
+    assert feed.structure(("x", "k", "s")) == ("x", {"kind": "k", "size": "s"})
+    feed, _ = feeding(tmp_path / "3", columns, keras.Model(x, {"size": size, "kind": kind}), "mse")
+    assert feed.structure(("x", "k", "s")) == ("x", {"kind": "k", "size": "s"})
+
+
+def test_lists_of_any_length_need_a_transformation(tmp_path):
+    columns = {"features_0": [np.arange(n, dtype=np.float32) for n in range(1, ROWS + 1)]}
+    columns["label_0"] = numbers(dtype=np.int64) % 3
+    with pytest.raises(DataError, match="features_0 holds list values of variable length"):
+        feeding(tmp_path / "1", columns)
+    net = keras.Sequential([keras.Input((None, 1)), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(3)])
+    feed, training = feeding(tmp_path / "2", columns, net, transformation_fn=padded)
+    assert feed.specs[0].shape.as_list() == [None, None, 1]
+    shapes = [one.parts[0].tensors[0].shape.as_list() for one in fed(feed, training)]
+    assert shapes == [[4, 4, 1], [3, 7, 1]], "an axis that is None in the model may be of any length"
+    result = alone(make_training(tmp_path / "2", tmp_path / "run", model=net, transformation_fn=padded, epochs=1))
+    assert result["history"][0]["rows"] == ROWS
+
+
+def padded(columns):
+    longest = max(map(len, columns["features_0"]))
+    rows = [np.pad(row, (0, longest - len(row))) for row in columns["features_0"]]
+    return {**columns, "features_0": np.stack(rows)[:, :, None].astype(np.float32)}
+
+
+class Growing:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, columns):
+        self.calls += 1
+        return {**columns, "features_0": columns["features_0"][:, : 7 - self.calls]}
+
+
+def test_rows_that_change_their_shape_are_told_from_those_of_the_first_batch(tmp_path):
+    columns = {"features_0": numbers(6), "label_0": numbers(dtype=np.int64)}
+    feed, training = feeding(tmp_path, columns, transformation_fn=Growing())
+    with pytest.raises(
+        DataError, match=r"features_0 is float32 \[5\] in this batch and was float32 \[6\] in the first"
+    ):
+        list(fed(feed, training))
+
+
+def test_errors_of_a_transformation_are_the_users_own(tmp_path):
+    columns = {"features_0": numbers(6), "label_0": numbers(dtype=np.int64)}
+    feed, training = feeding(tmp_path, columns)
+
+    def failing(columns):
+        raise KeyError("no such thing")
+
+    feed._columns._transformation = failing
+    with pytest.raises(KeyError, match="no such thing"):
+        list(fed(feed, training))
+
+
+def test_whoever_stops_early_leaves_no_generator_behind(tmp_path):
+    columns = {"features_0": numbers(6), "label_0": numbers(dtype=np.int64)}
+    feed, _ = feeding(tmp_path, columns)
+    closed = []
+
+    def batches():
+        try:
+            for start in range(0, 100, 2):
+                rows = {name: column[:2] for name, column in columns.items()}
+                yield Batch(rows, 2, 2, start, start + 2)
+        finally:
+            closed.append(True)
+
+    for _ in range(2):
+        running = feed.batches(batches())
+        assert next(running).stop == 2
+        assert next(running).stop == 4
+        running.close()
+    assert closed == [True, True]
+
+
+def test_memory_that_lies_well_becomes_a_tensor_without_a_copy(tmp_path):
+    columns = {"features_0": numbers(6), "label_0": numbers(dtype=np.int64)}
+    feed, _ = feeding(tmp_path, columns)
+    whole = np.empty(1024 + 64, np.uint8)
+    start = -whole.ctypes.data % 64
+    features = whole[start : start + 96].view(np.float32).reshape(4, 6)
+    features[:] = 1.0
+    running = feed.batches(batch for batch in [Batch({**columns, "features_0": features}, 4, 4, 0, 4)])
+    feed._columns.of = lambda batch: {"features_0": batch["features_0"], "label_0": columns["label_0"][:4]}
+    tensors = next(running).parts[0].tensors
+    features[0, 0] = 77.0
+    assert float(tensors[0][0, 0]) == 77.0
+    running.close()
+
+
+def test_a_set_of_several_kinds_goes_through_a_whole_training(data, tmp_path):
+    result = alone(make_training(data, tmp_path, rows="two inputs", model=trainings.embedded(), epochs=1))
+    assert result["history"][0]["rows"] == trainings.ROWS

@@ -1,0 +1,143 @@
+"""The step on the driver: what does not fit is said before any worker starts."""
+
+from __future__ import annotations
+
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from spark_elastic.data.packing import pack
+from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError
+from spark_elastic.ml.callbacks import Callback, EarlyStopping
+from spark_elastic.ml.keras import trial
+from tests.unit.ml.keras import trainings
+from tests.unit.ml.keras.trainings import dense, make_net, make_training
+
+
+def run_once(data, tmp_path, inference_fn=None, **changes):
+    return trial.run_once(make_training(data, tmp_path, **changes), inference_fn)
+
+
+@pytest.mark.parametrize("variant", ["two outputs", "divided by sample weights", "a train_step of one's own"])
+def test_what_trains_passes_and_its_outputs_are_known(variant, data, tmp_path):
+    found = run_once(data, tmp_path, **trainings.variant_of(variant))
+    shapes = [output.shape for output in found.outputs]
+    assert shapes == ([(3,), (1,)] if variant == "two outputs" else [(3,)])
+    assert (found.rule, found.why_not) == ("argmax", "")
+
+
+def test_the_rule_is_that_of_the_first_output_if_it_has_a_loss(data, tmp_path):
+    x = keras.Input((6,))
+    net = keras.Model(x, [dense(1, 1, name="size")(x), dense(3, 2, name="kind")(x)])
+    found = run_once(data, tmp_path, model=net, loss={"kind": trainings.cross_entropy()}, metrics=None)
+    assert found.rule is None
+    found = run_once(data, tmp_path, model=keras.Sequential([keras.Input((6,)), dense(1, 1)]), loss="mse", metrics=[])
+    assert found.rule == "value"
+
+
+class Most(keras.metrics.Metric):
+    """Whose variable Keras takes for a sum."""
+
+    def __init__(self, name="most", **options):
+        super().__init__(name=name, **options)
+        self.most = self.add_weight(name="most", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.most.assign(keras.ops.maximum(self.most, keras.ops.cast(keras.ops.max(y_pred), self.dtype) + 5))
+
+    def result(self):
+        return self.most.value
+
+
+class Odd(Callback):
+    def state_dict(self):
+        return {"x": object()}
+
+
+class Locked:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __call__(self, columns):
+        return columns
+
+
+def small(columns):
+    return {**columns, "features_0": columns["features_0"][:, :5]}
+
+
+def needs_python(y_true, y_pred):
+    return tf.reduce_mean(y_pred.numpy())
+
+
+OTHER = {"metrics": []}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"transformation_fn": small}, DataError, r"(?s)expected .*6.*The tensors were: .*features_0 float64 \[4, 6\]"),
+        ({"loss": "categorical_crossentropy", **OTHER}, DataError, r"(?s)shape.*label_0 int64 \[4\]"),
+        (
+            {"loss": trainings.cross_entropy(ignore_class=-1), "metrics": [Most()]},
+            InvalidSettingsError,
+            "metric .*most",
+        ),
+        (
+            {"metrics": [keras.metrics.SparseCategoricalCrossentropy("lr")]},
+            InvalidSettingsError,
+            "cannot be called 'lr'",
+        ),
+        ({"callbacks": [EarlyStopping("f1")]}, InvalidSettingsError, "no 'f1' to monitor; there are epoch"),
+        (
+            {"callbacks": [keras.callbacks.EarlyStopping("val_f1")]},
+            InvalidSettingsError,
+            "EarlyStopping follows 'val_f1', and the logs have loss, accuracy, label_sum, val_loss",
+        ),
+        ({"callbacks": [keras.callbacks.EarlyStopping("label_sum")]}, InvalidSettingsError, "mode='max'"),
+        ({"callbacks": [Odd()]}, InvalidSettingsError, r"state_dict\(\) of Odd is not for JSON"),
+        ({"transformation_fn": Locked()}, NotPicklableError, r"transformation_fn \(Locked\) cannot be sent .*lock"),
+        ({"transformation_fn": lambda columns: {}}, DataError, "returned no label_0, but nothing"),
+        ({"loss": needs_python}, DataError, "numpy"),
+        ({"order": "lanes", "shuffle": False}, InvalidSettingsError, "lanes are a way to shuffle"),
+        (
+            {"callbacks": [EarlyStopping("loss", restore_best=True), EarlyStopping("val_loss", restore_best=True)]},
+            InvalidSettingsError,
+            "by loss min and by val_loss min",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said_with_names_types_and_shapes(changes, error, said, data, tmp_path):
+    with pytest.raises(error, match=said):
+        run_once(data, tmp_path, **changes)
+
+
+def test_a_label_beyond_the_classes_is_said_with_the_shape_of_the_output(tmp_path):
+    pack({"features_0": np.zeros((4, 6)), "label_0": np.array([0, 1, 2, 7])}, tmp_path / "plain")
+    with pytest.raises(DataError, match=r"(?s)label value.*7.*outside.*label_0 int64 \[4\]"):
+        run_once(tmp_path, tmp_path / "run")
+
+
+def test_a_loss_that_is_no_number_is_told_and_no_error(tmp_path, caplog):
+    pack({"features_0": np.full((4, 6), np.nan), "label_0": np.arange(4) % 3}, tmp_path / "plain")
+    run_once(tmp_path, tmp_path / "run")
+    assert "the loss of the first rows is not a number" in caplog.text
+
+
+def test_a_model_that_transform_cannot_call_says_why(data, tmp_path, caplog):
+    net = keras.Sequential([keras.Input((5,)), dense(3, 2)])
+    found = run_once(data, tmp_path, model=net, transformation_fn=small)
+    assert found.outputs == ()
+    assert "transform does so through inference_fn" in found.why_not
+    found = run_once(data, tmp_path, inference_fn=small, model=net, transformation_fn=small)
+    assert [output.shape for output in found.outputs] == [(3,)]
+
+
+def test_what_is_tried_is_a_copy(data, tmp_path):
+    training = make_training(data, tmp_path, model=make_net())
+    before = [value.tolist() for value in training.model.open().get_weights()]
+    trial.run_once(training, None)
+    assert [value.tolist() for value in training.model.open().get_weights()] == before
