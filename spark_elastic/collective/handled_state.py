@@ -109,10 +109,18 @@ class HandledState(base.SteppingState):
         """Take over the state of the most advanced member."""
         staged = self._progress is not None
         handlers = {name: h for name, h in self._handlers.items() if name not in self._own_style()}
-        values = take_over(handlers, self._root, self._plain_values(), staged)
+        values, told = take_over(handlers, self._root, (self._plain_values(), self._tell()), staged)
         for name in self._own_style():
             self._handlers[name].sync()
         self._put_plain_values(values)
+        self._told(told)
+
+    def _tell(self) -> Any:
+        """What the root tells everybody with its state."""
+        return None
+
+    def _told(self, told: Any) -> None:
+        """What the root has told; the same on every member, the root too."""
 
     def reset(self) -> None:
         for handler in self._handlers.values():

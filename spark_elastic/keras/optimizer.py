@@ -116,6 +116,11 @@ def _become_distributed(optimizer: Any, steps: Any) -> None:
         steps.build(optimizer._trainable_variables)
 
 
+def reduces(optimizer: Any) -> bool:
+    """Whether this optimizer itself reduces gradients."""
+    return isinstance(optimizer, DistributedOptimizerMixin) and optimizer._steps is not None
+
+
 def is_distributed(optimizer: Any) -> bool:
     """Whether this optimizer, or one inside of it, reduces gradients."""
     inner = getattr(optimizer, "inner_optimizer", None)

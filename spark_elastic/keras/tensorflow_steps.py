@@ -28,6 +28,8 @@ class Steps:
         self.passes = passes
         self.weight: Any = None
         """While a step is traced or run: what its gradients weigh among the members'; None: all the same."""
+        self.before_update: Callable[[], None] | None = None
+        """Called when the gradients have been reduced and the step counted, before they are applied."""
         self._reducer = reducer
         self._average = average
         self._applied = tf.Variable(0, dtype=tf.int64, trainable=False, name="steps_applied")
@@ -117,6 +119,8 @@ class Steps:
         # that fails.
         with tf.control_dependencies([_dense_part(grad) for grad in reduced if grad is not None]):
             self._applied.assign_add(1, read_value=False)
+            if self.before_update is not None:
+                self.before_update()
             update(reduced)
 
 

@@ -19,6 +19,8 @@ class Steps:
     def __init__(self, reducer: FusedReduction, passes: int, average: bool) -> None:
         self.passes = passes
         self.weight: Any = None
+        self.before_update: Callable[[], None] | None = None
+        """Called when the gradients have been reduced and the step counted, before they are applied."""
         self._reducer = reducer
         self._average = average
         self._applied = 0
@@ -62,6 +64,8 @@ class Steps:
                 reduced = [None if g is None else g * self.passes for g in reduced]
             self.drop()
         self._applied += 1
+        if self.before_update is not None:
+            self.before_update()
         update(reduced)
 
     def _reduce(self, grads: Sequence[Gradient], weight: float | None) -> list[Gradient]:

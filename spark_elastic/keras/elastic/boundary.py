@@ -7,8 +7,9 @@ then. If that number has not changed when a collective has failed, the step is o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from spark_elastic.keras import variables as values
@@ -32,44 +33,52 @@ class Boundary:
         self._at: Any = None
 
     def prepare(self) -> None:
-        """Make room for the copies. Called outside of any graph: a graph may not create variables when traced again."""
+        """Make room for the copies of variables that are new.
+
+        Called before a step is traced, and at its end: metrics and models come into being when their first step is
+        traced, and may then bring variables of ours with them. TensorFlow traces it a second time without that.
+        """
         self._marked = self._variables()
         if BACKEND == "torch":
             return
         import tensorflow as tf
 
         if self._at is None:
-            self._at = tf.Variable(-1, dtype=tf.int64, trainable=False, name="at_step")
+            self._at = tf.Variable(lambda: tf.constant(-1, tf.int64), trainable=False, name="at_step")
         for variable in self._marked:
             if id(variable) not in self._copies:
                 own = variable.value
-                self._copies[id(variable)] = tf.Variable(tf.zeros(own.shape, own.dtype), trainable=False)
+                zeros = functools.partial(tf.zeros, own.shape, own.dtype)
+                self._copies[id(variable)] = tf.Variable(zeros, trainable=False)
 
-    def mark(self, begins: Any = True) -> None:
+    def mark(self, begins: Any = True, ahead: int = 0) -> None:
         """A step starts here. May be called in a graph, and is traced with it then.
 
         begins: False, or a tensor that is, in the later passes of a step whose gradients are added up over several.
+        ahead: steps that will be counted until the next one starts.
         """
         if BACKEND == "torch":
             if begins:
                 self._copies = dict(zip(map(id, self._marked), values.copies_of(self._marked), strict=True))
-                self._at = int(self._steps())
+                self._at = int(self._steps()) + ahead
         elif begins is True:
-            self._mark_tensorflow()
+            self._mark_tensorflow(ahead)
         else:
             import tensorflow as tf
 
             def mark() -> Any:
-                self._mark_tensorflow()
+                self._mark_tensorflow(ahead)
                 return tf.constant(True)
 
             tf.cond(begins, mark, lambda: tf.constant(False))
 
-    def _mark_tensorflow(self) -> None:
+    def _mark_tensorflow(self, ahead: int) -> None:
+        if self._at is None:
+            return  # nothing was prepared before this was traced
         # an assignment shares the buffer; whoever changes the variable next copies it first
         for variable in self._marked:
             self._copies[id(variable)].assign(variable.value.read_value(), read_value=False)
-        self._at.assign(self._steps(), read_value=False)
+        self._at.assign(self._steps() + ahead, read_value=False)
 
     def put_back(self) -> bool:
         """Undo the step that was started and not applied; whether there was one."""
@@ -86,6 +95,43 @@ class Boundary:
 
 def _value(copy: Any) -> Any:
     return copy if BACKEND == "torch" else copy.read_value()
+
+
+def wrap_apply(optimizer: Any, before: Callable[[], None]) -> Callable[[], None]:
+    """Have `before()` called whenever an optimizer has its gradients and is about to apply them.
+
+    In a graph both wait for the gradients. By itself the optimizer's count of iterations does not, and would be raised
+    beside a reduction that fails.
+
+    Returns: what undoes it.
+    """
+    plain = optimizer.apply
+
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        grads = list(grads)
+        with _after(grads):
+            before()
+            plain(grads, trainable_variables)
+
+    object.__setattr__(optimizer, "apply", apply)
+
+    def undo() -> None:
+        if optimizer.__dict__.get("apply") is apply:
+            object.__delattr__(optimizer, "apply")
+
+    return undo
+
+
+def _after(grads: list[Any]) -> AbstractContextManager[Any]:
+    if BACKEND == "torch":
+        return nullcontext()
+    import tensorflow as tf
+
+    present = [grad for grad in grads if grad is not None]
+    context: AbstractContextManager[Any] = tf.control_dependencies(
+        [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in present]
+    )
+    return context
 
 
 def wrap_steps(

@@ -149,7 +149,6 @@ class CommitStateCallback(_StateCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)
-        self.state.sync_if_built_late()
         self._since_commit = 0
         self._epoch_ended = False
 
@@ -160,6 +159,7 @@ class CommitStateCallback(_StateCallback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         super().on_train_batch_end(batch, logs)
+        self.state.sync_if_built_late()
         self._since_commit += 1
         if self.batches_per_commit is not None and self._since_commit >= self.batches_per_commit:
             self._commit()

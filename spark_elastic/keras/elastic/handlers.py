@@ -121,12 +121,12 @@ class ModelHandler(VariablesHandler):
         super().restore()
         values.put_back(*self._metrics)
 
-    def step_variables(self) -> list[Variable]:
-        """What a step changes besides through the optimizer: running means, seeds, metrics."""
+    def step_variables(self, metrics: bool) -> list[Variable]:
+        """What a step changes besides through the optimizer: running means, seeds, and metrics."""
         # a frozen layer's variables are changed by nothing, however large they are: not those that would be trained
         trained = {id(v) for layer in self.value._flatten_layers() for v in layer._trainable_variables}
         own = [variable for variable in self.value.variables if id(variable) not in trained]
-        return own + list(self.value.metrics_variables)
+        return own + list(self.value.metrics_variables) if metrics else own
 
 
 class MadeFor(NamedTuple):

@@ -12,9 +12,9 @@ from spark_elastic.collective.handled_values import StateHandler
 from spark_elastic.core.recovery import Recovery
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.keras import variables as values
-from spark_elastic.keras.elastic.boundary import Boundary, wrap_steps
+from spark_elastic.keras.elastic.boundary import Boundary, wrap_apply, wrap_steps
 from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler, handler_for
-from spark_elastic.keras.optimizer import DistributedOptimizerMixin
+from spark_elastic.keras.optimizer import reduces
 
 log = logging.getLogger("spark_elastic.keras")
 
@@ -39,8 +39,9 @@ class KerasState(HandledState):
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         self._counts: dict[str, int] = {}
-        self._boundary: Boundary | None = None
+        self._boundaries: tuple[Boundary, Boundary] | None = None
         self._unwrap: list[Callable[[], None]] = []
+        self._wrapped = False
         self._running: tuple[Any, list[Any], list[Any]] | None = None
         """The epoch in which the loop was left, and the metrics with their values then."""
         self._unbuilt = False
@@ -48,6 +49,7 @@ class KerasState(HandledState):
         self._noted: tuple[int, int] | None = None
         self._global_batch: int | None = None
         self._put_off = 0
+        self._in_step = False
         self.reentered = False
         if optimizer is None:
             optimizer = getattr(model, "optimizer", None)
@@ -131,7 +133,7 @@ class KerasState(HandledState):
     def _distributed(self) -> list[Any]:
         """The parts of optimizers that reduce gradients."""
         optimizers = self._optimizers().values()
-        return [o._steps for o in optimizers if isinstance(o, DistributedOptimizerMixin) and o._steps is not None]
+        return [optimizer._steps for optimizer in optimizers if reduces(optimizer)]
 
     def _at_boundary(self) -> bool:
         """Whether no optimizer holds gradients of some but not all passes of a step."""
@@ -146,8 +148,8 @@ class KerasState(HandledState):
         """The optimizers have been given other values."""
         for name, optimizer in self._optimizers().items():
             self._counts[name] = steps_of(optimizer)
-        if self._boundary is not None:
-            self._boundary.forget()
+        for boundary in self._boundaries or ():
+            boundary.forget()
 
     # --- what users call ------------------------------------------------------------------------
 
@@ -202,12 +204,12 @@ class KerasState(HandledState):
 
     # --- what the loop calls --------------------------------------------------------------------
 
-    def _sync_from(self, root: int, progress: int | None) -> None:
-        super()._sync_from(root, progress)
-        # a root whose model has no variables yet could send none; all members build theirs at the same point then
-        self._unbuilt = any(
-            not handler.built() for handler in self._handlers.values() if isinstance(handler, ModelHandler)
-        )
+    def _tell(self) -> bool:
+        return not all(handler.built() for handler in self._model_handlers())
+
+    def _told(self, told: bool) -> None:
+        # a root whose model has no variables yet could send none
+        self._unbuilt = told
 
     def _may_leave(self) -> bool:
         """Not between the passes of one step, whose gradients would be lost; unless the loop only ever checks there."""
@@ -218,15 +220,16 @@ class KerasState(HandledState):
         return self._put_off > 2 * max(steps.passes for steps in self._distributed())
 
     def sync_if_built_late(self) -> None:
-        """Take over the variables of a model that nobody had built when the state was synchronised.
+        """Take over the variables of a model that the root had not built when the state was synchronised.
 
-        Every member calls it at the same point, once `fit` has built the model.
+        Every member calls it after each batch. A model may be built as late as with its first step, and that step was
+        everybody's own.
         """
-        if not self._unbuilt or not all(handler.built() for handler in self._model_handlers()):
-            return
-        self._unbuilt = False
-        self.sync()
-        self.save()
+        if self._unbuilt:
+            self._count_steps()
+            self.sync()
+            self._unbuilt = False
+            self.save()
 
     def _recover(self, error: HorovodInternalError) -> None:
         self._count_steps()
@@ -241,12 +244,14 @@ class KerasState(HandledState):
     def _mark_resume_point(self) -> None:
         self._count_steps()
         super()._mark_resume_point()
-        if self._in_loop and not self._unwrap:
+        if self._in_loop and not self._wrapped:
             self._wrap_steps()
 
     def _settle(self, choice: Recovery) -> None:
-        if choice is not Recovery.COMMIT and self._boundary is not None and self._boundary.put_back():
-            log.info("put back what the unfinished step had changed")
+        if choice is not Recovery.COMMIT:
+            undone = [boundary.put_back() for boundary in self._boundaries or ()]
+            if any(undone):
+                log.info("put back what the unfinished step had changed")
         if choice is Recovery.LIVE and self._noted is not None:
             # of several steps in one execution, and of several passes in one step, some have been applied
             steps, batch = self._noted
@@ -263,7 +268,9 @@ class KerasState(HandledState):
         super()._left_loop()
         for undo in self._unwrap:
             undo()
-        self._unwrap = []
+        self._unwrap, self._wrapped = [], False
+        for steps in self._distributed():
+            steps.before_update = None
 
     # --- around each step -----------------------------------------------------------------------
 
@@ -275,17 +282,42 @@ class KerasState(HandledState):
         self._global_batch = global_batch
 
     def _wrap_steps(self) -> None:
-        if self._boundary is None:
-            self._boundary = Boundary(self._step_variables, self._applied)
+        """See `boundary`: steps of `fit` are marked where they start, with the metrics; those of other loops where
+        their gradients have arrived, when running means are what they will be."""
+        self._wrapped = True
+        if self._boundaries is None:
+            own = Boundary(lambda: self._step_variables(metrics=False), self._applied)
+            self._boundaries = Boundary(lambda: self._step_variables(metrics=True), self._applied), own
+        fit, own = self._boundaries
+        own.prepare()
         for model in self._models().values():
             if hasattr(model, "train_step"):
-                self._unwrap.append(wrap_steps(model, self._boundary.prepare, self._around_step))
+                self._unwrap.append(wrap_steps(model, fit.prepare, self._around_step))
+        for optimizer in self._optimizers().values():
+            if reduces(optimizer):
+                optimizer._steps.before_update = lambda: self._mark_own(0)  # counted already
+            else:
+                self._unwrap.append(wrap_apply(optimizer, lambda: self._mark_own(1)))
+
+    def _mark_own(self, ahead: int) -> None:
+        if self._boundaries is not None and not self._in_step:
+            self._boundaries[1].mark(ahead=ahead)
 
     @contextmanager
     def _around_step(self, data: Any) -> Iterator[None]:
-        assert self._boundary is not None
+        assert self._boundaries is not None
         several = [steps for steps in self._distributed() if steps.passes > 1]
-        self._boundary.mark(several[0].at_boundary() if several else True)
+        self._boundaries[0].mark(several[0].at_boundary() if several else True)
+        self._in_step = True
+        try:
+            with self._weighed(data):
+                yield
+            self._boundaries[0].prepare()
+        finally:
+            self._in_step = False
+
+    @contextmanager
+    def _weighed(self, data: Any) -> Iterator[None]:
         if self._global_batch is None:
             yield
             return
@@ -298,8 +330,8 @@ class KerasState(HandledState):
             for steps in self._distributed():
                 steps.weight = None
 
-    def _step_variables(self) -> list[Any]:
-        found = {id(v): v for handler in self._model_handlers() for v in handler.step_variables()}
+    def _step_variables(self, metrics: bool) -> list[Any]:
+        found = {id(v): v for handler in self._model_handlers() for v in handler.step_variables(metrics)}
         return list(found.values())
 
     def _applied(self) -> Any:
@@ -333,7 +365,7 @@ class KerasState(HandledState):
 
 def count_of(optimizer: Any) -> Any:
     """Steps applied by an optimizer: a number, or a tensor that is one when it is evaluated."""
-    if isinstance(optimizer, DistributedOptimizerMixin) and optimizer._steps is not None:
+    if reduces(optimizer):
         return optimizer.steps_applied()  # also those that were skipped
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return inner._iterations.value

@@ -1,4 +1,4 @@
-"""`training.train` once more, as one call of `model.fit` after the other: the same diary, the same points to be held at.
+"""`training.train` once more, with `model.fit`: the same diary, and the same points to be held at.
 
 What a worker writes at a step stands in callbacks, one before and one after `ElasticCallback`, whose place must not
 matter.

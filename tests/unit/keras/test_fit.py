@@ -116,6 +116,8 @@ def train(dies, where="begin", passes=1, compile_options=None, **state_options):
         "calls": int(noting.calls),
         "seen": keras.ops.convert_to_numpy(noting.seen).tolist(),
         "model": [keras.ops.convert_to_numpy(v).astype("float64").sum() for v in model.trainable_variables],
+        "counted": float(model.metrics[0].count),
+        "hits": float(model.metrics[1].metrics[0].count),
         "history": (history.epoch, {name: len(values) for name, values in history.history.items()}),
     }
 
@@ -175,6 +177,8 @@ def test_a_killed_worker_costs_no_step_and_no_row(where, passes, options):
     check(results, 2, STEPS // passes)
     for result in results:
         assert max(result["seen"]) <= EPOCHS
+        # the loss is counted before the reduction that fails and the accuracy beside it
+        assert result["counted"] == result["hits"]
     assert results[0]["model"] == pytest.approx(undisturbed(passes)["model"], abs=2e-3)
 
 
