@@ -1,9 +1,9 @@
-"""`ElasticTorchEstimator.fit` on a table, in a warm session: the wall clock and its parts.
+"""`fit` of an estimator on a table, in a warm session: the wall clock and its parts.
 
 200,000 rows of 20 numbers, an MLP 20-256-256-2, 3 epochs, batches of 1,024, 2 workers. For comparison the same training
 as it is written by hand around TorchDistributor: rows to Parquet, read whole by each rank, DistributedDataParallel.
 
-    python benchmarks/fit.py --repeat 3 [--no-peer] [--horovod-python horovod-env/bin/python]
+    python benchmarks/fit.py --repeat 3 [--no-peer] [--horovod-python horovod-env/bin/python] [--framework keras]
 """
 
 from __future__ import annotations
@@ -43,24 +43,45 @@ def table(spark: Any, rows: int, seed: int) -> Any:
     return df
 
 
-def fit(df: Any, args: argparse.Namespace) -> dict[str, float]:
+def make_keras_net() -> Any:
+    import keras
+
+    layers = keras.layers
+    widths = [layers.Dense(256, activation="relu"), layers.Dense(256, activation="relu"), layers.Dense(2)]
+    return keras.Sequential([keras.Input((20,)), *widths])
+
+
+def estimator_of_torch() -> Any:
     import torch
 
     from spark_elastic import ElasticTorchEstimator
 
     net = make_net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    return ElasticTorchEstimator(model=net, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss())
+
+
+def estimator_of_keras() -> Any:
+    import keras
+
+    from spark_elastic import ElasticKerasEstimator
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return ElasticKerasEstimator(model=make_keras_net(), optimizer=keras.optimizers.Adam(1e-3), loss=loss)
+
+
+def fit(df: Any, args: argparse.Namespace) -> dict[str, float]:
+    estimator = estimator_of_keras() if args.framework == "keras" else estimator_of_torch()
     started = time.monotonic()
-    model = ElasticTorchEstimator(
-        model=net,
-        optimizer=torch.optim.Adam(net.parameters(), lr=1e-3),
-        loss=torch.nn.CrossEntropyLoss(),
+    estimator._set(
         feature_cols=COLUMNS,
         label_cols=["label"],
         batch_size=1024,
         epochs=args.epochs,
         num_proc=2,
         verbose=0,
-    ).fit(df)
+    )
+    model = estimator.fit(df)
     wall = time.monotonic() - started
     assert model.history["loss"][-1] < 0.3, model.history["loss"]
     epochs = sum(model.history["seconds"])
@@ -115,6 +136,7 @@ def main() -> None:
     arguments.add_argument("--rows", type=int, default=200_000)
     arguments.add_argument("--epochs", type=int, default=3)
     arguments.add_argument("--horovod-python", metavar="PYTHON", help="an interpreter that has Horovod (README.md)")
+    arguments.add_argument("--framework", choices=["torch", "keras"], default="torch", help="of the estimator")
     arguments.add_argument("--no-peer", action="store_true", help="without TorchDistributor")
     args = arguments.parse_args()
     repeat = 1 if args.quick else args.repeat
@@ -150,7 +172,12 @@ def main() -> None:
         of_horovod = horovod(args.horovod_python, "fit", *counts)
         series.append(Series("Horovod's TorchEstimator: wall", of_horovod, "s"))
         print(f"Horovod / fit: {statistics.median(of_horovod) / statistics.median(run['wall'] for run in ours):.2f}")
-    report("fit", args, *series, raw={"fit": ours, "by hand": theirs, "Horovod": of_horovod})
+    report(
+        "fit" if args.framework == "torch" else "fit_keras",
+        args,
+        *series,
+        raw={"fit": ours, "by hand": theirs, "Horovod": of_horovod},
+    )
 
 
 if __name__ == "__main__":

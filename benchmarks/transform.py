@@ -1,10 +1,10 @@
-"""`ElasticTorchModel.transform` on a million rows, and the same model put to one row at a time, as Horovod does it.
+"""`transform` on a million rows, and the same model put to one row at a time, as Horovod does it.
 
 20 float columns, an MLP 20-256-256-2, two task slots. The peer is written in the manner of Horovod's TorchModel: over
 `df.rdd.mapPartitions`, each row a tensor of its own through the model, a new row out of the old one and the result; it
-is given fewer rows.
+is given fewer rows. Where ours is a Keras model the peer is torch's nevertheless.
 
-    python benchmarks/transform.py --repeat 5
+    python benchmarks/transform.py --repeat 5 [--framework keras]
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._harness import Series, horovod, parser, report
-from benchmarks.fit import COLUMNS, make_net, table
+from benchmarks.fit import COLUMNS, make_keras_net, make_net, table
 
 HOROVOD_ROWS_PER_S = 4.1e3
 """Measured with Horovod's own TorchModel, on a machine of this kind."""
 
 
-def make_model() -> Any:
-    from spark_elastic import ElasticTorchModel
+def make_model(framework: str = "torch") -> Any:
+    from spark_elastic import ElasticKerasModel, ElasticTorchModel
     from spark_elastic.data.layout import TensorField
     from spark_elastic.ml.model import Fitted
     from spark_elastic.ml.outputs import OutputShape
 
-    model = ElasticTorchModel()
     inputs = (TensorField("features_0", tuple(COLUMNS), "<f4", (20,)),)
-    model._attach(make_net(), Fitted(inputs, (OutputShape("<f4", (2,)),), "argmax"))
+    fitted = Fitted(inputs, (OutputShape("<f4", (2,)),), "argmax")
+    model = ElasticTorchModel() if framework == "torch" else ElasticKerasModel()
+    model._attach(make_net() if framework == "torch" else make_keras_net(), fitted)
     return model
 
 
@@ -75,6 +76,7 @@ def by_the_row(df: Any, module: Any) -> Any:
 def main() -> None:
     arguments = parser(__doc__, repeat=5)
     arguments.add_argument("--rows", type=int, default=1_000_000)
+    arguments.add_argument("--framework", choices=["torch", "keras"], default="torch", help="of the model")
     arguments.add_argument("--horovod-python", metavar="PYTHON", help="an interpreter that has Horovod (README.md)")
     arguments.add_argument("--peer-rows", type=int, default=20_000)
     args = arguments.parse_args()
@@ -84,14 +86,15 @@ def main() -> None:
 
     with local(2) as cluster:
         df, few = table(cluster.spark, args.rows, 1), table(cluster.spark, args.peer_rows, 2)
-        model = make_model()
+        model = make_model(args.framework)
+        module = make_net()
         rows_per_second(model.transform(few), args.peer_rows)  # the workers have imported torch, and the model
-        rows_per_second(by_the_row(few.limit(100), model.module), 100)
+        rows_per_second(by_the_row(few.limit(100), module), 100)
         ours: list[float] = []
         theirs: list[float] = []
         for _ in range(repeat):
             ours.append(rows_per_second(model.transform(df), args.rows))
-            theirs.append(rows_per_second(by_the_row(few, model.module), args.peer_rows))
+            theirs.append(rows_per_second(by_the_row(few, module), args.peer_rows))
     ratio = statistics.median(ours) / statistics.median(theirs)
     print(
         f"transform / row at a time: {ratio:.0f}; / Horovod's {HOROVOD_ROWS_PER_S:.0f} rows/s: "
@@ -103,7 +106,7 @@ def main() -> None:
         of_horovod = [args.peer_rows / wall for wall in walls]
         print(f"transform / Horovod's: {statistics.median(ours) / statistics.median(of_horovod):.0f}")
     report(
-        "transform",
+        "transform" if args.framework == "torch" else "transform_keras",
         args,
         Series("transform", ours, "rows/s"),
         Series("one row at a time", theirs, "rows/s"),

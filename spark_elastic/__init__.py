@@ -1,7 +1,7 @@
-"""Elastic data-parallel training of PyTorch models inside Apache Spark.
+"""Elastic data-parallel training of PyTorch, TensorFlow and Keras models inside Apache Spark.
 
-`ElasticTorchEstimator` trains on a DataFrame. `run` and `run_async` start a job of your own; `spark_elastic.torch` is
-what the function in it uses.
+`ElasticTorchEstimator` and `ElasticKerasEstimator` train on a DataFrame. `run` and `run_async` start a job of your own;
+`spark_elastic.torch`, `spark_elastic.tensorflow` and `spark_elastic.keras` are what the function in it uses.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from spark_elastic.driver.host_discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
     from spark_elastic.driver.local_launcher import LocalLauncher
     from spark_elastic.job import ElasticJob
+    from spark_elastic.ml.keras.estimator import ElasticKerasEstimator
+    from spark_elastic.ml.keras.model import ElasticKerasModel
     from spark_elastic.ml.torch.estimator import ElasticTorchEstimator
     from spark_elastic.ml.torch.model import ElasticTorchModel
     from spark_elastic.runner import run, run_async
@@ -27,6 +29,8 @@ _HOMES = {
     "run_async": "spark_elastic.runner",
     "BatchReader": "spark_elastic.data.reader",
     "ElasticJob": "spark_elastic.job",
+    "ElasticKerasEstimator": "spark_elastic.ml.keras.estimator",
+    "ElasticKerasModel": "spark_elastic.ml.keras.model",
     "ElasticTorchEstimator": "spark_elastic.ml.torch.estimator",
     "ElasticTorchModel": "spark_elastic.ml.torch.model",
     "LocalLauncher": "spark_elastic.driver.local_launcher",
@@ -40,6 +44,8 @@ _HOMES = {
 __all__ = [
     "BatchReader",
     "ElasticJob",
+    "ElasticKerasEstimator",
+    "ElasticKerasModel",
     "ElasticTorchEstimator",
     "ElasticTorchModel",
     "FixedHosts",

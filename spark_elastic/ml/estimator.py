@@ -87,7 +87,7 @@ class ElasticEstimator(
 ):
     """Base of the estimators. A subclass says how its framework trains."""
 
-    TOGETHER = ("model", "optimizer", "lr_scheduler")
+    TOGETHER: tuple[str, ...] = ("model", "optimizer", "lr_scheduler")
     DECIDING: tuple[str, ...] = (
         *("model", "optimizer", "loss", "loss_weights", "batch_size", "per_worker_batch_size", "transformation_fn"),
         *("gradient_clip_norm", "gradient_clip_value", "gradient_compression"),

@@ -72,6 +72,17 @@ def trusted_files() -> Iterator[None]:
         _trusted.reset(token)
 
 
+def is_trusted() -> bool:
+    """For `Savable._restore`: whether the caller trusts the files, whatever they say of themselves."""
+    return _trusted.get()
+
+
+TRUST = (
+    "If you trust whoever wrote it, use load(path, trusted=True), or `with "
+    "spark_elastic.ml.persistence.trusted_files():` around PipelineModel.load and the like"
+)
+
+
 class Savable(MLWritable, MLReadable[Any]):
     """Mixed into Params that are saved in this way."""
 
@@ -191,7 +202,11 @@ class ElasticReader(MLReader[T], Generic[T]):
             if not instance.hasParam(name):
                 raise CheckpointError(f"{path} has a setting {name!r}, which this version does not know")
             instance._set(**{name: value})
-        instance._restore(about["facts"], files, {name: values[name] for name in beside})
+        token = _trusted.set(trusted)
+        try:
+            instance._restore(about["facts"], files, {name: values[name] for name in beside})
+        finally:
+            _trusted.reset(token)
         return instance  # type: ignore[no-any-return]
 
 
@@ -248,8 +263,7 @@ def _decode(
     if pickled and not trusted:
         raise CheckpointError(
             f"{', '.join(pickled)} in {path} can only be loaded by running code that the file names, because it is of "
-            "your own making and not the framework's. If you trust whoever wrote it, use load(path, trusted=True), or "
-            "`with spark_elastic.ml.persistence.trusted_files():` around PipelineModel.load and the like"
+            f"your own making and not the framework's. {TRUST}"
         )
     values: dict[str, Any] = {}
     for where in sorted(set(stored.values())):

@@ -78,7 +78,7 @@ def labels(
         shape = None if label_shapes is None else tuple(label_shapes[index])
         one = _tensor(schema, f"label_{index}", [name], shape, "label_cols", alone_is_scalar=True)
         known = index < len(dtypes) and dtypes[index] is not None
-        if known and one.dtypes and not _is_list(schema[name].dataType):
+        if known and one.dtypes and not is_list(schema[name].dataType):
             one = Tensors(one.columns, {f"label_{index}": str(dtypes[index])}, one.shapes)
         made |= one
     return made
@@ -114,7 +114,7 @@ def check_validation(schema: Any, name: str) -> None:
 def _each_by_itself(schema: Any, feature_cols: Sequence[Any]) -> bool:
     flat = [name for name in feature_cols if isinstance(name, str)]
     types = [_column(schema, name, "feature_cols").dataType for name in flat]
-    return any(_is_list(each) or _element(each) in _OPAQUE for each in types)
+    return any(is_list(each) or _element(each) in _OPAQUE for each in types)
 
 
 def _tensor(
@@ -132,7 +132,7 @@ def _tensor(
         return Tensors({tensor: names[0]}, shapes={} if shape is None else {tensor: shape})
     # Whatever else a column may be, `materialize` says what is wrong with it.
     integer = len(names) == 1 and kinds[0] in _INTEGERS | _TIMES
-    alone = len(names) == 1 and (alone_is_scalar or integer or _is_list(schema[names[0]].dataType))
+    alone = len(names) == 1 and (alone_is_scalar or integer or is_list(schema[names[0]].dataType))
     return Tensors(
         {tensor: names[0] if alone else tuple(names)},
         {tensor: INTEGER if integer else FLOAT},
@@ -140,7 +140,7 @@ def _tensor(
     )
 
 
-def _is_list(spark_type: Any) -> bool:
+def is_list(spark_type: Any) -> bool:
     return spark_type.typeName() in ("array", "vectorudt")
 
 

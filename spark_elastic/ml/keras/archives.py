@@ -37,17 +37,10 @@ def loads(file: bytes, custom_objects: Mapping[str, Any] | None = None, *, safe:
         return keras.saving.load_model(path, custom_objects=dict(custom_objects or {}), compile=False, safe_mode=safe)
 
 
-def fill(model: Any, file: bytes) -> Any:
-    """Give a built model the weights of an archive of the same architecture.
-
-    Raises: CheckpointError: of another one.
-    """
-    with _on_disk(file) as path:
-        try:
-            model.load_weights(path)
-        except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
-            raise CheckpointError(f"the saved weights do not fit {model.name}: {error}") from error
-    return model
+def architecture(model: Any) -> Any:
+    """The model's configuration, as `config_of` its archive."""
+    with _as_uncompiled(model):
+        return keras.saving.serialize_keras_object(model)
 
 
 def config_of(file: bytes) -> Any:

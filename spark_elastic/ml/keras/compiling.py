@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import keras
+import numpy as np
 
 from spark_elastic.errors import InvalidSettingsError, nearest
 from spark_elastic.ml.keras import losses
@@ -45,6 +46,22 @@ def compiled_with(model: Any) -> dict[str, Any]:
     names = {each.name for each in fields(CompileArguments)}
     made = {name: value for name, value in config.items() if name in names}
     return {**made, "optimizer": getattr(model, "optimizer", None)}
+
+
+def values_of(optimizer: Any) -> list[Any] | None:
+    """What an optimizer has learnt, arrays in the order of its variables; None: it has not done a step yet."""
+    if optimizer is None or not getattr(optimizer, "built", False) or int(optimizer.iterations.numpy()) == 0:
+        return None
+    return [np.asarray(each) for each in optimizer.variables]
+
+
+def compile_again(model: Any, arguments: Mapping[str, Any], values: Sequence[Any] | None) -> None:
+    """Compile a model as `compiled_with` and `values_of` say that another was."""
+    model.compile(**arguments)
+    if values is not None:
+        model.optimizer.build(model.trainable_variables)
+        for variable, value in zip(model.optimizer.variables, values, strict=True):
+            variable.assign(value)
 
 
 def optimizer_of(given: Any) -> Any:

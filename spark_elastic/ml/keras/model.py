@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.keras.backend import check_backend
 from spark_elastic.ml.model import ElasticModel, Fitted
-from spark_elastic.ml.persistence import Codec
+from spark_elastic.ml.persistence import TRUST, Codec, is_trusted
 from spark_elastic.ml.serving import SavedPredictor
 
 _ARCHIVE = "model.keras"
 _OBJECTS = "custom_objects"
-_LAMBDA = "<lambda>"
+LAMBDA = "<lambda>"
+"""As `custom_objects.own_names` calls them."""
 _T = TypeVar("_T", bound="ElasticKerasModel")
 
 
@@ -89,38 +90,39 @@ class ElasticKerasModel(ElasticModel):
     def _objects(self) -> dict[str, Any]:
         from spark_elastic.ml.keras.custom_objects import custom_objects_of
 
-        if not (names := self._own_names()):
-            return {}
-        objects = custom_objects_of(self.keras_model, names, self._custom_objects)
-        # Never found at hand, so that models with lambdas are loaded with trust alone.
-        return {_OBJECTS: {**objects, **({_LAMBDA: None} if _LAMBDA in names else {})}}
+        names = _of_classes(self._own_names())
+        return {_OBJECTS: custom_objects_of(self.keras_model, names, self._custom_objects)} if names else {}
 
     @classmethod
     def _at_hand(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
         import keras
 
-        found = {name: keras.saving.get_registered_object(name) for name in facts[_OBJECTS]}
+        found = {name: keras.saving.get_registered_object(name) for name in _of_classes(facts[_OBJECTS])}
         return {_OBJECTS: found} if found and None not in found.values() else {}
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
         from spark_elastic.ml.keras import archives
 
         super()._restore(facts, files, objects)
-        objects = dict(objects.get(_OBJECTS, {}))
-        safe = _LAMBDA not in objects
-        objects.pop(_LAMBDA, None)
+        given, safe = objects.get(_OBJECTS, {}), not is_trusted()
+        if safe and LAMBDA in facts[_OBJECTS]:
+            raise CheckpointError(f"{_ARCHIVE} has Lambda layers, which are code that loading it runs. {TRUST}")
         try:
-            self._keras_model = archives.loads(files[_ARCHIVE], objects, safe=safe)
+            self._keras_model = archives.loads(files[_ARCHIVE], given, safe=safe)
         except Exception as error:  # Keras has all kinds of them
             why = str(error).partition("\n")[0]
-            needed = [name for name in facts[_OBJECTS] if name not in objects]
+            needed = [name for name in facts[_OBJECTS] if name not in given]
             hint = f" (it needs {', '.join(needed)})" if needed else ""
             raise CheckpointError(f"{_ARCHIVE} cannot be loaded: {type(error).__name__}: {why}{hint}") from error
-        self._custom_objects = objects
+        self._custom_objects = given
 
     def _own_names(self) -> list[str]:
-        import keras
-
+        from spark_elastic.ml.keras import archives
         from spark_elastic.ml.keras.custom_objects import own_names
 
-        return own_names(self.keras_model, keras.saving.serialize_keras_object(self.keras_model))
+        return own_names(self.keras_model, archives.architecture(self.keras_model))
+
+
+def _of_classes(names: Sequence[str]) -> list[str]:
+    """Without lambdas, which are in the archive itself."""
+    return [name for name in names if name != LAMBDA]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class KerasSavedPredictor:
 
     def load(self) -> Predictor:
         """Raises: InvalidSettingsError: there is no such device here."""
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # it says what it was built for in every process
         import tensorflow as tf
 
         device = device_name(self.device)

@@ -13,9 +13,14 @@ import zipfile
 from types import FunctionType
 from typing import Any
 
+import keras
+import numpy as np
+
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml import callbacks as own_callbacks
-from spark_elastic.ml.keras import sealing
+from spark_elastic.ml.keras import archives, sealing
+from spark_elastic.ml.keras.compiling import compile_again, compiled_with, values_of
+from spark_elastic.ml.keras.custom_objects import own_names
 
 SUFFIX = "zip"
 _TREE = "objects.json"
@@ -33,14 +38,14 @@ class _More(Exception):
 
 def dumps(value: Any) -> bytes | None:
     """The value as a file that `loads` accepts; None if it consists of more than that."""
-    models: list[bytes] = []
+    files: dict[str, bytes] = {}
     try:
-        tree = _written(value, models)
+        tree = _written(value, files)
         file = io.BytesIO()
         with zipfile.ZipFile(file, "w") as archive:
             archive.writestr(_TREE, json.dumps(tree))
-            for number, model in enumerate(models):
-                archive.writestr(f"{number}.keras", model)
+            for name, content in files.items():
+                archive.writestr(name, content)
         loads(file.getvalue())
     except Exception:  # whatever cannot be written, or not be read again, is for others to deal with
         return None
@@ -64,29 +69,32 @@ def loads(file: bytes) -> Any:
 
 def pickled(value: Any) -> bytes:
     """The value with the user's classes and functions in it, for `pickle.loads`."""
-    return sealing.dumps(value)
+    return sealing.dumps(value, compiled=True)
 
 
-def _written(value: Any, models: list[bytes]) -> Any:
+def _written(value: Any, files: dict[str, bytes]) -> Any:
     """As JSON can hold it: plain values and lists as they are, everything else as a dict of one entry."""
-    import keras
-
-    from spark_elastic.ml.keras import archives
-
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, list):
-        return [_written(each, models) for each in value]
+        return [_written(each, files) for each in value]
     if isinstance(value, tuple):
-        return {"tuple": [_written(each, models) for each in value]}
+        return {"tuple": [_written(each, files) for each in value]}
     if isinstance(value, dict):
-        return {"dict": [[_written(key, models), _written(each, models)] for key, each in value.items()]}
+        return {"dict": [[_written(key, files), _written(each, files)] for key, each in value.items()]}
     if isinstance(value, keras.Model):
-        models.append(archives.dumps(value))
-        _only_of_keras(value, archives.config_of(models[-1]))
-        return {"model": len(models) - 1}
+        file = archives.dumps(value)
+        _only_of_keras(value, archives.config_of(file))
+        files[name := f"{len(files)}.keras"] = file
+        arguments = compiled_with(value)
+        return {"model": [name, _written(arguments, files), _written(values_of(value.optimizer), files)]}
+    if isinstance(value, np.ndarray):
+        array = io.BytesIO()
+        np.save(array, value, allow_pickle=False)
+        files[name := f"{len(files)}.npy"] = array.getvalue()
+        return {"array": name}
     if _OWN.get(type(value).__name__) is type(value):
-        return {"own": [type(value).__name__, _written(vars(value), models)]}
+        return {"own": [type(value).__name__, _written(vars(value), files)]}
     home = value.__module__ if isinstance(value, FunctionType) else type(value).__module__
     if home.partition(".")[0] != "keras":
         raise _More
@@ -96,17 +104,11 @@ def _written(value: Any, models: list[bytes]) -> Any:
 
 
 def _only_of_keras(value: Any, config: Any) -> None:
-    from spark_elastic.ml.keras.custom_objects import own_names
-
     if own_names(value, config):
         raise _More
 
 
 def _read(node: Any, archive: zipfile.ZipFile) -> Any:
-    import keras
-
-    from spark_elastic.ml.keras import archives
-
     if isinstance(node, _PLAIN):
         return node
     if isinstance(node, list):
@@ -117,7 +119,13 @@ def _read(node: Any, archive: zipfile.ZipFile) -> Any:
     if kind == "dict":
         return {_read(key, archive): _read(each, archive) for key, each in value}
     if kind == "model":
-        return archives.loads(archive.read(f"{int(value)}.keras"), safe=True)
+        name, arguments, values = value
+        model = archives.loads(archive.read(name), safe=True)
+        if arguments := _read(arguments, archive):
+            compile_again(model, arguments, _read(values, archive))
+        return model
+    if kind == "array":
+        return np.load(io.BytesIO(archive.read(value)), allow_pickle=False)
     if kind == "own":
         name, attributes = value
         made: Any = object.__new__(_OWN[name])

@@ -46,34 +46,40 @@ class Sealed:
         return len(self._file)
 
 
-def dumps(value: Any, custom_objects: Mapping[str, Any] | None = None) -> bytes:
-    """A pickle of the value, which any Python with the same packages loads."""
+def dumps(value: Any, custom_objects: Mapping[str, Any] | None = None, *, compiled: bool = False) -> bytes:
+    """A pickle of the value, which any Python with the same packages loads.
+
+    compiled: models come back as they were compiled.
+    """
     file = io.BytesIO()
-    _Pickler(file, custom_objects).dump(value)
+    _Pickler(file, custom_objects, compiled).dump(value)
     return file.getvalue()
 
 
 class _Pickler(cloudpickle.Pickler):
-    def __init__(self, file: Any, custom_objects: Mapping[str, Any] | None) -> None:
+    def __init__(self, file: Any, custom_objects: Mapping[str, Any] | None, compiled: bool) -> None:
         super().__init__(file)
         self._given = custom_objects
+        self._compiled = compiled
 
     def reducer_override(self, value: Any) -> Any:
         import keras
 
-        from spark_elastic.ml.keras import archives
+        from spark_elastic.ml.keras import archives, compiling
         from spark_elastic.ml.keras.custom_objects import custom_objects_of, not_described, own_names
 
         if isinstance(value, (keras.Model, keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)):
             if (kind := not_described(value)) is not None:
                 raise pickle.PicklingError(
-                    f"{kind}.get_config() leaves out arguments of {kind}.__init__: give it a get_config that returns "
-                    "all of them"
+                    f"{kind}.get_config() leaves out arguments of {kind}.__init__; it has to return all of them"
                 )
             if isinstance(value, keras.Model):
                 file = archives.dumps(value)
                 names = own_names(value, archives.config_of(file))
-                return archives.loads, (file, custom_objects_of(value, names, self._given))
+                plain = file, custom_objects_of(value, names, self._given)
+                if self._compiled and (arguments := compiling.compiled_with(value)):
+                    return _compiled, (*plain, arguments, compiling.values_of(value.optimizer))
+                return archives.loads, plain
             config = keras.saving.serialize_keras_object(value)
             return _made, (config, custom_objects_of(value, own_names(value, config), self._given))
         if isinstance(value, keras.losses.Loss):  # plain objects, whose config may leave out what they need
@@ -85,3 +91,11 @@ def _made(config: Any, custom_objects: Mapping[str, Any]) -> Any:
     import keras
 
     return keras.saving.deserialize_keras_object(config, custom_objects=custom_objects, safe_mode=False)
+
+
+def _compiled(file: bytes, custom_objects: Mapping[str, Any], arguments: Mapping[str, Any], values: Any) -> Any:
+    from spark_elastic.ml.keras import archives, compiling
+
+    model = archives.loads(file, custom_objects)
+    compiling.compile_again(model, arguments, values)
+    return model

@@ -1,0 +1,228 @@
+"""What the estimator takes, and what it says of what it cannot take."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql.types import ArrayType, DoubleType, FloatType, LongType, StructField, StructType
+
+keras = pytest.importorskip("keras")
+pytest.importorskip("tensorflow")
+
+from spark_elastic import ElasticKerasEstimator, ElasticKerasModel  # noqa: E402
+from spark_elastic.data.packing import pack  # noqa: E402
+from spark_elastic.data.store import Store  # noqa: E402
+from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError  # noqa: E402
+from tests.unit.ml.keras.estimators import estimator, make_net, settings  # noqa: E402
+from tests.unit.ml.keras.test_compiling import two  # noqa: E402
+from tests.unit.ml.keras.test_sealing import Own, OwnModel, Told  # noqa: E402
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Any:
+    rows = {"features_0": np.ones((8, 6), np.float32), "label_0": np.arange(8) % 3}
+    return pack(rows, tmp_path / "set")
+
+
+def checked(**changes: Any) -> None:
+    made = {"feature_cols": ["x"], "label_cols": ["y"], **settings(**changes)}
+    ElasticKerasEstimator(**made)._check_complete(from_columns=True)
+
+
+@pytest.mark.parametrize("kind", [ElasticKerasEstimator, ElasticKerasModel])
+def test_every_setting_is_a_param_with_a_doc_a_getter_and_a_setter(kind: Any) -> None:
+    made = kind()
+    assert [param.name for param in made.params] == sorted(inspect.signature(kind).parameters)
+    for param in made.params:
+        assert len(param.doc) > 10
+        assert param.doc.endswith(".")
+        ending = "".join(part.capitalize() for part in param.name.split("_"))
+        assert getattr(made, f"get{ending}")() == inspect.signature(kind).parameters[param.name].default
+        assert getattr(made, f"set{ending}").__doc__
+
+
+def test_it_has_the_settings_of_the_estimator_for_torch_but_those_of_torch_alone() -> None:
+    from spark_elastic import ElasticTorchEstimator
+
+    names, torchs = ({param.name for param in kind().params} for kind in (ElasticKerasEstimator, ElasticTorchEstimator))
+    assert torchs - names == {"lr_scheduler", "scheduler_interval", "scheduler_monitor", "train_fn"}
+    assert names - torchs == {"weighted_metrics", "custom_objects"}
+
+
+def compiled(**more: Any) -> Any:
+    net = make_net()
+    net.compile("adam", **more)
+    return net
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy", keras.metrics.AUC()]},
+        {"optimizer": "adam"},
+        {"model": compiled(loss="mse"), "optimizer": None, "loss": None},
+        {"model": compiled(), "optimizer": None, "loss": None},  # its layers add their losses
+        {"model": two(), "loss": {"kind": "mse", "size": "mae"}, "label_cols": ["y", "z"], "loss_weights": {"kind": 2}},
+        {"model": two(), "loss": {"size": "mae"}},
+        {"callbacks": [keras.callbacks.ReduceLROnPlateau()]},
+        {"callbacks": keras.callbacks.TerminateOnNaN()},
+        {"device": "gpu:1"},
+    ],
+)
+def test_what_keras_users_write_is_taken(changes: dict[str, Any]) -> None:
+    checked(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": Own}, r"model must be a keras.Model, not a class; make one: Own\(...\)"),
+        ({"model": "net.keras"}, r"keras.saving.load_model\('net.keras'\) loads one"),
+        ({"model": keras.layers.Dense(3)}, r"model must be a keras.Model, not <Dense"),
+        ({"optimizer": None}, "optimizer is not set, and the model is not compiled"),
+        ({"optimizer": "adan"}, "did you mean 'adam'"),
+        ({"loss": None}, "loss is not set, and the model is not compiled"),
+        ({"loss": "crossentropy"}, "loss='crossentropy' is no loss of Keras"),
+        ({"loss": ["mse", "mse"]}, "2 losses for the 1 outputs of the model"),
+        ({"model": two(), "loss": "mse"}, r"2 losses \(of the outputs kind, size\) for 1 label_cols"),
+        ({"loss": ["mse"], "loss_weights": [1, 2]}, "2 loss_weights for 1 losses"),
+        ({"loss": {"a": "mse"}, "loss_weights": {"b": 2}}, "loss_weights has 'b', and loss has a"),
+        ({"callbacks": [print]}, "callbacks must be a list of .* is none"),
+        ({"device": "abacus"}, "'abacus' is no device"),
+        ({"custom_objects": [Own]}, "custom_objects must be a dict with names as keys"),
+        ({"batchsize": 3}, "did you mean 'batch_size'"),
+        (
+            {"model": keras.Sequential([keras.Input(batch_shape=(32, 6)), keras.layers.Dense(3)])},
+            "of batches of 32 rows alone",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_what_would_be_possible(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidSettingsError, match=said):
+        checked(**changes)
+
+
+SCHEMA = StructType(
+    [
+        StructField("x", ArrayType(FloatType())),
+        StructField("number", DoubleType()),
+        StructField("whole", LongType()),
+        StructField("hot", VectorUDT()),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("loss", "label", "dtype"),
+    [
+        ("sparse_categorical_crossentropy", "number", "<i8"),  # as StringIndexer gives them
+        ("sparse_categorical_crossentropy", "whole", "<i8"),
+        ("binary_crossentropy", "whole", "<f4"),
+        ("mse", "whole", "<f4"),
+        ("categorical_crossentropy", "hot", "<f4"),
+        (lambda label, output: label, "whole", "<i8"),
+    ],
+)
+def test_labels_are_stored_as_the_loss_needs_them(loss: Any, label: str, dtype: str) -> None:
+    made = estimator(loss=loss, feature_cols=["x"], label_cols=[label])._tensors(SCHEMA)
+    assert made.dtypes["label_0"] == dtype
+
+
+def test_numbers_of_classes_are_refused_where_the_loss_compares_with_a_value_for_each() -> None:
+    made = estimator(loss="categorical_crossentropy", feature_cols=["x"], label_cols=["whole"])
+    with pytest.raises(DataError, match=r"'whole' is one number a row, and categorical_crossentropy .* take sparse_"):
+        made._tensors(SCHEMA)
+
+
+def training(dataset: Any, tmp_path: Path, **changes: Any) -> Any:
+    return estimator(**changes)._training(dataset, Store.create(tmp_path), None)
+
+
+def test_the_workers_are_told_what_was_set(dataset: Any, tmp_path: Path) -> None:
+    made = training(
+        dataset,
+        tmp_path,
+        metrics=["accuracy"],
+        weighted_metrics=["mse"],
+        gradient_clip_norm=2,
+        gradient_compression="bf16",
+        accumulation_steps=3,
+        callbacks=[keras.callbacks.EarlyStopping()],
+        data_options={"prefetch": 1},
+    )
+    assert (made.clip_norm, made.compression, made.accumulation, made.prefetch) == (2, "bf16", 3, 1)
+    compiled = made.compiled.open()
+    assert (compiled.metrics, compiled.weighted_metrics) == (["accuracy"], ["mse"])
+    assert [type(each).__name__ for each in made.callbacks.open()] == ["EarlyStopping"]
+    assert made.optimizer_values is None
+
+
+def test_what_the_optimizer_of_a_compiled_model_has_learnt_goes_on(dataset: Any, tmp_path: Path) -> None:
+    net = make_net()
+    net.compile(keras.optimizers.Adam(0.1), "mse")
+    net.fit(np.ones((4, 6)), np.ones((4, 3)), verbose=0)
+    made = training(dataset, tmp_path, model=net, optimizer=None, loss=None)
+    assert int(made.optimizer_values[0]) == 1
+    assert len(made.optimizer_values) == len(net.optimizer.variables)
+    assert training(dataset, tmp_path, model=net).optimizer_values is None, "another optimizer"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(3)]),
+        lambda: Told(3),
+    ],
+)
+def test_a_model_that_is_not_built_is_built_for_the_columns_and_the_one_that_was_given_stays(
+    make: Any, dataset: Any, tmp_path: Path
+) -> None:
+    given = make()
+    first, second = (training(dataset, tmp_path, model=given).model.open().get_weights() for _ in range(2))
+    assert not given.built
+    assert first[0].shape[0] == 6
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True)), "the seed decides"
+    other = training(dataset, tmp_path, model=given, seed=5).model.open().get_weights()
+    assert not np.array_equal(first[0], other[0])
+
+
+def test_inputs_that_do_not_fit_are_told_by_name(dataset: Any, tmp_path: Path) -> None:
+    with pytest.raises(InvalidSettingsError, match=r"the model has 2 inputs \(a, b\), and feature_cols make 1"):
+        training(dataset, tmp_path, model=two())
+    wrong = keras.Sequential([keras.layers.Conv2D(3, 3)])
+    with pytest.raises(InvalidSettingsError, match=r"cannot be for rows of these columns \(features_0 <f4 \[1, 6\]\)"):
+        training(dataset, tmp_path, model=wrong)
+    with pytest.raises(InvalidSettingsError, match="what it will be given is what transformation_fn makes"):
+        training(dataset, tmp_path, model=keras.Sequential([keras.layers.Dense(3)]), transformation_fn=dict)
+
+
+class Forgetful(keras.layers.Layer):
+    def __init__(self, table: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.table = table
+
+    def call(self, x: Any) -> Any:
+        return x
+
+
+def test_what_cannot_be_sent_is_named_with_what_mends_it(dataset: Any, tmp_path: Path) -> None:
+    forgetful = OwnModel(3)
+    forgetful(np.zeros((1, 6)))
+    no_config = keras.Sequential([keras.Input((6,)), Forgetful(object())])
+    for model in (forgetful, no_config):
+        with pytest.raises(NotPicklableError, match=r"(?s)model cannot be sent .*get_config.*register_keras_serial"):
+            training(dataset, tmp_path, model=model)
+
+
+def test_the_same_model_is_described_in_the_same_words_whatever_keras_calls_it() -> None:
+    described = [estimator(model=make_net())._described("model") for _ in range(2)]
+    assert described[0] == described[1]
+    assert estimator(model=make_net(9))._described("model") != described[0]
+    rates = [estimator(optimizer=keras.optimizers.SGD(rate))._described("optimizer") for rate in (0.1, 0.1, 0.2)]
+    assert rates[0] == rates[1] != rates[2]

@@ -1,0 +1,63 @@
+"""TensorFlow is an extra: nothing else needs it, and who does says what to install."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+
+BLOCKED = """
+import importlib.abc, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("tensorflow", "keras"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+OF_TORCH = "import spark_elastic, spark_elastic.torch, spark_elastic.ml.torch.training, spark_elastic.ml.torch.trial"
+
+
+def run(program: str, **env: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+
+
+def test_everything_of_torch_works_without_it() -> None:
+    done = run(
+        f"{BLOCKED}\n{OF_TORCH}\n"
+        "spark_elastic.ElasticTorchEstimator(epochs=2); spark_elastic.ElasticTorchModel(); spark_elastic.run"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_is_not_imported_by_what_does_not_need_it() -> None:
+    done = run(
+        f"import sys\n{OF_TORCH}\n"
+        "from spark_elastic import ElasticKerasEstimator, ElasticKerasModel\n"
+        "assert not {'tensorflow', 'keras'} & set(sys.modules)"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("use", ["Estimator()", "Model()"])
+def test_the_estimator_can_be_named_and_says_what_is_missing_when_it_is_used(use: str) -> None:
+    done = run(BLOCKED + f"import spark_elastic\nspark_elastic.ElasticKeras{use}")
+    assert "MissingExtraError: ElasticKeras" in done.stderr
+    assert 'pip install "spark-elastic[tensorflow]"' in done.stderr
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_keras_on_something_else_is_refused(backend: str) -> None:
+    pytest.importorskip("tensorflow")
+    if backend == "jax":
+        pytest.importorskip("jax")
+    done = run("import spark_elastic\nspark_elastic.ElasticKerasEstimator()", KERAS_BACKEND=backend)
+    assert f"Keras runs on {backend} here; set KERAS_BACKEND=tensorflow" in done.stderr
