@@ -38,6 +38,8 @@ def run(script, *args, cwd, **more):
         ("elastic_classifier.py", ["--epochs", "1", "--fp16-allreduce"], LOCALLY, r"size 2 loss"),
         ("elastic_throughput.py", [], LOCALLY, r"size 2 iterations 5 steps/s \d+"),
         ("plain_throughput.py", ["--fp16-allreduce"], ON_SPARK, r"size 2 iterations 3 steps/s \d+"),
+        ("tensorflow_tape.py", [], ON_SPARK, r"size 2 accuracy 0\.[89]\d* same True"),
+        ("keras_throughput.py", ["--fp16-allreduce"], LOCALLY, r"size 2 iterations 3 steps/s \d+ same True"),
     ],
 )
 def test_a_script_in_horovod_s_manner_runs_unchanged(script, args, options, expected, tmp_path):
@@ -83,11 +85,11 @@ def kill_a_worker_when(line, process, killed):
             os.kill(victim.pid, signal.SIGKILL)
 
 
-def test_a_script_goes_on_when_one_of_its_workers_is_killed(tmp_path):
-    words = command("elastic_residual.py", "--epochs", "40", workers=3, options=[*ON_SPARK, "--min-np", "1"])
+def output_with_a_kill(words, line, tmp_path):
+    """What a program prints of whose workers one is killed when it has printed such a line."""
     killed = {"output": ""}
     with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        watching = threading.Thread(target=kill_a_worker_when, args=(r"epoch 5 size 3", process, killed))
+        watching = threading.Thread(target=kill_a_worker_when, args=(line, process, killed))
         watching.start()
         try:
             code = process.wait(180)
@@ -96,6 +98,29 @@ def test_a_script_goes_on_when_one_of_its_workers_is_killed(tmp_path):
             watching.join()
     assert code == 0, killed["output"]
     assert "pid" in killed
-    assert re.search(r"epoch \d+ size 2", killed["output"])
-    epochs = [int(number) for number in re.findall(r"<stdout>:epoch (\d+) size", killed["output"])]
+    return killed["output"]
+
+
+def test_a_script_goes_on_when_one_of_its_workers_is_killed(tmp_path):
+    words = command("elastic_residual.py", "--epochs", "40", workers=3, options=[*ON_SPARK, "--min-np", "1"])
+    output = output_with_a_kill(words, r"epoch 5 size 3", tmp_path)
+    assert re.search(r"epoch \d+ size 2", output)
+    epochs = [int(number) for number in re.findall(r"<stdout>:epoch (\d+) size", output)]
     assert sorted(set(epochs)) == list(range(1, 41))
+
+
+def test_fit_with_horovod_s_callbacks_goes_on_when_a_worker_is_killed(tmp_path):
+    words = command("keras_fit.py", workers=3, options=[*ON_SPARK, "--min-np", "1"])
+    output = output_with_a_kill(words, r"epoch 2 size 3", tmp_path)
+    assert re.search(r"epochs 12 accuracy 0\.[89]\d* same True", output), output
+    assert re.search(r"epoch \d+ size 2", output)
+    epochs = [int(number) for number in re.findall(r"<stdout>:epoch (\d+) size", output)]
+    assert epochs == sorted(epochs)
+    assert sorted(set(epochs)) == list(range(1, 13))
+
+
+def test_a_tape_s_loop_goes_on_when_a_worker_is_killed(tmp_path):
+    words = command("tensorflow_tape.py", workers=3, options=[*LOCALLY, "--min-np", "1"])
+    output = output_with_a_kill(words, r"batch 40 size 3", tmp_path)
+    assert re.search(r"size \d accuracy 0\.[89]\d* same True", output), output
+    assert re.search(r"batch \d+ size 2", output)

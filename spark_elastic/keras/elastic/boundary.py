@@ -135,9 +135,15 @@ def _after(grads: list[Any]) -> AbstractContextManager[Any]:
 
 
 def wrap_steps(
-    model: Any, prepare: Callable[[], None], around: Callable[[Any], AbstractContextManager[None]]
+    model: Any,
+    prepare: Callable[[], None],
+    around: Callable[[Any], AbstractContextManager[None]],
+    nothing_left: Callable[[], bool],
 ) -> Callable[[], None]:
     """Have every train step of the model run inside of `around(data)`, and `prepare()` called before it is traced.
+
+    nothing_left: whether the epoch was left after its last batch. `fit` then ends it without a step: in a graph, what
+    does not depend on the data would be done once more. Its metrics are those that the model has.
 
     Returns: what undoes it.
     """
@@ -149,9 +155,27 @@ def wrap_steps(
 
     def make_train_function(*args: Any, **kwargs: Any) -> Any:
         prepare()
-        return plain_make(*args, **kwargs)
+        plain_make(*args, **kwargs)
+        plain_function = model.train_function
+        if not hasattr(plain_function, "ends_epochs"):
 
-    patched = {"train_step": train_step, "make_train_function": make_train_function}
+            def train_function(data: Any) -> Any:
+                if nothing_left():
+                    raise StopIteration
+                return plain_function(data)
+
+            train_function.ends_epochs = True  # type: ignore[attr-defined]
+            model.train_function = train_function
+        return model.train_function
+
+    plain_logs: Any = getattr(model, "_get_metrics_result_or_logs", None)
+
+    def metrics_or_logs(logs: Any) -> Any:
+        return plain_logs(logs) if logs else model.get_metrics_result()
+
+    patched: dict[str, Any] = {"train_step": train_step, "make_train_function": make_train_function}
+    if plain_logs is not None:
+        patched["_get_metrics_result_or_logs"] = metrics_or_logs
     for name, function in patched.items():
         object.__setattr__(model, name, function)
     model.train_function = None  # made of the step as it was

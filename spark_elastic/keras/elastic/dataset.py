@@ -113,6 +113,7 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
 
     def on_epoch_begin(self) -> None:
         self._mine = self.rows_left()
+        self.state.nothing_left = not self._mine
         if self._variables is not None:
             rows, ends = self._variables
             rows.assign(np.concatenate([np.empty(0, np.int64), *self._mine]))
@@ -122,6 +123,8 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         counting: Any = sys._getframe(1).f_locals.get("self")
         if hasattr(counting, "_num_batches"):
             counting._num_batches = len(self._mine)
+            if not self._mine:  # the epoch was left after its last batch; nothing is wrong with the data
+                counting._interrupted_warning = lambda: None
 
     def get_tf_dataset(self) -> Any:
         import tensorflow as tf

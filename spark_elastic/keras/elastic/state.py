@@ -51,6 +51,7 @@ class KerasState(HandledState):
         self._put_off = 0
         self._in_step = False
         self.reentered = False
+        self.nothing_left = False
         if optimizer is None:
             optimizer = getattr(model, "optimizer", None)
         super().__init__(model=model, optimizer=optimizer, **kwargs)
@@ -292,7 +293,7 @@ class KerasState(HandledState):
         own.prepare()
         for model in self._models().values():
             if hasattr(model, "train_step"):
-                self._unwrap.append(wrap_steps(model, fit.prepare, self._around_step))
+                self._unwrap.append(wrap_steps(model, fit.prepare, self._around_step, lambda: self.nothing_left))
         for optimizer in self._optimizers().values():
             if reduces(optimizer):
                 optimizer._steps.before_update = lambda: self._mark_own(0)  # counted already
