@@ -246,9 +246,15 @@ class ElasticDriver:
             finally:
                 loop.call_soon_threadsafe(left[number].set_result, None)
 
-        for number in range(len(closings)):
-            threading.Thread(target=close, args=(number,), name="spark_elastic-close", daemon=True).start()
+        threads = [
+            threading.Thread(target=close, args=(number,), name="spark_elastic-close", daemon=True)
+            for number in range(len(closings))
+        ]
+        for thread in threads:
+            thread.start()
         await asyncio.gather(*left)
+        for thread in threads:
+            thread.join()  # it has said all it had to say
 
     async def _outcome(self) -> list[bytes]:
         expected = self._expected_results

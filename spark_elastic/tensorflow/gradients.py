@@ -12,6 +12,7 @@ from spark_elastic.collective import operations
 from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, ReduceOp
+from spark_elastic.errors import HorovodInternalError
 from spark_elastic.tensorflow.compression import Compression, Compressor
 from spark_elastic.tensorflow.host import call_host
 from spark_elastic.tensorflow.tensors import ALIGN_BYTES, Array, array_from, torch_of
@@ -87,7 +88,11 @@ class GradientReducer:
             return list(grads), carried
 
         def on_host(*arrays: Array) -> list[Array]:
-            return self._on_host(arrays, len(dense), len(sparse))
+            try:
+                return self._on_host(arrays, len(dense), len(sparse))
+            except HorovodInternalError as error:
+                error.in_reduction = True  # type: ignore[attr-defined]  # in the gathering of sparse ones, too
+                raise
 
         returned = call_host(on_host, inputs, [tensor.dtype for tensor in inputs], shapes)
         out = list(grads)
