@@ -258,7 +258,7 @@ class SteppingState(ObjectState):
         if self._progress is None:
             return  # never synchronised: another member has the state, or nobody
         failure = Failure(
-            steps=list(self._steps.values()),
+            steps=self._steps_since_resume_point(),
             in_reduction=bool(getattr(error, "in_reduction", False)),
             mid_update=bool(getattr(error, "mid_update", False)),
         )
@@ -269,6 +269,10 @@ class SteppingState(ObjectState):
         elif choice is Recovery.RESUME_POINT:
             self._put_light_values(self._resume_values)
         self._settle(choice)
+
+    def _steps_since_resume_point(self) -> list[int]:
+        """Of each optimizer that takes part in the training."""
+        return list(self._steps.values())
 
     def _committed(self) -> None:
         if not self._steps:

@@ -45,8 +45,8 @@ class KerasState(HandledState):
         self._running: tuple[Any, list[Any], list[Any]] | None = None
         """The epoch in which the loop was left, and the metrics with their values then."""
         self._unbuilt = False
-        self._total = 0
-        self._noted: tuple[int, int] | None = None
+        self._totals: dict[str, int] = {}
+        self._noted: tuple[dict[str, int], int] | None = None
         self._global_batch: int | None = None
         self._put_off = 0
         self._in_step = False
@@ -126,8 +126,8 @@ class KerasState(HandledState):
             now = steps_of(optimizer)
             since, self._counts[name] = now - self._counts[name], now
             self._steps[name] += max(since, 0)
+            self._totals[name] = self._totals.get(name, 0) + max(since, 0)
             taken += max(since, 0)
-        self._total += taken
         if taken:
             self._set_progress(self._progress + taken)
 
@@ -248,6 +248,18 @@ class KerasState(HandledState):
         if self._in_loop and not self._wrapped:
             self._wrap_steps()
 
+    def _steps_since_resume_point(self) -> list[int]:
+        """Without a plain optimizer that has never stepped beside those that reduce: what `compile` chooses for a model
+        whose train step has optimizers of its own."""
+        optimizers = self._optimizers()
+        distributed = any(map(reduces, optimizers.values()))
+        idle = {
+            name
+            for name, optimizer in optimizers.items()
+            if distributed and not reduces(optimizer) and steps_of(optimizer) == 0
+        }
+        return [steps for name, steps in self._steps.items() if name not in idle]
+
     def _settle(self, choice: Recovery) -> None:
         if choice is not Recovery.COMMIT:
             undone = [boundary.put_back() for boundary in self._boundaries or ()]
@@ -255,15 +267,16 @@ class KerasState(HandledState):
                 log.info("put back what the unfinished step had changed")
         if choice is Recovery.LIVE and self._noted is not None:
             # of several steps in one execution, and of several passes in one step, some have been applied
-            steps, batch = self._noted
+            then, batch = self._noted
+            missed = max((total - then.get(name, 0) for name, total in self._totals.items()), default=0)
             passes = max((each.passes for each in self._distributed()), default=1)
-            self.batch = batch + (self._total - steps) * passes
+            self.batch = batch + missed * passes
 
     def note_batch(self) -> None:
         """`batch` has been set to the number of batches that are done."""
         if self._at_boundary():
             self._count_steps()
-            self._noted = self._total, self.batch
+            self._noted = dict(self._totals), self.batch
 
     def _left_loop(self) -> None:
         super()._left_loop()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import spark_elastic.keras as hvd
+from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.errors import HostsUpdatedInterrupt
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
 from tests.unit.keras.test_keras_state import CLASSES, Plain, together
@@ -64,10 +65,6 @@ class At(keras.callbacks.Callback):
         if self.when == "begin":
             self.actions.get((self.state.epoch, self.state.batch), lambda: None)()
 
-    def on_train_batch_end(self, batch, logs=None):
-        if self.when == "end":
-            self.actions.get((self.state.epoch, self.state.batch), lambda: None)()
-
     def on_epoch_end(self, epoch, logs=None):
         if self.when == "epoch":
             self.actions.get((self.state.epoch, self.state.batch), lambda: None)()
@@ -88,6 +85,19 @@ class Ends(keras.callbacks.Callback):
         self.logs.append(dict(logs))
 
 
+def dies_at_reduction(number):
+    """This process ends itself when it would send its gradients for the so many-th time: inside of a step's graph."""
+    plain, calls = FusedReduction.__call__, []
+
+    def reduce(self, *args):
+        calls.append(1)
+        if len(calls) == number:
+            die()
+        return plain(self, *args)
+
+    FusedReduction.__call__ = reduce
+
+
 def train(dies, where="begin", passes=1, compile_options=None, **state_options):
     """Workers in `dies` kill themselves at (epoch, batch)."""
     hvd.init()
@@ -98,7 +108,10 @@ def train(dies, where="begin", passes=1, compile_options=None, **state_options):
     state = KerasState(model, batch=0, epoch=0, **state_options)
     dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
     ends = Ends()
-    actions = {dies[link().worker]: die} if link().worker in dies else {}
+    mine = dies.get(link().worker)
+    if where == "reduction" and mine is not None:
+        dies_at_reduction(mine)
+    actions = {mine: die} if where != "reduction" else {}
     entered = []
 
     @hvd.elastic.run
@@ -168,7 +181,7 @@ def undisturbed(passes):
     ("where", "passes", "options"),
     [
         ("begin", 1, {}),
-        ("end", 1, {"steps_per_execution": 4}),
+        ("reduction", 1, {"steps_per_execution": 4}),
         ("begin", 2, {}),
         ("begin", 1, {"run_eagerly": True}),
         ("epoch", 1, {}),
@@ -179,7 +192,7 @@ def test_a_killed_worker_costs_no_step_and_no_row(where, passes, options):
 
     At the end of an epoch the others are in the collective that averages the metrics.
     """
-    at = {"begin": (0, 5), "end": (0, 4), "epoch": (0, STEPS // EPOCHS)}[where]
+    at = {"begin": (0, 5), "reduction": 7, "epoch": (0, STEPS // EPOCHS)}[where]
     with KitDriver(start_with=3) as driver:
         driver.start(train, {2: at}, where, passes, options, count=3)
         results = driver.results(2)
@@ -189,6 +202,65 @@ def test_a_killed_worker_costs_no_step_and_no_row(where, passes, options):
         # the loss is counted before the reduction that fails and the accuracy beside it
         assert result["counted"] == result["hits"]
     assert results[0]["model"] == pytest.approx(undisturbed(passes)["model"], abs=2e-3)
+
+
+class Two(keras.Model):
+    """Two optimizers of its own, one for each layer; `compile` adds one that is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [keras.layers.Dense(CLASSES), keras.layers.Dense(CLASSES)]
+        self.own = [hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)) for _ in self.parts]
+
+    def build(self, shape):
+        for part, optimizer in zip(self.parts, self.own, strict=True):
+            part.build(shape)
+            optimizer.build(part.trainable_variables)
+        self.built = True
+
+    def call(self, inputs):
+        return self.parts[0](inputs) + self.parts[1](inputs)
+
+    def train_step(self, data):
+        import tensorflow as tf
+
+        x, y = data
+        for part, optimizer in zip(self.parts, self.own, strict=True):
+            with tf.GradientTape() as tape:
+                value = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, part(x), from_logits=True))
+            optimizer.apply(tape.gradient(value, part.trainable_variables), part.trainable_variables)
+        return {"loss": value}
+
+
+def train_two(dies):
+    hvd.init()
+    keras.utils.set_random_seed(hvd.rank())
+    model = Two()
+    model.build((None, FEATURES))
+    model.compile(steps_per_execution=4)
+    state = KerasState(model, one=model.own[0], other=model.own[1], batch=0, epoch=0)
+    x, y = data()
+    dataset = ElasticDataset(x / ROWS, y, state=state, batch_size=BATCH)
+    if link().worker in dies:
+        dies_at_reduction(dies[link().worker])
+
+    @hvd.elastic.run
+    def loop(state):
+        callbacks = [ElasticCallback(state)]
+        model.fit(dataset, initial_epoch=state.epoch, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+
+    loop(state)
+    return [int(own.iterations) for own in model.own], [float(v.numpy().sum()) for v in model.trainable_variables]
+
+
+def test_a_model_with_two_optimizers_of_its_own_goes_on_from_the_last_batch_that_both_have_stepped_for():
+    with KitDriver(start_with=3) as driver:
+        driver.start(train_two, {2: 2 * 6 + 1}, count=3)  # in the second execution of four batches
+        one, other = driver.results(2)
+    undisturbed = together(train_two, {})[0]
+    assert one == other
+    assert one[0] == [STEPS, STEPS]
+    assert one[1] == pytest.approx(undisturbed[1], abs=1e-5)
 
 
 def test_rank_0_may_die_and_another_after_it():
