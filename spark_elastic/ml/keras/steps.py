@@ -20,7 +20,11 @@ from spark_elastic.ml.keras.sums import MetricSums
 from spark_elastic.tensorflow.compression import Compression
 from spark_elastic.tensorflow.gradients import GradientReducer
 
-FLOAT, KEY = tf.TensorSpec([], tf.float64), tf.TensorSpec([2], tf.int64)
+OF_PART = tf.TensorSpec([3], tf.float64)
+"""Of some rows: their number, and their shares of the batch by number and by weight. Each tensor that is made for a
+call costs time, so several numbers are one."""
+OF_STEP = tf.TensorSpec([3], tf.int64)
+"""The step's key, which is two numbers, and whether this worker asks for the end."""
 
 
 class Kind(NamedTuple):
@@ -67,37 +71,37 @@ class Steps:
         self._variables: list[Any] = []
         self._kinds: list[Kind] = []
         specs = tuple(feeding.specs)
-        of_part = (FLOAT, FLOAT, FLOAT)
 
         def graph(function: Any, *signature: Any) -> Any:
             # as Keras traces a train_step: what is in it may not be made for autograph
             return tf.function(function, input_signature=list(signature) or None, autograph=False)
 
-        self._begin = graph(self._begun, KEY)
-        self._part = graph(self._gradients, specs, *of_part)
+        self._begin = graph(self._begun, OF_STEP)
+        self._part = graph(self._gradients, specs, OF_PART)
         self._add, self._finish = graph(_sum), graph(self._finished)
-        self._idle = graph(self._idle_step, FLOAT)
-        self._whole = graph(self._whole_step, specs, *of_part, KEY, FLOAT)
-        self._evaluate = graph(self._evaluated, specs, *of_part)
+        self._idle = graph(self._idle_step, OF_STEP)
         self._reset, self._read = graph(sums.reset), graph(sums.read)
-        # Here, because a worker that has no rows of the first batches has to know the others' gradients.
-        self._whole.get_concrete_function()
+        # Here, because a worker that has no rows of the first batches has to know the others' gradients; and what is
+        # traced once and for all is called without a look at what it is called with.
+        self._traced_whole = graph(self._whole_step, specs, OF_PART, OF_STEP)
+        self._whole = self._traced_whole.get_concrete_function()
         if training.validates:
-            self._evaluate.get_concrete_function()
+            self._evaluate = graph(self._evaluated, specs, OF_PART).get_concrete_function()
 
     # --- what a step consists of, in graphs -------------------------------------------------------
 
-    def _begun(self, key: Any) -> None:
+    def _begun(self, of_step: Any) -> None:
         """Remember what a failed step has to be undone of; seeds and metrics are the step's own."""
         for copy, variable in zip(self._before, self._buffers, strict=True):
             # the assignment shares the buffer; whoever changes the variable next copies it first
             copy.assign(variable.value.read_value(), read_value=False)
         for number, seed in enumerate(self._seeds):
-            seed.assign(tf.cast(key + tf.constant([number, 0], tf.int64), seed.dtype))
+            seed.assign(tf.cast(of_step[:2] + tf.constant([number, 0], tf.int64), seed.dtype))
         self._sums.reset()
 
-    def _gradients(self, tensors: Any, rows: Any, share: Any, weight_share: Any) -> tuple[list[Any], Any]:
+    def _gradients(self, tensors: Any, of_part: Any) -> tuple[list[Any], Any]:
         """Of some rows; and what the train_step has returned, times the rows."""
+        rows, share, weight_share = tf.unstack(of_part)
         with self._shares.of(rows, share, weight_share), recorded(self._optimizer, share) as record:
             logs = self._model.train_step(self._feeding.structure(tensors))
         if not self._kinds:
@@ -105,9 +109,9 @@ class Steps:
             self._kinds = [_kind(grad) for grad in record.grads]
         return record.grads, self._sums.of_returned("", logs, rows)
 
-    def _finished(self, grads: list[Any], returned: Any, rows: Any, stop: Any) -> Any:
+    def _finished(self, grads: list[Any], returned: Any, rows: Any, of_step: Any) -> Any:
         """The reduction, and the optimizer's step. Returns what was measured over all workers."""
-        numbers = tf.concat([self._sums.read(), returned, tf.stack([rows, stop])], 0)
+        numbers = tf.concat([self._sums.read(), returned, tf.stack([rows, tf.cast(of_step[2], tf.float64)])], 0)
         grads, numbers = self._reducer(grads, numbers)
         grads = [_added_up(grad) for grad in grads]
         # Not all that an optimizer changes depends on a gradient: its count of steps does not.
@@ -126,19 +130,20 @@ class Steps:
             grads = [_bounded(grad, value * tf.cast(scale, grad.dtype)) for grad in grads]
         return grads
 
-    def _whole_step(self, tensors: Any, rows: Any, share: Any, weight_share: Any, key: Any, stop: Any) -> Any:
-        self._begun(key)
-        grads, returned = self._gradients(tensors, rows, share, weight_share)
-        return self._finished(grads, returned, rows, stop)
+    def _whole_step(self, tensors: Any, of_part: Any, of_step: Any) -> Any:
+        self._begun(of_step)
+        grads, returned = self._gradients(tensors, of_part)
+        return self._finished(grads, returned, of_part[0], of_step)
 
-    def _idle_step(self, stop: Any) -> Any:
+    def _idle_step(self, of_step: Any) -> Any:
         """Without rows: no forward pass, of which running means and losses would be no numbers."""
-        self._begun(tf.zeros([2], tf.int64))
+        self._begun(of_step)
         grads = [_nothing(kind) for kind in self._kinds]
         returned = tf.zeros([len(self._sums.returned[""])], tf.float64)
-        return self._finished(grads, returned, tf.zeros([], tf.float64), stop)
+        return self._finished(grads, returned, tf.zeros([], tf.float64), of_step)
 
-    def _evaluated(self, tensors: Any, rows: Any, share: Any, weight_share: Any) -> Any:
+    def _evaluated(self, tensors: Any, of_part: Any) -> Any:
+        rows, share, weight_share = tf.unstack(of_part)
         with self._shares.of(rows, share, weight_share):
             logs = self._model.test_step(self._feeding.structure(tensors))
         return self._sums.of_returned("val_", logs, rows)
@@ -151,18 +156,17 @@ class Steps:
 
         Raises: HorovodInternalError, in one of TensorFlow's errors.
         """
-        flag = tf.constant(float(stop), tf.float64)
+        of_step = tf.constant([*key, int(stop)], tf.int64)
         if not parts:
-            return self._idle(flag)
-        seed = tf.constant(key, tf.int64)
+            return self._idle(of_step)
         if len(parts) == 1:
-            return self._whole(*_arguments(parts[0], shares[0]), seed, flag)
-        self._begin(seed)
+            return self._whole(*_arguments(parts[0], shares[0]), of_step)
+        self._begin(of_step)
         grads, returned = self._part(*_arguments(parts[0], shares[0]))
         for part, share in zip(parts[1:], shares[1:], strict=True):
             grads, returned = self._add((grads, returned), self._part(*_arguments(part, share)))
         rows = tf.constant(float(sum(part.rows for part in parts)), tf.float64)
-        return self._finish(grads, returned, rows, flag)
+        return self._finish(grads, returned, rows, of_step)
 
     def put_back(self) -> None:
         """Undo what the forward pass of a step that failed has changed."""
@@ -182,12 +186,11 @@ class Steps:
     @property
     def traces(self) -> int:
         """How often a step was traced."""
-        return int(self._whole.experimental_get_tracing_count())
+        return int(self._traced_whole.experimental_get_tracing_count())
 
 
 def _arguments(part: Part, share: Shares) -> tuple[Any, ...]:
-    numbers = (float(part.rows), share.rows, share.weight)
-    return (part.tensors, *(tf.constant(number, tf.float64) for number in numbers))
+    return part.tensors, tf.constant([part.rows, share.rows, share.weight], tf.float64)
 
 
 def _kind(grad: Any) -> Kind:

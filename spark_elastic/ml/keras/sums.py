@@ -66,10 +66,10 @@ class MetricSums:
 
     def read(self) -> Any:
         """What has come in since `reset`: float64, [n]."""
-        parts = [
-            tf.reshape(tf.cast(variable.value, tf.float64) - first.astype(np.float64), [-1])
-            for variable, first in zip(self._variables, self._first, strict=True)
-        ]
+        parts = []
+        for variable, first in zip(self._variables, self._first, strict=True):
+            value = tf.cast(tf.reshape(variable.value, [-1]), tf.float64)
+            parts.append(value - first.reshape(-1).astype(np.float64) if first.any() else value)
         return tf.concat(parts, 0) if parts else tf.zeros([0], tf.float64)
 
     def of_returned(self, prefix: str, logs: Any, rows: Any) -> Any:

@@ -254,7 +254,7 @@ def test_a_state_puts_back_only_a_step_that_was_begun(data, tmp_path):
     mean.assign(keras.ops.ones_like(mean))
     engine.put_back()
     assert float(keras.ops.min(mean)) == 1.0, "no step was begun"
-    ready.steps._begin(tf.zeros([2], tf.int64))
+    ready.steps._begin(tf.zeros([3], tf.int64))
     mean.assign(keras.ops.zeros_like(mean))
     engine._stepping = True
     engine.put_back()
