@@ -20,13 +20,9 @@ from spark_elastic.ml.callbacks import Callback, Logs, Run
 from spark_elastic.ml.keras.kept_values import Kept
 from spark_elastic.ml.keras.spec import KerasTraining
 
-RANK_0_ONLY = (
-    keras.callbacks.CSVLogger,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.ProgbarLogger,
-    keras.callbacks.RemoteMonitor,
-    keras.callbacks.TensorBoard,
-)
+_WRITING = ("CSVLogger", "ModelCheckpoint", "OrbaxCheckpoint", "ProgbarLogger", "RemoteMonitor", "TensorBoard")
+RANK_0_ONLY = tuple(getattr(keras.callbacks, name) for name in _WRITING if hasattr(keras.callbacks, name))
+"""Versions of Keras differ in which they have."""
 REFUSED = {
     "BackupAndRestore": "checkpoint_dir and run_id do what it is for, for all workers together",
     "SwapEMAWeights": "an epoch's end may be done again when a worker is lost, which would swap the weights back; "
