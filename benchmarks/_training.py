@@ -45,6 +45,41 @@ def train(folder: str, hidden: int) -> None:
     loop(state)
 
 
+def train_keras(folder: str, hidden: int) -> None:
+    """The same in one call of `model.fit`, with TensorFlow."""
+    import keras
+    import numpy as np
+
+    import spark_elastic.keras as hvd
+    from spark_elastic.collective.process import process
+
+    hvd.init()
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Input((784,)), keras.layers.Dense(hidden, "relu"), keras.layers.Dense(10)]
+    model = keras.Sequential(layers)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9)), loss, metrics=["accuracy"])
+    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+    generator = np.random.default_rng(1)
+    data, target = generator.normal(size=(6400, 784)).astype("float32"), generator.integers(0, 10, 6400)
+    dataset = hvd.elastic.ElasticDataset(data, target, state=state, batch_size=64)
+    log = os.open(Path(folder, f"{os.getpid()}.steps"), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    class Writes(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            assert process.assignment is not None
+            step = int(model.optimizer.iterations)
+            line = f"{process.assignment.world.round} {hvd.rank()} {step} {time.monotonic():.6f}\n"
+            os.write(log, line.encode())
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        callbacks = [Writes(), hvd.elastic.ElasticCallback(state)]
+        model.fit(dataset, initial_epoch=state.epoch, epochs=1_000_000, verbose=0, callbacks=callbacks)
+
+    loop(state)
+
+
 @dataclass(frozen=True)
 class Step:
     pid: int

@@ -4,6 +4,7 @@
     python benchmarks/recovery.py --on standalone --fault executor
     python benchmarks/recovery.py --fault stop           # SIGSTOP, seen by the missing heartbeats
     python benchmarks/recovery.py --on namespaces --fault link
+    python benchmarks/recovery.py --framework keras      # SIGKILL in the middle of model.fit
 
 Every number comes from what the workers wrote down at their own optimizer steps. "kill → next step" runs from just
 before the signal is sent to the next optimizer step of the *last* survivor. "join" is the longest gap between two
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import _training
 import cloudpickle
 from _harness import Series, parser, report
-from _training import StepLog, is_alive, train
+from _training import StepLog, is_alive, train, train_keras
 
 import spark_elastic
 from spark_elastic.core.timeline import WorldStarted
@@ -59,7 +60,7 @@ class Figures:
 
 
 @contextlib.contextmanager
-def running_job(on: str, folder: str, size: int, hidden: int) -> Iterator[tuple[Any, Any]]:
+def running_job(on: str, framework: str, folder: str, size: int, hidden: int) -> Iterator[tuple[Any, Any]]:
     """A job of `size` workers, and the Spark cluster under it (None: plain processes)."""
     common = {
         "num_proc": size,
@@ -69,8 +70,9 @@ def running_job(on: str, folder: str, size: int, hidden: int) -> Iterator[tuple[
         "verbose": 0,
     }
     arguments = (folder, hidden)
+    function = train_keras if framework == "keras" else train
     if on == "processes":
-        job = spark_elastic.run_async(train, arguments, launcher=spark_elastic.LocalLauncher(), **common)
+        job = spark_elastic.run_async(function, arguments, launcher=spark_elastic.LocalLauncher(), **common)
         try:
             yield job, None
         finally:
@@ -83,7 +85,7 @@ def running_job(on: str, folder: str, size: int, hidden: int) -> Iterator[tuple[
         "namespaces": lambda: clusters.namespaced(workers=size, cores=1),
     }
     with starts[on]() as cluster:
-        job = spark_elastic.run_async(train, arguments, spark=cluster.spark, **common)
+        job = spark_elastic.run_async(function, arguments, spark=cluster.spark, **common)
         try:
             yield job, cluster
         finally:
@@ -170,6 +172,7 @@ def main() -> None:
         "--on", choices=["processes", "local", "local-cluster", "standalone", "namespaces"], default="processes"
     )
     arguments.add_argument("--fault", choices=["worker", "executor", "stop", "link"], default="worker")
+    arguments.add_argument("--framework", choices=["torch", "keras"], default="torch")
     arguments.add_argument("--sizes", type=int, nargs="+", default=[3, 2])
     arguments.add_argument("--hidden", type=int, default=128, help="128: 102 k parameters, 0.8 MB with momentum")
     args = arguments.parse_args()
@@ -178,7 +181,10 @@ def main() -> None:
     figures = Figures()
     rounds = 0
     for size in args.sizes:
-        with tempfile.TemporaryDirectory() as folder, running_job(args.on, folder, size, args.hidden) as (job, cluster):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            running_job(args.on, args.framework, folder, size, args.hidden) as (job, cluster),
+        ):
             log = StepLog(Path(folder), job)
             log.wait_for_world(size, 0, 180.0)
             for number in range(repeat):
@@ -193,6 +199,8 @@ def main() -> None:
     silent = (None, None, HEARTBEAT_TIMEOUT_S * 1000 + 500)
     limits = {"worker": (150.0, 500.0, None), "executor": (None, None, None), "stop": silent, "link": silent}
     p50, p99, most = limits[args.fault]
+    if args.framework == "keras" and args.fault == "worker":
+        p50, p99 = 250.0, None
     series = [
         Series(f"{args.fault} -> next step, {kind}", values, "ms", target_p50=p50, target_p99=p99, target_max=most)
         for kind, values in figures.to_next_step.items()
@@ -210,7 +218,8 @@ def main() -> None:
         series.append(Series("full strength, beyond these two", beyond, "s", target_max=2.0))
     series.append(Series("applied steps lost", [float(figures.lost_steps)], "steps", target_max=0.0))
     series.append(Series("worlds that no fault explains", [float(figures.false_evictions)], "worlds", target_max=0.0))
-    report(f"recovery-{args.fault}-{args.on}", args, *series, raw=dict(vars(figures)))
+    name = f"recovery-{args.fault}-{args.on}" + ("-keras" if args.framework == "keras" else "")
+    report(name, args, *series, raw=dict(vars(figures)))
     print(f"median pause at a join: {statistics.median(figures.join_pause):.1f} ms")
 
 

@@ -80,7 +80,7 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         self._batches = -(-self.rows // batch_size)
         self._mine: list[Indices] = []
         self._variables: tuple[Any, Any] | None = None
-        self._tensors: Any = None
+        self._pipeline: Any = None
         state.weigh_by_rows(batch_size)
 
     def __len__(self) -> int:
@@ -127,16 +127,17 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
                 counting._interrupted_warning = lambda: None
 
     def get_tf_dataset(self) -> Any:
+        if self._pipeline is None:  # once: to trace its functions takes longer than the rest of entering `fit` again
+            self._pipeline = self._made_pipeline()
+        return self._pipeline
+
+    def _made_pipeline(self) -> Any:
         import tensorflow as tf
 
-        if self._variables is None:
-            self._variables = (
-                tf.Variable(np.empty(0, np.int64), shape=[None], trainable=False),
-                tf.Variable(np.zeros(1, np.int64), shape=[None], trainable=False),
-            )
-            self._tensors = keras.tree.map_structure(tf.constant, self._arrays)
-        rows, ends = self._variables
-        tensors = self._tensors
+        rows = tf.Variable(np.empty(0, np.int64), shape=[None], trainable=False)
+        ends = tf.Variable(np.zeros(1, np.int64), shape=[None], trainable=False)
+        self._variables = rows, ends
+        tensors = keras.tree.map_structure(tf.constant, self._arrays)
 
         def batch_at(number: Any) -> Any:
             limits = ends.read_value()
