@@ -410,3 +410,31 @@ def in_worker_slowly(data: Path, folder: Path) -> Any:
 
     assembly.adapted = with_counter
     return {**outcome(training), "epochs counted": counter.epochs}
+
+
+class Telling(Callback):
+    """Tells the test of all that happens."""
+
+    def _tell(self, name: str, run: Any) -> None:
+        from tests.unit.torch.kit import tell
+
+        tell(name, run.step)
+
+    def on_epoch_begin(self, run: Any) -> None:
+        self._tell("epoch_begin", run)
+
+    def on_batch_end(self, run: Any) -> None:
+        self._tell("step", run)
+
+    def on_validation_end(self, run: Any, logs: Any) -> None:
+        self._tell("validation_end", run)
+
+    def on_epoch_end(self, run: Any, logs: Any) -> None:
+        self._tell("epoch_end", run)
+
+    def on_fit_end(self, run: Any) -> None:
+        self._tell("fit_end", run)
+
+
+def in_worker_that_tells(data: Path, folder: Path) -> Any:
+    return outcome(make_training(data, folder, callbacks=[Telling()]))
