@@ -50,6 +50,7 @@ class ElasticKerasEstimator(ElasticEstimator):
 
     optimizer, loss, loss_weights, metrics, weighted_metrics: as of `keras.Model.compile`, with the names of losses and
         optimizers, lists, and dicts by the names of outputs.
+    feature_cols: of the inputs in the order of `model.inputs`; of inputs in a dict, in the order of their names.
     label_cols: one for each output that has a loss, in the order of `model.outputs`.
     callbacks: of `spark_elastic.ml.callbacks` and of `keras.callbacks`, in any order.
     custom_objects: classes and functions by the names that Keras knows them by, as of `keras.saving.load_model`. Those
