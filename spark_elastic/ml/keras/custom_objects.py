@@ -69,9 +69,10 @@ def _name(node: Mapping[str, Any]) -> str | None:
         return None
     if kind == "__lambda__":
         return "<lambda>"
+    if str(node.get("module") or "").partition(".")[0] == "keras":  # its own Functional has a registered name, too
+        return None
     if kind == "function":
-        ours = str(node.get("module") or "").partition(".")[0] == "keras"
-        return None if ours or not isinstance(node["config"], str) else node["config"]
+        return node["config"] if isinstance(node["config"], str) else None
     registered = node.get("registered_name")
     return str(registered) if registered is not None else None
 

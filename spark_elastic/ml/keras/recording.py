@@ -52,13 +52,13 @@ class Recorded:
             often = "does not call" if not self._calls else f"calls {self._calls} times"
             raise InvalidSettingsError(
                 f"train_step {often} optimizer.apply of the optimizer that the model is compiled with; the gradients "
-                "of a step are reduced over workers once, so it has to be called once. A model with trainable weights "
-                "and a loss does so without a train_step of its own"
+                "of a step are reduced over workers once, so it has to be called once. With no train_step of its own a "
+                "model does so, unless all of its weights are frozen (trainable=False)"
             )
         if all(grad is None for grad in self.grads):
             raise InvalidSettingsError(
-                "the loss does not depend on any weight that is trained: all of them are frozen (trainable=False), or "
-                "the model stops the gradient"
+                "the loss does not depend on any weight that is trained: they are frozen (trainable=False), or the "
+                "model stops the gradient"
             )
         # with other workers a variable that has no gradient takes part with zeros; alone it must not be otherwise
         pairs = [

@@ -87,7 +87,9 @@ def _written(value: Any, files: dict[str, bytes]) -> Any:
         _only_of_keras(value, archives.config_of(file))
         files[name := f"{len(files)}.keras"] = file
         arguments = compiled_with(value)
-        return {"model": [name, _written(arguments, files), _written(values_of(value.optimizer), files)]}
+        return {
+            "model": [name, _written(arguments, files), _written(values_of(getattr(value, "optimizer", None)), files)]
+        }
     if isinstance(value, np.ndarray):
         array = io.BytesIO()
         np.save(array, value, allow_pickle=False)

@@ -152,3 +152,27 @@ def test_classes_of_main_reach_another_process_where_nothing_is_imported_before_
     made = subprocess.run([sys.executable, "-c", MAKES], env=env, capture_output=True, check=True).stdout
     opened = subprocess.run([sys.executable, "-c", OPENS], env=env, input=made, capture_output=True, check=True).stdout
     assert opened.decode().strip() == "[[2.0, 2.0, 2.0]]"
+
+
+def _layer_by_layer():
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+
+
+def _functional():
+    given = keras.Input((3,))
+    return keras.Model(given, keras.layers.Dense(2)(given))
+
+
+@pytest.mark.parametrize("make", [_layer_by_layer, _functional])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_of_keras_s_own_parts_is_stored_as_data_alone(make, compiled):
+    from spark_elastic.ml.keras import safe_objects
+
+    model = make()
+    if compiled:
+        model.compile("adam", "mse")
+    file = safe_objects.dumps({"model": model})
+    assert file is not None
+    again = safe_objects.loads(file)["model"]
+    assert again.compiled == compiled
+    assert [w.tolist() for w in again.get_weights()] == [w.tolist() for w in model.get_weights()]
