@@ -15,6 +15,7 @@ from spark_elastic.collective.process import size
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.backend import BACKEND
+from spark_elastic.keras.fit_place import before
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -120,12 +121,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
+        earlier = before(self.model)
+        epoch = self._epoch + earlier.epochs
+        if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
         if not self.staircase:
-            self._set(self._epoch + batch / self._steps)
+            self._set(epoch + (earlier.batches + batch) / self._steps)
         elif batch == 0:
-            self._set(self._epoch)
+            self._set(epoch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._momentum is not None:
@@ -136,14 +139,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             logs["lr"] = self._rate()
 
     def _set(self, epoch: float) -> None:
-        before, after = self._rate(), float(self.initial_lr * self.multiplier(epoch))
+        present, after = self._rate(), float(self.initial_lr * self.multiplier(epoch))
         self.model.optimizer.learning_rate = after
         optimizer = self._optimizer()
         momentum = getattr(optimizer, "momentum", None)
         at_run_time = BACKEND == "torch" or bool(self.model.run_eagerly)
-        if self.momentum_correction and momentum and before and before != after and at_run_time:
+        if self.momentum_correction and momentum and present and present != after and at_run_time:
             self._momentum = momentum
-            optimizer.momentum = momentum * after / before
+            optimizer.momentum = momentum * after / present
 
     def _rate(self) -> float:
         return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
@@ -184,8 +187,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if self.verbose and self.end_epoch is not None and epoch == self.end_epoch - 1:
-            print(f"epoch {epoch + 1}: the learning rate has reached {self._rate():g}")
+        number = epoch + before(self.model).epochs + 1
+        if self.verbose and number == self.end_epoch:
+            print(f"epoch {number}: the learning rate has reached {self._rate():g}")
 
 
 def _whole(epochs: float) -> int:

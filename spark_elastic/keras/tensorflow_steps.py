@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops import control_flow_util  # private, and nothing public tells a graph for XLA
 
 from spark_elastic.errors import UsageError
 from spark_elastic.tensorflow.gradients import GradientReducer

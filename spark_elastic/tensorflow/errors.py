@@ -65,7 +65,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+        error = error.__cause__  # type: ignore[assignment]  # not __context__: what is raised meanwhile is news
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,6 +12,7 @@ import keras
 
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.elastic.state import KerasState
+from spark_elastic.keras.fit_place import Before, note
 
 
 class FitProgress:
@@ -48,6 +49,7 @@ class FitProgress:
         elif self._ended is not None:
             self._before = 0
         self._ended = self._last = None
+        note(model, Before(self._offset, self._before))
         if self.counts_batches:
             self.state.note_batch()
 

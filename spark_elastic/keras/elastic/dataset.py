@@ -9,6 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 import numpy.typing as npt
+
+# Private: the one kind of input that may say for each epoch anew which batches it has, in Keras 3.4 to 3.15.
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from spark_elastic.collective.process import process

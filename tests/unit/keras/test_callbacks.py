@@ -88,3 +88,31 @@ def test_a_rate_that_changes_within_epochs_needs_their_length(alone):
     callback.set_params({"steps": None})
     with pytest.raises(UsageError, match="steps_per_epoch"):
         callback.on_train_begin()
+
+
+def test_the_warm_up_goes_on_where_fit_was_left_in_the_middle_of_an_epoch(alone):
+    model = compiled(build_model(), hvd.DistributedOptimizer(keras.optimizers.SGD(RATE)))
+    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+    data = hvd.elastic.ElasticDataset(*rows(48), state=state, batch_size=8)
+    seen = []
+
+    class Interrupted(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append((state.epoch, state.batch))
+            if len(seen) == 4:
+                raise hvd.HostsUpdatedInterrupt
+
+    class Places(hvd.callbacks.LearningRateScheduleCallback):
+        def __init__(self):
+            super().__init__(1.0, lambda epoch: asked.append(round(epoch * 6)) or 1.0, staircase=False)
+
+    asked = []
+
+    @hvd.elastic.run
+    def loop(state):
+        callbacks = [Places(), hvd.elastic.ElasticCallback(state), Interrupted()]
+        model.fit(data, initial_epoch=state.epoch, epochs=2, verbose=0, callbacks=callbacks)
+
+    loop(state)
+    assert asked == list(range(12))
+    assert len(seen) == 12

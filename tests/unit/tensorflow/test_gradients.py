@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import spark_elastic.tensorflow as hvd
 from spark_elastic.errors import HorovodInternalError, UsageError
-from spark_elastic.tensorflow.errors import lost_peer, translated
+from spark_elastic.tensorflow.errors import lost_peer, marked, translated
 from spark_elastic.tensorflow.gradients import GradientReducer
 from tests.unit.tensorflow.test_operations import both_ways, together
 from tests.unit.torch.kit import KitDriver
@@ -204,3 +204,15 @@ def test_settings_that_contradict_each_other_are_refused():
         GradientReducer(op=hvd.Sum, predivide=2.0)
     with pytest.raises(UsageError, match="Adasum"):
         GradientReducer(op=hvd.Adasum)
+
+
+def fails_while_a_lost_peer_is_handled():
+    try:
+        raise marked(HorovodInternalError("a peer is gone"))
+    except HorovodInternalError:
+        return 1 / 0
+
+
+def test_what_is_raised_while_a_lost_peer_is_handled_is_not_taken_for_it():
+    with pytest.raises(ZeroDivisionError), translated():
+        fails_while_a_lost_peer_is_handled()
