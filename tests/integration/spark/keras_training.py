@@ -59,6 +59,8 @@ def train(folder: str, steps_per_execution: int = 1, validate: bool = False) -> 
 
     class Before(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if batch >= len(dataset._mine):
+                return  # of an epoch that was left after its last batch, only the end is to come
             rows = dataset._mine[batch].tolist()
             note("tries", step=int(optimizer.iterations) + 1, epoch=state.epoch, rows=rows, before=digest(), **place())
             at("step", hvd.rank())
