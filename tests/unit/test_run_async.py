@@ -19,7 +19,7 @@ def test_a_launcher_that_cannot_be_made_leaves_no_thread_and_no_socket():
     threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     with pytest.raises(RuntimeError, match="no place today"):
         run_async(print, num_proc=1, launcher=Refusing())
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads  # foreign threads that other tests have left may go
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 

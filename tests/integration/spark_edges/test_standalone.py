@@ -61,7 +61,8 @@ def test_listeners_come_and_go_without_a_trace_in_either_process(cluster):
     # what earlier tests left to the garbage collector may go meanwhile; nothing may come
     assert set(threading.enumerate()) <= threads
     assert me.num_fds() <= descriptors
-    assert dispatchers() <= listening
+    # a queue that was removed is stopped at once, and its thread has ended a moment later
+    wait_until(lambda: dispatchers() <= listening, 10.0, "threads of the listener bus to end")
 
 
 def test_killed_executor_is_reported_once_with_its_exit_code_and_its_successor_is_added(cluster):
