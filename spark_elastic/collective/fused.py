@@ -14,8 +14,8 @@ from spark_elastic.collective.compression import Compression, Compressor
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, ReduceOp, Sum
-from spark_elastic.errors import HorovodInternalError, UsageError
+from spark_elastic.collective.reduction import Average, ReduceOp, Sum, check_of_gradients, factors
+from spark_elastic.errors import HorovodInternalError
 
 _KEPT = 4
 """Sets of buckets kept for later steps. Two are in turns where results are let go of a step later."""
@@ -44,11 +44,7 @@ class FusedReduction:
         process_set: ProcessSet = global_process_set,
         align: int = 1,
     ) -> None:
-        _ = op.gloo  # raises for Adasum
-        if op not in (Average, Sum):
-            raise UsageError(f"gradients are reduced with op=hvd.Average or op=hvd.Sum, not {op}")
-        if predivide != 1.0 and op is not Average:
-            raise UsageError("gradient_predivide_factor needs op=hvd.Average")
+        check_of_gradients(op, predivide)
         self.completed = 0
         """Reductions so far."""
         self._op = op
@@ -90,9 +86,7 @@ class FusedReduction:
     ) -> list[torch.Tensor]:
         self._plan(tensors, carried)
         buckets = self._free_buckets(tensors)
-        divisor = group.size if self._op is Average else 1
-        folded = self._predivide == 1.0
-        before = 1.0 / (divisor if folded else self._predivide)
+        before, after = factors(self._op, self._predivide, group.size)
         works = []
         for bucket, part in zip(buckets, self._parts, strict=True):
             _fill(bucket.views, [tensors[index] for index in part], before)
@@ -107,8 +101,8 @@ class FusedReduction:
         for bucket, part, work in zip(buckets, self._parts, works, strict=True):
             group.wait(work)
             bucket.unpack()
-            if not folded:
-                bucket.flat.mul_(self._predivide / divisor)
+            if after != 1.0:
+                bucket.flat.mul_(after)
             for index, view in zip(part, bucket.views, strict=True):
                 results[index] = view.detach()  # one more use of the memory, as long as anybody has it
         if alone is not None:
@@ -116,7 +110,7 @@ class FusedReduction:
         elif carried is not None:
             cargo = buckets[-1].cargo
             assert cargo is not None
-            carried.copy_(cargo if folded else cargo * (divisor / self._predivide))
+            carried.copy_(cargo / after)
         if buckets:
             assert buckets[-1].flag is not None
             process.saw_update(bool(buckets[-1].flag.item()))

@@ -72,6 +72,26 @@ def chosen(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     return Average if average else Sum
 
 
+def check_of_gradients(op: ReduceOp, predivide: float) -> None:
+    """Raises: UsageError: gradients are not reduced like this."""
+    if op is Adasum:
+        _ = op.gloo
+    if op not in (Average, Sum):
+        raise UsageError(f"gradients are reduced with op=hvd.Average or op=hvd.Sum, not {op}")
+    if predivide != 1.0 and op is not Average:
+        raise UsageError("gradient_predivide_factor needs op=hvd.Average")
+
+
+def factors(op: ReduceOp, predivide: float, size: int) -> tuple[float, float]:
+    """What gradients are multiplied by before they are added up over `size` members, and after it.
+
+    predivide: of an average, what is divided by before; by default all of it, which then costs nothing extra, since
+    gradients are copied anyway.
+    """
+    divisor = size if op is Average else 1
+    return (1.0 / divisor, 1.0) if predivide == 1.0 else (1.0 / predivide, predivide / divisor)
+
+
 def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Multiply in place; integers are multiplied as real numbers and cut off, as an integer average is."""
     if factor == 1.0:

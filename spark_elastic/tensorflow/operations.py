@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from spark_elastic.collective import operations as on_torch
+from spark_elastic.collective.process import local_rank, local_size
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, ReduceOp, Sum, chosen
 from spark_elastic.errors import UsageError
@@ -301,15 +302,11 @@ def rank_op(process_set: ProcessSet = global_process_set, name: str | None = Non
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
     """Processes on this host when the graph runs: int32, shape ()."""
-    from spark_elastic.collective.process import local_size
-
     return _of_process(local_size)
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
     """This process's number on its host when the graph runs: int32, shape ()."""
-    from spark_elastic.collective.process import local_rank
-
     return _of_process(local_rank)
 
 

@@ -35,13 +35,13 @@ def broadcast_variables(
     """
     if not tf.executing_eagerly():
         raise UsageError("broadcast_variables is called outside of tf.function, once the variables are there")
-    own = [getattr(variable, "value", variable) for variable in variables]
-    own = [value() if callable(value) else value for value in own]
     targets = list(variables)
     group = None if outside_world() else process_set.group()
     if group is None or not targets:
         return
-    tensors = [torch_of(array_of(value)) for value in own]
+    # a variable of Keras has TensorFlow's as its value
+    own = [variable if isinstance(variable, tf.Variable) else variable.value for variable in targets]
+    tensors = [torch_of(array_of(variable)) for variable in own]
     if group.rank != root_rank:
         tensors = [torch.empty_like(tensor) for tensor in tensors]
     broadcast_tensors(tensors, root_rank, process_set)

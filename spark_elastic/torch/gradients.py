@@ -15,7 +15,7 @@ from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.operations import allgather_async
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet
-from spark_elastic.collective.reduction import Average, Max, ReduceOp, Sum
+from spark_elastic.collective.reduction import Average, Max, ReduceOp, Sum, factors
 from spark_elastic.errors import HorovodInternalError, SparkElasticError
 
 
@@ -170,11 +170,7 @@ class GradientReducer:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 slot = by_id[id(param)]
                 slot.bucket, slot.view = bucket, view
-        divisor = group.size if self._op is Average else 1
-        # without a predivide factor the division is part of filling the bucket and costs nothing
-        folded = self._predivide == 1.0
-        self._before = 1.0 / (divisor if folded else self._predivide)
-        self._after = 1.0 if folded else self._predivide / divisor
+        self._before, self._after = factors(self._op, self._predivide, group.size)
 
     def _fill(self, slot: Slot) -> None:
         param, view = slot.param, slot.view

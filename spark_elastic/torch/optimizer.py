@@ -11,7 +11,7 @@ import torch
 
 from spark_elastic.collective.compression import Compression, Compressor
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Adasum, Average, ReduceOp, Sum
+from spark_elastic.collective.reduction import Average, ReduceOp, check_of_gradients
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.torch.gradients import GradientReducer
 
@@ -168,12 +168,7 @@ def DistributedOptimizer(
     Raises:
         UsageError: arguments that contradict each other.
     """
-    if op is Adasum:
-        _ = op.gloo
-    if op not in (Average, Sum):
-        raise UsageError(f"DistributedOptimizer reduces with op=hvd.Average or op=hvd.Sum, not {op}")
-    if gradient_predivide_factor != 1.0 and op is not Average:
-        raise UsageError("gradient_predivide_factor needs op=hvd.Average")
+    check_of_gradients(op, gradient_predivide_factor)
     if num_groups:
         warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
