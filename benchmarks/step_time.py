@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -29,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _fixed_world import FixedLink, without_shared_memory
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,63 +35,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import spark_elastic.torch as hvd
 from spark_elastic import worker_link
-from spark_elastic.core.topology import Member, Place, World
-from spark_elastic.worker_link import Assignment
 
 ADDRESS = "127.0.0.1"
 RESULTS = Path(__file__).parent / "results" / "step_time.json"
 MODELS = {
     "784-512-512-10": (784, 512, 512, 10),
     "784-128-10": (784, 128, 10),
+    "784-3072-2048-512-10": (784, 3072, 2048, 512, 10),
 }
 BATCH = 64
-
-
-class StoreLink:
-    """The least that the frontend needs of a job: a fixed world, and a key-value store."""
-
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self.worker = rank + 1
-        self._store = store
-        members = tuple(
-            Member(r + 1, Place(ADDRESS, str(r), r), r, local_rank=r, local_size=size, cross_rank=0, cross_size=1)
-            for r in range(size)
-        )
-        self._assignment = Assignment(
-            World(1, members, root=0, progress=None, sync=True), self.worker, {r + 1: ADDRESS for r in range(size)}
-        )
-
-    def join_at_init(self) -> Assignment:
-        return self._assignment
-
-    def join(self, round: int, progress: int | None) -> Assignment:
-        raise RuntimeError("this world does not change")
-
-    def report_progress(self, progress: int) -> None: ...
-
-    def entered_loop(self) -> None: ...
-
-    def blocked(self, waiting: bool) -> None:
-        pass
-
-    def updates_seen(self) -> int:
-        return 0
-
-    def cut_round(self) -> int:
-        return 0
-
-    def on_cut(self, callback: Callable[[int, str], None] | None) -> None: ...
-
-    def derive_key(self, purpose: str) -> bytes:
-        return hashlib.sha256(purpose.encode()).digest()
-
-    def kv_set(self, round: int, key: str, value: bytes) -> None:
-        self._store.set(f"{round}/{key}", value.hex())
-
-    def kv_get(self, round: int, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        if any(key.startswith("join/") for key in keys):
-            threading.Event().wait()  # nobody calls hvd.join() here
-        return [bytes.fromhex(self._store.get(f"{round}/{key}").decode()) for key in keys]
 
 
 def build(sizes: Sequence[int]) -> nn.Module:
@@ -116,11 +67,19 @@ def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int
     return run
 
 
+def through_gloo(run: Callable[[int], None]) -> Callable[[int], None]:
+    def without(steps: int) -> None:
+        with without_shared_memory():
+            run(steps)
+
+    return without
+
+
 def contenders(sizes: Sequence[int]) -> dict[str, Callable[[int], None]]:
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
-    plain, ours, committing, theirs = (build(sizes) for _ in range(4))
+    plain, ours, committing, theirs, over_gloo = (build(sizes) for _ in range(5))
     optimizer = hvd.DistributedOptimizer(sgd(ours), named_parameters=ours.named_parameters())
     second = hvd.DistributedOptimizer(sgd(committing), named_parameters=committing.named_parameters())
     state = hvd.elastic.TorchState(committing, second, batch=0)
@@ -133,11 +92,13 @@ def contenders(sizes: Sequence[int]) -> dict[str, Callable[[int], None]]:
             state.batch += 1
             state.commit()
 
+    third = hvd.DistributedOptimizer(sgd(over_gloo), named_parameters=over_gloo.named_parameters())
     ddp = DistributedDataParallel(theirs)
     return {
         "no reduction": stepper(plain, sgd(plain)),
         "ddp": stepper(ddp, sgd(ddp)),
         "spark_elastic": stepper(ours, optimizer),
+        "spark_elastic, Gloo": through_gloo(stepper(over_gloo, third)),
         "spark_elastic, commit every step": with_commit,
     }
 
@@ -173,9 +134,9 @@ def worker(rank: int, port: int, args: argparse.Namespace) -> None:
     store = dist.TCPStore(ADDRESS, port, 2, is_master=rank == 0, timeout=timedelta(seconds=60))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.PrefixStore("ddp", store), rank=rank, world_size=2)
-    worker_link.install(StoreLink(dist.PrefixStore("ours", store), rank, 2))
+    worker_link.install(FixedLink(dist.PrefixStore("ours", store), rank, [ADDRESS] * 2))
     hvd.init()
-    models = {name: measure(contenders(sizes), args.rounds, args.steps) for name, sizes in MODELS.items()}
+    models = {name: measure(contenders(MODELS[name]), args.rounds, args.steps) for name in args.models}
     hvd.barrier()
     hvd.shutdown()
     dist.destroy_process_group()
@@ -208,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--worker", type=int, nargs=2, metavar=("RANK", "PORT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -217,6 +179,7 @@ def main() -> None:
         probe.bind((ADDRESS, 0))
         port = probe.getsockname()[1]
     command = [sys.executable, sys.argv[0], "--rounds", str(args.rounds), "--steps", str(args.steps)]
+    command += ["--models", *args.models]
     processes = [subprocess.Popen([*command, "--worker", str(rank), str(port)]) for rank in range(2)]
     try:
         codes = [process.wait() for process in processes]

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 
 from spark_elastic import worker_link
-from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.group import Group
 from spark_elastic.core.topology import Member
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.worker_link import Assignment, ProvisionalPosition, WorkerLink
@@ -49,7 +49,7 @@ class Process:
         self.updates_handled = 0
         self.update_agreed: bool | None = None
         """What the reductions since the last check have said of a coming world; None: there was none."""
-        self._groups: dict[str, GlooGroup | None] = {}
+        self._groups: dict[str, Group | None] = {}
         self._cut: tuple[int, str] = (0, "")
 
     # --- life ---------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Process:
     def provisional(self) -> bool:
         return self.link is not None and self.assignment is None
 
-    def group(self, name: str = "global") -> GlooGroup | None:
+    def group(self, name: str = "global") -> Group | None:
         """The group of this round with that name ("global", "local" or "cross"); None if it has one member only.
 
         Made at the first use, by all its members together.
@@ -149,7 +149,7 @@ class Process:
             )
         return self._connect(name, self.assignment)
 
-    def _connect(self, name: str, assignment: Assignment) -> GlooGroup | None:
+    def _connect(self, name: str, assignment: Assignment) -> Group | None:
         assert self.link is not None
         me = assignment.world.member(assignment.worker)
         members = _members_of(name, assignment, me)
@@ -159,13 +159,14 @@ class Process:
         key = name if name == "global" else f"{name}/{members[0].rank}"
         rank = [member.worker for member in members].index(me.worker)
         addresses = [assignment.addresses[member.worker] for member in members]
+        hosts = [member.place.host for member in members]
         round = assignment.world.round
         # The driver keeps what was set in a round until it is over: who connects again, after `shutdown`, must not
         # find the addresses of the time before. All members come here equally often, as with any collective.
         last_round, times = self._connections.get(name, (0, 0))
         times = times + 1 if last_round == round else 1
         self._connections[name] = round, times
-        group = GlooGroup(self.link, round, key if times == 1 else f"{key}#{times}", rank, addresses)
+        group = Group(self.link, round, key if times == 1 else f"{key}#{times}", rank, addresses, hosts)
         self._groups[name] = group
         try:
             if self._cut[0] >= round:  # only now: a cut that comes from here on finds the group

@@ -151,7 +151,7 @@ def test_a_cut_on_the_way_into_a_group_is_not_missed(monkeypatch):
     """It comes after the last look at the round, and before the group begins to connect."""
 
     class CutWhileItIsMade:
-        def __init__(self, link, round, key, rank, addresses):
+        def __init__(self, link, round, key, rank, addresses, hosts):
             self.round, self.why = round, None
             subject._on_cut(1, "too late?")
 
@@ -167,7 +167,7 @@ def test_a_cut_on_the_way_into_a_group_is_not_missed(monkeypatch):
     place = Place("a", "e1", 0)
     world = World(1, (Member(1, place, 0, 0, 2, 0, 1), Member(2, place, 1, 1, 2, 0, 1)), 0, True, None)
     subject.assignment = Assignment(world, 1, {1: "127.0.0.1", 2: "127.0.0.1"})
-    monkeypatch.setattr("spark_elastic.collective.process.GlooGroup", CutWhileItIsMade)
+    monkeypatch.setattr("spark_elastic.collective.process.Group", CutWhileItIsMade)
     with pytest.raises(hvd.HorovodInternalError, match="too late"):
         subject.group()
     assert subject._groups == {}

@@ -1,0 +1,88 @@
+"""A world that does not change, for processes that a benchmark has started itself."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from spark_elastic.collective.process import process
+from spark_elastic.core.topology import Member, Place, World
+from spark_elastic.worker_link import Assignment
+
+
+class FixedLink:
+    """The least that the frontend needs of a job: a world, and a key-value store.
+
+    Args:
+        addresses: of all members in the order of their ranks; equal ones are on one host, and next to one another.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, addresses: Sequence[str]) -> None:
+        self.worker = rank + 1
+        self._store = store
+        hosts = list(dict.fromkeys(addresses))
+        locals_ = [list(addresses[:r]).count(address) for r, address in enumerate(addresses)]
+        members = tuple(
+            Member(
+                r + 1,
+                Place(address, str(r), r),
+                r,
+                local_rank=locals_[r],
+                local_size=list(addresses).count(address),
+                cross_rank=hosts.index(address),
+                cross_size=locals_.count(locals_[r]),
+            )
+            for r, address in enumerate(addresses)
+        )
+        self._assignment = Assignment(
+            World(1, members, root=0, progress=None, sync=True),
+            self.worker,
+            {r + 1: address for r, address in enumerate(addresses)},
+        )
+
+    def join_at_init(self) -> Assignment:
+        return self._assignment
+
+    def join(self, round: int, progress: int | None) -> Assignment:
+        raise RuntimeError("this world does not change")
+
+    def report_progress(self, progress: int) -> None: ...
+
+    def entered_loop(self) -> None: ...
+
+    def blocked(self, waiting: bool) -> None: ...
+
+    def updates_seen(self) -> int:
+        return 0
+
+    def cut_round(self) -> int:
+        return 0
+
+    def on_cut(self, callback: Callable[[int, str], None] | None) -> None: ...
+
+    def derive_key(self, purpose: str) -> bytes:
+        return hashlib.sha256(purpose.encode()).digest()
+
+    def kv_set(self, round: int, key: str, value: bytes) -> None:
+        self._store.set(f"{round}/{key}", value.hex())
+
+    def kv_get(self, round: int, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        if any(key.startswith("join/") for key in keys):
+            threading.Event().wait()  # nobody calls hvd.join() here
+        return [bytes.fromhex(self._store.get(f"{round}/{key}").decode()) for key in keys]
+
+
+@contextmanager
+def without_shared_memory() -> Iterator[None]:
+    """Have this process reduce through Gloo meanwhile; all members do that at the same places."""
+    group = process.group()
+    assert group is not None
+    shared, group._shared = group._shared, None
+    try:
+        yield
+    finally:
+        group._shared = shared

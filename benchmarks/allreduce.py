@@ -1,0 +1,152 @@
+"""Time of one all-reduce by size: through shared memory, and through Gloo alone, in turns in the same processes.
+
+    python benchmarks/allreduce.py [--np 2] [--sizes 4 1048576] [--rounds 20]
+    python benchmarks/allreduce.py --hosts 2 --np 4          # two network namespaces, needs the rights to make them
+
+Every member is as late as the last one: a round's time is that of its slowest member. Reported are medians over rounds,
+and the median of the ratios of neighbouring rounds. Writes benchmarks/results/allreduce.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from _fixed_world import FixedLink, without_shared_memory
+
+import spark_elastic.torch as hvd
+from spark_elastic import worker_link
+from spark_elastic.collective.process import process
+from tests.integration.network import Network, why_unavailable
+
+RESULTS = Path(__file__).parent / "results" / "allreduce.json"
+SIZES = (4, 1 << 10, 16 << 10, 128 << 10, 1 << 20, 26_000_000, 105_000_000)
+
+
+def timed(call: Callable[[], None], repeats: int) -> float:
+    """Milliseconds a call, on the slowest member."""
+    hvd.barrier()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    mine = torch.tensor([(time.perf_counter() - start) / repeats * 1e3], dtype=torch.float64)
+    with without_shared_memory():
+        return float(hvd.allreduce(mine, op=hvd.Max).item())
+
+
+def compare(nbytes: int, rounds: int) -> dict[str, list[float]]:
+    tensor = torch.zeros(nbytes // 4)
+    repeats = max(1, min(50, 2_000_000 // nbytes))
+
+    def reduce() -> None:
+        hvd.allreduce_(tensor, op=hvd.Sum)
+
+    def through_gloo() -> None:
+        with without_shared_memory():
+            reduce()
+
+    times: dict[str, list[float]] = {"shared": [], "gloo": []}
+    runs = {"shared": reduce, "gloo": through_gloo}
+    for run in runs.values():
+        timed(run, repeats)
+    for number in range(max(3, rounds if nbytes < 10_000_000 else rounds // 3)):
+        for name in runs if number % 2 else reversed(runs):
+            times[name].append(timed(runs[name], repeats))
+    return times
+
+
+def worker(rank: int, master: str, port: int, addresses: list[str], args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore(master, port, len(addresses), is_master=False, timeout=timedelta(seconds=60))
+    worker_link.install(FixedLink(store, rank, addresses))
+    hvd.init()
+    shares = getattr(process.group(), "_shared", None) is not None
+    rows = {nbytes: compare(nbytes, args.rounds) for nbytes in args.sizes}
+    hvd.barrier()
+    hvd.shutdown()
+    if rank == 0:
+        report(rows, shares, args)
+
+
+def report(rows: dict[int, dict[str, list[float]]], shares: bool, args: argparse.Namespace) -> None:
+    summary: dict[int, Any] = {}
+    print(f"{args.np} processes on {args.hosts} host(s); load {os.getloadavg()[0]:.1f}; shared memory: {shares}")
+    print(f"  {'bytes':>12}{'shared ms':>12}{'Gloo ms':>12}{'ratio':>9}")
+    for nbytes, times in rows.items():
+        ratio = statistics.median(a / b for a, b in zip(times["shared"], times["gloo"], strict=True))
+        shared, gloo = (statistics.median(times[name]) for name in ("shared", "gloo"))
+        summary[nbytes] = {"shared_ms": round(shared, 4), "gloo_ms": round(gloo, 4), "ratio": round(ratio, 4)}
+        print(f"  {nbytes:12d}{shared:12.3f}{gloo:12.3f}{ratio:9.3f}")
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known[f"{args.np} processes, {args.hosts} hosts"] = {
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "load": os.getloadavg(),
+        "rounds": args.rounds,
+        "by_bytes": summary,
+    }
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(known, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--np", type=int, default=2)
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--worker", nargs=4, metavar=("RANK", "MASTER", "PORT", "ADDRESSES"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        rank, master, port, addresses = args.worker
+        worker(int(rank), master, int(port), addresses.split(","), args)
+        return
+    with contextlib.ExitStack() as stack:
+        network = None
+        hosts = ["127.0.0.1"]
+        if args.hosts > 1:
+            if why := why_unavailable():
+                sys.exit(why)
+            network = Network()
+            stack.callback(network.close)
+            hosts = [network.add_host() for _ in range(args.hosts)]
+        master = network.gateway if network else hosts[0]
+        addresses = [hosts[rank * args.hosts // args.np] for rank in range(args.np)]
+        with contextlib.closing(socket.socket()) as probe:
+            probe.bind((master, 0))
+            port = probe.getsockname()[1]
+        store = dist.TCPStore(master, port, args.np + 1, is_master=True, wait_for_workers=False)
+        processes = []
+        for rank in range(args.np):
+            command = [sys.executable, *sys.argv, "--worker", str(rank), master, str(port), ",".join(addresses)]
+            prefix = network.command_on(addresses[rank]) if network else []
+            processes.append(subprocess.Popen([*prefix, *command]))
+        try:
+            codes = [process.wait() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        del store
+    sys.exit(max(codes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""A stretch of memory that one process writes and the others on its host read: words, a table, room for tensors.
+
+It is anonymous (`memfd_create`): it has no name in any file system, no limit but memory, and is gone with the last
+process that maps it. Others open it through `/proc/<pid>/fd`, which the kernel grants to the same user only.
+
+Layout, in bytes::
+
+    0         identity: what only a member of the job can compute for this round and rank
+    64        the words, each on a cache line of its own
+    1024      proofs: 32 bytes for each member, see `meeting`
+    TABLE     for each piece sent, modulo DEPTH: where it lies and what it is
+    SMALL_AT  room for small pieces
+    LARGE_AT  room for large ones
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+
+import torch
+
+from spark_elastic.collective import futex
+
+NAME = "spark-elastic"
+MOST_MEMBERS = 96
+DEPTH = 512
+"""Pieces that may be under way at a time."""
+SMALL_BYTES = 16 << 10
+LARGE_BYTES = 1 << 20
+
+_PROOFS_AT = 1024
+_TABLE_AT = 4096
+_SMALL_AT = _TABLE_AT + 16 * DEPTH
+_SMALL_COUNT = 256
+_LARGE_AT = _SMALL_AT + _SMALL_COUNT * SMALL_BYTES
+_LARGE_COUNT = 64
+_SIZE = _LARGE_AT + _LARGE_COUNT * LARGE_BYTES
+
+# the words, by number of 8 bytes
+ARRIVED = 64 // 8
+"""Pieces that can be read here."""
+REDUCED = 128 // 8
+"""Pieces of which this member's slice holds the sum."""
+CONSUMED = 192 // 8
+"""Pieces that this member has read everywhere."""
+LEFT = 256 // 8
+"""Not 0: this member has left the round; nothing more will come."""
+TABLE = _TABLE_AT // 8
+
+
+class Mapping:
+    """A segment as this process sees it."""
+
+    def __init__(self, descriptor: int, writable: bool) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._map = mmap.mmap(descriptor, _SIZE, mmap.MAP_SHARED, protection)
+        self.words = memoryview(self._map).cast("Q")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that torch could write where it must not
+            self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.address = self.memory.data_ptr()
+
+    def view(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.memory[offset : offset + nbytes].view(dtype)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return self._map[offset : offset + nbytes]
+
+    def word_address(self, word: int) -> int:
+        return self.address + 8 * word
+
+
+class OwnSegment(Mapping):
+    """This process's own. Raises: OSError: there is no memory, or no memfd_create."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.descriptor, _SIZE)
+            # the pages are there before anybody writes to them: without memory for one, a store would be a SIGBUS
+            os.posix_fallocate(self.descriptor, 0, _SMALL_AT)
+            super().__init__(self.descriptor, writable=True)
+            self.small = Room(self.descriptor, _SMALL_AT, _SMALL_COUNT, SMALL_BYTES, at_once=16)
+            self.large = Room(self.descriptor, _LARGE_AT, _LARGE_COUNT, LARGE_BYTES, at_once=1)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def write(self, offset: int, data: bytes) -> None:
+        self._map[offset : offset + len(data)] = data
+
+    def announce(self, word: int, value: int) -> None:
+        """Store, and wake who waits for it."""
+        self.words[word] = value
+        futex.wake(self.address + 8 * word)
+
+    def leave(self) -> None:
+        """Tell the others that nothing more will come, and close. Views that are still held keep the memory."""
+        if self.descriptor < 0:
+            return
+        self.words[LEFT] = 1
+        for word in (ARRIVED, REDUCED, CONSUMED):
+            futex.wake(self.word_address(word))
+        self.close()
+
+    def close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, -1
+        self.small.descriptor = self.large.descriptor = -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class PeerSegment(Mapping):
+    """Another process's.
+
+    Raises: OSError: it cannot be opened: another user's, or another process id namespace's.
+    """
+
+    def __init__(self, pid: int, descriptor: int) -> None:
+        path = f"/proc/{pid}/fd/{descriptor}"
+        # the number may mean another process here, and opening a pipe or a device of that would have effects
+        if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+            raise OSError(f"{path} is no segment")
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            super().__init__(opened, writable=False)
+        finally:
+            os.close(opened)
+
+
+class Room:
+    """Equally large slots, the last one given back being the first one taken: it is in the cache."""
+
+    def __init__(self, descriptor: int, start: int, count: int, nbytes: int, at_once: int) -> None:
+        self.descriptor = descriptor
+        self.nbytes = nbytes
+        self.free: list[int] = []
+        """Offsets of slots."""
+        self._next = start
+        self._end = start + count * nbytes
+        self._step = at_once * nbytes
+        if not self.grow():
+            raise OSError("there is no memory for a segment")
+
+    def grow(self) -> bool:
+        """Make more slots, if there is memory for them."""
+        if self._next >= self._end:
+            return False
+        try:
+            os.posix_fallocate(self.descriptor, self._next, self._step)
+        except OSError:
+            self._end = self._next  # what there is will do
+            return False
+        self.free += range(self._next, self._next + self._step, self.nbytes)
+        self._next += self._step
+        return True
+
+
+def proof_at(member: int) -> int:
+    return _PROOFS_AT + 32 * member
