@@ -250,10 +250,14 @@ class GlooGroup:
         self._link.blocked(True)
         try:
             while not has_ended(work, _SLICE):
+                self._while_waiting()
                 if clock.monotonic() - self._cut_at > GRACE_S:  # see `in_flight`
                     raise HorovodInternalError(f"round {self.round} is over: {self._why}")
         finally:
             self._link.blocked(False)
+
+    def _while_waiting(self) -> None:
+        """Called now and then during a long wait."""
 
     @staticmethod
     def operator(name: str) -> Any:

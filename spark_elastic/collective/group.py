@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from spark_elastic import clock
 from spark_elastic.collective.gloo import GlooGroup
-from spark_elastic.collective.host_group import HostGroup, SharedWork
-from spark_elastic.collective.meeting import meet
+from spark_elastic.collective.host_group import SLICED_FROM_BYTES, HostGroup, SharedWork, take_part
+from spark_elastic.collective.host_waiting import Waiting
+from spark_elastic.collective.in_flight import has_ended
+from spark_elastic.collective.joining import STALL_S, CollectiveLog
+from spark_elastic.collective.meeting import base, meet
 from spark_elastic.worker_link import WorkerLink
+
+_TURN = timedelta(seconds=1e-3)
+"""How long to wait for Gloo before looking whether others wait for this member's slices."""
 
 
 class Group(GlooGroup):
@@ -27,16 +35,48 @@ class Group(GlooGroup):
         super().__init__(link, round, name, rank, addresses)
         self._hosts = list(hosts)
         self._shared: HostGroup | None = None
+        self._between: GlooGroup | None = None
 
     def connect(self) -> None:
         super().connect()
-        if len(set(self._hosts)) > 1:
-            return
         try:
-            self._shared = meet(self, self._link)
+            self._shared = self._meet()
         except BaseException:
             self.close()
             raise
+
+    def _meet(self) -> HostGroup | None:
+        hosts = list(dict.fromkeys(self._hosts))
+        members = {host: [rank for rank, of in enumerate(self._hosts) if of == host] for host in hosts}
+        if len(hosts) == self.size:
+            return None
+        met = meet(self, self._link, self._hosts)
+        if met is None:
+            return None
+        try:
+            owners = min(map(len, members.values()))
+            if len(hosts) > 1 and met.rank < owners:
+                ranks = [members[host][met.rank] for host in hosts]
+                self._connect_between(met.rank, ranks)
+        except BaseException:
+            met.close()
+            raise
+        waiting = Waiting(self.check_alive, self.log.stalled, self._link.blocked)
+        # waiting twice is worth it if everybody can do its share at the same time
+        several = len(hosts) > 1
+        sliced_from = 0 if several else SLICED_FROM_BYTES if 4 <= len(met.peers) + 1 <= met.cores else None
+        return HostGroup(met, base(self.round), waiting, owners, sliced_from, self._between)
+
+    def _connect_between(self, slice_number: int, ranks: Sequence[int]) -> None:
+        """Connect to the members of other hosts that own the same slice."""
+        addresses = [self._addresses[rank] for rank in ranks]
+        name = f"{self.name}/slice/{slice_number}"
+        between = GlooGroup(self._link, self.round, name, ranks.index(self.rank), addresses)
+        between.log = _WithoutNumbers(self.log)  # type: ignore[assignment]
+        self._between = between
+        if self._why is not None:  # a cut that comes from here on finds the group
+            between.cut(self._why)
+        between.connect()
 
     def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> Any:
         shared = self._shared
@@ -51,16 +91,34 @@ class Group(GlooGroup):
             self.check_alive()
             assert self._shared is not None
             self._shared.wait(work)
-        else:
-            super().wait(work)
+            return
+        if self._shared is not None and self._shared.others_wait:
+            self._take_turns(work)
+        super().wait(work)
+
+    def _take_turns(self, work: dist.Work) -> None:
+        """Wait a while for Gloo, and take part meanwhile in what others may be waiting for."""
+        until = clock.monotonic() + STALL_S
+        try:
+            while clock.monotonic() < until and not has_ended(work, _TURN):
+                take_part()
+        except RuntimeError:  # raised again, and translated, by who waits for it
+            return
+
+    def _while_waiting(self) -> None:
+        take_part()
 
     def cut(self, why: str) -> None:
         super().cut(why)
+        if self._between is not None:
+            self._between.cut(why)
         if self._shared is not None:
             self._shared.interrupt()
 
     def close(self) -> None:
         super().close()
+        if self._between is not None:
+            self._between.close()
         if self._shared is not None:
             self._shared.close()
 
@@ -68,3 +126,13 @@ class Group(GlooGroup):
         super()._close_in_child()
         if self._shared is not None:
             self._shared.close_in_child()
+
+
+class _WithoutNumbers:
+    """The log of collectives that are parts of others: a rank that has joined is told of those only."""
+
+    def __init__(self, whole: CollectiveLog) -> None:
+        self.stalled = whole.stalled
+
+    def launched(self, name: str, tensor: torch.Tensor, argument: Any) -> None:
+        """Is part of one that has been noted."""

@@ -1,46 +1,36 @@
 """Reductions among the processes of one host, through memory that they share.
 
-A tensor is sent in pieces. A member copies a piece into its own segment and counts it as arrived; who waits for the
-result adds up what all members have there, in the order of their ranks, so that every member gets the same bits. Every
-member does that for itself: nobody has to be waited for but for its own contribution. A slot of the segment is used
-again once all members have read it.
+A tensor is sent in pieces. A member copies a piece into its own segment and counts it as arrived. Then either
+
+- every member adds up what all have there, in the order of their ranks, straight into its own result: nobody has to be
+  waited for but for its own contribution; or
+- (large pieces of many members, and several hosts) each owner adds up one slice, reduces it with the owners of the same
+  slice on the other hosts, leaves it in its own segment, and everybody reads all slices.
+
+Either way all members get the same bits. A slot of a segment is used again once all members have read it.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from spark_elastic.collective.host_waiting import Peer, Waiting
-from spark_elastic.collective.segment import (
-    ARRIVED,
-    CONSUMED,
-    DEPTH,
-    LARGE_BYTES,
-    SMALL_BYTES,
-    TABLE,
-    OwnSegment,
-    Room,
-)
+from spark_elastic.collective.pieces import Piece, bytes_of, code_of, combined, described, reducible, sliced
+from spark_elastic.collective.segment import ARRIVED, CONSUMED, DEPTH, REDUCED, SMALL_BYTES, TABLE, Room
 from spark_elastic.errors import UsageError
+
+if TYPE_CHECKING:
+    from spark_elastic.collective.gloo import GlooGroup
+    from spark_elastic.collective.meeting import Met
 
 _WINDOW = 8
 """Pieces that are sent ahead although those before them could be read: few enough to stay in the cache."""
-_KINDS = {
-    dtype: number
-    for number, dtype in enumerate(
-        (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
-    )
-}
-_OPERATORS: dict[str, tuple[int, Callable[..., torch.Tensor]]] = {
-    "SUM": (0, torch.add),
-    "PRODUCT": (1, torch.mul),
-    "MIN": (2, torch.minimum),
-    "MAX": (3, torch.maximum),
-}
+SLICED_FROM_BYTES = 128 << 10
+"""From there on waiting a second time costs less than adding up everything in every member."""
 _MOST_VIEWS = 1024
 
 
@@ -61,39 +51,56 @@ class HostGroup:
     """The members of one host. One thread uses it; `interrupt` may come from another.
 
     Args:
-        peers: the other members.
         base: what all counts of this round begin with, so that one of another round is never taken for one of this.
+        owners: members that own a slice: equally many on every host.
+        sliced_from: pieces of so many bytes are added up by their slices; None: none is.
+        between: the owners of this member's slice on all hosts; None: there is one host, or this is no owner.
     """
 
-    def __init__(self, own: OwnSegment, rank: int, peers: Sequence[Peer], base: int, waiting: Waiting) -> None:
-        self._own = own
-        self._rank = rank
-        self._peers = list(peers)
+    def __init__(
+        self,
+        met: Met,
+        base: int,
+        waiting: Waiting,
+        owners: int,
+        sliced_from: int | None,
+        between: GlooGroup | None,
+    ) -> None:
+        self._own = met.own
+        self._rank = met.rank
+        self._peers = met.peers
         self._base = base
         self._waiting = waiting
+        self._owners = owners
+        self._sliced_from = sliced_from
+        self._between = between
+        self._closed = False
         self._launched = 0
+        self._summed = 0
+        """Pieces of which this member has added up its slice, as far as they have slices."""
         self._consumed = 0
-        self._pending: deque[tuple[torch.Tensor, torch.Tensor, int, Any]] = deque()
-        """Pieces that were launched and not read: where the result goes, what is sent, its code, the operator."""
+        self._pending: deque[Piece] = deque()
+        """Pieces from `_consumed` on."""
+        self._crossing: deque[Piece] = deque()
+        """Pieces whose slice is on its way between the hosts."""
         self._sent: deque[tuple[int, Room, int]] = deque()
         """Slots in use: number of the piece, and what the slot belongs to."""
         self._views: dict[tuple[int, int, int], torch.Tensor] = {}
+        waiting.meanwhile = take_part
+        _groups.add(self)
 
-    @staticmethod
-    def takes(tensor: torch.Tensor, op: Any) -> bool:
-        """Whether this reduction can go this way: the same answer on every member."""
-        return tensor.dtype in _KINDS and tensor.device.type == "cpu" and _name(op) in _OPERATORS
+    takes = staticmethod(reducible)
+    """Whether this reduction can go this way: the same answer on every member."""
 
     def launch(self, tensor: torch.Tensor, op: Any) -> SharedWork:
         """Send a contiguous tensor; after `wait` it holds the result. Blocks while there is no room."""
-        operator = _OPERATORS[_name(op)]
         flat = tensor.view(-1)
-        count, unit = flat.numel(), LARGE_BYTES // flat.element_size()
+        count, unit = flat.numel(), self._own.large.nbytes // flat.element_size()
         if 0 < count <= unit:
-            self._send(flat, operator)
+            self._send(flat, op)
         else:
             for start in range(0, count, unit):
-                self._send(flat[start : start + unit], operator)
+                self._send(flat[start : start + unit], op)
         return SharedWork(self, self._launched)
 
     def wait(self, work: SharedWork) -> None:
@@ -101,9 +108,17 @@ class HostGroup:
             self._read_next()
 
     def has_done(self, end: int) -> bool:
-        while self._consumed < end and self._next_has_arrived():
+        if self._closed:
+            return True  # failed, as `Group.wait` will say
+        self.take_part()
+        while self._consumed < end and self._next_is_there():
             self._read_next()
         return self._consumed >= end
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether there are slices that others may need from this member."""
+        return any(piece.slices for piece in self._pending)
 
     def interrupt(self) -> None:
         """The round is over; have who waits notice."""
@@ -119,32 +134,39 @@ class HostGroup:
         self._let_go()
 
     def _let_go(self) -> None:
-        for peer in self._peers:
+        self._closed = True
+        _groups.discard(self)
+        peers, self._peers = self._peers, []
+        for peer in peers:
             peer.close()
         self._views.clear()
         self._pending.clear()
+        self._crossing.clear()
 
     # --- sending --------------------------------------------------------------------------------
 
-    def _send(self, piece: torch.Tensor, operator: tuple[int, Any]) -> None:
-        nbytes = piece.numel() * piece.element_size()
-        room = self._own.small if nbytes <= SMALL_BYTES else self._own.large
+    def _send(self, out: torch.Tensor, op: Any) -> None:
+        code = code_of(out, op)
+        room = self._own.small if bytes_of(code) <= SMALL_BYTES else self._own.large
         offset = self._slot(room)
-        code = nbytes << 16 | _KINDS[piece.dtype] << 8 | operator[0]
-        sent = self._view(self._own, -1, offset, code, piece.dtype)
-        sent.copy_(piece)
+        sent = self._view(self._own, -1, offset, code, out.dtype)
+        sent.copy_(out)
         number = self._launched
         words = self._own.words
         at = TABLE + 2 * (number % DEPTH)
         words[at] = offset
         words[at + 1] = code
+        by_slices = self._sliced_from is not None and bytes_of(code) >= self._sliced_from
+        slices = sliced(out, self._owners) if by_slices else None
         self._launched = number + 1
-        self._pending.append((piece, sent, code, operator[1]))
+        self._pending.append(Piece(number, out, sent, code, op, slices))
         self._sent.append((number, room, offset))
         self._own.announce(ARRIVED, self._base + number + 1)
+        if slices:
+            self.take_part()
 
     def _slot(self, room: Room) -> int:
-        if len(self._pending) >= _WINDOW and self._next_has_arrived():
+        if len(self._pending) >= _WINDOW and self._next_is_there():
             self._read_next()
         if not room.free or len(self._sent) >= DEPTH:
             self._reclaim()
@@ -160,42 +182,114 @@ class HostGroup:
 
     def _reclaim(self) -> None:
         """Give back the slots that everybody has read."""
-        read = min(self._consumed, *(peer.words[CONSUMED] - self._base for peer in self._peers))
+        read = min([self._consumed, *(peer.words[CONSUMED] - self._base for peer in self._peers)])
         while self._sent and self._sent[0][0] < read:
             _, room, offset = self._sent.popleft()
             room.free.append(offset)
 
+    # --- adding up slices for all -----------------------------------------------------------------
+
+    def take_part(self) -> None:
+        """Do what others may wait for, as far as that is possible at once."""
+        while self._summed < self._launched and self._has_arrived(self._summed):
+            self._sum_slice(self._pending[self._summed - self._consumed])
+        while self._crossing and self._crossing[0].between.is_completed():
+            self._finish_crossing()
+
+    def _sum_slice(self, piece: Piece) -> None:
+        self._summed = piece.number + 1
+        if piece.slices is None or self._rank >= self._owners:
+            return
+        mine = piece.slices[self._rank]
+        part = piece.sent[mine]
+        if part.numel() == 0:
+            return
+        if self._peers:
+            total = piece.out[mine]
+            combined([whole[mine] for whole in self._parts(piece, piece.sent)], total, piece.combine)
+            part.copy_(total)
+        if self._between is None:
+            self._own.announce(REDUCED, self._base + self._summed)
+        else:
+            piece.between = self._between.allreduce(part, piece.op)
+            self._crossing.append(piece)
+
+    def _finish_crossing(self) -> None:
+        """Wait for the first slice that is under way between the hosts, and let the others read it."""
+        assert self._between is not None
+        self._between.wait(self._crossing[0].between)
+        piece = self._crossing.popleft()
+        self._own.announce(REDUCED, self._base + piece.number + 1)
+
     # --- reading --------------------------------------------------------------------------------
 
-    def _next_has_arrived(self) -> bool:
-        due = self._base + self._consumed + 1
+    def _has_arrived(self, number: int) -> bool:
+        due = self._base + number + 1
         return all(peer.words[ARRIVED] >= due for peer in self._peers)
 
+    def _next_is_there(self) -> bool:
+        """Whether `_read_next` would not wait."""
+        piece = self._pending[0]
+        if piece.slices is None:
+            return self._has_arrived(piece.number)
+        if self._summed <= piece.number or self._is_crossing(piece):
+            return False
+        due = self._base + piece.number + 1
+        return all(peer.words[REDUCED] >= due for peer in self._owners_of(piece))
+
+    def _is_crossing(self, piece: Piece) -> bool:
+        return bool(self._crossing) and self._crossing[0].number <= piece.number
+
+    def _owners_of(self, piece: Piece) -> list[Peer]:
+        """The others that have a slice of it."""
+        assert piece.slices is not None
+        parts = piece.slices
+        return [p for p in self._peers if p.rank < len(parts) and parts[p.rank].start < parts[p.rank].stop]
+
     def _read_next(self) -> None:
-        number = self._consumed
-        out, sent, code, combine = self._pending[0]
-        due = self._base + number + 1
-        at = TABLE + 2 * (number % DEPTH)
-        parts: list[torch.Tensor] = []
-        # what is sent lies in `out`, too, until the sum is written there: after the first two parts
-        mine = out if self._rank < 2 else sent
-        for peer in self._peers:
-            self._waiting.until(peer, ARRIVED, due)
-            if len(parts) == self._rank:
-                parts.append(mine)
-            offset = peer.words[at]
-            if peer.words[at + 1] != code:
-                raise UsageError(
-                    "ranks reduce different tensors at a time; call collectives in the same order everywhere: "
-                    f"{_described(peer.words[at + 1])} on rank {peer.rank}, {_described(code)} on rank {self._rank}"
-                )
-            parts.append(self._view(peer.segment, peer.rank, offset, code, out.dtype))
-        if len(parts) == self._rank:
-            parts.append(mine)
-        _combine(parts, out, combine)
+        piece = self._pending[0]
+        due = self._base + piece.number + 1
+        if self._summed <= piece.number:
+            for peer in self._peers:
+                self._waiting.until(peer, ARRIVED, due)
+        if piece.slices is None:
+            # what was sent lies in `out`, too, until the sum is written there: after the first two parts
+            parts = self._parts(piece, piece.out if self._rank < 2 else piece.sent)
+            combined(parts, piece.out, piece.combine)
+            self._summed = max(self._summed, piece.number + 1)
+        else:
+            self.take_part()
+            while self._is_crossing(piece):
+                self._finish_crossing()
+            self._read_slices(piece, due)
         self._pending.popleft()
-        self._consumed = number + 1
+        self._consumed = piece.number + 1
         self._own.announce(CONSUMED, due)
+
+    def _read_slices(self, piece: Piece, due: int) -> None:
+        assert piece.slices is not None
+        if piece.between is not None:
+            mine = piece.slices[self._rank]
+            piece.out[mine].copy_(piece.sent[mine])
+        for peer in self._owners_of(piece):
+            self._waiting.until(peer, REDUCED, due)
+            theirs = piece.slices[peer.rank]
+            piece.out[theirs].copy_(self._part(piece, peer)[theirs])
+
+    def _parts(self, piece: Piece, mine: torch.Tensor) -> list[torch.Tensor]:
+        """What each member has sent, in rank order. Raises: UsageError: they mean different things."""
+        parts = [self._part(piece, peer) for peer in self._peers]
+        parts.insert(self._rank, mine)
+        return parts
+
+    def _part(self, piece: Piece, peer: Peer) -> torch.Tensor:
+        at = TABLE + 2 * (piece.number % DEPTH)
+        if peer.words[at + 1] != piece.code:
+            raise UsageError(
+                "ranks reduce different tensors at a time; call collectives in the same order everywhere: "
+                f"{described(peer.words[at + 1])} on local rank {peer.rank}, {described(piece.code)} on {self._rank}"
+            )
+        return self._view(peer.segment, peer.rank, peer.words[at], piece.code, piece.out.dtype)
 
     def _view(self, segment: Any, rank: int, offset: int, code: int, dtype: torch.dtype) -> torch.Tensor:
         key = (rank, offset, code)
@@ -203,27 +297,15 @@ class HostGroup:
         if found is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            found = self._views[key] = segment.view(offset, code >> 16, dtype)
+            found = self._views[key] = segment.view(offset, bytes_of(code), dtype)
         return found
 
 
-def _combine(parts: Sequence[torch.Tensor], out: torch.Tensor, combine: Callable[..., torch.Tensor]) -> None:
-    """The parts, one after the other, into `out`; types of 16 bits are rounded once, at the end."""
-    if len(parts) > 2 and out.dtype in (torch.float16, torch.bfloat16):
-        total = parts[0].float()
-        for part in parts[1:]:
-            total = combine(total, part)
-        out.copy_(total)
-        return
-    combine(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        combine(out, part, out=out)
+_groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
 
 
-def _name(op: Any) -> str:
-    return str(op).rsplit(".", 1)[-1]
-
-
-def _described(code: int) -> str:
-    dtype = next((str(dtype) for dtype, number in _KINDS.items() if number == code >> 8 & 0xFF), "?")
-    return f"{code >> 16} bytes of {dtype}"
+def take_part() -> None:
+    """While this process waits for something: do what others may wait for, in all its groups."""
+    for group in list(_groups):
+        if group.others_wait:
+            group.take_part()

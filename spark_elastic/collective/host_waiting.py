@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from spark_elastic import clock
 from spark_elastic.collective import futex
+from spark_elastic.collective.joining import STALL_S
 from spark_elastic.collective.segment import LEFT, PeerSegment
 from spark_elastic.errors import HorovodInternalError
 
 SPIN_S = 100e-6
 """About what a sleep and its wake-up cost. Longer would take the core from a peer that needs it to compute."""
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.5e-3, 20e-3
-STALL_S = 0.25
 
 
 class Peer:
@@ -40,6 +40,7 @@ class Peer:
         descriptor, self._process = self._process, -1
         if descriptor >= 0:
             os.close(descriptor)
+        self.segment.unmap()
 
 
 class Waiting:
@@ -56,6 +57,8 @@ class Waiting:
         self._stalled = stalled
         self._blocked = blocked
         self._asleep_on = 0
+        self.meanwhile: Callable[[], None] = _nothing
+        """Called now and then while asleep."""
 
     def until(self, peer: Peer, word: int, target: int) -> None:
         """Return as soon as the peer's word has reached `target`.
@@ -84,6 +87,7 @@ class Waiting:
                 if words[LEFT] and words[word] < target:
                     raise HorovodInternalError(f"a collective failed: rank {peer.rank} has left the round")
                 futex.wait(address, value, nap)
+                self.meanwhile()
                 if nap > _SHORTEST_NAP_S and peer.is_dead() and words[word] < target:
                     raise HorovodInternalError(f"a collective failed: the process of rank {peer.rank} is gone")
                 nap = min(2 * nap, _LONGEST_NAP_S)
@@ -100,3 +104,7 @@ class Waiting:
         """Have who sleeps look at the round again; from any thread."""
         if self._asleep_on:
             futex.wake(self._asleep_on)
+
+
+def _nothing() -> None:
+    """There is nothing to do while waiting."""

@@ -13,14 +13,15 @@ import hmac
 import logging
 import os
 import struct
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from spark_elastic.collective import futex
-from spark_elastic.collective.host_group import HostGroup
-from spark_elastic.collective.host_waiting import Peer, Waiting
+from spark_elastic.collective.host_waiting import Peer
 from spark_elastic.collective.segment import (
     ARRIVED,
     CONSUMED,
@@ -41,6 +42,16 @@ log = logging.getLogger("spark_elastic.collective")
 SETTING = "SPARK_ELASTIC_REDUCTION"
 AUTO, GLOO, SHARED = "auto", "gloo", "shared"
 
+
+class Announced(NamedTuple):
+    """What a member says of itself. pid: 0: it has no segment."""
+
+    pid: int
+    descriptor: int
+    cores: int
+    nonce: bytes
+
+
 _ANNOUNCED = struct.Struct("<QQQ32s")
 _warned = False
 
@@ -53,10 +64,31 @@ def setting() -> str:
     return value
 
 
-def meet(group: GlooGroup, link: WorkerLink) -> HostGroup | None:
-    """The way through memory for a connected group whose members are all on one host; None: there is none.
+@dataclass(slots=True)
+class Met:
+    """What a member knows of those on its host.
 
-    All members call this together, and all get a group or none does.
+    rank: its own among them. cores: the fewest that any of them may use.
+    """
+
+    own: OwnSegment
+    rank: int
+    peers: list[Peer]
+    cores: int
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.own.close()
+
+
+def meet(group: GlooGroup, link: WorkerLink, hosts: Sequence[str]) -> Met | None:
+    """Find the members on this host that a connected group can share memory with; None: some cannot.
+
+    All members of the group call this together, and all of them can or none does.
+
+    Args:
+        hosts: of the members, in the order of their ranks.
 
     Raises:
         HorovodInternalError: a peer is gone.
@@ -69,34 +101,32 @@ def meet(group: GlooGroup, link: WorkerLink) -> HostGroup | None:
         why = f"{SETTING}=gloo"
     elif not futex.AVAILABLE:
         why = "it needs Linux on x86-64"
-    elif group.size > MOST_MEMBERS:
+    elif max(hosts.count(host) for host in hosts) > MOST_MEMBERS:
         why = f"more than {MOST_MEMBERS} workers share a host"
     else:
         try:
             own = OwnSegment()
         except (OSError, AttributeError, ValueError) as error:
             why = f"no memory to share could be made: {error}"
-    peers: list[Peer] = []
+    met: Met | None = None
     try:
-        nonce = os.urandom(32)
-        prover = _Prover(link, group, nonce)
+        here = [rank for rank, host in enumerate(hosts) if host == hosts[group.rank]]
+        prover = _Prover(link, group, here)
         if own is not None:
             prover.identify(own)
-        everyone = _exchange(group, own, nonce)
-        if own is not None and all(pid for pid, _, _ in everyone):
+        everyone = _exchange(group, own, prover.nonce)
+        if own is not None and all(announced.pid for announced in everyone):
             try:
-                peers = prover.open(everyone, own)
+                cores = min(everyone[rank].cores for rank in here)
+                met = Met(own, here.index(group.rank), prover.open(everyone, own), cores)
             except (OSError, ValueError) as error:
                 why = f"another worker's memory cannot be opened: {error}"
-        complete = len(peers) == group.size - 1
-        if _all_agree(group, complete) and _all_agree(group, own is not None and prover.is_seen(peers)):
-            assert own is not None
-            waiting = Waiting(group.check_alive, group.log.stalled, link.blocked)
-            return HostGroup(own, group.rank, peers, _base(group.round), waiting)
+        if _all_agree(group, met is not None) and _all_agree(group, met is not None and prover.is_seen(met.peers)):
+            return met
     except BaseException:
-        _drop(own, peers)
+        _drop(own, met)
         raise
-    _drop(own, peers)
+    _drop(own, met)
     if wanted == SHARED:
         raise UsageError(f"{SETTING}=shared, but workers cannot share memory: {why or 'another worker cannot'}")
     if wanted == AUTO:
@@ -104,30 +134,39 @@ def meet(group: GlooGroup, link: WorkerLink) -> HostGroup | None:
     return None
 
 
+def base(round: int) -> int:
+    """What all counts of a round begin with."""
+    return (round & 0xFFFFFF) << 40
+
+
 class _Prover:
-    def __init__(self, link: WorkerLink, group: GlooGroup, nonce: bytes) -> None:
+    """here: the group's ranks on this host, each by its place among them being a member of the segment."""
+
+    def __init__(self, link: WorkerLink, group: GlooGroup, here: list[int]) -> None:
+        self.nonce = os.urandom(32)
         self._key = link.derive_key("shared memory")
         self._group = group
-        self._nonce = nonce
+        self._here = here
 
     def identify(self, own: OwnSegment) -> None:
         """Write who this is, and let the counts begin."""
-        own.write(0, self._identity(self._group.rank, self._nonce))
+        own.write(0, self._identity(self._group.rank, self.nonce))
         for word in (ARRIVED, REDUCED, CONSUMED):
-            own.words[word] = _base(self._group.round)
+            own.words[word] = base(self._group.round)
 
-    def open(self, everyone: list[tuple[int, int, bytes]], own: OwnSegment) -> list[Peer]:
-        """All other segments, in rank order. Raises: OSError, ValueError: one is not what it should be."""
+    def open(self, everyone: list[Announced], own: OwnSegment) -> list[Peer]:
+        """The segments of the others here. Raises: OSError, ValueError: one is not what it should be."""
         peers: list[Peer] = []
         try:
-            for rank, (pid, descriptor, nonce) in enumerate(everyone):
+            for place, rank in enumerate(self._here):
                 if rank == self._group.rank:
                     continue
-                segment = PeerSegment(pid, descriptor)
-                if not hmac.compare_digest(segment.read(0, 32), self._identity(rank, nonce)):
-                    raise ValueError(f"process {pid} is not rank {rank} here")
-                own.write(proof_at(rank), self._proof(self._group.rank, rank, nonce))
-                peers.append(Peer(rank, pid, segment))
+                other = everyone[rank]
+                segment = PeerSegment(other.pid, other.descriptor)
+                if not hmac.compare_digest(segment.read(0, 32), self._identity(rank, other.nonce)):
+                    raise ValueError(f"process {other.pid} is not rank {rank} here")
+                own.write(proof_at(place), self._proof(self._group.rank, rank, other.nonce))
+                peers.append(Peer(place, other.pid, segment))
         except BaseException:
             for peer in peers:
                 peer.close()
@@ -137,8 +176,9 @@ class _Prover:
     def is_seen(self, peers: list[Peer]) -> bool:
         """Whether all of them have opened this process's segment."""
         me = self._group.rank
+        at = proof_at(self._here.index(me))
         return all(
-            hmac.compare_digest(peer.segment.read(proof_at(me), 32), self._proof(peer.rank, me, self._nonce))
+            hmac.compare_digest(peer.segment.read(at, 32), self._proof(self._here[peer.rank], me, self.nonce))
             for peer in peers
         )
 
@@ -153,13 +193,13 @@ class _Prover:
         return hmac.digest(self._key, text + nonce, hashlib.sha256)
 
 
-def _exchange(group: GlooGroup, own: OwnSegment | None, nonce: bytes) -> list[tuple[int, int, bytes]]:
-    """Process id (0: it has no segment), descriptor and nonce of every member."""
+def _exchange(group: GlooGroup, own: OwnSegment | None, nonce: bytes) -> list[Announced]:
     pid, descriptor = (os.getpid(), own.descriptor) if own is not None else (0, 0)
-    mine = torch.frombuffer(bytearray(_ANNOUNCED.pack(pid, descriptor, 0, nonce)), dtype=torch.uint8)
+    packed = _ANNOUNCED.pack(pid, descriptor, len(os.sched_getaffinity(0)) if own is not None else 0, nonce)
+    mine = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     everyone = torch.empty(group.size * mine.numel(), dtype=torch.uint8)
     group.wait(group.allgather(everyone, mine))
-    return [(pid, fd, nonce) for pid, fd, _, nonce in _ANNOUNCED.iter_unpack(everyone.numpy().tobytes())]
+    return [Announced(*fields) for fields in _ANNOUNCED.iter_unpack(everyone.numpy().tobytes())]
 
 
 def _all_agree(group: GlooGroup, mine: bool) -> bool:
@@ -168,15 +208,11 @@ def _all_agree(group: GlooGroup, mine: bool) -> bool:
     return bool(token.item())
 
 
-def _drop(own: OwnSegment | None, peers: list[Peer]) -> None:
-    for peer in peers:
-        peer.close()
-    if own is not None:
+def _drop(own: OwnSegment | None, met: Met | None) -> None:
+    if met is not None:
+        met.close()
+    elif own is not None:
         own.close()
-
-
-def _base(round: int) -> int:
-    return (round & 0xFFFFFF) << 40
 
 
 def _warn(why: str) -> None:

@@ -68,6 +68,11 @@ class Mapping:
     def read(self, offset: int, nbytes: int) -> bytes:
         return self._map[offset : offset + nbytes]
 
+    def unmap(self) -> None:
+        """Let go of the memory; tensors that lie in it keep it until they are gone themselves."""
+        self.words.release()
+        del self.memory, self._map
+
     def word_address(self, word: int) -> int:
         return self.address + 8 * word
 
@@ -110,6 +115,7 @@ class OwnSegment(Mapping):
         self.small.descriptor = self.large.descriptor = -1
         if descriptor >= 0:
             os.close(descriptor)
+            self.unmap()
 
 
 class PeerSegment(Mapping):

@@ -75,7 +75,8 @@ class GroupSockets:
     def close_in_child(self) -> None:
         """In a forked child: close duplicates and originals, so that the parent's death reaches its peers."""
         for duplicate in self._duplicates:
-            os.close(duplicate.fileno())
+            os.close(duplicate.detach())
+        self._duplicates.clear()
         for descriptor in self.descriptors:
             try:
                 os.close(descriptor)

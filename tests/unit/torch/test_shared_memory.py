@@ -1,0 +1,336 @@
+"""Reductions through memory that the processes of a host share: what comes out, and what is left when it breaks."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+
+import spark_elastic.torch as hvd
+from spark_elastic.collective import meeting, segment
+from spark_elastic.collective.process import process
+from spark_elastic.errors import InvalidSettingsError, UsageError
+from tests.unit.torch.kit import KitDriver, die, tell
+
+ONE_HOST, TWO_HOSTS = ("127.0.0.1",), ("127.0.0.1", "127.0.0.2")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64, torch.uint8)
+COUNTS = (0, 1, 7, 4095, 70_001, segment.LARGE_BYTES // 2 + 5)
+TWICE_ROUNDED = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-6, torch.float64: 1e-14}
+OPERATORS = {hvd.Sum: torch.Tensor.sum, hvd.Min: torch.Tensor.amin, hvd.Max: torch.Tensor.amax}
+
+pytestmark = pytest.mark.skipif(not meeting.futex.AVAILABLE, reason="words cannot be shared here")
+
+
+def together(function, count, *args, hosts=ONE_HOST):
+    with KitDriver(hosts=hosts, start_with=count) as driver:
+        driver.start(function, *args, count=count)
+        return driver.results(count)
+
+
+def shares_memory() -> bool:
+    return process.group()._shared is not None
+
+
+def contribution(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + count)
+    if dtype.is_floating_point:
+        return torch.randn(count, generator=generator).to(dtype)
+    return torch.randint(0, 60, (count,), generator=generator).to(dtype)
+
+
+def reduces_everything(cores: int):
+    os.sched_getaffinity = lambda _: range(cores)
+    hvd.init()
+    wrong, digest = [], hashlib.sha256()
+    for dtype in FLOATS + INTEGERS:
+        for count in COUNTS:
+            everyone = torch.stack([contribution(r, count, dtype) for r in range(hvd.size())])
+            for op, reference in OPERATORS.items():
+                expected = reference(everyone.double(), dim=0) if count else torch.empty(0).double()
+                got = hvd.allreduce(everyone[hvd.rank()], op=op)
+                digest.update(got.view(torch.uint8).numpy().tobytes() if count else b"")
+                off = (got.double() - expected).abs() / everyone.double().abs().sum(0).clamp(min=1e-30)
+                if count and off.max() > TWICE_ROUNDED.get(dtype, 0):
+                    wrong.append((dtype, count, op, off.max().item()))
+    return shares_memory(), wrong, digest.hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("count", "hosts", "cores"),
+    [(2, ONE_HOST, 1), (3, ONE_HOST, 1), (4, ONE_HOST, 64), (4, TWO_HOSTS, 1), (3, TWO_HOSTS, 1)],
+    ids=["2", "3", "4, by slices", "2 and 2 on two hosts", "2 and 1 on two hosts"],
+)
+def test_every_type_and_size_is_reduced_to_the_same_bits_everywhere(count, hosts, cores):
+    results = together(reduces_everything, count, cores, hosts=hosts)
+    assert [shares for shares, _, _ in results] == [True] * count
+    assert [wrong for _, wrong, _ in results] == [[]] * count
+    assert len({digest for _, _, digest in results}) == 1
+
+
+def products_and_truth():
+    hvd.init()
+    product = hvd.allreduce(torch.full((5,), 3.0), op=hvd.Product)
+    nan = hvd.allreduce(torch.tensor([float("nan") if hvd.rank() else 1.0]), op=hvd.Max)
+    either = hvd.allreduce(torch.tensor([hvd.rank() == 1, False]), op=hvd.Max)  # bool is left to Gloo
+    return product.tolist(), bool(nan.isnan().item()), either.tolist()
+
+
+def test_products_and_what_only_gloo_reduces():
+    assert together(products_and_truth, 2) == [([9.0] * 5, True, [True, False])] * 2
+
+
+def in_any_order():
+    hvd.init()
+    r, n = hvd.rank(), hvd.size()
+    first = [hvd.allreduce_async(torch.full((3,), float(r + k)), op=hvd.Sum) for k in range(2 * segment.DEPTH)]
+    large = hvd.allreduce_async(torch.full((30_000_000,), 1.0), op=hvd.Sum)
+    over_gloo = hvd.allgather_async(torch.tensor([r]))
+    other_set = hvd.allreduce_async(torch.full((9,), 2), op=hvd.Sum, process_set=hvd.local_process_set)
+    last = hvd.allreduce_async(torch.full((5,), 1), op=hvd.Sum)
+    order = (last, over_gloo, large, other_set) if r % 2 else (other_set, large, over_gloo, last)
+    got = {id(handle): hvd.synchronize(handle) for handle in order}
+    small = [hvd.synchronize(handle)[2].item() for handle in reversed(first)]
+    return (
+        small == [sum(q + k for q in range(n)) for k in reversed(range(len(first)))],
+        bool((got[id(large)] == n).all()),
+        got[id(over_gloo)].tolist() == list(range(n)),
+        got[id(other_set)].unique().tolist() == [2 * hvd.local_size()],
+        got[id(last)].unique().tolist() == [n],
+    )
+
+
+@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_more_reductions_than_there_is_room_for_can_be_waited_for_in_any_order(count, hosts):
+    for checks in together(in_any_order, count, hosts=hosts):
+        assert checks == (True,) * 5
+
+
+def only_one_polls():
+    hvd.init()
+    handle = hvd.allreduce_async(torch.ones(10), op=hvd.Sum)
+    if hvd.rank() == 0:
+        while not hvd.poll(handle):
+            time.sleep(0)
+        hvd.broadcast(torch.ones(1), 0)
+    else:
+        hvd.broadcast(torch.ones(1), 0)  # rank 0 comes here only once the reduction is done
+    return hvd.synchronize(handle).tolist()
+
+
+def test_who_has_launched_need_not_wait_for_the_others_to_go_on():
+    assert together(only_one_polls, 2) == [[2.0] * 10] * 2
+
+
+def different_sizes():
+    hvd.init()
+    try:
+        hvd.allreduce(torch.ones(3 + hvd.rank()))
+    except UsageError as error:
+        return str(error)
+
+
+def test_tensors_that_do_not_match_are_a_usage_error():
+    for message in together(different_sizes, 2):
+        assert "12 bytes of torch.float32" in message
+        assert "16 bytes of torch.float32" in message
+
+
+# --- peers that are gone --------------------------------------------------------------------------
+
+
+def waits_for(how: str):
+    hvd.init()
+    hvd.barrier()
+    if hvd.rank() == 1:
+        tell("gone", os.getpid())
+        if how == "killed":
+            die()
+        elif how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            hvd.shutdown()
+            return None
+    start = time.perf_counter()
+    try:
+        hvd.allreduce(torch.ones(200_000))
+    except hvd.HorovodInternalError:
+        return time.perf_counter() - start
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "has left"])
+def test_a_peer_that_is_gone_ends_the_wait(how):
+    with KitDriver(start_with=3) as driver:
+        driver.start(waits_for, how, count=3)
+        driver.wait(lambda: driver.told("gone"))
+        if how == "stopped":
+            driver.evict(2)
+        for seconds in driver.results(2 if how != "has left" else 3):
+            assert seconds is None or seconds < 5  # milliseconds on an idle machine
+
+
+def without_the_driver():
+    hvd.init()
+    hvd.barrier()
+    process.link.on_cut(None)
+    process.link.cut_round = lambda: 0
+    if hvd.rank() == 1:
+        die()
+    try:
+        hvd.allreduce(torch.ones(10))
+    except hvd.HorovodInternalError as error:
+        return str(error)
+
+
+def test_a_death_is_seen_without_the_driver_too():
+    with KitDriver(start_with=2) as driver:
+        driver.start(without_the_driver, count=2)
+        (message,) = driver.results(1)
+        assert "rank 1 is gone" in message
+
+
+def forks_in_the_middle():
+    hvd.init()
+    hvd.allreduce(torch.ones(100_000))
+    child = os.fork()
+    if child == 0:
+        names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if int(fd) > 2 and _open(fd)]
+        own = sum("pidfd" in name for name in names)
+        process.leave()  # as at the end of a process: its parent stays in the world
+        os._exit(own)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+
+def _open(fd: str) -> bool:
+    try:
+        os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return False
+    return True
+
+
+def test_a_forked_child_leaves_nobody_elses_world():
+    assert together(forks_in_the_middle, 2) == [(0, 2.0)] * 2
+
+
+def belongings():
+    me = psutil.Process()
+    maps = sum("memfd:spark-elastic" in entry.path for entry in me.memory_maps(grouped=False))
+    return me.num_fds(), me.num_threads(), maps
+
+
+def enters_and_leaves(times: int):
+    hvd.init()
+    before = (0, 0, 0)
+    for number in range(times):
+        hvd.shutdown()
+        hvd.init()
+        hvd.allreduce(torch.full((300_000,), float(number)))
+        if number == times // 2:
+            before = belongings()
+    after = belongings()
+    hvd.shutdown()
+    return before, after, belongings()[2]
+
+
+def test_rounds_leave_no_memory_descriptors_or_threads_behind():
+    names = set(os.listdir("/dev/shm"))
+    for before, after, mapped in together(enters_and_leaves, 2, 30):
+        assert after[0] <= before[0] + 2
+        assert after[1] <= before[1] + 2
+        assert after[2] == before[2] == 2
+        assert mapped == 0
+    assert not {name for name in set(os.listdir("/dev/shm")) - names if "elastic" in name}
+
+
+# --- choosing the way -----------------------------------------------------------------------------
+
+
+def chooses(value: str, breaks: str):
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("spark_elastic.collective").addHandler(handler)
+    os.environ[meeting.SETTING] = value
+    if breaks:
+        _break(breaks)
+    try:
+        hvd.init()
+    except UsageError as error:
+        return type(error).__name__, str(error)
+    hvd.allreduce(torch.ones(4), process_set=hvd.local_process_set)
+    total = hvd.allreduce(torch.ones(4), op=hvd.Sum).tolist()
+    return shares_memory(), total, [m for m in messages if "through memory" in m], belongings()[2]
+
+
+def _break(what: str) -> None:
+    """On the second worker only."""
+    from tests.unit.torch.kit import link
+
+    if link().worker != 2:
+        return
+    if what == "no memfd":
+
+        def refused(*_):
+            raise OSError("no memory files here")
+
+        os.memfd_create = refused
+    elif what == "other processes":  # as in another process id namespace
+        os.readlink = lambda path: "/dev/null"
+    elif what == "another job":
+        process_key = link().derive_key
+        link().derive_key = lambda purpose: process_key(purpose + "!")
+    elif what == "setting":
+        os.environ[meeting.SETTING] = "gloo"
+
+
+@pytest.mark.parametrize("breaks", ["no memfd", "other processes", "another job", "setting"])
+def test_if_one_cannot_share_memory_all_use_gloo_and_say_so_once(breaks):
+    for shares, total, messages, mapped in together(chooses, 2, "auto", breaks):
+        assert not shares
+        assert total == [2.0] * 4
+        assert len(messages) <= 1
+        assert mapped == 0
+    assert any(messages for _, _, messages, _ in together(chooses, 2, "auto", breaks))
+
+
+def test_the_setting_can_demand_either_way():
+    assert together(chooses, 2, "gloo", "") == [(False, [2.0] * 4, [], 0)] * 2
+    assert together(chooses, 2, "shared", "") == [(True, [2.0] * 4, [], 4)] * 2
+    for kind, message in together(chooses, 2, "shared", "no memfd"):
+        assert kind == "UsageError"
+        assert "shared, but workers cannot share memory" in message
+
+
+def test_a_setting_that_does_not_exist_is_refused(monkeypatch):
+    monkeypatch.setenv(meeting.SETTING, "fast")
+    with pytest.raises(InvalidSettingsError, match="auto, gloo or shared"):
+        meeting.setting()
+
+
+def joins_unevenly(cores: int):
+    os.sched_getaffinity = lambda _: range(cores)
+    hvd.init()
+    sums = []
+    for number in range(3 * hvd.rank()):
+        sums.append(hvd.allreduce(torch.ones(400_000), op=hvd.Sum).unique().tolist())
+        sums.append(hvd.allreduce(torch.full((2,), number), op=hvd.Min).unique().tolist())
+    last = hvd.join()
+    return sums[0::2], sums[1::2], last
+
+
+@pytest.mark.parametrize(("count", "cores", "hosts"), [(3, 1, ONE_HOST), (4, 64, ONE_HOST), (4, 1, TWO_HOSTS)])
+def test_ranks_that_have_joined_take_part_in_either_way_of_adding_up(count, cores, hosts):
+    for rank, (sums, minima, last) in enumerate(together(joins_unevenly, count, cores, hosts=hosts)):
+        del rank
+        assert last == count - 1
+        assert minima == [[number] for number in range(len(minima))]
+        assert sums == [[float(count - 1 - number // 3)] for number in range(len(sums))]
