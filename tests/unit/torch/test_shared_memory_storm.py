@@ -1,0 +1,101 @@
+"""Worlds that break and grow again and again while they reduce through memory: no wrong sum, no hang, nothing left."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+import pytest
+import torch
+
+import spark_elastic.torch as hvd
+from spark_elastic.collective import meeting
+from spark_elastic.collective.process import process
+from tests.unit.torch.kit import KitDriver, link, tell
+
+pytestmark = pytest.mark.skipif(not meeting.futex.AVAILABLE, reason="words cannot be shared here")
+
+COUNTS = (3, 5_000, 300_000, 1_200_000)
+
+
+def reduces_for(seconds: float, cores: int):
+    """Reduce known numbers for a while, in world after world; a sum that mixes rounds or steps cannot be right."""
+    os.sched_getaffinity = lambda _: range(cores)
+    hvd.init()
+    end = time.time() + seconds  # everybody stops with the first
+    state = hvd.elastic.ObjectState(step=0)
+
+    @hvd.elastic.run
+    def loop(state):
+        world, group = process.assignment.world, process.group()
+        neighbours = any(member.local_size > 1 for member in world.members)
+        tell("round", (world.round, world.size, neighbours == (group is not None and group._shared is not None)))
+        while True:
+            chance = random.Random(state.step)
+            base = (world.round * 1000 + state.step) % 4096
+            handles = []
+            for _ in range(chance.randint(1, 6)):
+                tensor = torch.full((chance.choice(COUNTS),), float(base + hvd.rank()))
+                handles.append(hvd.allreduce_async(tensor, op=hvd.Sum))
+            chance.shuffle(handles)
+            expected = float(sum(base + rank for rank in range(hvd.size())))
+            for handle in handles:
+                got = hvd.synchronize(handle)
+                low, high = got.min().item(), got.max().item()
+                assert low == high == expected, (low, high, expected)
+            state.step += 1
+            stop = hvd.allreduce(torch.tensor([time.time() >= end]), op=hvd.Max)  # all at the same step
+            state.commit()
+            if stop.item():
+                break
+        return state.step
+
+    return loop(state), link().worker
+
+
+def storm(seconds: float, members: int, hosts, cores: int, seed: int) -> tuple[int, list[int]]:
+    chance = random.Random(seed)
+    names = set(os.listdir("/dev/shm"))
+    with KitDriver(hosts=hosts, start_with=members) as driver:
+        driver.start(reduces_for, seconds, cores, count=members)
+        driver.wait(lambda: len(driver.told("round")) >= members)
+        end = time.time() + seconds - 1.0
+        while time.time() < end and not driver.done:
+            time.sleep(chance.uniform(0.02, 0.4))  # a kill must be able to come at any moment
+            world = driver.world
+            alive = [m.worker for m in world.members if m.worker not in driver._evicted]
+            if len(alive) > 1 and not driver._broken:
+                victim = chance.choice(alive)
+                if chance.random() < 0.2:
+                    driver.evict(victim)
+                driver.kill(victim)
+                driver.start(reduces_for, seconds, cores)
+            driver.wait(lambda round=world.round: driver.world.round > round or driver.done)
+        driver.wait(lambda: len(driver.done) >= 1)
+        rounds = driver.told("round")
+    assert not {name for name in set(os.listdir("/dev/shm")) - names if "elastic" in name}
+    assert all(as_expected for _, _, as_expected in rounds)
+    return max(round for round, _, _ in rounds), [size for _, size, _ in rounds]
+
+
+CASES = [
+    pytest.param(3, ("127.0.0.1",), 1, id="one host"),
+    pytest.param(4, ("127.0.0.1",), 64, id="one host, by slices"),
+    pytest.param(4, ("127.0.0.1", "127.0.0.2"), 1, id="two hosts"),
+]
+
+
+@pytest.mark.parametrize(("members", "hosts", "cores"), CASES)
+def test_kills_at_any_moment_leave_no_wrong_sum_and_no_hang(members, hosts, cores):
+    rounds, _ = storm(7.0, members, hosts, cores, seed=members)
+    assert rounds > 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("members", "hosts", "cores"), CASES)
+def test_minutes_of_kills(members, hosts, cores):
+    seconds = float(os.environ.get("STORM_SECONDS", "120"))
+    seed = int(os.environ.get("STORM_SEED", str(time.time_ns() % 1_000_000)))
+    rounds, sizes = storm(seconds, members, hosts, cores, seed)
+    print(f"seed {seed}: {rounds} rounds, sizes {min(sizes)} to {max(sizes)}")
