@@ -2,8 +2,8 @@
 
 A process id and a descriptor's number say nothing by themselves: the same host address can belong to containers that
 cannot see each other's processes. So each member writes into its own segment an identity that only members of the job
-can compute, reads that of the others, and leaves a proof for each that it has. Only if every member has found the
-proofs of all others, all of them use the segments; otherwise none does.
+can compute, of a number drawn for this occasion, and looks for those of the others in theirs. Only if every member has
+found all of them, all use the segments; otherwise none does.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from spark_elastic.collective.host_waiting import Peer
 from spark_elastic.collective.segment import (
     ARRIVED,
     CONSUMED,
-    MOST_MEMBERS,
     REDUCED,
     OwnSegment,
     PeerSegment,
-    proof_at,
 )
 from spark_elastic.errors import InvalidSettingsError, UsageError
 
@@ -101,8 +99,6 @@ def meet(group: GlooGroup, link: WorkerLink, hosts: Sequence[str]) -> Met | None
         why = f"{SETTING}=gloo"
     elif not futex.AVAILABLE:
         why = "it needs Linux on x86-64"
-    elif max(hosts.count(host) for host in hosts) > MOST_MEMBERS:
-        why = f"more than {MOST_MEMBERS} workers share a host"
     else:
         try:
             own = OwnSegment()
@@ -111,17 +107,17 @@ def meet(group: GlooGroup, link: WorkerLink, hosts: Sequence[str]) -> Met | None
     met: Met | None = None
     try:
         here = [rank for rank, host in enumerate(hosts) if host == hosts[group.rank]]
-        prover = _Prover(link, group, here)
+        identities = _Identities(link, group, here)
         if own is not None:
-            prover.identify(own)
-        everyone = _exchange(group, own, prover.nonce)
+            identities.identify(own)
+        everyone = _exchange(group, own, identities.nonce)
         if own is not None and all(announced.pid for announced in everyone):
             try:
                 cores = min(everyone[rank].cores for rank in here)
-                met = Met(own, here.index(group.rank), prover.open(everyone, own), cores)
+                met = Met(own, here.index(group.rank), identities.open(everyone), cores)
             except (OSError, ValueError) as error:
                 why = f"another worker's memory cannot be opened: {error}"
-        if _all_agree(group, met is not None) and _all_agree(group, met is not None and prover.is_seen(met.peers)):
+        if _all_agree(group, met is not None):
             return met
     except BaseException:
         _drop(own, met)
@@ -139,8 +135,8 @@ def base(round: int) -> int:
     return (round & 0xFFFFFF) << 40
 
 
-class _Prover:
-    """here: the group's ranks on this host, each by its place among them being a member of the segment."""
+class _Identities:
+    """What is written into segments, and looked for in those of others. here: the group's ranks on this host."""
 
     def __init__(self, link: WorkerLink, group: GlooGroup, here: list[int]) -> None:
         self.nonce = os.urandom(32)
@@ -154,7 +150,7 @@ class _Prover:
         for word in (ARRIVED, REDUCED, CONSUMED):
             own.words[word] = base(self._group.round)
 
-    def open(self, everyone: list[Announced], own: OwnSegment) -> list[Peer]:
+    def open(self, everyone: list[Announced]) -> list[Peer]:
         """The segments of the others here. Raises: OSError, ValueError: one is not what it should be."""
         peers: list[Peer] = []
         try:
@@ -165,7 +161,6 @@ class _Prover:
                 segment = PeerSegment(other.pid, other.descriptor)
                 if not hmac.compare_digest(segment.read(0, 32), self._identity(rank, other.nonce)):
                     raise ValueError(f"process {other.pid} is not rank {rank} here")
-                own.write(proof_at(place), self._proof(self._group.rank, rank, other.nonce))
                 peers.append(Peer(place, other.pid, segment))
         except BaseException:
             for peer in peers:
@@ -173,23 +168,8 @@ class _Prover:
             raise
         return peers
 
-    def is_seen(self, peers: list[Peer]) -> bool:
-        """Whether all of them have opened this process's segment."""
-        me = self._group.rank
-        at = proof_at(self._here.index(me))
-        return all(
-            hmac.compare_digest(peer.segment.read(at, 32), self._proof(self._here[peer.rank], me, self.nonce))
-            for peer in peers
-        )
-
     def _identity(self, rank: int, nonce: bytes) -> bytes:
-        return self._mac(f"identity {rank}", nonce)
-
-    def _proof(self, reader: int, owner: int, nonce: bytes) -> bytes:
-        return self._mac(f"rank {reader} has read rank {owner}", nonce)
-
-    def _mac(self, what: str, nonce: bytes) -> bytes:
-        text = f"{self._group.round} {self._group.name} {what} ".encode()
+        text = f"{self._group.round} {self._group.name} {rank} ".encode()
         return hmac.digest(self._key, text + nonce, hashlib.sha256)
 
 

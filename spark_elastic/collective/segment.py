@@ -7,7 +7,6 @@ Layout, in bytes::
 
     0         identity: what only a member of the job can compute for this round and rank
     64        the words, each on a cache line of its own
-    1024      proofs: 32 bytes for each member, see `meeting`
     TABLE     for each piece sent, modulo DEPTH: where it lies and what it is
     SMALL_AT  room for small pieces
     LARGE_AT  room for large ones
@@ -24,13 +23,11 @@ import torch
 from spark_elastic.collective import futex
 
 NAME = "spark-elastic"
-MOST_MEMBERS = 96
 DEPTH = 512
 """Pieces that may be under way at a time."""
 SMALL_BYTES = 16 << 10
 LARGE_BYTES = 1 << 20
 
-_PROOFS_AT = 1024
 _TABLE_AT = 4096
 _SMALL_AT = _TABLE_AT + 16 * DEPTH
 _SMALL_COUNT = 256
@@ -162,7 +159,3 @@ class Room:
         self.free += range(self._next, self._next + self._step, self.nbytes)
         self._next += self._step
         return True
-
-
-def proof_at(member: int) -> int:
-    return _PROOFS_AT + 32 * member
