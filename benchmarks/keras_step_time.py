@@ -68,7 +68,7 @@ def worker(rank: int, ports: list[int], repeat: int, steps: int, out: Path) -> N
     import numpy as np
     import tensorflow as tf
     import torch.distributed as dist
-    from step_time import StoreLink
+    from _fixed_world import FixedLink
 
     import spark_elastic.keras as hvd
     from spark_elastic import worker_link
@@ -78,7 +78,7 @@ def worker(rank: int, ports: list[int], repeat: int, steps: int, out: Path) -> N
         communication_options=tf.distribute.experimental.CommunicationOptions(implementation=communication)
     )
     store = dist.TCPStore(ADDRESS, ports[0], 2, is_master=rank == 0, timeout=timedelta(seconds=60))
-    worker_link.install(StoreLink(store, rank, 2))
+    worker_link.install(FixedLink(store, rank, ["127.0.0.1"] * 2))
     hvd.init()
 
     rng = np.random.default_rng(rank)

@@ -47,10 +47,11 @@ class Announced(NamedTuple):
     pid: int
     descriptor: int
     cores: int
+    demanded: int
     nonce: bytes
 
 
-_ANNOUNCED = struct.Struct("<QQQ32s")
+_ANNOUNCED = struct.Struct("<QQQQ32s")
 _warned = False
 
 
@@ -66,13 +67,15 @@ def setting() -> str:
 class Met:
     """What a member knows of those on its host.
 
-    rank: its own among them. cores: the fewest that any of them may use.
+    rank: its own among them. cores: the fewest that any of them may use. demanded: whether all members of the group
+    are set to reduce through memory even where it may be slower.
     """
 
     own: OwnSegment
     rank: int
     peers: list[Peer]
     cores: int
+    demanded: bool
 
     def close(self) -> None:
         for peer in self.peers:
@@ -114,7 +117,8 @@ def meet(group: GlooGroup, link: WorkerLink, hosts: Sequence[str]) -> Met | None
         if own is not None and all(announced.pid for announced in everyone):
             try:
                 cores = min(everyone[rank].cores for rank in here)
-                met = Met(own, here.index(group.rank), identities.open(everyone), cores)
+                demanded = all(announced.demanded for announced in everyone)
+                met = Met(own, here.index(group.rank), identities.open(everyone), cores, demanded)
             except (OSError, ValueError) as error:
                 why = f"another worker's memory cannot be opened: {error}"
         if _all_agree(group, met is not None):
@@ -175,7 +179,8 @@ class _Identities:
 
 def _exchange(group: GlooGroup, own: OwnSegment | None, nonce: bytes) -> list[Announced]:
     pid, descriptor = (os.getpid(), own.descriptor) if own is not None else (0, 0)
-    packed = _ANNOUNCED.pack(pid, descriptor, len(os.sched_getaffinity(0)) if own is not None else 0, nonce)
+    cores = len(os.sched_getaffinity(0)) if own is not None else 0
+    packed = _ANNOUNCED.pack(pid, descriptor, cores, setting() == SHARED, nonce)
     mine = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     everyone = torch.empty(group.size * mine.numel(), dtype=torch.uint8)
     group.wait(group.allgather(everyone, mine))

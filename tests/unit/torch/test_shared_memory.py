@@ -45,8 +45,9 @@ def contribution(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(0, 60, (count,), generator=generator).to(dtype)
 
 
-def reduces_everything(cores: int):
+def reduces_everything(cores: int, setting: str):
     os.sched_getaffinity = lambda _: range(cores)
+    os.environ[meeting.SETTING] = setting
     hvd.init()
     wrong, digest = [], hashlib.sha256()
     for dtype in FLOATS + INTEGERS:
@@ -63,12 +64,19 @@ def reduces_everything(cores: int):
 
 
 @pytest.mark.parametrize(
-    ("count", "hosts", "cores"),
-    [(2, ONE_HOST, 1), (3, ONE_HOST, 1), (4, ONE_HOST, 64), (4, TWO_HOSTS, 1), (3, TWO_HOSTS, 1)],
-    ids=["2", "3", "4, by slices", "2 and 2 on two hosts", "2 and 1 on two hosts"],
+    ("count", "hosts", "cores", "setting"),
+    [
+        (2, ONE_HOST, 1, "auto"),
+        (3, ONE_HOST, 1, "auto"),
+        (4, ONE_HOST, 64, "auto"),
+        (4, TWO_HOSTS, 1, "shared"),
+        (3, TWO_HOSTS, 1, "shared"),
+        (3, TWO_HOSTS, 1, "auto"),
+    ],
+    ids=["2", "3", "4, by slices", "2 and 2 on two hosts", "2 and 1 on two hosts", "large ones through Gloo"],
 )
-def test_every_type_and_size_is_reduced_to_the_same_bits_everywhere(count, hosts, cores):
-    results = together(reduces_everything, count, cores, hosts=hosts)
+def test_every_type_and_size_is_reduced_to_the_same_bits_everywhere(count, hosts, cores, setting):
+    results = together(reduces_everything, count, cores, setting, hosts=hosts)
     assert [shares for shares, _, _ in results] == [True] * count
     assert [wrong for _, wrong, _ in results] == [[]] * count
     assert len({digest for _, _, digest in results}) == 1
@@ -87,6 +95,7 @@ def test_products_and_what_only_gloo_reduces():
 
 
 def in_any_order():
+    os.environ[meeting.SETTING] = "shared"
     hvd.init()
     r, n = hvd.rank(), hvd.size()
     first = [hvd.allreduce_async(torch.full((3,), float(r + k)), op=hvd.Sum) for k in range(2 * segment.DEPTH)]
@@ -318,6 +327,7 @@ def test_a_setting_that_does_not_exist_is_refused(monkeypatch):
 
 def joins_unevenly(cores: int):
     os.sched_getaffinity = lambda _: range(cores)
+    os.environ[meeting.SETTING] = "shared"
     hvd.init()
     sums = []
     for number in range(3 * hvd.rank()):

@@ -22,6 +22,7 @@ COUNTS = (3, 5_000, 300_000, 1_200_000)
 def reduces_for(seconds: float, cores: int):
     """Reduce known numbers for a while, in world after world; a sum that mixes rounds or steps cannot be right."""
     os.sched_getaffinity = lambda _: range(cores)
+    os.environ[meeting.SETTING] = "shared"
     hvd.init()
     end = time.time() + seconds  # everybody stops with the first
     state = hvd.elastic.ObjectState(step=0)
