@@ -14,7 +14,10 @@
     │   ├── DataError                  a column is missing, or holds what cannot be trained on   (also a ValueError)
     │   ├── DatasetError               a materialised set is missing, incomplete, damaged or foreign
     │   ├── StoreError                 storage that the driver and all executors do not share
-    │   └── CheckpointError            a checkpoint or saved model cannot be used
+    │   ├── CheckpointError            a checkpoint or saved model cannot be used
+    │   ├── MissingExtraError          a package of an optional extra is missing          (also an ImportError)
+    │   ├── NotInitializedError        hvd.init() has not been called                     (also a ValueError)
+    │   └── OutsideLoopError           a newcomer called a collective before it entered the elastic loop
     ├── JobError                     the job ran and could not go on
     │   ├── NotEnoughSlotsError        fewer slots than needed for too long
     │   ├── ResetLimitError            the world changed more often than reset_limit
@@ -129,6 +132,14 @@ class StoreError(UsageError):
 
 class CheckpointError(UsageError):
     """A checkpoint or a saved model is missing, incomplete, damaged, or belongs to something else."""
+
+
+class NotInitializedError(UsageError, ValueError):
+    """A function that needs `init()` was called before it."""
+
+
+class OutsideLoopError(UsageError):
+    """A collective was called by a newcomer that is not yet a member of the running world."""
 
 
 # --- the job ran and could not go on ------------------------------------------------------------

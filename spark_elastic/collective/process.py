@@ -9,18 +9,10 @@ from dataclasses import dataclass
 from spark_elastic import worker_link
 from spark_elastic.collective.group import Group
 from spark_elastic.core.topology import Member
-from spark_elastic.errors import HorovodInternalError, UsageError
+from spark_elastic.errors import HorovodInternalError, NotInitializedError, OutsideLoopError
 from spark_elastic.worker_link import Assignment, ProvisionalPosition, WorkerLink
 
 log = logging.getLogger("spark_elastic.collective")
-
-
-class NotInitializedError(UsageError, ValueError):
-    """A function that needs `init()` was called before it."""
-
-
-class OutsideLoopError(UsageError):
-    """A collective was called by a newcomer that is not yet a member of the running world."""
 
 
 @dataclass(frozen=True, slots=True)

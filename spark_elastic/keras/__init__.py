@@ -6,85 +6,18 @@ from __future__ import annotations
 import spark_elastic.keras.backend  # noqa: F401
 
 # isort: split
-from spark_elastic.collective.capabilities import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from spark_elastic.collective.objects import allgather_object, broadcast_object
-from spark_elastic.collective.operations import barrier, join
-from spark_elastic.collective.process import (
-    NotInitializedError,
-    OutsideLoopError,
-    cross_rank,
-    cross_size,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
-from spark_elastic.collective.process_sets import ProcessSet, cross_process_set, global_process_set, local_process_set
-from spark_elastic.collective.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
+from spark_elastic.collective import surface
+from spark_elastic.collective.surface import *  # noqa: F403
 from spark_elastic.keras import callbacks, elastic
 from spark_elastic.keras.compression import Compression
 from spark_elastic.keras.optimizer import DistributedOptimizer
 from spark_elastic.keras.saving import load_model
 
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "DistributedOptimizer",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "Max",
-    "Min",
-    "NotInitializedError",
-    "OutsideLoopError",
-    "ProcessSet",
-    "Product",
-    "ReduceOp",
-    "Sum",
-    "allgather_object",
-    "barrier",
-    "broadcast_object",
     "callbacks",
-    "ccl_built",
-    "cross_process_set",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
     "load_model",
-    "local_process_set",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
-    "rocm_built",
-    "shutdown",
-    "size",
 ]
+__all__ += surface.__all__

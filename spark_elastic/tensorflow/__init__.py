@@ -4,37 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from spark_elastic.collective.capabilities import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from spark_elastic.collective.objects import allgather_object, broadcast_object
-from spark_elastic.collective.operations import barrier, join
-from spark_elastic.collective.process import (
-    NotInitializedError,
-    OutsideLoopError,
-    cross_rank,
-    cross_size,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
-from spark_elastic.collective.process_sets import ProcessSet, cross_process_set, global_process_set, local_process_set
-from spark_elastic.collective.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, MissingExtraError
+from spark_elastic.collective import surface
+from spark_elastic.collective.surface import *  # noqa: F403
+from spark_elastic.errors import MissingExtraError
 
 try:
     import tensorflow as _tensorflow  # noqa: F401
@@ -79,61 +51,23 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "DistributedGradientTape",
-    "DistributedOptimizer",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "Max",
-    "Min",
-    "NotInitializedError",
-    "OutsideLoopError",
-    "ProcessSet",
-    "Product",
-    "ReduceOp",
-    "Sum",
+    "DistributedOptimizer",  # noqa: F405
     "allgather",
-    "allgather_object",
     "allreduce",
     "alltoall",
-    "barrier",
     "broadcast",
-    "broadcast_object",
     "broadcast_variables",
-    "ccl_built",
-    "cross_process_set",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
+    "elastic",  # noqa: F405
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "keras",
-    "local_process_set",
-    "local_rank",
+    "keras",  # noqa: F405
     "local_rank_op",
-    "local_size",
     "local_size_op",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
     "rank_op",
     "reducescatter",
-    "rocm_built",
-    "shutdown",
-    "size",
     "size_op",
 ]
+__all__ += surface.__all__

@@ -2,54 +2,24 @@
 
 from __future__ import annotations
 
-from spark_elastic.collective.capabilities import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
+from spark_elastic.collective import surface
 from spark_elastic.collective.compression import Compression
 from spark_elastic.collective.handles import poll, synchronize
-from spark_elastic.collective.objects import allgather_object, broadcast_object
 from spark_elastic.collective.operations import (
     allgather_async,
     allreduce_,
     allreduce_async,
     allreduce_async_,
     alltoall_async,
-    barrier,
     broadcast_,
     broadcast_async,
     broadcast_async_,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
-    join,
     reducescatter_async,
 )
-from spark_elastic.collective.process import (
-    NotInitializedError,
-    OutsideLoopError,
-    cross_rank,
-    cross_size,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
-from spark_elastic.collective.process_sets import ProcessSet, cross_process_set, global_process_set, local_process_set
-from spark_elastic.collective.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
+from spark_elastic.collective.surface import *  # noqa: F403
 from spark_elastic.torch import elastic
 from spark_elastic.torch.autograd import (
     allgather,
@@ -65,70 +35,32 @@ from spark_elastic.torch.optimizer import DistributedOptimizer
 from spark_elastic.torch.parameters import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "DistributedOptimizer",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "Max",
-    "Min",
-    "NotInitializedError",
-    "OutsideLoopError",
-    "ProcessSet",
-    "Product",
-    "ReduceOp",
-    "Sum",
     "allgather",
     "allgather_async",
-    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
     "alltoall",
     "alltoall_async",
-    "barrier",
     "broadcast",
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
-    "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "ccl_built",
-    "cross_process_set",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
     "grouped_reducescatter",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_process_set",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
-    "rank",
     "reducescatter",
     "reducescatter_async",
-    "rocm_built",
-    "shutdown",
-    "size",
     "synchronize",
 ]
+__all__ += surface.__all__
