@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import threading
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ import spark_elastic
 from spark_elastic import LocalLauncher, run_async
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.settings import ElasticSettings
+from tests.leftovers import no_threads_left
 
 
 def nothing():
@@ -69,11 +69,9 @@ def nothing():
     ],
 )
 def test_a_wrong_argument_is_named_with_its_value_and_nothing_is_started(given, says):
-    threads = threading.active_count()
     call = {"fn": nothing, "num_proc": 1, "launcher": LocalLauncher(), **given}
-    with pytest.raises(InvalidSettingsError, match=says):
+    with no_threads_left(), pytest.raises(InvalidSettingsError, match=says):
         run_async(call.pop("fn"), call.pop("args", ()), call.pop("kwargs", None), **call)
-    assert threading.active_count() == threads
 
 
 def test_numbers_of_numpy_become_plain_ones():

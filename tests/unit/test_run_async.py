@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import gc
-import os
-import threading
-
 import pytest
 
 from spark_elastic import LocalLauncher, run_async, runner
 from spark_elastic.errors import InvalidSettingsError
+from tests.leftovers import nothing_left
 
 
 def test_a_launcher_that_cannot_be_made_leaves_no_thread_and_no_socket():
@@ -15,12 +12,8 @@ def test_a_launcher_that_cannot_be_made_leaves_no_thread_and_no_socket():
         def bind(self, order, on_ended):
             raise RuntimeError("no place today")
 
-    gc.collect()
-    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
-    with pytest.raises(RuntimeError, match="no place today"):
+    with nothing_left(), pytest.raises(RuntimeError, match="no place today"):
         run_async(print, num_proc=1, launcher=Refusing())
-    assert set(threading.enumerate()) <= threads  # foreign threads that other tests have left may go
-    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 @pytest.mark.parametrize("bind", ["::1", "192.0.2.1", "no-such-host.invalid"])

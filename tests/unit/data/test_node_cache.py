@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.core.lanes import LaneSettings
-from spark_elastic.data import block_file, mapping
+from spark_elastic.data import block_file, mapping, node_cache
 from spark_elastic.data.block_file import BLOCK, BlockFile
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
@@ -24,6 +24,7 @@ from spark_elastic.data.packing import pack
 from spark_elastic.data.rows import Numbering
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError, InvalidSettingsError, StoreError
+from tests.leftovers import Before, nothing_left
 from tests.unit.data.sets import labels, numbered
 
 fsspec_local = pytest.importorskip("fsspec.implementations.local")
@@ -216,10 +217,11 @@ def test_a_remote_file_that_went_away_is_an_error_of_the_store(tmp_path, order):
     numbered(tmp_path / "set", [40_000])
     _, dataset = remote(tmp_path / "set")
     (tmp_path / "set" / "0.rows").unlink()
+    before = Before()
     with dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache", order=order) as reader:
         with pytest.raises(StoreError, match=r"0\.rows cannot be read"):
             next(reader.epoch(0))
-        assert threading.active_count() < 20
+        assert len(before.threads()) <= node_cache._FETCHERS + 2  # with the reader's own and the order's
 
 
 def test_a_dropped_connection_is_tried_again_with_a_fresh_handle(tmp_path):
@@ -305,12 +307,11 @@ def test_a_pass_that_ends_does_not_wait_for_what_is_on_its_way(tmp_path, options
 def test_threads_and_descriptors_are_gone_after_closing(tmp_path):
     numbered(tmp_path / "set", [400_000])
     _, dataset = remote(tmp_path / "set")
-    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    for order in ("global", "lanes"):
-        with dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache", order=order) as reader:
-            next(reader.epoch(0))
-    assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == files
+    with nothing_left() as before:
+        for order in ("global", "lanes"):
+            with dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache", order=order) as reader:
+                next(reader.epoch(0))
+                assert before.threads()
 
 
 # --- blocks -------------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import threading
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from spark_elastic.data.packing import pack
 from spark_elastic.data.read_order import resolve_order
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.errors import DatasetError, InvalidSettingsError
+from tests.leftovers import nothing_left
 from tests.unit.data.sets import labels, numbered
 
 # 24 bytes a row: 512 rows fill whole pages, so shards of these sizes join in memory, or leave a few rows over
@@ -236,28 +235,26 @@ def test_an_error_while_gathering_reaches_the_consumer_in_its_turn(tmp_path, pre
         assert next(reader.epoch(0)).rows == 1000  # and nothing hangs
 
 
-def descriptors_and_maps(folder):
+def maps_of(folder):
     with open("/proc/self/maps") as maps:
-        return len(os.listdir("/proc/self/fd")), sum(str(folder) in line for line in maps)
+        return sum(str(folder) in line for line in maps)
 
 
 def test_readers_leave_no_threads_descriptors_or_maps_behind_wherever_they_are_stopped(tmp_path):
     dataset = numbered(tmp_path, [512] * 20 + [7] * 20)
-    threads, before = threading.active_count(), descriptors_and_maps(tmp_path)
-    for stop_after in (0, 1, 7):
+    with nothing_left():
+        for stop_after in (0, 1, 7):
+            reader = dataset.reader(batch_size=300)
+            epoch = reader.epoch(0)
+            for _ in range(stop_after):
+                next(epoch)
+            assert maps_of(tmp_path) <= 40
+            reader.close()
+            reader.close()
         reader = dataset.reader(batch_size=300)
-        epoch = reader.epoch(0)
-        for _ in range(stop_after):
-            next(epoch)
-        assert descriptors_and_maps(tmp_path)[1] <= before[1] + 40
-        reader.close()
-        reader.close()
-    reader = dataset.reader(batch_size=300)
-    next(reader.epoch(0))  # a consumer that lets go of both without a word
-    del reader
-    gc.collect()
-    assert threading.active_count() == threads
-    assert descriptors_and_maps(tmp_path) == before
+        next(reader.epoch(0))  # a consumer that lets go of both without a word
+        del reader
+    assert maps_of(tmp_path) == 0
 
 
 def test_a_closed_reader_says_so(tmp_path):
