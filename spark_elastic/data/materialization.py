@@ -24,6 +24,7 @@ from spark_elastic.data.reuse import Identity, identify, key_of
 from spark_elastic.data.session_settings import small_batches
 from spark_elastic.data.shards import SHARD_BYTES
 from spark_elastic.data.sharing import ensure_shared
+from spark_elastic.data.spark_connect import refuse_connect
 from spark_elastic.data.spark_failure import reason_of
 from spark_elastic.data.store import Store
 from spark_elastic.data.write_task import RECEIPT_SCHEMA, Receipt, WriteTask
@@ -88,6 +89,7 @@ def materialize(
             what the rows hold, with the column, how many rows, what was found and what was expected.
         DatasetError: the set named `dataset_id` was written with other settings, or is damaged.
         StoreError: the executors do not see the store, or cannot write to it.
+        SparkConnectNotSupportedError: `df` is one of Spark Connect.
     """
     request = Request(
         dict(tensors),
@@ -103,6 +105,7 @@ def materialize(
         pre_shuffle,
     )
     request.check()
+    refuse_connect(df)
     if df.isStreaming:
         raise DataError("a streaming DataFrame has no end; write it to a table first")
     request.resolve(df.schema, _case_sensitive(df))

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from spark_elastic.data.spark_connect import connect_error, refuse_connect
 from spark_elastic.errors import (
     InvalidSettingsError,
     JavaNotFoundError,
     NoSparkContextError,
     NotPicklableError,
-    SparkConnectNotSupportedError,
 )
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def check_spark(spark: Any = None) -> SparkContext:
         context = SparkContext._active_spark_context
         if context is None:
             if _connect_is_active():
-                raise _connect_error()
+                raise connect_error()
             check_java()
             raise NoSparkContextError(
                 "there is no active SparkContext; create one first "
@@ -53,9 +53,8 @@ def check_spark(spark: Any = None) -> SparkContext:
             )
     elif isinstance(spark, SparkContext):
         context = spark
-    elif _is_connect(spark):
-        raise _connect_error()
     else:
+        refuse_connect(spark)
         context = getattr(spark, "sparkContext", None)
         if not isinstance(context, SparkContext):
             raise NoSparkContextError(f"spark= must be a SparkSession or a SparkContext, not {type(spark).__name__}")
@@ -66,10 +65,6 @@ def check_spark(spark: Any = None) -> SparkContext:
     return context
 
 
-def _is_connect(spark: Any) -> bool:
-    return any(cls.__module__.startswith("pyspark.sql.connect") for cls in type(spark).__mro__)
-
-
 def _connect_is_active() -> bool:
     session_module = sys.modules.get("pyspark.sql.connect.session")
     if session_module is None:
@@ -78,13 +73,6 @@ def _connect_is_active() -> bool:
         return session_module.SparkSession.getActiveSession() is not None
     except Exception:  # it raises in various ways where there is none
         return False
-
-
-def _connect_error() -> SparkConnectNotSupportedError:
-    return SparkConnectNotSupportedError(
-        "this is a Spark Connect session: its scheduler is on the server, out of reach from here; run the driver "
-        "program on the cluster (spark-submit, or a classic session: SparkSession.builder.master(...))"
-    )
 
 
 def _check_threads(sc: SparkContext) -> None:

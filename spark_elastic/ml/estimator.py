@@ -19,6 +19,7 @@ from spark_elastic import clock
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.sharing import ensure_shared
+from spark_elastic.data.spark_connect import refuse_connect
 from spark_elastic.data.store import Store
 from spark_elastic.driver import preflight
 from spark_elastic.errors import (
@@ -152,6 +153,7 @@ class ElasticEstimator(
 
     def fitMultiple(self, dataset: Any, paramMaps: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """As in Spark ML. The rows are written once for all param maps that train on the same columns."""
+        refuse_connect(dataset)
         estimator = self.copy()
         # The folds of a CrossValidator are random, and cached only for as long as it needs them.
         passing = not estimator._keeps_rows() and not dataset._jdf.queryExecution().analyzed().deterministic()

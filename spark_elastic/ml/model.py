@@ -13,6 +13,7 @@ import cloudpickle
 from pyspark.ml import Model
 
 from spark_elastic.data.layout import Kind, TensorField
+from spark_elastic.data.spark_connect import refuse_connect
 from spark_elastic.errors import DataError, InvalidSettingsError, nearest
 from spark_elastic.ml.features import tensors_for
 from spark_elastic.ml.history import History
@@ -133,6 +134,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         return StructType([*schema.fields, *(StructField(c.name, spark_type(c), nullable=False) for c in added)])
 
     def _transform(self, dataset: Any) -> Any:
+        refuse_connect(dataset)
         schema = self.transformSchema(dataset.schema)
         key, broadcast = self._shipped(dataset.sparkSession.sparkContext)
         serving = Serving(
