@@ -10,6 +10,9 @@ from pathlib import Path
 
 MARK = "SPARK_ELASTIC_TEST_MARK"
 
+GONE_S = 20.0
+"""For what ends at once to be gone. Far longer than it takes, so that a busy machine is not a failure."""
+
 
 def marked(mark: str) -> dict[int, str]:
     """Pid → command line of the living processes whose environment carries the mark."""

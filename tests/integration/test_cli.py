@@ -3,11 +3,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.integration.processes import GONE_S
 
 CLI = [sys.executable, "-m", "spark_elastic"]
 LOCAL = [*CLI, "--launcher", "local"]
@@ -65,7 +66,7 @@ def test_under_spark_submit_the_submitted_settings_win(script, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_command_leaves_no_process_behind(script, tmp_path, number):
-    path = script("import time\nprint('up', flush=True)\ntime.sleep(100)")
+    path = script("import time\nprint('up', flush=True)\ntime.sleep(600)")
     words = [*LOCAL, "-np", "2", path]
     with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
@@ -76,11 +77,9 @@ def test_an_interrupted_command_leaves_no_process_behind(script, tmp_path, numbe
                     break
             family = psutil.Process(process.pid).children(recursive=True)
             assert len(family) >= 4  # two agents with a worker each
-            began = time.monotonic()
             process.send_signal(number)
-            assert process.wait(10) == 130
-            _, alive = psutil.wait_procs(family, timeout=5)
+            assert process.wait(60) == 130
+            _, alive = psutil.wait_procs(family, timeout=GONE_S)
             assert alive == []
-            assert time.monotonic() - began < 5
         finally:
             process.kill()

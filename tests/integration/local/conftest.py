@@ -1,26 +1,20 @@
 """Jobs on the local launcher, with a guard: after each test no process and no thread of ours is left."""
 
-import gc
 import os
-import threading
 import uuid
 
 import pytest
 
 from spark_elastic import LocalLauncher, run_async
-from tests.integration.processes import MARK, assert_gone, marked
-
-
-def fd_count():
-    return len(os.listdir("/proc/self/fd"))
+from tests.integration.processes import GONE_S, MARK, assert_gone, marked
+from tests.leftovers import Before
 
 
 @pytest.fixture
 def start_job():
     """run_async on a LocalLauncher with quick settings; checks the leftovers at the end."""
     mark = uuid.uuid4().hex
-    before_threads = set(threading.enumerate())
-    before_fds = fd_count()
+    before = Before()
     os.environ[MARK] = mark
     jobs = []
 
@@ -42,9 +36,6 @@ def start_job():
     for job in jobs:
         job.cancel("the test is over")
     del os.environ[MARK]
-    assert_gone(lambda: {pid: c for pid, c in marked(mark).items() if pid != os.getpid()}, 5.0)
-    left = [thread.name for thread in set(threading.enumerate()) - before_threads if thread.is_alive()]
-    assert left == []
+    assert_gone(lambda: {pid: c for pid, c in marked(mark).items() if pid != os.getpid()}, GONE_S)
     jobs.clear()
-    gc.collect()
-    assert fd_count() <= before_fds
+    before.assert_nothing_left()

@@ -18,7 +18,7 @@ from spark_elastic.errors import (
     WorkerStartError,
 )
 from tests.integration.local import loops
-from tests.integration.processes import wait_until
+from tests.integration.processes import GONE_S, wait_until
 
 WAIT_S = 30
 
@@ -61,7 +61,8 @@ def test_survivors_go_on_from_the_last_step_when_a_worker_is_killed(start_job, t
     broken = worlds(job)[1]
     assert broken.size == 2
     assert broken.progress >= 20
-    assert broken.pause_s < 5
+    left = next(record for record in job.events() if isinstance(record, WorkerLeft))
+    assert "silent" not in left.why  # it was seen at once, and no timeout was waited for
 
 
 def test_the_killed_worker_comes_back_and_joins_without_a_restart_of_the_others(start_job, tmp_path):
@@ -73,7 +74,7 @@ def test_the_killed_worker_comes_back_and_joins_without_a_restart_of_the_others(
     assert pid_of(tmp_path, 1, 3) != victim
     job.cancel()
     with pytest.raises(JobCancelledError):
-        job.result(1)
+        job.result(0)
 
 
 def test_a_killed_agent_takes_its_worker_along_and_is_replaced(start_job, tmp_path):
@@ -86,7 +87,7 @@ def test_a_killed_agent_takes_its_worker_along_and_is_replaced(start_job, tmp_pa
 
 
 def test_a_stopped_worker_is_removed_after_the_heartbeat_timeout(start_job, tmp_path):
-    job = start_job(loops.steps, (str(tmp_path), 100_000), num_proc=2, min_num_proc=1, heartbeat_timeout=1.0)
+    job = start_job(loops.steps, (str(tmp_path), 100_000), num_proc=2, min_num_proc=1, heartbeat_timeout=3.0)
     victim = pid_of(tmp_path, 1, 1)
     os.kill(victim, signal.SIGSTOP)
     wait_for_round(job, 2, 1)
@@ -267,9 +268,9 @@ run(loops.steps, ({str(tmp_path)!r}, 10**6), num_proc=2, launcher=LocalLauncher(
     driver = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     pids = [pid_of(tmp_path, rank, 1) for rank in range(2)]
     driver.send_signal(getattr(signal, name))
-    driver.wait(10)
+    driver.wait(WAIT_S)
     for pid in pids:
-        wait_until(lambda pid=pid: not Path(f"/proc/{pid}/cmdline").exists(), 5, f"worker {pid} is gone")
+        wait_until(lambda pid=pid: not Path(f"/proc/{pid}/cmdline").exists(), GONE_S, f"worker {pid} is gone")
 
 
 def test_one_launcher_serves_one_job_after_the_other_and_two_at_once(start_job, tmp_path):

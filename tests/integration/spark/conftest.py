@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import threading
 import weakref
 
 import pytest
 
 from spark_elastic import run_async
-from tests.integration.processes import assert_gone, wait_until
+from tests.integration.processes import GONE_S, assert_gone, wait_until
 from tests.integration.spark.diary import Diary
 from tests.integration.spark.training import train
-
-GONE_S = 5.0
+from tests.leftovers import Before
 
 
 def job_processes(cluster):
@@ -84,17 +81,15 @@ def finished(job, diary, timeout=120):
 @pytest.fixture
 def jobs(cluster, tmp_path):
     """`Jobs` on the module's cluster; checks at the end that nothing is left."""
-    before = set(threading.enumerate())
+    before = Before()
     started = Jobs(cluster, tmp_path)
     yield started
     started.end()
     assert_nothing_left(cluster, before)
 
 
-def assert_nothing_left(cluster, threads_before=()):
+def assert_nothing_left(cluster, before):
     assert_gone(lambda: job_processes(cluster), GONE_S)
     wait_until(lambda: not active_jobs(cluster), GONE_S, "no Spark job runs")
     wait_until(lambda: not active_tasks(cluster), GONE_S, "no task of ours runs")
-    gc.collect()
-    left = [thread.name for thread in set(threading.enumerate()) - set(threads_before) if thread.is_alive()]
-    assert left == []
+    before.assert_no_threads_left()

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.integration.clusters import local_cluster
-from tests.integration.processes import wait_until
+from tests.integration.processes import GONE_S, wait_until
 from tests.integration.spark.conftest import executor_of, finished
 from tests.integration.spark.diary import is_alive
 
@@ -31,7 +31,7 @@ def test_an_executor_takes_its_two_workers_and_two_others_go_on(jobs, cluster):
     diary.hold("step", survivor)
     diary.held("step", survivor)
     cluster.kill_executor(executor)
-    wait_until(lambda: not any(map(is_alive, dead)), 5, "its workers are gone")
+    wait_until(lambda: not any(map(is_alive, dead)), GONE_S, "its workers are gone")
     diary.release("step", survivor)
     world = diary.wait_for_world(4, after=world[0]["round"])
     assert not {entry["pid"] for entry in world.values()} & set(dead)

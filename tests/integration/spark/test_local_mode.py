@@ -8,7 +8,7 @@ import pytest
 from spark_elastic.core.timeline import PlaceCooledDown, WorkerJoined, WorkerLeft, WorldStarted
 from spark_elastic.errors import ResetLimitError, StateLostError
 from tests.integration.clusters import local
-from tests.integration.processes import wait_until
+from tests.integration.processes import GONE_S, wait_until
 from tests.integration.spark.conftest import finished
 from tests.integration.spark.diary import WAIT_S, is_alive
 
@@ -50,7 +50,7 @@ def test_a_training_outlives_every_one_of_its_processes(jobs):
     world = diary.wait_for_world(3, after=world[0]["round"])
 
     kill(world[2]["agent"])  # the Python process of a Spark task; its worker goes with it
-    wait_until(lambda: not is_alive(world[2]["pid"]), 5, "the agent's worker is gone")
+    wait_until(lambda: not is_alive(world[2]["pid"]), GONE_S, "the agent's worker is gone")
     world = diary.wait_for_world(3, after=world[2]["round"])
 
     for rank in (0, 1):  # all but one

@@ -11,7 +11,7 @@ from spark_elastic import run
 from spark_elastic.errors import NoSparkContextError, SessionLostError
 from tests.integration.clusters import ROOT, local
 from tests.integration.local import loops
-from tests.integration.processes import wait_until
+from tests.integration.processes import GONE_S, wait_until
 from tests.integration.spark.conftest import Jobs, job_processes
 from tests.integration.spark.diary import Diary, is_alive
 
@@ -25,9 +25,9 @@ def test_stopping_the_session_ends_the_job_and_is_named_as_the_reason(tmp_path):
         session, context = cluster.spark, cluster.sc
         session.stop()
         with pytest.raises(SessionLostError, match="the SparkContext was stopped while the job ran"):
-            job.result(10)
+            job.result(60)
         assert "SparkContext was stopped" in str(job.events()[-1])
-        wait_until(lambda: not job_processes(cluster), 5, "its workers are gone")
+        wait_until(lambda: not job_processes(cluster), GONE_S, "its workers are gone")
         with pytest.raises(NoSparkContextError, match="was stopped"):
             run(loops.rank_and_size, num_proc=1, spark=context)
         with pytest.raises(NoSparkContextError, match="there is no active SparkContext"):
@@ -63,14 +63,14 @@ def program(tmp_path):
 def assert_all_gone(world):
     for entry in world.values():
         for kind in ("pid", "agent"):
-            wait_until(lambda pid=entry[kind]: not is_alive(pid), 5, f"{kind} {entry[kind]} is gone")
+            wait_until(lambda pid=entry[kind]: not is_alive(pid), GONE_S, f"{kind} {entry[kind]} is gone")
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_workers_are_gone_within_seconds_of_the_driver_program(program, name):
     process, _, world = program
     process.send_signal(getattr(signal, name))
-    process.wait(20)
+    process.wait(60)
     assert_all_gone(world)
 
 
@@ -79,5 +79,5 @@ def test_a_job_ends_with_spark_s_jvm_and_names_it(program):
     os.kill(jvm, signal.SIGKILL)
     said = process.stdout.readline()
     assert said.startswith("SessionLostError the connection to Spark's JVM is gone while the job ran"), said
-    assert process.wait(20) == 3
+    assert process.wait(60) == 3
     assert_all_gone(world)

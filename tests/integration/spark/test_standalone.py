@@ -5,7 +5,7 @@ import pytest
 from spark_elastic.core.timeline import WorkerLeft, WorldStarted
 from spark_elastic.errors import StateLostError
 from tests.integration.clusters import standalone
-from tests.integration.processes import wait_until
+from tests.integration.processes import GONE_S, wait_until
 from tests.integration.spark.conftest import executor_of, finished
 from tests.integration.spark.diary import WAIT_S, is_alive
 
@@ -19,7 +19,7 @@ def cluster():
 
 
 def gone(entry):
-    wait_until(lambda: not is_alive(entry["pid"]), 5, f"worker {entry['pid']} is gone")
+    wait_until(lambda: not is_alive(entry["pid"]), GONE_S, f"worker {entry['pid']} is gone")
 
 
 def test_the_slots_of_all_executors_are_used(jobs):

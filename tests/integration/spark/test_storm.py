@@ -6,7 +6,6 @@ STORM_SEED repeats a storm (as far as processes let themselves be repeated), STO
 import os
 import random
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -15,8 +14,9 @@ import pytest
 from spark_elastic import LocalLauncher
 from spark_elastic.core.timeline import WorldStarted
 from tests.integration.clusters import standalone
-from tests.integration.processes import assert_gone, children
+from tests.integration.processes import GONE_S, assert_gone, children
 from tests.integration.spark.conftest import Jobs, assert_nothing_left, finished
+from tests.leftovers import Before
 
 pytestmark = [pytest.mark.soak, pytest.mark.cluster]
 SECONDS = float(os.environ.get("STORM_SECONDS", "120"))
@@ -137,7 +137,7 @@ def our_children():
 
 
 def test_a_storm_on_this_machine(tmp_path):
-    before = set(threading.enumerate())
+    before = Before()
     chance = random.Random(SEED)
     jobs = Jobs(None, tmp_path)
     job, diary = jobs.train(
@@ -150,14 +150,14 @@ def test_a_storm_on_this_machine(tmp_path):
         weather(job, diary, chance)
     finally:
         jobs.end()
-    assert_gone(our_children, 5.0)
-    assert [thread.name for thread in set(threading.enumerate()) - before if thread.is_alive()] == []
+    assert_gone(our_children, GONE_S)
+    before.assert_no_threads_left()
 
 
 def test_a_storm_on_a_standalone_cluster(tmp_path):
     chance = random.Random(SEED)
     with standalone(workers=3, cores=1, decommission=True) as cluster:
-        before = set(threading.enumerate())
+        before = Before()
         jobs = Jobs(cluster, tmp_path)
         job, diary = jobs.train(
             2,

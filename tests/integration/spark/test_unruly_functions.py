@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.clusters import local
 from tests.integration.local import loops
-from tests.integration.processes import children, wait_until
+from tests.integration.processes import GONE_S, children, wait_until
 from tests.integration.spark.conftest import finished
 from tests.integration.spark.diary import WAIT_S, is_alive
 
@@ -33,7 +33,7 @@ def test_data_loader_processes_go_with_their_worker(jobs):
         forked = children(pid)
         assert len(forked) == 2
         os.kill(world[dies][victim], signal.SIGKILL)
-        wait_until(lambda left=[pid, *forked]: not any(map(is_alive, left)), 5, f"the worker of {victim} is gone")
+        wait_until(lambda left=[pid, *forked]: not any(map(is_alive, left)), GONE_S, f"the worker of {victim} is gone")
         world = diary.wait_for_world(2, after=world[dies]["round"])
     assert len(finished(job, diary)) == 2
 
@@ -87,4 +87,4 @@ def test_a_worker_that_shuts_its_streams_and_ignores_signals_still_works_and_sti
     pids = [int(pid) for path in tmp_path.glob("*[0-9]") for pid in (path.name, path.read_text())]
     job.cancel()
     assert job.done()
-    wait_until(lambda: not any(map(is_alive, pids)), 5, "workers and their children are gone")
+    wait_until(lambda: not any(map(is_alive, pids)), GONE_S, "workers and their children are gone")

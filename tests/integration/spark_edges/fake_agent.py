@@ -11,6 +11,9 @@ from pathlib import Path
 from spark_elastic.core.outcome import AgentOutcome
 from tests.integration.processes import wait_until
 
+WAIT_S = 60.0
+"""For anything that a test waits for; it fails then."""
+
 
 def fake_agent(slot: int, launch: int, payload: bytes) -> AgentOutcome:
     """Payload "verb argument": return TEXT | big BYTES | raise TEXT | exit CODE | missing MODULE | stay FOLDER."""
@@ -44,12 +47,12 @@ class Ends:
         with self.lock:
             self.seen.append((slot, why, outcome, time.monotonic()))
 
-    def wait_for(self, count: int, timeout_s: float = 30.0) -> list[tuple[int, str, AgentOutcome | None, float]]:
+    def wait_for(self, count: int, timeout_s: float = WAIT_S) -> list[tuple[int, str, AgentOutcome | None, float]]:
         wait_until(lambda: len(self.seen) >= count, timeout_s, f"{count} ends (had {self.seen})")
         return list(self.seen)
 
 
-def started(folder: Path, count: int, timeout_s: float = 30.0) -> dict[int, int]:
+def started(folder: Path, count: int, timeout_s: float = WAIT_S) -> dict[int, int]:
     """Slot → pid, once `count` agents stay."""
     wait_until(lambda: len(list(folder.glob("slot-*"))) >= count, timeout_s, f"{count} agents are up")
     return {int(path.name.split("-")[1]): int(path.read_text()) for path in folder.glob("slot-*")}

@@ -11,7 +11,7 @@ from spark_elastic.driver.spark_launcher import SparkLauncher
 from spark_elastic.task.spark_task import slot_report
 from tests.integration.clusters import local_cluster
 from tests.integration.processes import wait_until
-from tests.integration.spark_edges.fake_agent import Ends, fake_agent, started
+from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, started
 
 pytestmark = pytest.mark.cluster
 
@@ -35,7 +35,7 @@ def test_gpus_limit_the_slots_where_they_are_scarcer_than_cores(cluster):
     discovery = SparkHostDiscovery(cluster.sc, slot_report)
     count = discovery.slots()
     assert (count.now, count.most, count.executors) == (2, 2, 2)
-    wait_until(lambda: list(discovery.find_available_hosts_and_slots().values()) == [2], 10.0, "both are listed")
+    wait_until(lambda: list(discovery.find_available_hosts_and_slots().values()) == [2], WAIT_S, "both are listed")
 
 
 def test_probe_places_one_task_on_each_executor_and_reports_its_gpu(cluster):
@@ -57,7 +57,7 @@ def test_killed_executor_ends_its_slot_alone_and_the_slot_can_run_again(cluster,
         below = {executor: set(cluster.python_processes(executor)) for executor in cluster.executors()}
         victim = next(executor for executor, processes in below.items() if pids[0] in processes)
         cluster.kill_executor(victim)
-        [(slot, why, outcome, _)] = ends.wait_for(1, 5.0)
+        [(slot, why, outcome, _)] = ends.wait_for(1)
         assert (slot, outcome) == (0, None)
         assert f"executor {victim} was lost" in why
         launcher.launch(0)  # while the other one stays on the only other executor: waits for a new JVM
@@ -65,7 +65,7 @@ def test_killed_executor_ends_its_slot_alone_and_the_slot_can_run_again(cluster,
         assert len(ends.seen) == 1
         assert os.path.exists(f"/proc/{pids[1]}")
     finally:
-        launcher.close(5.0)
+        launcher.close(WAIT_S)
 
 
 def test_slot_that_spark_would_retry_on_a_free_slot_ends_instead(cluster, tmp_path):
@@ -73,8 +73,8 @@ def test_slot_that_spark_would_retry_on_a_free_slot_ends_instead(cluster, tmp_pa
     launcher = SparkLauncher(cluster.sc, fake_agent, lambda slot: b"exit 1", ends, description="test")
     try:
         launcher.launch(0)
-        [(_, why, outcome, _)] = ends.wait_for(1, 10.0)
+        [(_, why, outcome, _)] = ends.wait_for(1)
         assert outcome is None
         assert "died" in why
     finally:
-        launcher.close(5.0)
+        launcher.close(WAIT_S)

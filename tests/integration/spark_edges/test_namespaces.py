@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 
 import pytest
 
@@ -13,7 +12,8 @@ from spark_elastic.driver.spark_launcher import SparkLauncher
 from spark_elastic.task.spark_task import slot_report
 from tests.integration import network
 from tests.integration.clusters import namespaced
-from tests.integration.spark_edges.fake_agent import Ends, fake_agent, started
+from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, started
+from tests.leftovers import Before
 
 pytestmark = [
     pytest.mark.cluster,
@@ -36,7 +36,7 @@ def test_each_slot_has_its_own_host_with_its_own_interface(cluster):
 
 def test_silent_host_is_lost_after_sparks_own_timeout_and_close_does_not_wait_for_it(cluster, tmp_path):
     events: queue.Queue[object] = queue.Queue()
-    ends = Ends()
+    ends, before = Ends(), Before()
     discovery = SparkHostDiscovery(cluster.sc, slot_report)
     launcher = SparkLauncher(cluster.sc, fake_agent, lambda slot: f"stay {tmp_path}".encode(), ends, description="test")
     watch = discovery.watch(events.put)
@@ -46,14 +46,14 @@ def test_silent_host_is_lost_after_sparks_own_timeout_and_close_does_not_wait_fo
         launcher.launch(1)
         started(tmp_path, 2)
         cluster.link_down(host)
-        event = events.get(timeout=40.0)
+        event = events.get(timeout=WAIT_S)
         assert isinstance(event, ExecutorLost)
         assert "heartbeat" in event.why.lower() or "worker lost" in event.why.lower()
-        [(_, why, outcome, _)] = ends.wait_for(1, 5.0)
+        [(_, why, outcome, _)] = ends.wait_for(1)
         assert outcome is None
         assert why
         launcher.close(5.0)
-        assert not any(thread.name.startswith("spark_elastic slot") for thread in threading.enumerate())
+        assert [name for name in before.threads() if name.startswith("spark_elastic slot")] == []
     finally:
         cluster.link_up(host)
         launcher.close(5.0)

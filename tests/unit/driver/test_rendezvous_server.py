@@ -12,6 +12,7 @@ from spark_elastic.wire.channel import connect
 from spark_elastic.wire.framing import MAGIC, new_key
 
 LIMIT = 64
+WAIT_S = 60.0
 PLACE = Place("127.0.0.1", "1", 0)
 HELLO = wire.AgentHello(PLACE, 1, 1, {"lo": "127.0.0.1"}, 0, 1, (), "3.11")
 
@@ -40,7 +41,7 @@ class Recorder:
             return any(told[: len(prefix)] == prefix for told in self.told)
 
         with self.changed:
-            assert self.changed.wait_for(found, timeout=5), f"{prefix} not in {self.told}"
+            assert self.changed.wait_for(found, timeout=WAIT_S), f"{prefix} not in {self.told}"
 
 
 class Served:
@@ -60,7 +61,7 @@ class Served:
         self.channels = []
 
     def run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(5)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(WAIT_S)
 
     def call(self, function, *args):
         async def inside():
@@ -69,7 +70,7 @@ class Served:
         return self.run(inside())
 
     def client(self, hello):
-        channel = connect([self.address], self.key, timeout_s=20)
+        channel = connect([self.address], self.key, timeout_s=WAIT_S)
         self.channels.append(channel)
         inbox = Recorder()
         channel.start(inbox.message, inbox.closed)
@@ -81,7 +82,7 @@ class Served:
             channel.close()
         self.run(self.server.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(5)
+        self.thread.join(WAIT_S)
         self.loop.close()
 
 
@@ -142,7 +143,7 @@ def test_a_message_before_the_hello_ends_the_connection(served):
 def test_rubbish_after_the_handshake_ends_that_connection_only(served):
     _, good = served.client(HELLO)
     good.wait_for("message")
-    bad = connect([served.address], served.key, timeout_s=5)
+    bad = connect([served.address], served.key, timeout_s=WAIT_S)
     served.channels.append(bad)
     bad._socket.sendall(b"\0" * 64)
     inbox = Recorder()
@@ -153,7 +154,7 @@ def test_rubbish_after_the_handshake_ends_that_connection_only(served):
 
 def test_a_peer_without_the_key_gets_nothing_but_the_greeting(served):
     with pytest.raises((ProtocolError, ChannelClosedError)):
-        connect([served.address], new_key(), timeout_s=5)
+        connect([served.address], new_key(), timeout_s=WAIT_S)
     assert served.listener.told == []
 
 
@@ -192,7 +193,7 @@ def test_more_peers_at_once_than_the_budget_all_get_in_by_trying_again(served):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(WAIT_S)
     assert len(inboxes) == 2 * LIMIT
     for inbox in inboxes:
         inbox.wait_for("message", wire.AgentWelcome(1.0, 5.0))
