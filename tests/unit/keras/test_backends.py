@@ -12,7 +12,7 @@ TORCH_WORLD = """
 import keras, numpy as np
 import spark_elastic.keras as hvd
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
-from tests.unit.torch.kit import die, link
+from tests.unit.world_link import die, link
 
 def train(dies):
     hvd.init()
@@ -51,9 +51,9 @@ def test_keras_on_torch_outlives_the_loss_of_a_worker_through_the_same_callbacks
     (tmp_path / "torch_world.py").write_text(TORCH_WORLD)
     run = """
 import torch_world
-from tests.unit.torch import kit
-kit._context.set_forkserver_preload(["torch", "torch._dynamo", "keras", "spark_elastic.keras"])
-with kit.KitDriver(start_with=3) as driver:
+from tests.unit import worlds
+worlds._context.set_forkserver_preload(["torch", "torch._dynamo", "keras", "spark_elastic.keras"])
+with worlds.WorldDriver(start_with=3) as driver:
     driver.start(torch_world.train, {2: (1, 4)}, count=3)
     one, other = driver.results(2)
 assert one[:4] == other[:4] == ("torch", 2, 30, 30), (one, other)

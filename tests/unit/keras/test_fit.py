@@ -11,7 +11,8 @@ from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.errors import HostsUpdatedInterrupt
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
 from tests.unit.keras.test_keras_state import CLASSES, Plain, together
-from tests.unit.torch.kit import KitDriver, die, link, tell
+from tests.unit.world_link import die, link, tell
+from tests.unit.worlds import WorldDriver
 
 ROWS, BATCH, FEATURES = 90, 9, 5
 EPOCHS = 2
@@ -193,7 +194,7 @@ def test_a_killed_worker_costs_no_step_and_no_row(where, passes, options):
     At the end of an epoch the others are in the collective that averages the metrics.
     """
     at = {"begin": (0, 5), "reduction": 7, "epoch": (0, STEPS // EPOCHS)}[where]
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(train, {2: at}, where, passes, options, count=3)
         results = driver.results(2)
     check(results, 2, STEPS // passes)
@@ -254,7 +255,7 @@ def train_two(dies):
 
 
 def test_a_model_with_two_optimizers_of_its_own_goes_on_from_the_last_batch_that_both_have_stepped_for():
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(train_two, {2: 2 * 6 + 1}, count=3)  # in the second execution of four batches
         one, other = driver.results(2)
     undisturbed = together(train_two, {})[0]
@@ -264,7 +265,7 @@ def test_a_model_with_two_optimizers_of_its_own_goes_on_from_the_last_batch_that
 
 
 def test_rank_0_may_die_and_another_after_it():
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(train, {1: (0, 3), 2: (1, 7)}, count=3)
         (result,) = driver.results(1)
     check([result], 1)
@@ -307,7 +308,7 @@ def grow(want, model_kind):
 
 @pytest.mark.parametrize("model_kind", ["built", "unbuilt"])
 def test_a_newcomer_joins_in_full_flow_and_sees_the_epoch_that_runs(model_kind):
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(grow, 3, model_kind, count=2)
         driver.wait(lambda: any(epoch >= 2 for epoch, _ in driver.told("step")))
         driver.start(grow, 3, model_kind)

@@ -9,7 +9,7 @@ import pytest
 import spark_elastic.keras as hvd
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.keras.elastic import KerasState
-from tests.unit.torch.kit import KitDriver
+from tests.unit.worlds import WorldDriver
 
 CLASSES = 3
 
@@ -166,7 +166,7 @@ def synchronised(dtype):
 
 
 def together(function, *args, count=2):
-    with KitDriver(start_with=count) as driver:
+    with WorldDriver(start_with=count) as driver:
         driver.start(function, *args, count=count)
         return driver.results(count)
 
@@ -227,7 +227,7 @@ def different_models():
 
 
 def test_a_model_that_differs_from_the_roots_is_named():
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(different_models, count=2)
         (answer,) = driver.results(1)  # the root waits; its driver ends it when a function has raised
     assert "/kernel is (4, 6) float32 there, and (4, 7) float32" in answer

@@ -9,7 +9,8 @@ import tensorflow as tf
 import spark_elastic.tensorflow as hvd
 from spark_elastic.errors import UsageError
 from tests.unit.keras.test_keras_state import CLASSES, compiled, rows, same
-from tests.unit.torch.kit import KitDriver, die, link, tell
+from tests.unit.world_link import die, link, tell
+from tests.unit.worlds import WorldDriver
 
 STEPS = 8
 
@@ -56,7 +57,7 @@ def train(dies, how):
 
 @pytest.mark.parametrize("how", ["tape", "optimizer"])
 def test_a_lost_peer_leaves_no_trace_of_the_step_that_failed(how):
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(train, {2: 5}, how, count=3)
         one, other = driver.results(2)
     assert one[0] == other[0]
@@ -90,7 +91,7 @@ def commits():
 
 
 def test_variables_of_tensorflow_s_own_return_to_the_commit_and_newcomers_take_them_over():
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(commits, count=3)
         results = driver.results(2)
     for result, entered in results:
@@ -148,7 +149,7 @@ def late():
 
 
 def test_a_model_that_is_built_by_fit_is_the_same_on_all_members():
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(late, count=2)
         one, other = driver.results(2)
     assert one == other

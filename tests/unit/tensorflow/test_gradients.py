@@ -14,7 +14,7 @@ from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.tensorflow.errors import lost_peer, marked, translated
 from spark_elastic.tensorflow.gradients import GradientReducer
 from tests.unit.tensorflow.test_operations import both_ways, together
-from tests.unit.torch.kit import KitDriver
+from tests.unit.worlds import WorldDriver
 
 
 def reduced_steps():
@@ -157,7 +157,7 @@ def lose_a_peer(report):
 
 
 def test_a_lost_peer_is_the_same_error_as_in_torch_and_nothing_has_changed():
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(lose_a_peer, None, count=2)
         (checks,) = driver.results(1)
     assert [name for name, right in checks.items() if not right] == []
@@ -175,7 +175,7 @@ def lose_a_peer_eagerly():
 
 
 def test_a_lost_peer_is_the_same_error_eagerly():
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(lose_a_peer_eagerly, count=2)
         assert driver.results(1) == [True]
 

@@ -8,13 +8,13 @@ import tensorflow as tf
 
 import spark_elastic.tensorflow as hvd
 from spark_elastic.errors import UsageError
-from tests.unit.torch.kit import KitDriver
+from tests.unit.worlds import WorldDriver
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int16", "int32", "int64", "uint8")
 
 
 def together(function, count: int, args=()):
-    with KitDriver(start_with=count) as driver:
+    with WorldDriver(start_with=count) as driver:
         driver.start(function, *args, count=count)
         return driver.results(count)
 

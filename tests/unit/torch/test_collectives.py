@@ -7,11 +7,11 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.errors import UsageError
-from tests.unit.torch.kit import KitDriver
+from tests.unit.worlds import WorldDriver
 
 
 def together(function, count: int, hosts=("127.0.0.1",), args=()):
-    with KitDriver(hosts=hosts, start_with=count) as driver:
+    with WorldDriver(hosts=hosts, start_with=count) as driver:
         driver.start(function, *args, count=count)
         return driver.results(count)
 

@@ -10,7 +10,8 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
-from tests.unit.torch.kit import KitDriver, die, link, tell
+from tests.unit.world_link import die, link, tell
+from tests.unit.worlds import WorldDriver
 
 STEPS = 12
 
@@ -66,7 +67,7 @@ def train(commit_every: int, dies: dict[int, tuple[int, str]], batch_norm: bool 
 @pytest.mark.parametrize("commit_every", [1, 5])
 @pytest.mark.parametrize("where", ["before backward", "after backward", "after step"])
 def test_a_killed_worker_costs_the_survivors_no_step_and_no_step_is_applied_twice(commit_every, where):
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(train, commit_every, {2: (7, where)}, count=3)
         results = driver.results(2)
     for result in results:
@@ -79,7 +80,7 @@ def test_a_killed_worker_costs_the_survivors_no_step_and_no_step_is_applied_twic
 
 
 def test_the_root_may_die_and_twice_in_a_row():
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(train, 5, {1: (3, "after backward"), 2: (8, "before backward")}, count=3)
         (result,) = driver.results(1)
     assert result["applied"] == list(range(STEPS))
@@ -87,10 +88,10 @@ def test_the_root_may_die_and_twice_in_a_row():
 
 
 def test_the_model_after_a_loss_is_the_one_of_an_undisturbed_run():
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(train, 5, {}, True, count=2)
         undisturbed = driver.results(2)[0]
-    with KitDriver(start_with=3) as driver:  # every rank sees the same rows here, so the world size does not matter
+    with WorldDriver(start_with=3) as driver:  # every rank sees the same rows here, so the world size does not matter
         driver.start(train, 5, {3: (6, "after backward")}, True, count=3)
         disturbed = driver.results(2)[0]
     assert disturbed["model"] == pytest.approx(undisturbed["model"], rel=1e-5)
@@ -137,7 +138,7 @@ def train_until_joined(want: int):
 
 
 def test_a_newcomer_takes_over_everything_at_a_step_all_agree_on():
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(train_until_joined, 3, count=2)
         driver.wait(lambda: len(driver.told("in loop")) == 2)
         driver.start(train_until_joined, 3)
@@ -151,7 +152,7 @@ def test_a_newcomer_takes_over_everything_at_a_step_all_agree_on():
 
 
 def test_two_newcomers_at_the_same_time_are_both_taken_in():
-    with KitDriver(start_with=1) as driver:
+    with WorldDriver(start_with=1) as driver:
         driver.start(train_until_joined, 3, count=1)
         driver.wait(lambda: driver.told("in loop"))
         driver.start(train_until_joined, 3, count=2)
@@ -187,7 +188,7 @@ def outside_the_loop():
 
 
 def test_a_newcomer_may_broadcast_before_the_loop_and_is_told_not_to_reduce():
-    with KitDriver(start_with=1) as driver:
+    with WorldDriver(start_with=1) as driver:
         driver.start(outside_the_loop)
         driver.wait(lambda: driver.told("in loop"))
         driver.start(outside_the_loop)
@@ -215,7 +216,7 @@ def train_past_a_stopped_peer():
 
 
 def test_a_stopped_peer_is_cut_off_and_the_blocked_collective_ends_at_once():
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(train_past_a_stopped_peer, count=3)
         driver.wait(lambda: driver.told("stopping"))
         driver.evict(3)  # its sockets stay open: without the cut the others would wait for Gloo's timeout
@@ -238,7 +239,7 @@ def check_without_gradients():
 
 
 def test_members_without_an_optimizer_agree_by_a_small_reduction():
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(check_without_gradients, count=2)
         driver.wait(lambda: len(driver.told("in loop")) == 2)
         driver.start(check_without_gradients)
@@ -278,7 +279,7 @@ def dies_in_sync():
 
 
 def test_a_root_that_dies_during_the_sync_leaves_the_others_with_a_whole_state():
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(dies_in_sync, count=2)
         driver.wait(lambda: len(driver.told("in loop")) == 2)
         driver.start(dies_in_sync)

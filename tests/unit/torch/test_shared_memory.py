@@ -16,7 +16,8 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective import meeting, segment
 from spark_elastic.collective.process import process
 from spark_elastic.errors import InvalidSettingsError, UsageError
-from tests.unit.torch.kit import KitDriver, die, tell
+from tests.unit.world_link import die, tell
+from tests.unit.worlds import WorldDriver
 
 ONE_HOST, TWO_HOSTS = ("127.0.0.1",), ("127.0.0.1", "127.0.0.2")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.skipif(not meeting.futex.AVAILABLE, reason="words canno
 
 
 def together(function, count, *args, hosts=ONE_HOST):
-    with KitDriver(hosts=hosts, start_with=count) as driver:
+    with WorldDriver(hosts=hosts, start_with=count) as driver:
         driver.start(function, *args, count=count)
         return driver.results(count)
 
@@ -176,7 +177,7 @@ def waits_for(how: str):
 
 @pytest.mark.parametrize("how", ["killed", "stopped", "has left"])
 def test_a_peer_that_is_gone_ends_the_wait(how):
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(waits_for, how, count=3)
         driver.wait(lambda: driver.told("gone"))
         if how == "stopped":
@@ -199,7 +200,7 @@ def without_the_driver():
 
 
 def test_a_death_is_seen_without_the_driver_too():
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(without_the_driver, count=2)
         (message,) = driver.results(1)
         assert "rank 1 is gone" in message
@@ -282,7 +283,7 @@ def chooses(value: str, breaks: str):
 
 def _break(what: str) -> None:
     """On the second worker only."""
-    from tests.unit.torch.kit import link
+    from tests.unit.world_link import link
 
     if link().worker != 2:
         return

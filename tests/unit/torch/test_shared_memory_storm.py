@@ -12,7 +12,8 @@ import torch
 import spark_elastic.torch as hvd
 from spark_elastic.collective import meeting
 from spark_elastic.collective.process import process
-from tests.unit.torch.kit import KitDriver, link, tell
+from tests.unit.world_link import link, tell
+from tests.unit.worlds import WorldDriver
 
 pytestmark = pytest.mark.skipif(not meeting.futex.AVAILABLE, reason="words cannot be shared here")
 
@@ -58,7 +59,7 @@ def reduces_for(seconds: float, cores: int):
 def storm(seconds: float, members: int, hosts, cores: int, seed: int) -> tuple[int, list[int]]:
     chance = random.Random(seed)
     names = set(os.listdir("/dev/shm"))
-    with KitDriver(hosts=hosts, start_with=members) as driver:
+    with WorldDriver(hosts=hosts, start_with=members) as driver:
         driver.start(reduces_for, seconds, cores, count=members)
         driver.wait(lambda: len(driver.told("round")) >= members)
         end = time.time() + seconds - 1.0

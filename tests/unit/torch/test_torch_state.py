@@ -7,8 +7,8 @@ import torch
 import spark_elastic.torch as hvd
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.torch.elastic import StateHandler, TorchState, get_handler_registry, register_handler
-from tests.unit.torch.kit import KitDriver
 from tests.unit.torch.test_collectives import together
+from tests.unit.worlds import WorldDriver
 
 
 def stepped(model, optimizer, times: int = 1) -> None:
@@ -224,7 +224,7 @@ def different_models():
 
 
 def test_a_model_that_differs_from_the_roots_is_named():
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(different_models, count=2)
         (answer,) = driver.results(1)  # the root waits; its driver ends it when a function has raised
     assert "weight is (2, 2) torch.float32 there, and (3, 2)" in answer

@@ -15,7 +15,8 @@ from spark_elastic.collective.frontend import frontend
 from spark_elastic.collective.process import Position, Process, process
 from spark_elastic.core.topology import Member, Place, World
 from spark_elastic.worker_link import Assignment
-from tests.unit.torch.kit import KitDriver, link, tell
+from tests.unit.world_link import link, tell
+from tests.unit.worlds import WorldDriver
 
 
 def belongings() -> tuple[int, int, int]:
@@ -40,7 +41,7 @@ def rejoin_often(times: int, settled: int):
 
 
 def grows_by_nothing(times: int, settled: int) -> None:
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(rejoin_often, times, settled, count=2)
         results = driver.results(2)
     for (fds, threads, rss), (fds_after, threads_after, rss_after), _ in results:
@@ -70,7 +71,7 @@ def blocked_forever():
 
 
 def test_a_cut_ends_a_blocked_collective_and_refuses_every_later_one():
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(blocked_forever, count=3)
         driver.wait(lambda: len(driver.told("waiting")) == 2 and driver.told("not coming"))
         driver.evict(3)
@@ -93,7 +94,7 @@ def stops_before_connecting():
 
 
 def test_a_member_that_is_lost_while_the_world_connects_holds_nobody_up():
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(stops_before_connecting, count=2)
         driver.wait(lambda: driver.told("stopped"))
         driver.evict(2)
@@ -115,7 +116,7 @@ def forks():
 
 
 def test_a_forked_child_does_not_hold_its_parents_connections():
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(forks, count=2)
         assert driver.results(2) == [(11, 2.0)] * 2
 
@@ -131,7 +132,7 @@ def leaves_and_comes_again(times: int):
 
 
 def test_after_a_shutdown_init_connects_the_same_world_again():
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(leaves_and_comes_again, 4, count=2)
         assert driver.results(2) == [[6.0, 2.0] * 4] * 2
 

@@ -18,7 +18,7 @@ from spark_elastic.ml.keras.spec import MODEL_FILE
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.test_training_worlds import close
 from tests.unit.ml.keras.trainings import EPOCHS, STEPS, alone, make_training
-from tests.unit.torch.kit import KitDriver
+from tests.unit.worlds import WorldDriver
 
 
 class Diary(keras.callbacks.Callback):
@@ -194,7 +194,7 @@ def test_plain_values_and_arrays_are_remembered_and_nothing_else():
 
 
 def in_worker_that_remembers(data, folder, victim):
-    from tests.unit.torch.kit import die, link
+    from tests.unit.world_link import die, link
 
     ends = trainings.At("on_batch_end", 20, die if link().worker == victim else trainings._nothing)
     checkpoint = keras.callbacks.ModelCheckpoint(
@@ -221,7 +221,7 @@ def in_worker_that_remembers(data, folder, victim):
 
 @pytest.mark.parametrize("victim", [1, 2], ids=["rank 0", "another"])
 def test_what_they_remember_outlives_a_lost_worker(victim, data, tmp_path):
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(in_worker_that_remembers, data, tmp_path, victim, count=2)
         (result,) = driver.results(1)
     assert result["steps"] == STEPS

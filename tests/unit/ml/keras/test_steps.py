@@ -27,7 +27,7 @@ from tests.unit.ml.keras.trainings import (
     make_net,
     make_training,
 )
-from tests.unit.torch.kit import KitDriver
+from tests.unit.worlds import WorldDriver
 
 
 def moving(**options):
@@ -101,7 +101,7 @@ def test_running_means_are_those_of_one_worker_when_a_model_is_validated_and_wri
     from spark_elastic.ml.keras import weights
     from spark_elastic.ml.keras.spec import MODEL_FILE
 
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(in_worker, data, tmp_path, {}, {"norm": True}, count=3)
         results = driver.results(3)
     rows = next(Dataset.open(data / "plain").reader("validation", batch_size=1000).epoch(0))
@@ -114,11 +114,11 @@ def test_running_means_are_those_of_one_worker_when_a_model_is_validated_and_wri
 
 
 def test_the_batch_follows_the_number_of_workers_and_compression_is_a_little_less_exact(data, tmp_path, undisturbed):
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         changes = {"batch_size": None, "per_worker_batch_size": 16}
         driver.start(in_worker, data, tmp_path / "each", {}, changes, count=2)
         assert [result["steps"] for result in driver.results(2)] == [EPOCHS * -(-ROWS // 32)] * 2
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(in_worker, data, tmp_path / "bf16", {}, {"compression": "bf16"}, count=2)
         for result in driver.results(2):
             assert result["history"][-1]["label_sum"] == undisturbed[0]["history"][-1]["label_sum"]

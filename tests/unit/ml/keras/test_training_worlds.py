@@ -10,7 +10,7 @@ import pytest
 from spark_elastic.data.dataset import Dataset
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import EPOCHS, ROWS, STEPS, in_worker, in_worker_slowly, in_worker_variants
-from tests.unit.torch.kit import KitDriver
+from tests.unit.worlds import WorldDriver
 
 STEPS_AN_EPOCH = STEPS // EPOCHS
 VARIANTS = list(trainings.VARIANTS)
@@ -39,7 +39,7 @@ def test_every_row_counts_once_in_training_and_in_validation(undisturbed, data):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_number_of_workers_changes_nothing(size, data, tmp_path, undisturbed):
-    with KitDriver(start_with=size) as driver:
+    with WorldDriver(start_with=size) as driver:
         driver.start(in_worker, data, tmp_path, {}, count=size)
         for result in driver.results(size):
             assert result["size"] == size
@@ -51,7 +51,7 @@ def in_three(data, tmp_path_factory):
     """What the variants come to in a world of three, by name, of each worker."""
     folder, results = tmp_path_factory.mktemp("three"), [{}, {}, {}]
     for names in (VARIANTS[::3], VARIANTS[1::3], VARIANTS[2::3]):
-        with KitDriver(start_with=3) as driver:
+        with WorldDriver(start_with=3) as driver:
             driver.start(in_worker_variants, data, folder, names, count=3)
             for known, new in zip(results, driver.results(3), strict=True):
                 known |= new
@@ -89,7 +89,7 @@ KILLS = {
 
 @pytest.mark.parametrize(("victim", "kill"), KILLS.values(), ids=KILLS.keys())
 def test_a_worker_that_is_killed_changes_nothing(victim, kill, data, tmp_path, undisturbed):
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(in_worker, data, tmp_path, {victim: kill}, count=3)
         for result in driver.results(2):
             assert_as_undisturbed(result, tmp_path, undisturbed)
@@ -97,7 +97,7 @@ def test_a_worker_that_is_killed_changes_nothing(victim, kill, data, tmp_path, u
 
 
 def test_newcomers_take_over_everything_and_change_nothing(data, tmp_path, undisturbed):
-    with KitDriver(start_with=1) as driver:
+    with WorldDriver(start_with=1) as driver:
         driver.start(in_worker_slowly, data, tmp_path)
         driver.wait(lambda: driver.told("step"))
         driver.start(in_worker_slowly, data, tmp_path, count=2)
@@ -112,7 +112,7 @@ def test_newcomers_take_over_everything_and_change_nothing(data, tmp_path, undis
 @pytest.mark.parametrize("seed", range(30))
 def test_kills_and_arrivals_at_any_moment_change_nothing(seed, data, tmp_path, undisturbed):
     chance = random.Random(seed)
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(trainings.in_worker_that_tells, data, tmp_path, count=3)
         driver.wait(lambda: driver.told("step"))
         for _ in range(chance.randint(1, 3)):

@@ -319,12 +319,12 @@ def variant_of(name: str) -> dict[str, Any]:
         }
 
 
-# --- what workers do, for a KitDriver ---------------------------------------------------------------
+# --- what workers do, for a WorldDriver ---------------------------------------------------------------
 
 
 def in_worker(data: Path, folder: Path, plans: Mapping[int, tuple[Any, ...]], changes: Mapping[str, Any] | None = None):
     """plans: worker -> what ends it: ("on_batch_end", 7), ("before a reduction", 3), ("in a validation", 2)."""
-    from tests.unit.torch.kit import die, link
+    from tests.unit.world_link import die, link
 
     callbacks: list[Any] = []
     for worker, (kind, count) in plans.items():
@@ -348,7 +348,7 @@ def _die_within(kind: str, count: int) -> None:
     """Have this process end at the `count`-th time."""
     from spark_elastic.collective.fused import FusedReduction
     from spark_elastic.ml.keras.engine import KerasEngine
-    from tests.unit.torch.kit import die
+    from tests.unit.world_link import die
 
     place, name = {
         "before a reduction": (FusedReduction, "__call__"),
@@ -382,7 +382,7 @@ class EpochCounter(Callback):
         self.epochs = 0
 
     def on_batch_end(self, run: Any) -> None:
-        from tests.unit.torch.kit import tell
+        from tests.unit.world_link import tell
 
         tell("step", run.step)
         if run.size == 1 and run.step < STEPS - 5:
@@ -416,7 +416,7 @@ class Telling(Callback):
     """Tells the test of all that happens."""
 
     def _tell(self, name: str, run: Any) -> None:
-        from tests.unit.torch.kit import tell
+        from tests.unit.world_link import tell
 
         tell(name, run.step)
 

@@ -20,7 +20,7 @@ from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.test_training_worlds import assert_as_undisturbed, close
 from tests.unit.ml.torch.trainings import EPOCHS, STEPS, At, alone, make_training
-from tests.unit.torch.kit import KitDriver
+from tests.unit.worlds import WorldDriver
 
 
 class TheEnd(Exception):
@@ -117,7 +117,7 @@ def test_a_training_that_was_done_does_nothing_again(data, tmp_path, undisturbed
 @pytest.mark.parametrize("half", [True, False], ids=["half written", "written"])
 @pytest.mark.parametrize("file", ["state.pt", "checkpoint.json"])
 def test_a_job_whose_only_worker_was_killed_while_it_wrote_goes_on(file, half, data, tmp_path, undisturbed):
-    with KitDriver(start_with=1) as driver:
+    with WorldDriver(start_with=1) as driver:
         driver.start(trainings.in_worker_that_checkpoints, data, tmp_path, file, half)
         driver.wait(lambda: driver.told("dying"))
         driver._peers[1].process.join(30)
@@ -132,7 +132,7 @@ def test_another_number_of_workers_goes_on_to_the_same_result(data, tmp_path, un
     with pytest.raises(TheEnd):
         alone(make_training(data, tmp_path, checkpoints=plan, callbacks=[At("on_batch_end", 18, end)]))
     latest = checkpoints_in(tmp_path).latest()
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(trainings.in_worker_resumed, data, tmp_path, latest.name, count=2)
         for result in driver.results(2):
             assert_as_undisturbed(result, tmp_path, undisturbed)
@@ -227,7 +227,7 @@ def test_two_callbacks_cannot_both_choose_the_weights(data, tmp_path):
 def test_the_best_weights_outlive_the_worker_that_had_found_them_and_a_resume(data, tmp_path):
     alone(make_training(data, tmp_path / "one", epochs=1))
     best = trainings.weights(tmp_path / "one")
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(trainings.in_worker_with_best, data, tmp_path / "two", count=2)
         (result,) = driver.results(1)
         assert result["restored"] == 0

@@ -12,7 +12,7 @@ import spark_elastic.torch as hvd
 from spark_elastic.data.dataset import Dataset
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import BATCH, EPOCHS, ROWS, STEPS, in_worker, in_worker_slowly
-from tests.unit.torch.kit import KitDriver
+from tests.unit.worlds import WorldDriver
 
 STEPS_AN_EPOCH = STEPS // EPOCHS
 
@@ -40,7 +40,7 @@ def test_every_row_counts_once_in_training_and_in_validation(undisturbed, data):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_number_of_workers_changes_nothing(size, data, tmp_path, undisturbed):
-    with KitDriver(start_with=size) as driver:
+    with WorldDriver(start_with=size) as driver:
         driver.start(in_worker, data, tmp_path, {}, count=size)
         for result in driver.results(size):
             assert result["size"] == size
@@ -54,7 +54,7 @@ def test_no_setting_makes_the_result_depend_on_the_number_of_workers(
     chosen = weighted_data if "weighted" in trainings.VARIANTS[variant] else data
     single = trainings.make_training(chosen, tmp_path / "alone", **trainings.variant_of(variant))
     expected = trainings.alone(single), trainings.weights(tmp_path / "alone")
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(in_worker, chosen, tmp_path / "three", {}, variant, count=3)
         for result in driver.results(3):
             assert_as_undisturbed(result, tmp_path / "three", expected)
@@ -79,7 +79,7 @@ KILLS = {
 @pytest.mark.parametrize("victim", [1, 3], ids=["rank 0", "the last rank"])
 @pytest.mark.parametrize("kill", KILLS.values(), ids=KILLS.keys())
 def test_a_worker_that_is_killed_changes_nothing(kill, victim, data, tmp_path, undisturbed):
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(in_worker, data, tmp_path, {victim: kill}, count=3)
         for result in driver.results(2):
             assert_as_undisturbed(result, tmp_path, undisturbed)
@@ -89,14 +89,14 @@ def test_a_worker_that_is_killed_changes_nothing(kill, victim, data, tmp_path, u
 @pytest.mark.parametrize("half", [True, False], ids=["half written", "written"])
 @pytest.mark.parametrize("file", ["state.pt", "checkpoint.json", "model.pt", "history.json"])
 def test_rank_0_that_is_killed_while_it_writes_changes_nothing(file, half, data, tmp_path, undisturbed):
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(in_worker, data, tmp_path, {1: ("store", file, half)}, count=2)
         (result,) = driver.results(1)
         assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
 def test_two_kills_one_after_the_other_change_nothing(data, tmp_path, undisturbed):
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         plans = {1: ("on_batch_end", 3), 3: ("forward", 2 * STEPS_AN_EPOCH)}
         driver.start(in_worker, data, tmp_path, plans, count=3)
         (result,) = driver.results(1)
@@ -109,7 +109,7 @@ def test_metrics_with_states_count_each_row_once_through_a_kill(kill, data, tmp_
     variant = "metrics with states"
     single = trainings.make_training(data, tmp_path / "alone", **trainings.variant_of(variant))
     expected = trainings.alone(single), trainings.weights(tmp_path / "alone")
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(in_worker, data, tmp_path / "three", {2: kill}, variant, count=3)
         for result in driver.results(2):
             assert_as_undisturbed(result, tmp_path / "three", expected)
@@ -117,7 +117,7 @@ def test_metrics_with_states_count_each_row_once_through_a_kill(kill, data, tmp_
 
 
 def test_newcomers_take_over_everything_and_change_nothing(data, tmp_path, undisturbed):
-    with KitDriver(start_with=1) as driver:
+    with WorldDriver(start_with=1) as driver:
         driver.start(in_worker_slowly, data, tmp_path)
         driver.wait(lambda: driver.told("step"))
         driver.start(in_worker_slowly, data, tmp_path, count=2)
@@ -129,14 +129,14 @@ def test_newcomers_take_over_everything_and_change_nothing(data, tmp_path, undis
 
 
 def test_the_batch_follows_the_number_of_workers_if_it_is_given_by_worker(data, tmp_path):
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(in_worker, data, tmp_path, {}, "a batch for each worker", count=3)
         for result in driver.results(3):
             assert result["steps"] == EPOCHS * -(-ROWS // (3 * BATCH))
 
 
 def test_compressed_gradients_are_a_little_less_exact_between_workers(data, tmp_path, undisturbed):
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(in_worker, data, tmp_path, {}, "compressed", count=2)
         driver.results(2)
     assert trainings.weights(tmp_path) != close(undisturbed[1])
@@ -144,7 +144,7 @@ def test_compressed_gradients_are_a_little_less_exact_between_workers(data, tmp_
 
 
 def test_running_means_are_those_of_one_worker_when_a_model_is_validated_and_written(data, tmp_path):
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(trainings.in_worker_with_norm, data, tmp_path, count=3)
         results = driver.results(3)
     rows = next(Dataset.open(data).reader("validation", batch_size=1000).epoch(0))
@@ -159,14 +159,14 @@ def test_running_means_are_those_of_one_worker_when_a_model_is_validated_and_wri
 def test_clipping_does_not_look_at_parameters_that_the_optimizer_does_not_have(data, tmp_path):
     expected = trainings.in_worker_with_a_head(data, tmp_path / "alone")
     hvd.shutdown()
-    with KitDriver(start_with=2) as driver:
+    with WorldDriver(start_with=2) as driver:
         driver.start(trainings.in_worker_with_a_head, data, tmp_path / "two", count=2)
         for result in driver.results(2):
             assert_as_undisturbed(result, tmp_path / "two", (expected, trainings.weights(tmp_path / "alone")))
 
 
 def test_all_workers_stop_when_one_of_them_asks_for_it(data, tmp_path):
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(trainings.in_worker_that_stops, data, tmp_path, count=3)
         results = driver.results(3)
     assert [result["steps"] for result in results] == [5, 5, 5]
@@ -178,7 +178,7 @@ def test_all_workers_stop_when_one_of_them_asks_for_it(data, tmp_path):
 @pytest.mark.parametrize("seed", range(30))
 def test_kills_and_arrivals_at_any_moment_change_nothing(seed, data, tmp_path, undisturbed):
     chance = random.Random(seed)
-    with KitDriver(start_with=3) as driver:
+    with WorldDriver(start_with=3) as driver:
         driver.start(trainings.in_worker_that_tells, data, tmp_path, count=3)
         driver.wait(lambda: driver.told("step"))
         for _ in range(chance.randint(1, 3)):

@@ -245,8 +245,8 @@ WORLDLY: dict[str, dict[str, Any]] = {
 
 
 def in_worker(data: Path, folder: Path, plans: Mapping[int, tuple[Any, ...]], variant: str = "plain") -> Any:
-    """For a `KitDriver`. plans: worker -> what ends it: ("on_batch_end", 7), ("forward", 3), ("store", "model.pt")."""
-    from tests.unit.torch.kit import die, link
+    """For a `WorldDriver`. plans: worker -> what ends it: ("on_batch_end", 7), ("forward", 3) or ("store", "a.pt")."""
+    from tests.unit.world_link import die, link
 
     training = make_training(data, folder, **variant_of(variant))
     for worker, (kind, *rest) in plans.items():
@@ -284,7 +284,7 @@ class EpochCounter(Callback):
         self.epochs = 0
 
     def on_batch_end(self, run: Any) -> None:
-        from tests.unit.torch.kit import tell
+        from tests.unit.world_link import tell
 
         tell("step", run.step)
         if run.size == 1 and run.step < STEPS - 5:
@@ -307,7 +307,7 @@ def in_worker_slowly(data: Path, folder: Path) -> Any:
 
 def in_worker_that_checkpoints(data: Path, folder: Path, file: str, half: bool) -> Any:
     """Ends while it writes its second checkpoint."""
-    from tests.unit.torch.kit import die, tell
+    from tests.unit.world_link import die, tell
 
     training = make_training(data, folder)
     calls = itertools.count(1)
@@ -329,7 +329,7 @@ def in_worker_resumed(data: Path, folder: Path, name: str) -> Any:
 
 def in_worker_with_best(data: Path, folder: Path) -> Any:
     """The first epoch is the best; rank 0 ends in the second."""
-    from tests.unit.torch.kit import die, link
+    from tests.unit.world_link import die, link
 
     dies = At("on_batch_end", 20, die if link().worker == 1 else lambda: None)
     callbacks = [BestCheckpoint("lr", mode="max"), dies]
@@ -359,7 +359,7 @@ def in_worker_that_stops(data: Path, folder: Path) -> Any:
 
 
 def in_worker_that_tells(data: Path, folder: Path) -> Any:
-    from tests.unit.torch.kit import tell
+    from tests.unit.world_link import tell
 
     events = {
         f"on_{name}": lambda run, *_, name=name: tell(name, run.step)

@@ -6,186 +6,33 @@ fork server has forked off, so it starts in milliseconds with torch imported; th
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import multiprocessing as mp
 import os
 import signal
 import threading
-import traceback
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-from spark_elastic import worker_link
 from spark_elastic.core.topology import Member, Place, World
-from spark_elastic.errors import HorovodInternalError
-from spark_elastic.worker_link import Assignment, ProvisionalPosition
+from tests.unit.world_link import worker_main
 
 WAIT_S = 60.0
-"""For anything that a test waits for; it fails then."""
+"""A test fails when nothing at all has happened for so long, while it waits for something."""
+LONGEST_WAIT_S = 300.0
 
 _context = mp.get_context("forkserver")
 # torch._dynamo: the first optimizer of a process imports it, which takes longer than everything else here
 _context.set_forkserver_preload(
     [
-        *("torch", "torch._dynamo", "spark_elastic.torch", "spark_elastic.torch.elastic"),
+        *("torch", "torch._dynamo", "spark_elastic.torch", "spark_elastic.torch.elastic", "spark_elastic.ml.torch"),
         # importing TensorFlow starts nothing that a fork would lose; its first operation does
-        *("tensorflow", "keras", "spark_elastic.tensorflow", "spark_elastic.keras"),
+        *("tensorflow", "keras", "spark_elastic.tensorflow", "spark_elastic.keras", "spark_elastic.ml.keras"),
+        *("pytest", "psutil"),  # as the modules do that hold the functions
     ]
 )
-
-
-# --- the worker's side ----------------------------------------------------------------------------
-
-
-class KitLink:
-    """A `WorkerLink` over a connection to a `KitDriver`."""
-
-    def __init__(self, connection: Connection, worker: int) -> None:
-        self.worker = worker
-        self.progress: int | None = None
-        self._connection = connection
-        self._send_lock = threading.Lock()
-        self._changed = threading.Condition()
-        self._assignments: list[Any] = []
-        self._newest: Assignment | None = None
-        self._values: dict[int, list[bytes]] = {}
-        self._requests = 0
-        self._updates = 0
-        self._cut = (0, "")
-        self._on_cut: Callable[[int, str], None] | None = None
-        threading.Thread(target=self._read, name="kit-link", daemon=True).start()
-
-    def send(self, *message: Any) -> None:
-        with self._send_lock:
-            self._connection.send(message)
-
-    def _read(self) -> None:
-        try:
-            while True:
-                kind, *rest = self._connection.recv()
-                callback = None
-                with self._changed:
-                    if kind == "world":
-                        self._assignments.append(Assignment(rest[0], self.worker, rest[1], self._updates))
-                    elif kind == "provisional":
-                        self._assignments.append(ProvisionalPosition(*rest))
-                    elif kind == "updated":
-                        self._updates = rest[0]
-                    elif kind == "cut":
-                        self._cut = (rest[0], rest[1])
-                        callback = self._on_cut
-                    elif kind == "values":
-                        self._values[rest[0]] = rest[1]
-                    self._changed.notify_all()
-                if callback is not None:
-                    callback(*self._cut)
-        except (EOFError, OSError):
-            self.driver_gone()
-
-    def driver_gone(self) -> None:
-        os._exit(7)  # and so are we
-
-    def _next(self) -> Any:
-        with self._changed:
-            self._changed.wait_for(lambda: self._assignments)
-            answer = self._assignments.pop(0)
-            self._newest = answer if isinstance(answer, Assignment) else self._newest
-            return answer
-
-    def join_at_init(self) -> Any:
-        if self._newest is not None:
-            return self._newest  # as the real one: who is in a world is still in it after `shutdown`
-        self.send("ready", 0, None, True)
-        return self._next()
-
-    def join(self, round: int, progress: int | None) -> Assignment:
-        self.send("ready", round, progress, False)
-        answer = self._next()
-        assert isinstance(answer, Assignment)
-        return answer
-
-    def report_progress(self, progress: int) -> None:
-        self.progress = progress
-
-    def entered_loop(self) -> None:
-        pass
-
-    def blocked(self, waiting: bool) -> None:
-        pass
-
-    def updates_seen(self) -> int:
-        return self._updates
-
-    def cut_round(self) -> int:
-        return self._cut[0]
-
-    def on_cut(self, callback: Callable[[int, str], None] | None) -> None:
-        with self._changed:
-            self._on_cut = callback
-            cut = self._cut
-        if callback is not None and cut[0]:
-            callback(*cut)
-
-    def derive_key(self, purpose: str) -> bytes:
-        return hmac.digest(b"the key of this test", purpose.encode(), hashlib.sha256)
-
-    def kv_set(self, round: int, key: str, value: bytes) -> None:
-        self.send("set", round, key, value)
-
-    def kv_get(self, round: int, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        with self._changed:
-            self._requests += 1
-            request = self._requests
-        self.send("get", round, request, list(keys))
-        with self._changed:
-            done = self._changed.wait_for(lambda: request in self._values or self._cut[0] >= round, timeout_s)
-            if request in self._values:
-                return self._values.pop(request)
-        if done:
-            raise HorovodInternalError(f"round {round} was cut: {self._cut[1]}")
-        raise TimeoutError(f"{keys} were not set within {timeout_s} s")
-
-
-def link() -> KitLink:
-    """The link of this worker process."""
-    current = worker_link.current()
-    assert isinstance(current, KitLink)
-    return current
-
-
-def tell(name: str, value: Any = None) -> None:
-    """Tell the test something."""
-    link().send("event", name, value)
-
-
-def die() -> None:
-    """End this process as the kernel ends one."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _worker_main(address: str, worker: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    connection = Client(address, family="AF_UNIX")
-    own = KitLink(connection, worker)
-    worker_link.install(own)
-    own.send("hello", worker)
-    try:
-        result = function(*args)
-    except BaseException:  # the test shows it
-        own.send("raised", traceback.format_exc())
-    else:
-        own.send("done", result)
-    worker_link.install(None)
-    with own._changed:
-        own._changed.wait()  # the driver ends us, so that a peer still finds our sockets open
-
-
-# --- the test's side ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -199,7 +46,7 @@ class _Peer:
 
 
 @dataclass
-class KitDriver:
+class WorldDriver:
     """Starts workers, publishes worlds, cuts them. Use as a context manager; leaving it kills every worker."""
 
     hosts: Sequence[str] = ("127.0.0.1",)
@@ -224,7 +71,7 @@ class KitDriver:
         self._listener = Listener(family="AF_UNIX", backlog=64)
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def __enter__(self) -> KitDriver:
+    def __enter__(self) -> WorldDriver:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -251,7 +98,7 @@ class KitDriver:
                 worker = self._next_worker
                 self._next_worker += 1
             process = _context.Process(
-                target=_worker_main, args=(self._listener.address, worker, function, args), daemon=True
+                target=worker_main, args=(self._listener.address, worker, function, args), daemon=True
             )
             with self._changed:
                 self._peers[worker] = _Peer(worker, process)
@@ -271,11 +118,13 @@ class KitDriver:
 
     def wait(self, condition: Callable[[], Any]) -> None:
         """Block until the condition holds; it is looked at whenever anything has happened."""
+        until = time.monotonic() + LONGEST_WAIT_S
         with self._changed:
-            ok = self._changed.wait_for(lambda: condition() or self.raised, WAIT_S)
+            while not condition() and not self.raised:
+                happened = self._changed.wait(WAIT_S) and time.monotonic() < until
+                assert happened or condition(), f"still waiting; world {self.world}, events {self.events[-5:]}"
         if self.raised:
             raise AssertionError("a worker raised:\n" + "\n".join(self.raised))
-        assert ok, f"nothing happened for {WAIT_S} s; world {self.world}, events {self.events[-5:]}"
 
     def results(self, count: int) -> list[Any]:
         """What the first `count` workers that finish return, in the order of their ids."""
