@@ -1,23 +1,28 @@
-"""Writes the generated parts of `protocol.md` anew from the code: `python docs/generate.py` from the repository root.
+"""Writes the generated parts of the pages anew: `python docs/generate.py` from the repository root.
 
-A generated part stands between `<!-- generated: name -->` and `<!-- end -->`. A test compares them with the code.
+A generated part stands between `<!-- generated: name -->` and `<!-- end -->`; it comes from tables, docstrings and
+settings in the code, or from the measurements in `benchmarks/results`. A test compares pages and code.
 """
 
 from __future__ import annotations
 
 import ast
-import enum
 import inspect
+import json
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from spark_elastic import errors
 from spark_elastic.core import commands, events
 from spark_elastic.core.states import PHASES, WORKERS, Table
 from spark_elastic.wire import messages
 
-PAGE = Path(__file__).parent / "protocol.md"
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -73,45 +78,197 @@ def _first_paragraph(text: str) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
-class Part(enum.Enum):
-    """The generated parts, by their name in the page."""
+# --- errors.md --------------------------------------------------------------------------------------------------------
 
-    phase_diagram = "phase_diagram"
-    phase_states = "phase_states"
-    phase_transitions = "phase_transitions"
-    worker_diagram = "worker_diagram"
-    worker_states = "worker_states"
-    worker_transitions = "worker_transitions"
-    messages = "messages"
-    events = "events"
-    commands = "commands"
 
-    def text(self) -> str:
-        match self:
-            case Part.phase_diagram:
-                return diagram(PHASES)
-            case Part.phase_states:
-                return states(PHASES)
-            case Part.phase_transitions:
-                return transitions(PHASES)
-            case Part.worker_diagram:
-                return diagram(WORKERS)
-            case Part.worker_states:
-                return states(WORKERS)
-            case Part.worker_transitions:
-                return transitions(WORKERS)
-            case Part.messages:
-                return message_tables()
-            case Part.events:
-                return dataclass_table(events, "event")
-            case Part.commands:
-                return dataclass_table(commands, "command")
+def error_tree() -> str:
+    """The classes of `errors.py`, each with the first line of its docstring, indented under its base."""
+    known = [value for value in vars(errors).values() if inspect.isclass(value) and value.__module__ == errors.__name__]
+
+    def lines(base: type, depth: int) -> list[str]:
+        mine = f"{'    ' * depth}{base.__name__}"
+        also = [other.__name__ for other in base.__bases__ if other not in known and other is not Exception]
+        words = _first_paragraph(base.__doc__ or "").replace("`", "").partition(". ")[0].rstrip(".")
+        told = f"{mine:<39} {words}" + (f" (also {' and '.join(also)})" if also else "")
+        return [told, *(line for each in known if each.__bases__[0] is base for line in lines(each, depth + 1))]
+
+    return "\n".join(["```text", *lines(errors.SparkElasticError, 0), "```", ""])
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def run_settings() -> str:
+    """The arguments of `spark_elastic.run`, as its docstring tells them."""
+    from spark_elastic.runner import run
+
+    told = _arguments(inspect.getdoc(run) or "")
+    rows = []
+    for name, parameter in inspect.signature(run).parameters.items():
+        if name in ("args", "kwargs"):
+            continue
+        group = next(names for names in told if name in names)
+        default = "" if parameter.default in (inspect.Parameter.empty, None) else f"`{parameter.default!r}`"
+        rows.append(f"| `{name}` | {default} | {_cell(told[group])} |")
+    return "\n".join(["| name | default | meaning |", "|---|---|---|", *rows, ""])
+
+
+def _arguments(doc: str) -> dict[tuple[str, ...], str]:
+    """What a docstring says under Args: (name, ...) -> its words."""
+    told: dict[tuple[str, ...], str] = {}
+    section = doc.partition("Args:\n")[2].partition("\n\n")[0]
+    for entry in re.split(r"\n(?= {4}\S)", section):
+        names, _, words = entry.strip().partition(": ")
+        told[tuple(name.strip() for name in names.split(","))] = " ".join(words.split())
+    return told
+
+
+def common_settings() -> str:
+    """The settings that all estimators have, by what they are about."""
+    from spark_elastic.ml.estimator import ElasticEstimator
+
+    parts: list[str] = []
+    for cls in reversed(ElasticEstimator.__mro__):
+        own = _declared(cls)
+        if own:
+            parts += [f"**{(cls.__doc__ or '').strip().splitlines()[0].rstrip('.')}**", "", *_setting_rows(own), ""]
+    return "\n".join(parts)
+
+
+def torch_settings() -> str:
+    from spark_elastic import ElasticTorchEstimator
+
+    return "\n".join([*_setting_rows(_declared(ElasticTorchEstimator)), ""])
+
+
+def keras_settings() -> str:
+    """Importing the class needs no Keras; making one does."""
+    from spark_elastic import ElasticKerasEstimator
+
+    return "\n".join([*_setting_rows(_declared(ElasticKerasEstimator)), ""])
+
+
+def _declared(cls: type) -> list[Any]:
+    return [value for value in vars(cls).values() if type(value).__name__ == "Param"]
+
+
+def _setting_rows(settings: list[Any]) -> list[str]:
+    rows = [
+        f"| `{each.name}` | {'' if each.default is None else f'`{each.default!r}`'} | {_cell(each.doc)} |"
+        for each in settings
+    ]
+    return ["| name | default | meaning |", "|---|---|---|", *rows]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+# --- benchmarks.md ----------------------------------------------------------------------------------------------------
+
+
+def results() -> str:
+    """Every series of every file in `benchmarks/results`, with the machine's load when it was measured."""
+    parts: list[str] = []
+    for path in sorted(RESULTS.glob("*.json")):
+        document = json.loads(path.read_text())
+        if "series" in document:
+            parts += _series_of(path.name, document)
+        elif "models" in document:
+            parts += _step_times(path.name, document)
+    return "\n".join(parts)
+
+
+def _series_of(name: str, document: dict[str, Any]) -> list[str]:
+    machine = document["machine"]
+    load = machine.get("load_average_1min")
+    rows = [
+        f"| {_cell(s['name'])} | {s['unit']} | {_number(s['p50'])} | {_number(s['p99'])} | {s['count']} |"
+        for s in document["series"]
+    ]
+    when = f"{machine['when'][:10]}, {machine['cores']} cores, load {load}"
+    return [
+        f"**`{name}`** ({when})",
+        "",
+        "| what | unit | p50 | p99 | measured |",
+        "|---|---|---|---|---|",
+        *rows,
+        "",
+    ]
+
+
+def _step_times(name: str, document: dict[str, Any]) -> list[str]:
+    rows = [
+        f"| {model}: {way} | {_number(each['median_ms'])} | {_number(each['ratio_to_ddp'])} |"
+        for model, ways in document["models"].items()
+        for way, each in ways.items()
+    ]
+    return [
+        f"**`{name}`** ({document['what']}; {document['cores']} cores, load {document['load'][0]:.2f})",
+        "",
+        "| model: way | median, ms | of DDP's |",
+        "|---|---|---|",
+        *rows,
+        "",
+    ]
+
+
+def _number(value: float) -> str:
+    """Three digits that say something; thousands whole."""
+    if value == 0:
+        return "0"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "phase_diagram": lambda: diagram(PHASES),
+    "phase_states": lambda: states(PHASES),
+    "phase_transitions": lambda: transitions(PHASES),
+    "worker_diagram": lambda: diagram(WORKERS),
+    "worker_states": lambda: states(WORKERS),
+    "worker_transitions": lambda: transitions(WORKERS),
+    "messages": message_tables,
+    "events": lambda: dataclass_table(events, "event"),
+    "commands": lambda: dataclass_table(commands, "command"),
+    "error_tree": error_tree,
+    "run_settings": run_settings,
+    "common_settings": common_settings,
+    "torch_settings": torch_settings,
+    "keras_settings": keras_settings,
+    "results": results,
+}
+"""The generated parts, by their name in the pages."""
 
 
 def generated(page: str) -> str:
     """The page with its generated parts as the code has them now."""
-    return _PART.sub(lambda match: f"{match[1]}{Part(match[2]).text()}{match[4]}", page)
+    return _PART.sub(lambda match: f"{match[1]}{PARTS[match[2]]()}{match[4]}", page)
+
+
+def pictures() -> dict[Path, str]:
+    """The drawn files."""
+    import timeouts
+
+    return {DOCS / "images" / "timeouts.svg": timeouts.svg()}
+
+
+def write() -> list[Path]:
+    """Returns: the files that have changed."""
+    changed = []
+    for path, drawn in pictures().items():
+        if not path.exists() or path.read_text() != drawn:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(drawn)
+            changed.append(path)
+    for path in sorted(DOCS.glob("*.md")):
+        old = path.read_text()
+        new = generated(old)
+        if new != old:
+            path.write_text(new)
+            changed.append(path)
+    return changed
 
 
 if __name__ == "__main__":
-    PAGE.write_text(generated(PAGE.read_text()))
+    for path in write():
+        print(f"written: {path}", file=sys.stderr)

@@ -1,25 +1,8 @@
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
 from spark_elastic.core.states import PHASES, WORKERS, Phase, WorkerState
-
-DOCS = Path(__file__).parents[3] / "docs"
-
-
-def test_the_generated_parts_of_the_protocol_page_are_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
-    page = (DOCS / "protocol.md").read_text()
-    assert generate.generated(page) == page, "run: python docs/generate.py"
-    for part in generate.Part:
-        assert f"<!-- generated: {part.value} -->" in page
 
 
 def test_every_state_has_a_meaning_and_can_be_reached() -> None:

@@ -1,0 +1,52 @@
+"""Every block of code in README and docs/ is run: pages from top to bottom, all of them in one process.
+
+A page's blocks share their names, as if they were typed in one after the other. All pages share one Spark session: the
+first to ask for one gets it, and the others find it. Blocks of shell are run in a folder that has the repository's
+examples, and what the page's Python has left there. What cannot be run here says why, in a comment before it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pages import PAGES, ROOT, blocks
+
+RUNNER = Path(__file__).with_name("page_runner.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the pages are run."""
+    made = tmp_path_factory.mktemp("pages")
+    for name in ("examples", "benchmarks", "docs"):
+        (made / name).symlink_to(ROOT / name)
+    return made
+
+
+@pytest.fixture(scope="module")
+def outcome(folder: Path) -> dict[str, str]:
+    """Page -> what it printed, and how it failed."""
+    env = {**os.environ, "PYSPARK_PYTHON": sys.executable, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    told = folder / "outcome.json"
+    done = subprocess.run(
+        [sys.executable, str(RUNNER), str(told)], cwd=folder, env=env, capture_output=True, text=True, timeout=600
+    )
+    assert told.exists(), done.stdout + done.stderr
+    return dict(json.loads(told.read_text()))
+
+
+@pytest.mark.parametrize("page", [page.name for page in PAGES])
+def test_the_code_of_a_page_can_be_typed_in_from_top_to_bottom(page: str, outcome: dict[str, str]) -> None:
+    has_code = any(b.page.name == page and b.not_run is None for b in blocks("python", "sh"))
+    if not has_code:
+        assert page not in outcome
+        return
+    assert outcome[page] == "", outcome[page]
