@@ -128,7 +128,7 @@ def common_settings() -> str:
     from spark_elastic.ml.estimator import ElasticEstimator
 
     parts: list[str] = []
-    for cls in reversed(ElasticEstimator.__mro__):
+    for cls in ElasticEstimator.__mro__:
         own = _declared(cls)
         if own:
             parts += [f"**{(cls.__doc__ or '').strip().splitlines()[0].rstrip('.')}**", "", *_setting_rows(own), ""]
@@ -167,6 +167,25 @@ def _cell(text: str) -> str:
 # --- benchmarks.md ----------------------------------------------------------------------------------------------------
 
 
+CAPTIONS = {
+    "data-write.json": "rows from Spark into packed records, against Parquet and against row by row",
+    "data_read.json": "shuffled batches of 1,024 from packed records, 2 M rows",
+    "fit.json": "a whole fit of an estimator, 200 k rows × 20, 3 epochs, warm session",
+    "fit_throughput_1024.json": "rows a second of an estimator's training, against DDP over tensors in memory",
+    "keras_step_time.json": "a step of model.fit, 784-512-512-10 MLP at batch 64, 2 workers",
+    "membership-changes.json": "what a thousand changes of the world leave behind in the processes",
+    "recovery-executor-local-cluster.json": "kill -9 of an executor's JVM, local-cluster",
+    "recovery-executor-standalone.json": "kill -9 of an executor's JVM, standalone cluster",
+    "recovery-link-namespaces.json": "a host's link is taken down, hosts are network namespaces, heartbeat_timeout 2 s",
+    "recovery-stop-processes.json": "SIGSTOP of a worker, heartbeat_timeout 2 s",
+    "recovery-worker-processes.json": "SIGKILL of a worker",
+    "recovery-worker-processes-keras.json": "SIGKILL of a worker in the middle of model.fit",
+    "start-local-cluster.json": "from the call to the first step, 2 workers, local-cluster, warm session",
+    "start-standalone.json": "from the call to the first step, 2 workers, standalone cluster",
+    "transform.json": "rows a second of a fitted model, 1 M rows",
+}
+
+
 def results() -> str:
     """Every series of every file in `benchmarks/results`, with the machine's load when it was measured."""
     parts: list[str] = []
@@ -188,7 +207,7 @@ def _series_of(name: str, document: dict[str, Any]) -> list[str]:
     ]
     when = f"{machine['when'][:10]}, {machine['cores']} cores, load {load}"
     return [
-        f"**`{name}`** ({when})",
+        f"**`{name}`**: {CAPTIONS[name]} ({when})" if name in CAPTIONS else f"**`{name}`** ({when})",
         "",
         "| what | unit | p50 | p99 | measured |",
         "|---|---|---|---|---|",

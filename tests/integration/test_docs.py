@@ -26,6 +26,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("pages")
     for name in ("examples", "benchmarks", "docs"):
         (made / name).symlink_to(ROOT / name)
+    command = made / "bin" / "spark-elastic"  # of this tree, whatever is installed
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m spark_elastic "$@"\n')
+    command.chmod(0o755)
     return made
 
 
@@ -33,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcome(folder: Path) -> dict[str, str]:
     """Page -> what it printed, and how it failed."""
     env = {**os.environ, "PYSPARK_PYTHON": sys.executable, "TF_CPP_MIN_LOG_LEVEL": "2"}
-    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+    env["PATH"] = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), env["PATH"]])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     told = folder / "outcome.json"
     done = subprocess.run(

@@ -143,6 +143,12 @@ def test_every_block_says_what_it_is() -> None:
     assert unknown == []
 
 
+def test_diagrams_hold_no_semicolon_which_would_end_a_line_of_theirs() -> None:
+    for block in blocks("mermaid"):
+        assert re.match(r"flowchart|sequenceDiagram|stateDiagram-v2", block.code), str(block)
+        assert ";" not in block.code, str(block)
+
+
 def test_python_that_is_not_run_is_python() -> None:
     for block in blocks("python"):
         compile(block.code, str(block), "exec")
