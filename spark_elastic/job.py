@@ -6,11 +6,15 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
+from spark_elastic import clock
+from spark_elastic.core.changes import Change
 from spark_elastic.core.timeline import Record
+from spark_elastic.drawing import draw_job, event_rows
 from spark_elastic.driver.elastic_driver import ElasticDriver, JobStatus
 from spark_elastic.errors import ResultError
 
@@ -33,6 +37,7 @@ class ElasticJob:
         self._results: list[Any] | None = None
         self._error: BaseException | None = None
         self._over = threading.Event()
+        self._began = clock.wall()
         self._thread = threading.Thread(target=self._run, name=f"spark_elastic-job-{name}", daemon=True)
         _running.add(self)
         self._thread.start()
@@ -73,6 +78,19 @@ class ElasticJob:
     def events(self) -> list[Record]:
         """The membership timeline so far: typed records, times in seconds since the epoch."""
         return self._driver.events()
+
+    def changes(self) -> list[Change]:
+        """What became of the workers so far, in words and numbers; times in seconds since the epoch."""
+        return self._driver.changes()
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """The number of workers over time, with the faults.
+
+        path: a file to write it to as well; its ending (.png, .svg, .pdf) says how.
+        Returns: a matplotlib Figure.
+        Raises: UsageError: matplotlib is not installed (extra `plot`).
+        """
+        return draw_job(event_rows(self.changes(), self._began), self.name, path)
 
     def _run(self) -> None:
         try:

@@ -20,12 +20,14 @@ from typing import Protocol
 from spark_elastic import clock
 from spark_elastic.core import commands as do
 from spark_elastic.core import events as seen
+from spark_elastic.core.changes import Change
 from spark_elastic.core.membership import Membership
 from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.states import Phase
-from spark_elastic.core.timeline import JobEnded, PlaceCooledDown, Record, Waiting, WorldStarted
+from spark_elastic.core.timeline import JobEnded, Record, Waiting
 from spark_elastic.core.topology import AgentId, SlotId, WorkerId, World
 from spark_elastic.driver.addresses import AddressBook
+from spark_elastic.driver.announcer import Announcer
 from spark_elastic.driver.launcher import Launcher, OnEnded
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.registry import WorkerStateRegistry
@@ -102,7 +104,6 @@ class ElasticDriver:
         self._listening = listening
         self._sources = sources
         self._printer = printer
-        self._verbose = verbose
         self._machine = Membership(settings)
         self.registry = WorkerStateRegistry(settings.reset_limit)
         self._server = RendezvousServer(
@@ -118,9 +119,9 @@ class ElasticDriver:
         self._slot_of: dict[AgentId, SlotId] = {}
         self._results: dict[WorkerId, bytes] = {}
         self._world: World | None = None
-        self._waiting_for = ""
-        self._timeline: list[Record] = []
+        self._announcer = Announcer(order.job, printer.line, verbose)
         self._timer: asyncio.TimerHandle | None = None
+        self._telling: asyncio.TimerHandle | None = None
         self._ending = False
         self._expected_results: tuple[WorkerId, ...] | None = None
         self._result_in: dict[SlotId, WorkerId] = {}
@@ -162,7 +163,8 @@ class ElasticDriver:
 
     def note_waiting(self, reason: str) -> None:
         """Show what is waited for before `run`."""
-        self._announce(Waiting(clock.monotonic(), reason, None))
+        self._announcer.announce(Waiting(clock.monotonic(), reason, None))
+        self._tell()
 
     def never_ran(self, error: BaseException) -> BaseException:
         """Note that the job ended before `run` was called. Returns: what to raise; a cancellation has its own words."""
@@ -175,7 +177,11 @@ class ElasticDriver:
 
     def events(self) -> list[Record]:
         """The membership timeline so far; `at` and other times are seconds since the epoch."""
-        return list(self._timeline)
+        return self._announcer.timeline
+
+    def changes(self) -> list[Change]:
+        """What became of the world so far; `at` in seconds since the epoch."""
+        return self._announcer.changes
 
     def status(self) -> JobStatus:
         known = self._machine.status()
@@ -184,7 +190,7 @@ class ElasticDriver:
             round=known["round"],
             size=known["size"],
             progress=known["progress"],
-            waiting_for=self._waiting_for,
+            waiting_for=self._announcer.waiting,
         )
 
     # --- the job's thread ---------------------------------------------------------------------------
@@ -220,8 +226,10 @@ class ElasticDriver:
             await self._ended.wait()
             return await self._outcome()
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
+            for timer in (self._timer, self._telling):
+                if timer is not None:
+                    timer.cancel()
+            self._announcer.tell(clock.monotonic(), last=True)
             await self._close_all()
             await self._server.close()
 
@@ -291,11 +299,14 @@ class ElasticDriver:
         try:
             commands = self._machine.handle(event, now)
             self.registry.observe(event, commands)
+            self._announcer.observe(event, commands, now)
             for command in commands:
                 self._carry_out(command)
         except Exception as error:  # a bug in here must end the job, not leave it waiting
             logger.exception("the driver failed on %r", event)
             self._fail(JobError(f"internal error in the driver on {event!r}: {error!r}"))
+        if not isinstance(event, (seen.WorkerAlive, seen.AgentAlive)):
+            self._tell()
         self._set_timer(now)
 
     def _set_timer(self, now: float) -> None:
@@ -444,7 +455,7 @@ class ElasticDriver:
             case do.Announce(JobEnded()) if self._has_failed:
                 pass  # announced with what is behind it
             case do.Announce(record):
-                self._announce(record)
+                self._announcer.announce(record)
 
     def _publish(self, world: World) -> None:
         self._world = world
@@ -481,24 +492,17 @@ class ElasticDriver:
 
     def _announce_failure(self, error: BaseException) -> None:
         self._has_failed = True
-        self._announce(JobEnded(clock.monotonic(), "failed", str(error) or type(error).__name__))
+        self._announcer.announce(JobEnded(clock.monotonic(), "failed", str(error) or type(error).__name__))
 
-    def _announce(self, record: Record) -> None:
-        to_wall = clock.wall() - clock.monotonic()
-        times = {"at": record.at + to_wall}
-        if isinstance(record, Waiting) and record.deadline is not None:
-            times["deadline"] = record.deadline + to_wall
-        if isinstance(record, PlaceCooledDown):
-            times["until"] = record.until + to_wall
-        self._timeline.append(dataclasses.replace(record, **times))
-        text = str(record)
-        if isinstance(record, Waiting):
-            self._waiting_for = record.reason
-        if isinstance(record, (JobEnded, WorldStarted)):
-            self._waiting_for = ""
-        logger.info("%s: %s", self._order.job, text)
-        if (self._verbose >= 1 and not isinstance(record, Waiting)) or self._verbose >= 2:
-            self._printer.line(f"spark_elastic: {text}")
+    def _tell(self) -> None:
+        """Lines for people, now or as soon as enough is known."""
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        now = clock.monotonic()
+        due = self._announcer.tell(now)
+        if due is not None and self._loop is not None:
+            self._telling = self._loop.call_later(due - now, self._tell)
 
     def _name_of(self, worker: WorkerId, agent: AgentId) -> str:
         if self._world is not None and worker in self._world.workers:

@@ -21,6 +21,7 @@ from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.sharing import ensure_shared
 from spark_elastic.data.spark_connect import refuse_connect
 from spark_elastic.data.store import Store
+from spark_elastic.drawing import event_rows
 from spark_elastic.driver import preflight
 from spark_elastic.errors import (
     CheckpointError,
@@ -34,7 +35,7 @@ from spark_elastic.ml import preparation
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.describing import described, digest
 from spark_elastic.ml.history import History
-from spark_elastic.ml.model import ElasticModel, Fitted, event_rows
+from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.outputs import OutputShape
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.preparation import WEIGHT, Tensors
@@ -70,8 +71,9 @@ class TrialRun:
 
 @dataclass
 class Parts:
-    """Seconds that the parts of a fit took, by name."""
+    """Seconds that the parts of a fit took, by name. began: in seconds since 1970."""
 
+    began: float = field(default_factory=clock.wall)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -387,24 +389,26 @@ class ElasticEstimator(
         with parts.part("try"):
             trial = self._try(training)
         with parts.part("train"):
-            results, records = self._run_to_the_end(training, dataset, run, resume_from, context)
+            results, events = self._run_to_the_end(training, dataset, run, resume_from, context, parts.began)
         with parts.part("load"):
             history: History = next(result.history for result in results if result is not None)
             inputs = model_inputs(dataset, self.getOrDefault("input_shapes"))
-            events = event_rows(records)
-            fitted = Fitted(inputs, trial.outputs, trial.rule, history, events, trial.why_not, padding_of(dataset))
+            fitted = Fitted(
+                inputs, trial.outputs, trial.rule, history, tuple(events), trial.why_not, padding_of(dataset)
+            )
             model = self._fitted_model(training, fitted)
         model.fit_seconds = dict(parts.seconds)
         self._hand_on(model)
         return model
 
     def _run_to_the_end(
-        self, training: Any, dataset: Dataset, run: Store, resume_from: str | None, context: Any
-    ) -> tuple[list[Any], Sequence[Any]]:
+        self, training: Any, dataset: Dataset, run: Store, resume_from: str | None, context: Any, began: float
+    ) -> tuple[list[Any], list[Any]]:
         """Where all that had the state are lost, go on from the newest checkpoint, as long as there are newer ones."""
+        events: list[Any] = []
         while True:
             try:
-                return self._run_job(training, context)
+                return self._run_job(training, context, began, events), events
             except StateLostError as error:
                 if self.getOrDefault("checkpoint_dir") is None:
                     error.message += "; with checkpoint_dir, fit goes on from the last checkpoint by itself"
@@ -415,8 +419,8 @@ class ElasticEstimator(
                 resume_from = newest
                 training = self._training(dataset, run, resume_from)
 
-    def _run_job(self, training: Any, context: Any) -> tuple[list[Any], Sequence[Any]]:
-        """What the workers returned, and the timeline. Ctrl-C, or the notebook's Cancel, ends the workers."""
+    def _run_job(self, training: Any, context: Any, began: float, events: list[Any]) -> list[Any]:
+        """What the workers returned; what became of them is added to `events`. Ctrl-C ends the workers."""
         from spark_elastic.runner import run_async
 
         options = dict(self.getOrDefault("run_options") or {})
@@ -434,11 +438,13 @@ class ElasticEstimator(
             **options,
         )
         try:
-            return job.result(), job.events()
+            return job.result()
         except BaseException as error:
             if not job.done():
                 job.cancel(f"interrupted by {type(error).__name__}")
             raise
+        finally:
+            events += event_rows(job.changes(), began)
 
     def _hand_on(self, model: ElasticModel) -> None:
         """The model has the estimator's uid, as in Spark ML, so that param maps of a CrossValidator reach it."""

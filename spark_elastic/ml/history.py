@@ -9,13 +9,16 @@ from typing import Any
 from spark_elastic.errors import CheckpointError
 
 Row = Mapping[str, float | int]
+FACTS = ("epoch", "steps", "rows", "seconds", "ended", "lr")
+"""Columns that no loss and no metric has made."""
 
 
 class History(Sequence[Row]):
     """The rows of the epochs that were done, oldest first. Not changed once it is made.
 
     A row holds "epoch" (from 0), "steps" (optimizer steps so far), "rows" (seen in this epoch), "seconds" (wall),
-    "lr", "loss", the metrics by name, and with a validation split "val_loss" and the metrics as "val_…".
+    "ended" (since 1970), "lr", "loss", the metrics by name, and with a validation split "val_loss" and the metrics as
+    "val_…".
     """
 
     def __init__(self, rows: Sequence[Row] = ()) -> None:

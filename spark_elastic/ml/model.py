@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +15,7 @@ from pyspark.ml import Model
 
 from spark_elastic.data.layout import Kind, TensorField
 from spark_elastic.data.spark_connect import refuse_connect
+from spark_elastic.drawing import draw_training
 from spark_elastic.errors import DataError, InvalidSettingsError, nearest
 from spark_elastic.ml.features import tensors_for
 from spark_elastic.ml.history import History
@@ -109,8 +111,23 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The membership timeline of the fit: {"at": seconds since the epoch, "event": its type, "text": ..., ...}."""
+        """What became of the workers during the fit, oldest first: a dict for each event.
+
+        "seconds": since the fit began. "time": since 1970. "kind": "started", "lost", "drained", "left", "joined",
+        "broken", "waiting", "resting", "finished" or "failed". "who", "reason": in words. "before", "after": workers.
+        "pause_s": seconds in which nobody trained. "steps_lost": that had to be done again. "text": all of it in a
+        line. None where there is nothing to say.
+        """
         return [dict(event) for event in self._facts_of_fit().events]
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Loss and metrics over the epochs, with the number of workers and the faults on the same axis.
+
+        path: a file to write it to as well; its ending (.png, .svg, .pdf) says how.
+        Returns: a matplotlib Figure; as the last value of a notebook's cell it is shown.
+        Raises: UsageError: matplotlib is not installed (extra `plot`).
+        """
+        return draw_training(self.history, self.events, path)
 
     def transformSchema(self, schema: Any) -> Any:
         """The schema that `transform` gives for one.
@@ -259,10 +276,3 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
         self._fitted = Fitted.from_json(facts)
-
-
-def event_rows(records: Sequence[Any]) -> tuple[dict[str, Any], ...]:
-    """The timeline of a job as plain values."""
-    return tuple(
-        {**dataclasses.asdict(record), "event": type(record).__name__, "text": str(record)} for record in records
-    )

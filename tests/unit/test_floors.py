@@ -30,6 +30,8 @@ FLOORS: dict[str, int] = {
     "tensorflow.elastic": 4,
     "ml": 5,
     "backends": 5,
+    "drawing": 5,
+    "picture": 5,
     "job": 5,
     "runner": 5,
     "cli": 5,

@@ -17,6 +17,7 @@ import keras
 from spark_elastic.collective.objects import broadcast_object
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback, Logs, Run
+from spark_elastic.ml.history import FACTS
 from spark_elastic.ml.keras.kept_values import Kept
 from spark_elastic.ml.keras.spec import KerasTraining
 
@@ -28,8 +29,6 @@ REFUSED = {
     "SwapEMAWeights": "an epoch's end may be done again when a worker is lost, which would swap the weights back; "
     "the optimizer's use_ema=True gives the trained model the averages",
 }
-_OURS = ("epoch", "steps", "rows", "seconds", "lr")
-"""Columns of the history that `model.fit` does not have in its logs."""
 
 
 class KerasCallback(Callback):
@@ -172,7 +171,7 @@ class SharedLogs:
 
     def of(self, row: Logs) -> dict[str, Any]:
         if row is not self._row:
-            self._row, self._logs = row, {name: value for name, value in row.items() if name not in _OURS}
+            self._row, self._logs = row, {name: value for name, value in row.items() if name not in FACTS}
         return self._logs
 
 

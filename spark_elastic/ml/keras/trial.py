@@ -15,6 +15,7 @@ from spark_elastic.data.read_order import resolve_order
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback, check_one_best
 from spark_elastic.ml.estimator import TrialRun
+from spark_elastic.ml.history import FACTS
 from spark_elastic.ml.keras import losses
 from spark_elastic.ml.keras.assembly import Prepared, prepared
 from spark_elastic.ml.keras.callbacks import KerasCallback, adapted
@@ -29,7 +30,7 @@ from spark_elastic.ml.training.assembly import implied
 from spark_elastic.ml.training.columns import shaped
 from spark_elastic.ml.training.explaining import explained
 from spark_elastic.ml.training.progress import Sums
-from spark_elastic.ml.training.trying import FACTS, check_followed, check_names, check_states, row_of, travelled
+from spark_elastic.ml.training.trying import check_followed, check_names, check_states, row_of, travelled
 from spark_elastic.ml.written_sets import model_inputs
 
 log = logging.getLogger("spark_elastic.ml")

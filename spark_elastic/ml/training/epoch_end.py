@@ -12,6 +12,7 @@ import torch
 from spark_elastic import clock
 from spark_elastic.collective.operations import allreduce_, broadcast_
 from spark_elastic.collective.reduction import Max
+from spark_elastic.ml.history import FACTS
 from spark_elastic.ml.training.progress import Phase, Progress
 
 if TYPE_CHECKING:
@@ -63,16 +64,17 @@ def end_epoch(trainer: Trainer) -> None:
 def _logs(trainer: Trainer, at: Progress) -> tuple[dict[str, float], dict[str, float]]:
     """Of training and of validation; from the sums and the clock of rank 0, so that they are equal to the bit."""
     engine = trainer.engine
-    seconds = clock.wall() - (at.began or clock.wall())
-    facts = torch.tensor([seconds, *at.sums, *at.val_sums], dtype=torch.float64)
+    now = clock.wall()
+    facts = torch.tensor([now - (at.began or now), now, *at.sums, *at.val_sums], dtype=torch.float64)
     broadcast_(facts, 0)
     numbers = facts.numpy()
-    train, validation = numbers[1 : 1 + at.sums.size], numbers[1 + at.sums.size :]
+    train, validation = numbers[2 : 2 + at.sums.size], numbers[2 + at.sums.size :]
     logs = {
         "epoch": at.epoch,
         "steps": at.step,
         "rows": engine.rows(train),
         "seconds": float(numbers[0]),
+        "ended": float(numbers[1]),
         "lr": engine.learning_rate,
         **engine.logs(train, at.pieces),
     }
@@ -84,7 +86,5 @@ def _is_lost(row: Mapping[str, float]) -> bool:
 
 
 def _line(row: Mapping[str, float], epochs: int) -> str:
-    values = [
-        f"{name} {value:.4g}" for name, value in row.items() if name not in ("epoch", "steps", "rows", "seconds", "lr")
-    ]
+    values = [f"{name} {value:.4g}" for name, value in row.items() if name not in FACTS]
     return f"epoch {row['epoch'] + 1}/{epochs}  {'  '.join(values)}  {row['seconds']:.1f} s"

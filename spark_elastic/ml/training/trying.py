@@ -11,13 +11,11 @@ import cloudpickle
 
 from spark_elastic.errors import InvalidSettingsError, NotPicklableError
 from spark_elastic.ml.callbacks import Callback, Monitor
+from spark_elastic.ml.history import FACTS
 from spark_elastic.ml.training.lasting import callback_states
 from spark_elastic.ml.training.spec import Training
 
 T = TypeVar("T", bound=Training)
-
-FACTS = ("epoch", "steps", "rows", "seconds", "lr")
-"""Columns of every history, beside the loss and the metrics."""
 
 
 def travelled(training: T) -> T:

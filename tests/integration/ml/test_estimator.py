@@ -79,7 +79,7 @@ def test_a_pipeline_learns_digits_and_is_saved_and_loaded_as_a_whole(digits: Any
     scored = model.transform(test)
     assert accuracy().evaluate(scored) > 0.9
     assert trained.history["val_loss"][-1] < trained.history["val_loss"][0]
-    assert [event["size"] for event in trained.events if event["event"] == "WorldStarted"] == [2]
+    assert [event["after"] for event in trained.events if event["kind"] == "started"] == [2]
     assert set(trained.fit_seconds) == {"write", "try", "train", "load"}
     path = str(tmp_path / "pipeline")
     model.write().overwrite().save(path)

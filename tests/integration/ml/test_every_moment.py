@@ -139,7 +139,7 @@ def test_rank_0_and_its_executor_may_die_at(
     killer = when(hold, 1, lambda pids: kill_executors_of(cluster, pids))
     model = fit_on(cluster, tmp_path, callbacks=[HoldingCallback(hold, event, step)])
     killer.join()
-    assert [row for row in model.events if row["event"] == "WorkerLeft" and not row["graceful"]]
+    assert [row for row in model.events if row["kind"] == "lost"]
     assert_same(model, undisturbed)
     assert_nothing_left(cluster, tmp_path)
 

@@ -74,9 +74,9 @@ def test_the_history_is_that_of_a_fit_without_the_kill(cluster: Any, tmp_path: P
     killer.start()
     model = estimator.fit(rows)
     killer.join()
-    worlds = [event["size"] for event in model.events if event["event"] == "WorldStarted"]
+    worlds = [event["after"] for event in model.events if event["kind"] in ("started", "lost")]
     assert worlds[:2] == [2, 1], "two workers, and then the survivor"
-    assert [event for event in model.events if event["event"] == "WorkerLeft" and not event["graceful"]]
+    assert [event for event in model.events if event["kind"] == "lost"]
 
     alone = HereEstimator(**settings(store=str(tmp_path)))
     undisturbed = alone.fit(rows)

@@ -79,7 +79,7 @@ def test_a_pipeline_learns_digits_as_well_as_keras_alone_and_is_saved_and_loaded
     assert found > 0.9
     assert trained.history["val_loss"][-1] < trained.history["val_loss"][0]
     assert trained.history["val_accuracy"][-1] > 0.85
-    assert [event["size"] for event in trained.events if event["event"] == "WorldStarted"] == [2]
+    assert [event["after"] for event in trained.events if event["kind"] == "started"] == [2]
     assert set(trained.fit_seconds) == {"write", "try", "train", "load"}
 
     alone = digit_net()

@@ -31,7 +31,7 @@ NUMBER = OutputShape("<f4", ())
 
 def model_of(model: Any, inputs: Any, *outputs: OutputShape, rule: str | None = None, **settings: Any) -> Any:
     made = ElasticKerasModel(**settings)
-    event = {"at": 1.5, "event": "JobEnded", "text": "done"}
+    event = {"seconds": 1.5, "kind": "finished", "text": "done"}
     made._attach(model, Fitted(tuple(inputs), outputs, rule, History([{"epoch": 0, "loss": 0.5}]), (event,)))
     return made
 

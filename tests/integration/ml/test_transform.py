@@ -30,7 +30,7 @@ WORD = TensorField("features_1", ("word",), "<i8", ())
 
 def model_of(module: nn.Module, inputs: Any, *outputs: OutputShape, rule: str | None = None, **settings: Any) -> Any:
     made = ElasticTorchModel(**settings)
-    event = {"at": 1.5, "event": "JobEnded", "text": "done"}
+    event = {"seconds": 1.5, "kind": "finished", "text": "done"}
     made._attach(module, Fitted(tuple(inputs), outputs, rule, History([{"epoch": 0, "loss": 0.5}]), (event,)))
     return made
 

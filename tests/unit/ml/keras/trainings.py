@@ -145,7 +145,7 @@ def outcome(training: KerasTraining) -> dict[str, Any]:
     with in_float64():
         result = train(training)
     return {
-        "history": [{k: v for k, v in row.items() if k != "seconds"} for row in result.history],
+        "history": [{k: v for k, v in row.items() if k not in ("seconds", "ended")} for row in result.history],
         "steps": result.steps,
         "stopped": result.stopped,
         "restored": result.restored,

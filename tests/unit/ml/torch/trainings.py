@@ -80,7 +80,7 @@ def outcome(training: TorchTraining) -> dict[str, Any]:
     """Do it, and say what came of it in plain values."""
     result = train(training)
     return {
-        "history": [{k: v for k, v in row.items() if k != "seconds"} for row in result.history],
+        "history": [{k: v for k, v in row.items() if k not in ("seconds", "ended")} for row in result.history],
         "steps": result.steps,
         "stopped": result.stopped,
         "restored": result.restored,

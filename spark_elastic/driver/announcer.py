@@ -1,0 +1,124 @@
+"""What people get to hear of a job: its timeline, its changes, and a line for each once enough is known of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+
+from spark_elastic import clock
+from spark_elastic.core import events as seen
+from spark_elastic.core.changes import Change, Chronicle, is_vague, seconds_in_words, steps_in_words, workers_in_words
+from spark_elastic.core.commands import Command
+from spark_elastic.core.timeline import JobEnded, PlaceCooledDown, Record, Waiting, WorldStarted
+
+logger = logging.getLogger(__name__)
+
+CAUSE_S = 0.6
+"""How long the cause of a loss is waited for: sockets close before an exit code or Spark's own word arrives."""
+PAUSE_S = 1.0
+"""A pause that takes longer is told of before it is over."""
+WAIT_S = 2.0
+"""A wait that is over sooner is not worth a line."""
+
+
+class Announcer:
+    """Collects on the driver's thread, and may be asked from any.
+
+    say: prints one line. verbose: 0: none; 1: each change; 2: also what is waited for, at once, and every record.
+    """
+
+    def __init__(self, job: str, say: Callable[[str], None], verbose: int) -> None:
+        self._job = job
+        self._say = say
+        self._verbose = verbose
+        self._chronicle = Chronicle()
+        self._timeline: list[Record] = []
+        self._told = 0
+        """Of the chronicle's changes, how many were told or passed over."""
+        self._paused: list[int] = []
+        """Those that were told before their pause was over."""
+        self.waiting = ""
+        """What is waited for, in words."""
+
+    @property
+    def timeline(self) -> list[Record]:
+        """`at` and other times in seconds since the epoch."""
+        return list(self._timeline)
+
+    @property
+    def changes(self) -> list[Change]:
+        """Without short waits; `at` in seconds since the epoch."""
+        to_wall = clock.wall() - clock.monotonic()
+        changes = list(self._chronicle.changes)
+        ends = [change.at for change in changes[1:]] + [clock.monotonic()]
+        return [
+            dataclasses.replace(change, at=change.at + to_wall)
+            for change, end in zip(changes, ends, strict=True)
+            if change.kind != "waiting" or end - change.at >= WAIT_S
+        ]
+
+    @property
+    def size(self) -> int:
+        """Workers of the present world that are still there."""
+        return self._chronicle.size
+
+    def observe(self, event: seen.Event, commands: Sequence[Command], now: float) -> None:
+        """What the machine was told and what it answered; what that announces comes to `announce`."""
+        self._chronicle.observe(event, commands, now)
+
+    def announce(self, record: Record) -> None:
+        """Take a record into the timeline."""
+        self._chronicle.note(record)
+        to_wall = clock.wall() - clock.monotonic()
+        times = {"at": record.at + to_wall}
+        if isinstance(record, Waiting) and record.deadline is not None:
+            times["deadline"] = record.deadline + to_wall
+        if isinstance(record, PlaceCooledDown):
+            times["until"] = record.until + to_wall
+        self._timeline.append(dataclasses.replace(record, **times))
+        if isinstance(record, Waiting):
+            self.waiting = record.reason
+        if isinstance(record, (JobEnded, WorldStarted)):
+            self.waiting = ""
+        logger.info("%s: %s", self._job, record)
+        if self._verbose >= 2:
+            self._say(f"spark_elastic: {record}")
+
+    def tell(self, now: float, last: bool = False) -> float | None:
+        """Print what enough is known of. last: all that is left. Returns: when to call again; None: no need to."""
+        changes = self._chronicle.changes
+        for index in [index for index in self._paused if not changes[index].open]:
+            self._paused.remove(index)
+            self._line(_end_of_pause(changes[index], self._chronicle.size))
+        while self._told < len(changes):
+            change = changes[self._told]
+            due = now if last else self._due(change, over=self._told + 1 < len(changes))
+            if due > now:
+                return due
+            if change.kind != "waiting" or change.reason == self.waiting:
+                self._line(str(change))
+            if change.open:
+                self._paused.append(self._told)
+            self._told += 1
+        return None
+
+    def _due(self, change: Change, over: bool) -> float:
+        """over: something has happened since."""
+        if change.kind == "waiting":
+            return change.at if over else change.at + WAIT_S
+        if change.open:
+            return change.at + PAUSE_S
+        if change.kind == "lost" and is_vague(change.reason):
+            return change.at + CAUSE_S
+        return change.at
+
+    def _line(self, text: str) -> None:
+        if self._verbose >= 1:
+            self._say(f"spark_elastic: {text}")
+
+
+def _end_of_pause(change: Change, size: int) -> str:
+    cost = [] if change.steps_lost is None else [steps_in_words(change.steps_lost)]
+    after = [] if change.pause_s is None else [f"after {seconds_in_words(change.pause_s)}"]
+    return ", ".join([f"training goes on with {workers_in_words(size)}", *after, *cost])

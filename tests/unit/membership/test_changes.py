@@ -1,0 +1,148 @@
+"""What people are told of a change of the world: facts in, one sentence out."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.core import events as e
+from spark_elastic.core.changes import Chronicle, is_vague, plain_reason
+from spark_elastic.core.commands import Announce
+from spark_elastic.core.membership import Membership
+from spark_elastic.core.topology import Place
+from spark_elastic.settings import ElasticSettings
+
+
+class Job:
+    """A membership machine with a chronicle beside it, as in the driver. Workers w1.. on executors 0.. at step 10."""
+
+    def __init__(self, size: int, minimum: int = 1, executors: str = "spark") -> None:
+        self.machine = Membership(ElasticSettings(num_proc=size, min_num_proc=minimum, max_num_proc=size + 2))
+        self.chronicle = Chronicle()
+        self.tell(0.0, e.JobStarted())
+        for number in range(size):
+            name = str(number) if executors == "spark" else executors
+            self.tell(1.0, e.AgentJoined(number + 1, Place(f"h{number}", name, number)))
+        for number in range(size):
+            self.tell(2.0, e.WorkerReady(number + 1, 0, None, at_init=True))
+        for number in range(size):
+            self.tell(3.0, e.WorkerAlive(number + 1, 10))
+
+    def tell(self, now: float, event: e.Event) -> None:
+        commands = self.machine.handle(event, now)
+        self.chronicle.observe(event, commands, now)
+        for command in commands:
+            if isinstance(command, Announce):
+                self.chronicle.note(command.record)
+
+    def ready(self, now: float, *workers: int, step: int = 10) -> None:
+        for worker in workers:
+            self.tell(now, e.WorkerReady(worker, self.machine.world.round, step))
+
+    @property
+    def said(self) -> list[str]:
+        return [str(change) for change in self.chronicle.changes if change.kind != "waiting"]
+
+
+def test_a_lost_executor_is_one_sentence_with_its_cause_and_cost():
+    job = Job(4)
+    job.tell(5.0, e.WorkerLost(4, "its connection closed (reset)"))
+    job.tell(5.02, e.ExecutorLost("3", "Command exited with code 137"))
+    job.ready(5.08, 1, 2, 3)
+    assert job.said == [
+        "training starts with 4 workers",
+        "executor 3 lost (killed by signal 9): 4 -> 3 workers, 0.08 s, no step lost",
+    ]
+
+
+def test_the_cause_may_come_after_the_next_world_has_begun():
+    job = Job(3)
+    job.tell(5.0, e.WorkerLost(2, "its connection closed (reset)"))
+    job.ready(5.05, 1, 3)
+    assert (
+        job.said[-1]
+        == "rank 1 on executor 1 lost (its connection closed (reset)): 3 -> 2 workers, 0.05 s, no step lost"
+    )
+    job.tell(5.10, e.WorkerLost(2, "killed by SIGKILL", -9))
+    assert job.said[-1] == "rank 1 on executor 1 lost (killed by signal 9): 3 -> 2 workers, 0.05 s, no step lost"
+
+
+def test_what_spark_says_long_after_belongs_to_something_else():
+    job = Job(3)
+    job.tell(5.0, e.WorkerLost(2, "killed by SIGSEGV", -11))
+    job.ready(5.05, 1, 3)
+    job.tell(100.0, e.ExecutorLost("1", "idle for too long"))
+    assert job.said[1] == "rank 1 on executor 1 lost (killed by signal 11): 3 -> 2 workers, 0.05 s, no step lost"
+
+
+def test_several_losses_of_one_kind_are_told_together():
+    job = Job(4)
+    for number in (2, 3):
+        job.tell(5.0, e.ExecutorLost(str(number), "Command exited with code 137"))
+    job.ready(5.5, 1, 2)
+    assert job.said[-1] == "executors 2, 3 lost (killed by signal 9): 4 -> 2 workers, 0.50 s, no step lost"
+
+
+def test_steps_that_the_survivors_went_back_are_counted():
+    job = Job(2)
+    job.tell(4.0, e.WorkerAlive(1, 57))
+    job.tell(5.0, e.WorkerLost(2, "killed by SIGKILL", -9))
+    job.ready(5.1, 1, step=50)
+    assert job.said[-1].endswith("2 -> 1 worker, 0.10 s, 7 steps lost")
+
+
+def test_a_newcomer_is_told_with_its_place_and_the_pause():
+    job = Job(2)
+    job.tell(5.0, e.AgentJoined(7, Place("h9", "9", 2)))
+    job.tell(6.0, e.WorkerReady(3, 0, None, at_init=True))
+    job.tell(7.0, e.WorkerReady(3, 0, None))
+    job.ready(7.2, 1, 2)
+    assert job.said[-1].startswith("a worker on executor 9 joined: 2 -> 3 workers, ")
+    assert job.said[-1].endswith(" s, no step lost")
+
+
+def test_a_decommissioned_executor_is_drained():
+    job = Job(3)
+    job.tell(5.0, e.ExecutorDecommissioned("2"))
+    job.ready(5.1, 1, 2, 3)
+    assert job.said[-1] == "executor 2 drained (decommissioned): 3 -> 2 workers, 0.00 s, no step lost"
+
+
+def test_a_round_that_broke_without_a_loss_says_why():
+    job = Job(2)
+    job.ready(5.0, 1)
+    job.ready(5.3, 2)
+    assert job.said[-1] == "round 1 broken (a collective failed for rank 0 on h0): 2 workers, 0.30 s, no step lost"
+
+
+def test_processes_of_this_machine_are_told_by_their_ranks():
+    job = Job(2, executors="driver")
+    job.tell(5.0, e.WorkerLost(1, "killed by SIGKILL", -9))
+    job.ready(5.1, 2)
+    assert job.said[-1].startswith("rank 0 on h0 lost (killed by signal 9)")
+
+
+def test_a_loss_is_open_until_the_next_world_is_there():
+    job = Job(2, minimum=2)
+    job.tell(5.0, e.WorkerLost(2, "killed by SIGKILL", -9))
+    job.ready(5.1, 1)
+    lost = next(change for change in job.chronicle.changes if change.kind == "lost")
+    assert (lost.open, lost.pause_s) == (True, None)
+    assert str(lost) == "rank 1 on executor 1 lost (killed by signal 9): 2 -> 1 worker"
+
+
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        ("killed by SIGKILL (exit code -9)", "killed by signal 9"),
+        ("its agent is lost: executor 3 is lost: Command exited with code 143", "killed by signal 15"),
+        ("exited with code 3 (exit code 3)", "exited with code 3"),
+        ("its agent is lost: silent for 30 s", "silent for 30 s"),
+    ],
+)
+def test_a_reason_is_what_happened_and_not_how_it_was_noticed(why, told):
+    assert plain_reason(why) == told
+    assert not is_vague(told)
+
+
+def test_a_closed_connection_is_no_reason_yet():
+    assert is_vague(plain_reason("its agent is lost: its connection closed (EOF)"))
