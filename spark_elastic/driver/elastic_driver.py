@@ -28,6 +28,7 @@ from spark_elastic.core.timeline import JobEnded, Record, Waiting
 from spark_elastic.core.topology import AgentId, SlotId, WorkerId, World
 from spark_elastic.driver.addresses import AddressBook
 from spark_elastic.driver.announcer import Announcer
+from spark_elastic.driver.closing import close_side_by_side
 from spark_elastic.driver.launcher import Launcher, OnEnded
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.registry import WorkerStateRegistry
@@ -241,28 +242,8 @@ class ElasticDriver:
             self._slots_over.set()
 
     async def _close_all(self) -> None:
-        """Sources and launcher side by side. On plain threads: at the interpreter's exit there is no other kind."""
-        closings = [source.close for source in self._sources] + [lambda: self._launcher.close(CLOSE_TIMEOUT_S)]
-        loop = asyncio.get_running_loop()
-        left = [loop.create_future() for _ in closings]
-
-        def close(number: int) -> None:
-            try:
-                closings[number]()
-            except Exception:
-                logger.exception("could not close %r", closings[number])
-            finally:
-                loop.call_soon_threadsafe(left[number].set_result, None)
-
-        threads = [
-            threading.Thread(target=close, args=(number,), name="spark_elastic-close", daemon=True)
-            for number in range(len(closings))
-        ]
-        for thread in threads:
-            thread.start()
-        await asyncio.gather(*left)
-        for thread in threads:
-            thread.join()  # it has said all it had to say
+        closings = [source.close for source in self._sources]
+        await close_side_by_side([*closings, lambda: self._launcher.close(CLOSE_TIMEOUT_S)])
 
     async def _outcome(self) -> list[bytes]:
         expected = self._expected_results
