@@ -8,7 +8,8 @@ import pickle
 from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.topology import LaunchId, SlotId
 from spark_elastic.task.agent import run_agent
-from spark_elastic.task.spark_task import jvm_pid_in_task, slot_report
+from spark_elastic.task.executor_process import jvm_pid_in_task
+from spark_elastic.task.spark_task import slot_report
 from spark_elastic.wire.handover import AgentOrder
 
 
