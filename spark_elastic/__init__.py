@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from spark_elastic.checkup import doctor
     from spark_elastic.data.materialization import materialize
     from spark_elastic.data.reader import BatchReader
     from spark_elastic.data.store import Store
@@ -38,6 +39,7 @@ _HOMES = {
     "HostDiscovery": "spark_elastic.driver.host_discovery",
     "HostDiscoveryScript": "spark_elastic.driver.host_discovery",
     "Store": "spark_elastic.data.store",
+    "doctor": "spark_elastic.checkup",
     "materialize": "spark_elastic.data.materialization",
 }
 
@@ -53,6 +55,7 @@ __all__ = [
     "HostDiscoveryScript",
     "LocalLauncher",
     "Store",
+    "doctor",
     "materialize",
     "run",
     "run_async",

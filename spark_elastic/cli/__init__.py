@@ -35,8 +35,13 @@ OpenSession = Callable[..., AbstractContextManager[Any]]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns: the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["doctor"]:  # a script of that name is ./doctor
+        from spark_elastic.cli import doctor
+
+        return doctor.main(words[1:])
     parser = command_line.parser()
-    options = parser.parse(sys.argv[1:] if argv is None else argv)
+    options = parser.parse(words)
     if options.check_build:
         report, usable = check_build()
         print(report)

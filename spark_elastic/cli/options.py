@@ -19,6 +19,7 @@ examples:
   spark-elastic -np 4 --min-np 2 train.py --epochs 10
   spark-elastic --master spark://host:7077 --conf spark.executor.memory=4g -np 8 train.py
   spark-submit --master yarn "$(spark-elastic --submit-file)" -np 8 --min-np 4 train.py
+  spark-elastic doctor --master spark://host:7077       whether a cluster is fit for it; doctor --help
 
 exit codes:
   0  the script finished on every worker
@@ -71,7 +72,7 @@ def parser() -> _Parser:
     workers.add_argument("--min-np", "--min-num-proc", dest="min_num_proc", help="fewest to go on with", **count)
     workers.add_argument("--max-np", "--max-num-proc", dest="max_num_proc", help="most to grow to", **count)
     workers.add_argument("--reset-limit", help="how often the world may change before the job fails", **count)
-    workers.add_argument("--env", type=_pair, action="append", default=[], metavar="K=V", help="for every worker")
+    workers.add_argument("--env", type=pair, action="append", default=[], metavar="K=V", help="for every worker")
 
     places = made.add_argument_group("places")
     places.add_argument("--host-discovery-script", metavar="FILE", help="prints the hosts to use: host or host:slots")
@@ -104,7 +105,7 @@ def parser() -> _Parser:
         default="spark",
         help="local: plain processes here, no Spark",
     )
-    spark.add_argument("--conf", type=_pair, action="append", default=[], metavar="K=V", help="a Spark setting")
+    spark.add_argument("--conf", type=pair, action="append", default=[], metavar="K=V", help="a Spark setting")
 
     output = made.add_argument_group("output")
     output.add_argument(
@@ -134,7 +135,8 @@ def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def _pair(text: str) -> tuple[str, str]:
+def pair(text: str) -> tuple[str, str]:
+    """NAME=VALUE. Raises: argparse.ArgumentTypeError."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, not {text!r}")

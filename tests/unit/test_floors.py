@@ -34,6 +34,7 @@ FLOORS: dict[str, int] = {
     "picture": 5,
     "job": 5,
     "runner": 5,
+    "checkup": 5,
     "cli": 5,
     "__main__": 5,
     "__init__": 5,

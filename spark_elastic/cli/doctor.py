@@ -1,0 +1,105 @@
+"""``spark-elastic doctor``: whether a cluster is fit for training, and what to do where it is not."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Sequence
+
+from spark_elastic.checkup.examination import Examination
+from spark_elastic.checkup.findings import PROBLEM, Finding
+from spark_elastic.cli.options import pair
+from spark_elastic.cli.spark_session import spark_session
+from spark_elastic.errors import SparkElasticError
+
+WELL, NOT_WELL = 0, 1
+
+EPILOG = """\
+examples:
+  spark-elastic doctor
+  spark-elastic doctor --master spark://host:7077 --conf spark.executor.memory=4g -np 8 --store s3://bucket/folder
+  spark-submit --master yarn "$(spark-elastic --submit-file)" doctor --store hdfs:///tmp/training
+
+exit codes: 0: no problem was found; 1: there is one; 2: the command has to change
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command. argv: what follows "doctor". Returns: the exit code."""
+    options = _parser().parse_args(argv)
+    examination = Examination(options.timeout, num_proc=options.num_proc, store=options.store)
+    over = threading.Event()
+    looking = threading.Thread(target=_look, args=(examination, options, over), name="spark_elastic-doctor")
+    looking.daemon = True
+    looking.start()
+    if not over.wait(options.timeout + 2.0):
+        says = f"the checkup did not end within {options.timeout:.0f} s"
+        examination.add(Finding("deadline", PROBLEM, says, "see Spark's own messages above, or give --timeout more"))
+    report = examination.report()
+    print(report.to_json() if options.json else report)
+    sys.stdout.flush()
+    looking.join(2.0)  # Spark stops
+    if looking.is_alive():
+        os._exit(WELL if report.ok else NOT_WELL)  # else the interpreter would wait for Spark at its end
+    return WELL if report.ok else NOT_WELL
+
+
+def _look(examination: Examination, options: argparse.Namespace, over: threading.Event) -> None:
+    try:
+        examination.look_here()
+        with contextlib.ExitStack() as closing:
+            try:
+                opened = spark_session("spark-elastic doctor", options.master, options.conf, slots=options.num_proc)
+                session = closing.enter_context(opened)
+            except SparkElasticError as error:
+                examination.look_without_spark(f"no session: {error}", "see the lines above, and Spark's own messages")
+                return
+            except Exception as error:  # of Spark's JVM, which has said more on stderr
+                examination.look_without_spark(
+                    f"no session on {options.master or 'this machine'}: {_first_line(error)}",
+                    "check --master and --conf, and Spark's own messages on stderr",
+                )
+                return
+            examination.look_at(session)
+            over.set()
+    finally:
+        over.set()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="spark-elastic doctor",
+        description="Look at a cluster with a short Spark job, and say what is wrong and how to mend it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("--master", default=None, metavar="URL", help="default: local[*]; under spark-submit, its own")
+    made.add_argument("--conf", type=pair, action="append", default=[], metavar="K=V", help="a Spark setting")
+    made.add_argument("--store", default=None, metavar="URL", help="where estimators are to keep their data")
+    made.add_argument("-np", "--num-proc", type=_count, default=None, metavar="N", help="workers that are to train")
+    made.add_argument("--timeout", type=_seconds, default=120.0, metavar="S", help="for all of it (default: 120)")
+    made.add_argument("--json", action="store_true", help="print the report for programs")
+    return made
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"at least 1, not {text}")
+    return count
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"from 1 to 3600 seconds, not {text}")
+    return seconds
