@@ -25,7 +25,7 @@ demo: java $(STAMP)
 
 .PHONY: test
 test: java $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python $(if $(PYTEST_ARGS),-m pytest $(PYTEST_ARGS),scripts/run_tests.py)
 
 .PHONY: lint
 lint: $(STAMP)
