@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
 from spark_elastic.collective.compression import Compressor, NoneCompressor, _CastCompressor
+from spark_elastic.collective.gloo import GlooGroup
 
 BUCKET_BYTES = 25 << 20
 """Largest bucket. Buckets are filled in the order in which backward usually finishes gradients: last layer first."""
@@ -17,16 +20,30 @@ FIRST_BUCKET_BYTES = 1 << 20
 class Bucket:
     """Gradients of one type that are reduced together.
 
-    flat: all of them, and in the flagged bucket one element more behind them: whether this member has been told of a
-    coming world. views: the gradients' places in it, shaped like their parameters. cargo: places for a few numbers that
-    travel along, between the two; None if there are none, or if they would be rounded on the way.
+    flat: where the sums of all of them go, and in the flagged bucket one element more behind them: whether this member
+    has been told of a coming world. views: the gradients' places in it, shaped like their parameters. cargo: places for
+    a few numbers that travel along, between the two; None if there are none, or if they would be rounded on the way.
 
     Args:
         params: tensors of one type and device each; only their shapes matter.
         align: each view begins at a multiple of so many bytes.
     """
 
-    __slots__ = ("_wire", "cargo", "compression", "flag", "flat", "params", "ready", "uses", "views")
+    __slots__ = (
+        "_context",
+        "_factor",
+        "_sources",
+        "_starts",
+        "_wire",
+        "cargo",
+        "compression",
+        "flag",
+        "flat",
+        "params",
+        "ready",
+        "uses",
+        "views",
+    )
 
     def __init__(
         self,
@@ -50,19 +67,64 @@ class Bucket:
         self.cargo = self.flat[sum(sizes) : sum(sizes) + cargo] if cargo else None
         pieces = self.flat[: sum(sizes)].split(sizes)
         self.views = [_shaped(piece[: param.numel()], param) for piece, param in zip(pieces, params, strict=True)]
+        self._starts = [0, *accumulate(sizes)]
+        """Where each gradient begins in `flat`, and at the end where the numbers behind them do."""
+        self._sources: list[torch.Tensor | None] = []
+        self._factor = 1.0
         self._wire: torch.Tensor | None = None
+        self._context: Any = None
 
-    def pack(self) -> torch.Tensor:
-        """What is sent: the bucket itself, or its compressed form."""
-        if self.compression is NoneCompressor:
-            return self.flat
+    def send(self, group: GlooGroup, op: Any, gradients: Sequence[torch.Tensor | None], factor: float) -> Any:
+        """Launch the reduction of `factor` times the gradients; `flag` and `cargo` are what they are in `flat` now.
+
+        gradients: in the order of `params`, shaped like them, or None for zeros; not needed any more on return. They
+        may be the views.
+
+        Returns: the work; once it is waited for, `unpack`.
+        """
+        self._sources = [
+            None if gradient is None else _flattened(gradient, view)
+            for gradient, view in zip(gradients, self.views, strict=True)
+        ]
+        self._factor = factor
+        try:
+            if self.compression is NoneCompressor:
+                return group.allreduce(self.flat, op, self._fill)
+            self._fill(self.flat, 0)
+            return group.allreduce(self._compressed(), op)
+        finally:
+            self._sources = []
+
+    def _fill(self, out: torch.Tensor, start: int) -> None:
+        """Write what is sent of the elements from `start` on into `out`, shape (elements,)."""
+        end = start + out.numel()
+        behind = self._starts[-1]
+        number = bisect_right(self._starts, start) - 1
+        while number < len(self._sources) and self._starts[number] < end:
+            source, place = self._sources[number], self._starts[number]
+            size = self.params[number].numel()
+            first, last = max(place, start), min(place + size, end)
+            number += 1
+            if first >= last:
+                continue
+            part = out[first - start : last - start]
+            if source is None:
+                part.zero_()
+                continue
+            if last - first < size:
+                source = source[first - place : last - place]
+            torch.mul(source, self._factor, out=part)
+        if end > behind and out is not self.flat:
+            first = max(start, behind)
+            out[first - start :].copy_(self.flat[first:end])
+
+    def _compressed(self) -> torch.Tensor:
         if issubclass(self.compression, _CastCompressor):
             if self._wire is None:
                 self._wire = torch.empty_like(self.flat, dtype=self.compression.dtype)
             return self._wire.copy_(self.flat)
-        self._wire, context = self.compression.compress(self.flat)
+        self._wire, self._context = self.compression.compress(self.flat)
         self._wire = self._wire.contiguous()
-        self._context = context  # type: ignore[misc]
         return self._wire
 
     def unpack(self) -> None:
@@ -82,6 +144,17 @@ def _shaped(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     if param.numel() == 0 or not param.is_non_overlapping_and_dense():  # type: ignore[attr-defined]
         return piece.view(param.shape)
     return piece.as_strided(param.shape, param.stride())
+
+
+def _flattened(gradient: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """Its elements, shape (elements,), in the order in which they lie in the view. Copies only where that differs."""
+    if gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()
+    if gradient.is_contiguous() and view.is_contiguous():
+        return gradient.view(-1)
+    if gradient.stride() != view.stride():
+        gradient = torch.empty_like(view).copy_(gradient)
+    return gradient.as_strided((gradient.numel(),), (1,))
 
 
 def partition(

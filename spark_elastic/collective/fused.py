@@ -89,12 +89,11 @@ class FusedReduction:
         before, after = factors(self._op, self._predivide, group.size)
         works = []
         for bucket, part in zip(buckets, self._parts, strict=True):
-            _fill(bucket.views, [tensors[index] for index in part], before)
             if bucket.flag is not None:
                 bucket.flag.fill_(process.update_pending)
             if bucket.cargo is not None and carried is not None:
                 bucket.cargo.copy_(carried)
-            works.append(group.allreduce(bucket.pack(), Sum.gloo))
+            works.append(bucket.send(group, Sum.gloo, [tensors[index] for index in part], before))
         with_cargo = bool(buckets) and buckets[-1].cargo is not None
         alone = group.allreduce(carried, Sum.gloo) if carried is not None and not with_cargo else None
         results = list(tensors)
@@ -154,11 +153,3 @@ def _uses(bucket: Bucket) -> int:
     """Tensors that lie in the memory of this bucket; numpy arrays of them are counted, too."""
     storage = bucket.flat.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata))  # private, there since torch 2.1
-
-
-def _fill(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], factor: float) -> None:
-    for view, tensor in zip(views, tensors, strict=True):
-        if factor == 1.0:
-            view.copy_(tensor)
-        else:
-            torch.mul(tensor, factor, out=view)

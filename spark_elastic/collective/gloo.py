@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,9 @@ from spark_elastic.collective.joining import STALL_S, CollectiveLog
 from spark_elastic.collective.sockets import GroupSockets, open_descriptors
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.worker_link import WorkerLink
+
+Fill = Callable[[torch.Tensor, int], None]
+"""Writes a part of a flat tensor into the first argument, beginning with the element of the second's number."""
 
 CONNECT_TIMEOUT_S = 20.0
 """For the members of a new world to connect to one another. They are all alive and waiting when it is published."""
@@ -209,7 +212,15 @@ class GlooGroup:
 
     # --- collectives: launched in the same order on every member, waited for in any ---------------
 
-    def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
+    def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, fill: Fill | None = None) -> Any:
+        """Returns: the work; once it is waited for, `tensor` holds what the members have sent, combined.
+
+        Args:
+            tensor: contiguous.
+            fill: writes what this member sends, for who has it elsewhere; None: it lies in `tensor`.
+        """
+        if fill is not None:
+            fill(tensor, 0)
         options = dist.AllreduceOptions()
         options.reduceOp = op  # type: ignore[assignment]
         self.log.launched("allreduce", tensor, op)

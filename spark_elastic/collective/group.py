@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from spark_elastic import clock
-from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.gloo import Fill, GlooGroup
 from spark_elastic.collective.host_group import SLICED_FROM_BYTES, HostGroup, SharedWork, take_part
 from spark_elastic.collective.host_waiting import Waiting
 from spark_elastic.collective.in_flight import has_ended
@@ -85,13 +85,13 @@ class Group(GlooGroup):
             between.cut(self._why)
         between.connect()
 
-    def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> Any:
+    def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, fill: Fill | None = None) -> Any:
         shared = self._shared
         if shared is None or not shared.takes(tensor, op) or self._is_for_gloo(tensor):
-            return super().allreduce(tensor, op)
+            return super().allreduce(tensor, op, fill)
         self.check_alive()
         self.log.launched("allreduce", tensor, op)
-        return shared.launch(tensor, op)
+        return shared.launch(tensor, op, fill)
 
     def _is_for_gloo(self, tensor: torch.Tensor) -> bool:
         return self._most_bytes is not None and tensor.numel() * tensor.element_size() > self._most_bytes

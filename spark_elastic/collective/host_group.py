@@ -24,7 +24,7 @@ from spark_elastic.collective.segment import ARRIVED, CONSUMED, DEPTH, REDUCED, 
 from spark_elastic.errors import UsageError
 
 if TYPE_CHECKING:
-    from spark_elastic.collective.gloo import GlooGroup
+    from spark_elastic.collective.gloo import Fill, GlooGroup
     from spark_elastic.collective.meeting import Met
 
 _WINDOW = 8
@@ -92,15 +92,18 @@ class HostGroup:
     takes = staticmethod(reducible)
     """Whether this reduction can go this way: the same answer on every member."""
 
-    def launch(self, tensor: torch.Tensor, op: Any) -> SharedWork:
-        """Send a contiguous tensor; after `wait` it holds the result. Blocks while there is no room."""
+    def launch(self, tensor: torch.Tensor, op: Any, fill: Fill | None = None) -> SharedWork:
+        """Send a contiguous tensor, or what `fill` writes; after `wait` it holds the result.
+
+        Blocks while there is no room.
+        """
         flat = tensor.view(-1)
         count, unit = flat.numel(), self._own.large.nbytes // flat.element_size()
         if 0 < count <= unit:
-            self._send(flat, op)
+            self._send(flat, 0, op, fill)
         else:
             for start in range(0, count, unit):
-                self._send(flat[start : start + unit], op)
+                self._send(flat[start : start + unit], start, op, fill)
         return SharedWork(self, self._launched)
 
     def wait(self, work: SharedWork) -> None:
@@ -145,12 +148,15 @@ class HostGroup:
 
     # --- sending --------------------------------------------------------------------------------
 
-    def _send(self, out: torch.Tensor, op: Any) -> None:
+    def _send(self, out: torch.Tensor, start: int, op: Any, fill: Fill | None) -> None:
         code = code_of(out, op)
         room = self._own.small if bytes_of(code) <= SMALL_BYTES else self._own.large
         offset = self._slot(room)
         sent = self._view(self._own, -1, offset, code, out.dtype)
-        sent.copy_(out)
+        if fill is None:
+            sent.copy_(out)
+        else:
+            fill(sent, start)
         number = self._launched
         words = self._own.words
         at = TABLE + 2 * (number % DEPTH)
@@ -159,7 +165,7 @@ class HostGroup:
         by_slices = self._sliced_from is not None and bytes_of(code) >= self._sliced_from
         slices = sliced(out, self._owners) if by_slices else None
         self._launched = number + 1
-        self._pending.append(Piece(number, out, sent, code, op, slices))
+        self._pending.append(Piece(number, out, sent, fill is None, code, op, slices))
         self._sent.append((number, room, offset))
         self._own.announce(ARRIVED, self._base + number + 1)
         if slices:
@@ -253,8 +259,8 @@ class HostGroup:
             for peer in self._peers:
                 self._waiting.until(peer, ARRIVED, due)
         if piece.slices is None:
-            # what was sent lies in `out`, too, until the sum is written there: after the first two parts
-            parts = self._parts(piece, piece.out if self._rank < 2 else piece.sent)
+            # the sum is written to `out` after the first two parts were read: until then it may be one of them
+            parts = self._parts(piece, piece.out if piece.in_place and self._rank < 2 else piece.sent)
             combined(parts, piece.out, piece.combine)
             self._summed = max(self._summed, piece.number + 1)
         else:

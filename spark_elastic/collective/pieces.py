@@ -30,9 +30,11 @@ class Piece:
 
     number: int
     out: torch.Tensor
-    """Where the result goes, and until then what was sent."""
+    """Where the result goes."""
     sent: torch.Tensor
-    """The copy in this member's segment."""
+    """What this member sends, in its segment."""
+    in_place: bool
+    """Whether what was sent lies in `out`, too, until the result does."""
     code: int
     op: Any
     slices: list[slice] | None

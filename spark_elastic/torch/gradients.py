@@ -22,21 +22,20 @@ from spark_elastic.errors import HorovodInternalError, SparkElasticError
 class Slot:
     """One parameter's place. left: backward passes until its gradient is due; bucket: None if it is gathered."""
 
-    __slots__ = ("bucket", "left", "param", "view")
+    __slots__ = ("bucket", "left", "param")
 
     def __init__(self, param: torch.nn.Parameter, passes: int) -> None:
         self.param = param
         self.left = passes
         self.bucket: Bucket | None = None
-        self.view: torch.Tensor | None = None
 
 
 class GradientReducer:
     """Averages the gradients of `params` over the members; `finish` completes one step's reduction.
 
-    A gradient is scaled into its bucket the moment backward has accumulated it, while it is in the cache, and the
-    parameter's `grad` becomes its place there. Buckets are sent in one order on every member, each as soon as it and
-    all before it are full. The last carries one element more: whether this member knows of a coming world.
+    Buckets of gradients are sent in one order on every member, each as soon as backward has accumulated all that
+    belongs to it and to those before it. They are scaled on their way out, and `grad` becomes the place where the
+    result arrives. The last bucket carries one element more: whether this member knows of a coming world.
 
     The first step in each world begins with a small extra reduction, in which the members agree on the parameters
     whose gradients are sparse: a member that has none for such a parameter cannot know.
@@ -137,7 +136,6 @@ class GradientReducer:
         bucket = slot.bucket
         if bucket is None:
             return
-        self._fill(slot)
         bucket.ready += 1
         if bucket.ready == len(bucket.params):
             self._send_full()
@@ -157,7 +155,7 @@ class GradientReducer:
         self._group = group
         self._buckets = []
         for slot in self._slots:
-            slot.bucket = slot.view = None
+            slot.bucket = None
         if group is None or group is not self._agreed_on:
             return
         by_id = {id(slot.param): slot for slot in self._slots}
@@ -167,26 +165,9 @@ class GradientReducer:
             last = number == len(parts) - 1
             bucket = Bucket(part, self._compression, flagged=last, cargo=self._cargo_width if last else 0)
             self._buckets.append(bucket)
-            for param, view in zip(bucket.params, bucket.views, strict=True):
-                slot = by_id[id(param)]
-                slot.bucket, slot.view = bucket, view
+            for param in part:
+                by_id[id(param)].bucket = bucket
         self._before, self._after = factors(self._op, self._predivide, group.size)
-
-    def _fill(self, slot: Slot) -> None:
-        param, view = slot.param, slot.view
-        assert view is not None
-        grad = param.grad
-        if grad is None:
-            view.zero_()
-        elif grad is view:
-            if self._before != 1.0:
-                view.mul_(self._before)
-            return
-        elif grad.layout is not torch.strided:
-            torch.mul(grad.to_dense(), self._before, out=view)
-        else:
-            torch.mul(grad, self._before, out=view)
-        param.grad = view
 
     def _send_full(self) -> None:
         buckets = self._buckets
@@ -207,7 +188,10 @@ class GradientReducer:
         if bucket.cargo is not None and self._cargo is not None:
             bucket.cargo.copy_(self._cargo)
         self.launched += 1
-        self._works.append(self._group.allreduce(bucket.pack(), self._op.gloo))
+        gradients = [param.grad for param in bucket.params]
+        self._works.append(bucket.send(self._group, self._op.gloo, gradients, self._before))
+        for param, view in zip(bucket.params, bucket.views, strict=True):
+            param.grad = view
 
     # --- at the end of the step ---------------------------------------------------------------
 
@@ -253,10 +237,8 @@ class GradientReducer:
         self._plan(group)
 
     def _reduce(self, group: GlooGroup) -> None:
-        if self.launched < len(self._buckets):
-            self._fill_missing()
-            for bucket in self._buckets[self.launched :]:
-                self._send(bucket)
+        for bucket in self._buckets[self.launched :]:
+            self._send(bucket)
         cargo = self._cargo
         alone = None
         if cargo is not None and not (self._buckets and self._buckets[-1].cargo is not None):
@@ -276,14 +258,6 @@ class GradientReducer:
             group.wait(alone)
         for complete in gathered:
             complete()
-
-    def _fill_missing(self) -> None:
-        for bucket in self._buckets[self.launched :]:
-            if bucket.ready == len(bucket.params):
-                continue
-            for slot in self._slots:
-                if slot.bucket is bucket and (slot.left or slot.param.grad is not slot.view):
-                    self._fill(slot)
 
     def _gather(self, slot: Slot) -> Callable[[], None]:
         """Sparse gradients are the members' entries one after the other; equal indices add up."""
