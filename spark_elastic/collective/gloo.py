@@ -123,7 +123,7 @@ class GlooGroup:
         self.name = name
         self.objects = 0
         """Object collectives so far; part of what their seal covers, so that none can be played again."""
-        self.log = CollectiveLog(link, round, rank, len(addresses))
+        self.log = CollectiveLog(link, round, name, rank, len(addresses))
         self._addresses = list(addresses)
         self._link = link
         self._why: str | None = None

@@ -31,12 +31,13 @@ _END = b"end"
 class CollectiveLog:
     """The collectives of one group by number: the last ones, and whether others need to read of them."""
 
-    def __init__(self, link: WorkerLink, round: int, rank: int, size: int) -> None:
+    def __init__(self, link: WorkerLink, round: int, group: str, rank: int, size: int) -> None:
         self.count = 0
         self._link = link
         self._round = round
         self._rank = rank
         self._size = size
+        self._name = group
         self._generation = 0
         """Joins that everybody has completed in this round; part of every key."""
         self._last: deque[tuple[int, dict[str, Any]]] = deque(maxlen=64)
@@ -59,7 +60,7 @@ class CollectiveLog:
 
     def _ask(self, generation: int) -> None:
         try:
-            (since,) = self._link.kv_get(self._round, [f"join/{generation}/first"], _FOREVER_S)
+            (since,) = self._link.kv_get(self._round, [f"{self._prefix(generation)}/first"], _FOREVER_S)
             if generation != self._generation:
                 return
             self._publishing = True
@@ -76,13 +77,17 @@ class CollectiveLog:
         self._link.kv_set(self._round, self._key(number), json.dumps(plain).encode())
 
     def _key(self, number: int) -> str:
-        return f"join/{self._generation}/collective/{number}"
+        return f"{self._prefix(self._generation)}/collective/{number}"
+
+    def _prefix(self, generation: int) -> str:
+        # with the name: who has joined in one group must not be told of the collectives of another
+        return f"join/{self._name}/{generation}"
 
     # --- the rank that joins ------------------------------------------------------------------
 
     def join(self, group: GlooGroup) -> int:
         """Take part in what the others do until all have joined; the rank that did so last."""
-        prefix = f"join/{self._generation}"
+        prefix = self._prefix(self._generation)
         self._publishing = False
         self._link.kv_set(self._round, f"{prefix}/rank/{self._rank}", str(self.count).encode())
         self._link.kv_set(self._round, f"{prefix}/first", str(self.count).encode())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 import spark_elastic.torch as hvd
+from spark_elastic.collective.joining import STALL_S
 from spark_elastic.errors import UsageError
 from tests.unit.worlds import WorldDriver
 
@@ -177,6 +180,26 @@ def test_a_rank_that_has_joined_takes_part_until_all_have():
     assert results[1][0] == [everyone, two, one, one, 1, everyone, two, 0]
     assert results[2][0] == [everyone, two, 1, everyone, 0]
     assert len({str(models) for _, models in results}) == 1
+
+
+def joins_beside_a_group_of_its_host():
+    """The ranks of host 0 reduce among themselves, one of them late; that of the other host has joined."""
+    hvd.init()
+    out = []
+    if hvd.cross_rank() == 0:
+        for _ in range(2):
+            if hvd.local_rank():
+                # longer than a wait that makes others ask for who has joined
+                time.sleep(3 * STALL_S)
+            out.append(hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=hvd.local_process_set).item())
+        out.append(hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist())
+    hvd.join()
+    return out
+
+
+def test_a_rank_that_has_joined_is_not_told_of_collectives_of_groups_within_hosts():
+    by_rank = together(joins_beside_a_group_of_its_host, 3, hosts=("127.0.0.1", "127.0.0.2"))
+    assert sorted(by_rank) == [[], [2.0, 2.0, [2.0] * 3], [2.0, 2.0, [2.0] * 3]]
 
 
 def test_a_world_of_one_needs_no_peers(alone):
