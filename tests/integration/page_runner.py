@@ -40,7 +40,7 @@ def main(told: Path, wanted: list[str]) -> int:
         own = names.setdefault(page, {"__name__": "__main__", "__builtins__": __builtins__})
         try:
             run(block, own)
-        except BaseException:
+        except (Exception, SystemExit):
             outcome[page] = f"{block}\n{traceback.format_exc()}"
             print(outcome[page], file=sys.stderr, flush=True)
         print(f"== {block} took {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)

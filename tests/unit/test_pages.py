@@ -23,6 +23,7 @@ SOURCES = sorted((ROOT / "spark_elastic").rglob("*.py"))
 
 INTERNAL = {
     "RowsRefused": "the driver makes a DataError of it",
+    "LineError": "the doctor makes a finding of it",
     "Stopped": "ends a thread that reads ahead",
     "NotPlain": "what is not plain is kept as an object",
     "_More": "what is not plain is kept as an object",
