@@ -232,6 +232,29 @@ def _step_times(name: str, document: dict[str, Any]) -> list[str]:
     ]
 
 
+CONTENDERS = ("spark_elastic", "Horovod Elastic", "TorchDistributor", "torchrun", "Ray Train", "torchft")
+"""In the order of their columns; others follow."""
+
+
+def compared() -> str:
+    """The medians of `benchmarks/peers.py`: a row for each quantity, a column for each contender."""
+    path = RESULTS / "peers.json"
+    if not path.exists():
+        return "There is no file of that run in `benchmarks/results`.\n"
+    document = json.loads(path.read_text())
+    found: dict[str, dict[str, str]] = {}
+    for each in document["series"]:
+        what, _, who = each["name"].rpartition(", ")
+        found.setdefault(what, {})[who] = f"{_number(each['p50'])} {each['unit']}".replace(" steps", "")
+    there = {who for row in found.values() for who in row}
+    names = [name for name in CONTENDERS if name in there] + sorted(there - set(CONTENDERS))
+    rows = [
+        f"| {what.replace('->', '→')} | {' | '.join(row.get(name, '–') for name in names)} |"
+        for what, row in found.items()
+    ]
+    return "\n".join([f"| | {' | '.join(names)} |", f"|{'---|' * (1 + len(names))}", *rows, ""])
+
+
 def _number(value: float) -> str:
     """Three digits that say something; thousands whole."""
     if value == 0:
@@ -255,6 +278,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "torch_settings": torch_settings,
     "keras_settings": keras_settings,
     "results": results,
+    "compared": compared,
 }
 """The generated parts, by their name in the pages."""
 
@@ -279,7 +303,7 @@ def write() -> list[Path]:
             path.parent.mkdir(exist_ok=True)
             path.write_text(drawn)
             changed.append(path)
-    for path in sorted(DOCS.glob("*.md")):
+    for path in [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]:
         old = path.read_text()
         new = generated(old)
         if new != old:

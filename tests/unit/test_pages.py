@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ def test_the_generated_parts_of_the_pages_are_up_to_date(monkeypatch: pytest.Mon
     assert spec.loader is not None
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
-    pages = {page.name: page.read_text() for page in DOCS.glob("*.md")}
+    pages = {page.name: page.read_text() for page in PAGES}
     stale = [name for name, page in pages.items() if generate.generated(page) != page]
     assert stale == [], "run: python docs/generate.py"
     unused = [name for name in generate.PARTS if f"<!-- generated: {name} -->" not in "".join(pages.values())]
@@ -215,6 +216,28 @@ def test_the_package_claims_only_the_frameworks_that_it_has() -> None:
     for framework in ("torch", "tensorflow", "keras"):
         has = (ROOT / "spark_elastic" / framework).is_dir()
         assert has == (framework in said), framework
+
+
+FIGURES = [
+    ("README.md", "fit.json", "fit: wall", "takes {:.1f} s", 1),
+    ("README.md", "fit.json", "Horovod's TorchEstimator: wall", "TorchEstimator takes {:.1f} s", 1),
+    ("README.md", "fit.json", "by hand: wall", "in TorchDistributor {:.1f} s", 1),
+    ("README.md", "transform.json", "transform", "transforms {:.0f} k rows/s", 1000),
+    ("README.md", "transform.json", "Horovod's TorchModel", "Horovod's {:.1f} k", 1000),
+    ("docs/benchmarks.md", "recovery-worker-processes.json", "worker -> next step, 3 -> 2", "| {:.0f} ms (p99", 1),
+    ("docs/benchmarks.md", "start-local-cluster.json", "run -> first step", "| {:.1f} s |", 1),
+]
+"""(page, file of results, series, the words that its median stands in, divided by)."""
+
+
+@pytest.mark.parametrize(("page", "file", "series", "words", "per"), FIGURES)
+def test_figures_in_the_pages_are_those_that_were_measured(
+    page: str, file: str, series: str, words: str, per: int
+) -> None:
+    document = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+    (median,) = [each["p50"] for each in document["series"] if each["name"] == series]
+    text = " ".join((ROOT / page).read_text().split())
+    assert words.format(median / per) in text, f"{page}: {words.format(median / per)}"
 
 
 def test_all_errors_can_be_imported_from_one_module() -> None:
