@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 
-from spark_elastic.task.worker_process import WorkerProcess
+from spark_elastic.task.worker_process import WorkerProcess, worker_environment
 from spark_elastic.wire.handover import AgentOrder
 
 WAIT_S = 20.0
@@ -65,3 +65,9 @@ def test_nor_does_one_that_left_the_group_and_cannot_be_ended_with_it(tmp_path):
     code, child = end_of_a_worker_with_a_child_that_writes_for_ever(tmp_path, own_group=True)
     os.kill(child, signal.SIGKILL)
     assert code == -signal.SIGKILL
+
+
+def test_a_worker_s_threads_do_not_spin_on_cores_that_others_need_unless_that_is_asked_for():
+    order = AgentOrder("job", (), b"", b"", 1.0, "")
+    assert worker_environment(order, {}, [], 2, ())["OMP_WAIT_POLICY"] == "passive"
+    assert worker_environment(order, {"OMP_WAIT_POLICY": "active"}, [], 2, ())["OMP_WAIT_POLICY"] == "active"
