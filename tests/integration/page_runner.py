@@ -35,11 +35,13 @@ def main(told: Path, wanted: list[str]) -> int:
         if block.not_run is not None or (wanted and page not in wanted) or outcome.get(page):
             continue
         began = time.monotonic()
-        outcome[page] = ""
+        outcome[page] = f"{block} did not end"  # until it does
+        told.write_text(json.dumps(outcome))
         # As a program's own functions are, those of a page are sent to workers by value.
         own = names.setdefault(page, {"__name__": "__main__", "__builtins__": __builtins__})
         try:
             run(block, own)
+            outcome[page] = ""
         except (Exception, SystemExit):
             outcome[page] = f"{block}\n{traceback.format_exc()}"
             print(outcome[page], file=sys.stderr, flush=True)
