@@ -53,6 +53,10 @@ class Backend(Protocol):
 
     def sources(self) -> list[EventSource]: ...
 
+    def around(self, pending: int) -> str:
+        """What is known of a wait beside its reason, in words; "" if nothing is. pending: tasks that have not begun."""
+        ...
+
     def gather(self, order: AgentOrder, settings: ElasticSettings, driver: ElasticDriver) -> None:
         """Hold the job back until it can be placed. Called on the job's thread, before the driver runs."""
         ...
@@ -79,6 +83,9 @@ class LocalBackend:
 
     def sources(self) -> list[EventSource]:
         return []
+
+    def around(self, pending: int) -> str:
+        return ""
 
     def gather(self, order: AgentOrder, settings: ElasticSettings, driver: ElasticDriver) -> None:
         pass
@@ -136,6 +143,16 @@ class SparkBackend:
 
     def sources(self) -> list[EventSource]:
         return [_ExecutorEvents(self._context, self._discovery)]
+
+    def around(self, pending: int) -> str:
+        from spark_elastic.driver.jvm import close_connection
+
+        try:
+            free = self._discovery.slots_free()
+        finally:
+            close_connection(self._context)
+        tasks = [f"{pending} task{'' if pending == 1 else 's'} pending"] if pending else []
+        return ", ".join([*tasks, f"cluster has {free} slot{'' if free == 1 else 's'} free"])
 
     def gather(self, order: AgentOrder, settings: ElasticSettings, driver: ElasticDriver) -> None:
         """Wait until the workers can be placed together: all of them soon, or the fewest that the job can live with.

@@ -16,6 +16,7 @@ from spark_elastic.driver.elastic_driver import ElasticDriver
 from spark_elastic.driver.host_discovery import HostDiscovery
 from spark_elastic.driver.local_launcher import LocalLauncher
 from spark_elastic.driver.output import OutputPrinter
+from spark_elastic.driver.showing import Showing
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.job import ElasticJob
 from spark_elastic.settings import ElasticSettings, whole_number
@@ -176,7 +177,8 @@ def run_async(
     )
     with contextlib.ExitStack() as undo:  # until the job takes over, what is held is given back here
         undo.callback(listening.close)
-        printer = OutputPrinter(stdout, stderr)
+        showing = Showing() if verbose else None
+        printer = OutputPrinter(stdout, stderr, showing)
         undo.callback(printer.close)
         driver = ElasticDriver(
             order,
@@ -186,8 +188,11 @@ def run_async(
             sources=sources,
             printer=printer,
             verbose=verbose,
+            showing=showing,
         )
         undo.callback(driver.close)
+        if showing is not None:
+            showing.around = lambda: backend.around(driver.tasks_pending)
         clean_up = undo.pop_all()
     return ElasticJob(order.job, driver, lambda: backend.gather(order, settings, driver), clean_up.close)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from spark_elastic.core.topology import WorkerId, World
+from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,13 @@ class WorkerLink(Protocol):
         """32 bytes that only this job's workers know: HMAC-SHA256 of the job's key over `purpose`.
 
         Pickled objects that travel between workers carry a MAC under it, so none is loaded that came from elsewhere.
+        """
+        ...
+
+    def show(self, what: LiveProgress | EpochEnded) -> bool:
+        """Have the driver show it. Blocks if the channel does, so not for the training thread.
+
+        Returns: whether it was sent; not if there is no channel any more.
         """
         ...
 

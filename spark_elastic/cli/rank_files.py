@@ -26,6 +26,9 @@ class RankFiles:
             self._file(who, stream).write(rest)
         return written
 
+    def isatty(self) -> bool:
+        return self._terminal.isatty()
+
     def flush(self) -> None:
         self._terminal.flush()
         for file in self._files.values():

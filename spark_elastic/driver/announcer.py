@@ -11,6 +11,8 @@ from spark_elastic.core import events as seen
 from spark_elastic.core.changes import Change, Chronicle, is_vague, seconds_in_words, steps_in_words, workers_in_words
 from spark_elastic.core.commands import Command
 from spark_elastic.core.timeline import JobEnded, PlaceCooledDown, Record, Waiting, WorldStarted
+from spark_elastic.driver.showing import WAIT_S, Showing
+from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +20,6 @@ CAUSE_S = 0.6
 """How long the cause of a loss is waited for: sockets close before an exit code or Spark's own word arrives."""
 PAUSE_S = 1.0
 """A pause that takes longer is told of before it is over."""
-WAIT_S = 2.0
-"""A wait that is over sooner is not worth a line."""
 
 
 class Announcer:
@@ -28,8 +28,9 @@ class Announcer:
     say: prints one line. verbose: 0: none; 1: each change; 2: also what is waited for, at once, and every record.
     """
 
-    def __init__(self, job: str, say: Callable[[str], None], verbose: int) -> None:
+    def __init__(self, job: str, say: Callable[[str], None], verbose: int, showing: Showing | None = None) -> None:
         self._job = job
+        self._showing = showing if showing is not None else Showing()
         self._say = say
         self._verbose = verbose
         self._chronicle = Chronicle()
@@ -66,6 +67,16 @@ class Announcer:
     def observe(self, event: seen.Event, commands: Sequence[Command], now: float) -> None:
         """What the machine was told and what it answered; what that announces comes to `announce`."""
         self._chronicle.observe(event, commands, now)
+        if isinstance(event, seen.WorkerAlive) and event.progress is not None:
+            self._showing.steps(event.progress, now)
+
+    def live(self, told: LiveProgress, now: float) -> None:
+        self._showing.live(told, now)
+
+    def epoch(self, told: EpochEnded, now: float) -> None:
+        line = self._showing.epoch(told, now)
+        if line is not None and self._verbose >= 1:
+            self._say(line)
 
     def announce(self, record: Record) -> None:
         """Take a record into the timeline."""
@@ -79,8 +90,10 @@ class Announcer:
         self._timeline.append(dataclasses.replace(record, **times))
         if isinstance(record, Waiting):
             self.waiting = record.reason
+            self._showing.wait(record.reason, record.deadline, record.at)
         if isinstance(record, (JobEnded, WorldStarted)):
             self.waiting = ""
+            self._showing.world(self._chronicle.size, record.at)
         logger.info("%s: %s", self._job, record)
         if self._verbose >= 2:
             self._say(f"spark_elastic: {record}")
@@ -93,29 +106,28 @@ class Announcer:
             self._line(_end_of_pause(changes[index], self._chronicle.size))
         while self._told < len(changes):
             change = changes[self._told]
-            due = now if last else self._due(change, over=self._told + 1 < len(changes))
+            due = now if last else _due(change)
             if due > now:
                 return due
-            if change.kind != "waiting" or change.reason == self.waiting:
+            if change.kind != "waiting":  # which the bar shows, or the lines that stand for it
                 self._line(str(change))
             if change.open:
                 self._paused.append(self._told)
             self._told += 1
         return None
 
-    def _due(self, change: Change, over: bool) -> float:
-        """over: something has happened since."""
-        if change.kind == "waiting":
-            return change.at if over else change.at + WAIT_S
-        if change.open:
-            return change.at + PAUSE_S
-        if change.kind == "lost" and is_vague(change.reason):
-            return change.at + CAUSE_S
-        return change.at
-
     def _line(self, text: str) -> None:
         if self._verbose >= 1:
             self._say(f"spark_elastic: {text}")
+
+
+def _due(change: Change) -> float:
+    """When it is told."""
+    if change.open:
+        return change.at + PAUSE_S
+    if change.kind == "lost" and is_vague(change.reason):
+        return change.at + CAUSE_S
+    return change.at
 
 
 def _end_of_pause(change: Change, size: int) -> str:

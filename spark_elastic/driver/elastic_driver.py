@@ -33,6 +33,7 @@ from spark_elastic.driver.launcher import Launcher, OnEnded
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.registry import WorkerStateRegistry
 from spark_elastic.driver.rendezvous_server import RendezvousServer
+from spark_elastic.driver.showing import Showing
 from spark_elastic.driver.spark_reasons import TOO_BIG
 from spark_elastic.errors import (
     JobCancelledError,
@@ -98,6 +99,7 @@ class ElasticDriver:
         sources: Sequence[EventSource] = (),
         printer: OutputPrinter,
         verbose: int = 1,
+        showing: Showing | None = None,
     ) -> None:
         self._order = order
         self._settings = settings
@@ -120,7 +122,7 @@ class ElasticDriver:
         self._slot_of: dict[AgentId, SlotId] = {}
         self._results: dict[WorkerId, bytes] = {}
         self._world: World | None = None
-        self._announcer = Announcer(order.job, printer.line, verbose)
+        self._announcer = Announcer(order.job, printer.say, verbose, showing)
         self._timer: asyncio.TimerHandle | None = None
         self._telling: asyncio.TimerHandle | None = None
         self._ending = False
@@ -183,6 +185,11 @@ class ElasticDriver:
     def changes(self) -> list[Change]:
         """What became of the world so far; `at` in seconds since the epoch."""
         return self._announcer.changes
+
+    @property
+    def tasks_pending(self) -> int:
+        """Slots that were asked for and whose agents are not there yet."""
+        return max(0, len(self._launched) - len(self._agents))
 
     def status(self) -> JobStatus:
         known = self._machine.status()
@@ -369,6 +376,11 @@ class ElasticDriver:
                 self._handle(seen.WorkerReady(worker, round, progress, at_init))
             case wire.Raised(error_type, error, traceback):
                 self._handle(seen.WorkerRaised(worker, error_type, error, traceback))
+            case wire.LiveProgress():
+                if self._rank_0() == worker:
+                    self._announcer.live(message, clock.monotonic())
+            case wire.EpochEnded():
+                self._announcer.epoch(message, clock.monotonic())
             case wire.Abandoned(why):
                 self._handle(seen.WorkerAbandoned(worker, why))
             case _:
@@ -484,6 +496,9 @@ class ElasticDriver:
         due = self._announcer.tell(now)
         if due is not None and self._loop is not None:
             self._telling = self._loop.call_later(due - now, self._tell)
+
+    def _rank_0(self) -> WorkerId | None:
+        return None if self._world is None else self._world.members[0].worker
 
     def _name_of(self, worker: WorkerId, agent: AgentId) -> str:
         if self._world is not None and worker in self._world.workers:

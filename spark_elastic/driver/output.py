@@ -1,22 +1,46 @@
-"""Workers' output and the job's own log lines, printed by one thread so that a slow terminal delays nobody."""
+"""Workers' output, the job's own lines and its bar, printed by one thread so that a slow terminal delays nobody."""
 
 from __future__ import annotations
 
 import queue
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from typing import TextIO
+
+from spark_elastic import clock
+from spark_elastic.display.screens import PlainScreen, Screen, screen_for
+from spark_elastic.driver.showing import Showing
 
 MAX_QUEUED_LINES = 20_000
 """Beyond this, lines are dropped and counted: a blocked terminal must not eat the driver's memory."""
+MAX_LINES_AT_ONCE = 200
+"""Between two looks at the bar."""
+LOOK_S = 0.25
+"""How often the bar is looked at."""
+
+Line = tuple[str, str]
+"""Stream and text."""
 
 
 class OutputPrinter:
-    """Prints `[rank]<stream>:line` as Horovod does. Lines are never torn."""
+    """Prints `[rank]<stream>:line` as Horovod does. Lines are never torn, and the bar stays below them.
 
-    def __init__(self, stdout: TextIO | None = None, stderr: TextIO | None = None) -> None:
+    showing: what the bar shows; None: there is none. copy: told of every line of a worker: who, stream, text.
+    """
+
+    def __init__(
+        self,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+        showing: Showing | None = None,
+        copy: Callable[[str, str, str], None] | None = None,
+    ) -> None:
         self._targets = {"stdout": stdout, "stderr": stderr}
-        self._queue: queue.Queue[tuple[str, str] | None] = queue.Queue(MAX_QUEUED_LINES)
+        self._showing = showing
+        self._copy = copy
+        self._screen: Screen = PlainScreen() if showing is None else screen_for(stderr)
+        self._queue: queue.Queue[Line | None] = queue.Queue(MAX_QUEUED_LINES)
         self._dropped = 0
         self._failed: set[str] = set()
         """Streams whose target has failed; said once for each."""
@@ -30,13 +54,19 @@ class OutputPrinter:
         except queue.Full:
             self._dropped += 1
 
+    def say(self, text: str) -> None:
+        """Queue a line about the job, where such lines are best read."""
+        self.line(text, "stdout" if self._screen.to_stdout else "stderr")
+
     def worker_lines(self, who: str, stream: str, lines: tuple[str, ...]) -> None:
         """Queue a worker's lines. `who`: its rank, or its slot before it has one."""
         for text in lines:
             self.line(f"[{who}]<{stream}>:{text}", stream)
+            if self._copy is not None:
+                self._copy(who, stream, text)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Print what is queued and end the thread."""
+        """Print what is queued, take the bar away and end the thread."""
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:
@@ -44,28 +74,88 @@ class OutputPrinter:
         self._thread.join(timeout_s)
 
     def _print(self) -> None:
-        while (item := self._queue.get()) is not None:
-            stream, text = item
+        drawn = 0.0
+        over = False
+        while not over:
+            lines, over = self._next_lines()
+            now = clock.monotonic()
+            if self._showing is not None:
+                self._showing.look_around(now)
+            if self._showing is not None and (said := self._showing.line(now, bar=self._screen.live)) is not None:
+                lines.append(("stdout" if self._screen.to_stdout else "stderr", f"spark_elastic: {said}"))
+            if lines:
+                self._write(lines)
+            if self._showing is not None and self._screen.live and (over or now - drawn >= LOOK_S):
+                drawn = now
+                self._draw(self._showing, now)
+        self._guarded(self._screen.clear)
+
+    def _next_lines(self) -> tuple[list[Line], bool]:
+        """Those that are there, after a wait for the first; and whether it was the end."""
+        lines: list[Line] = []
+        try:
+            item = self._queue.get(timeout=None if self._showing is None else LOOK_S)
+            while item is not None and len(lines) < MAX_LINES_AT_ONCE:
+                lines.append(item)
+                item = self._queue.get_nowait() if len(lines) < MAX_LINES_AT_ONCE else item
+            return lines, item is None
+        except queue.Empty:
+            return lines, False
+
+    def _draw(self, showing: Showing, now: float) -> None:
+        def draw() -> None:
+            view = showing.view(now)
+            if view is not None:
+                self._screen.show(view)
+            else:
+                self._screen.clear()
+
+        self._guarded(draw)
+
+    def _guarded(self, draw: Callable[[], None]) -> None:
+        try:
+            draw()
+        except Exception as error:  # a bar is never worth the lines
+            self._say_failed("the bar", error)
+            self._screen = PlainScreen()
+
+    def _write(self, lines: list[Line]) -> None:
+        rest = iter(lines)
+        try:
+            self._screen.lines(lambda: self._write_lines(rest))
+        except Exception as error:
+            self._say_failed("the bar", error)
+            self._screen = PlainScreen()
+            self._write_lines(rest)
+
+    def _write_lines(self, lines: Iterator[Line]) -> None:
+        written: dict[str, TextIO] = {}
+        for stream, text in lines:
             try:
                 # looked up at each line: notebooks swap sys.stdout from cell to cell
                 target = self._targets[stream] or getattr(sys, stream)
                 target.write(text + "\n")
-                if self._queue.empty():
-                    target.flush()
+                written[stream] = target
                 if self._dropped:
                     target.write(f"spark_elastic: {self._dropped} lines were dropped, the output is too slow\n")
                     self._dropped = 0
             except (
                 Exception
             ) as error:  # closed by its owner, a full disk, a notebook's stream: the next may get through
-                self._say_failed(stream, error)
+                self._say_failed(f"lines for {stream}", error)
+        if self._queue.empty() or self._screen.live:
+            for stream, target in written.items():
+                try:
+                    target.flush()
+                except Exception as error:
+                    self._say_failed(f"lines for {stream}", error)
 
-    def _say_failed(self, stream: str, error: Exception) -> None:
-        if stream in self._failed or sys.__stderr__ is None:
+    def _say_failed(self, what: str, error: Exception) -> None:
+        if what in self._failed or sys.__stderr__ is None:
             return
-        self._failed.add(stream)
+        self._failed.add(what)
         try:
             reason = f"{type(error).__name__}: {error}"
-            print(f"spark_elastic: lines for {stream} cannot be written ({reason})", file=sys.__stderr__, flush=True)
+            print(f"spark_elastic: {what} cannot be written ({reason})", file=sys.__stderr__, flush=True)
         except Exception:
             pass  # nowhere left to say so

@@ -58,6 +58,11 @@ class SparkHostDiscovery:
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         return hosts_and_slots(self._sc)
 
+    def slots_free(self) -> int:
+        """Slots in which no task runs now, of this application."""
+        infos = jvm_context(self._sc).statusTracker().getExecutorInfos()
+        return max(0, self.slots().now - sum(int(info.numRunningTasks()) for info in infos))
+
     def watch(self, on_event: OnExecutorEvent) -> ExecutorWatch:
         """Have executors that are decommissioned or lost reported from now on, until the watch is closed."""
         return ExecutorWatch(self._sc, on_event)

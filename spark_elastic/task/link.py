@@ -20,11 +20,13 @@ from spark_elastic.wire.channel import Channel
 from spark_elastic.wire.messages import (
     Abandoned,
     Cut,
+    EpochEnded,
     Goodbye,
     HostsUpdated,
     KvGet,
     KvSet,
     KvValues,
+    LiveProgress,
     Message,
     Provisional,
     Raised,
@@ -125,6 +127,13 @@ class ChannelLink:
 
     def derive_key(self, purpose: str) -> bytes:
         return hmac.digest(self._key, f"derived for {purpose}".encode(), "sha256")
+
+    def show(self, what: LiveProgress | EpochEnded) -> bool:
+        try:
+            self._channel.send(what)
+        except (ChannelClosedError, ProtocolError):
+            return False  # for people alone: whatever has happened to the channel, others act on it
+        return True
 
     def kv_set(self, round: int, key: str, value: bytes) -> None:
         self._send(KvSet(round, key, value))

@@ -155,6 +155,31 @@ class Abandoned:
 
 
 @dataclass(frozen=True, slots=True)
+class LiveProgress:
+    """How far rank 0 of a training is, for people: some times a second, of no consequence if it is lost.
+
+    epoch: from 0. phase: "train" or "validate". rows: of `total`. values: the loss and the metrics so far.
+    """
+
+    epoch: int
+    epochs: int
+    phase: str
+    rows: int
+    total: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnded:
+    """What an epoch has come to. Repeated by whoever becomes rank 0."""
+
+    epoch: int
+    epochs: int
+    seconds: float
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class KvSet:
     """Store `payload` under the key, in the round's own space."""
 
@@ -250,6 +275,8 @@ Message = (
     | Ready
     | Raised
     | Abandoned
+    | LiveProgress
+    | EpochEnded
     | KvSet
     | KvGet
     | WorkerWelcome

@@ -18,6 +18,7 @@ FLOORS: dict[str, int] = {
     "core": 1,
     "wire": 2,
     "state": 2,
+    "display": 2,
     "worker_link": 2,
     "data": 2,
     "collective": 2,

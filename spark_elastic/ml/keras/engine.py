@@ -152,6 +152,9 @@ class KerasEngine:
     def rows(self, sums: Sums) -> int:
         return self._sums.rows(sums)
 
+    def told(self, sums: Sums) -> dict[str, float]:
+        return self._sums.told(sums)
+
     # --- ends -------------------------------------------------------------------------------------
 
     def after_epoch(self, row: Mapping[str, float]) -> None: ...

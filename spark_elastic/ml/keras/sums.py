@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -109,6 +110,23 @@ class MetricSums:
         loss = {"loss": out.pop("loss")} if "loss" in out else {}
         return {f"{prefix}{name}": value for name, value in {**loss, **out}.items()}
 
+    def told(self, sums: Sums) -> dict[str, float]:
+        """What is a mean, without a word to the metrics themselves, which the training thread uses."""
+        out: dict[str, float] = {}
+        starts = dict(zip(map(id, self._variables), np.cumsum([0, *self._sizes]).tolist(), strict=False))
+        for metric in _single(self._model.metrics):
+            if isinstance(metric, keras.metrics.Mean):
+                total, count = (float(sums[starts[id(variable)]]) for variable in (metric.total, metric.count))
+                if count:
+                    out[str(metric.name)] = total / count
+        rows = self.rows(sums)
+        returned = self.returned[""]
+        at = sum(self._sizes)
+        if rows:
+            out.update(zip(returned, (sums[at : at + len(returned)] / rows).tolist(), strict=True))
+        loss = {"loss": out.pop("loss")} if "loss" in out else {}
+        return {**loss, **out}
+
     def rows(self, sums: Sums) -> int:
         return int(sums[-1])
 
@@ -126,3 +144,8 @@ def _is_scalar(value: Any) -> bool:
 def _columns(name: str, value: Any) -> dict[str, float]:
     values: Sequence[float] = np.asarray(value, np.float64).reshape(-1).tolist()
     return {name: values[0]} if len(values) == 1 else {f"{name}_{at}": one for at, one in enumerate(values)}
+
+
+def _single(metrics: Sequence[Any]) -> list[Any]:
+    """Without the containers that Keras puts the compiled ones into."""
+    return [each for metric in metrics for each in (getattr(metric, "metrics", None) or [metric])]

@@ -187,6 +187,9 @@ class TorchEngine:
     def rows(self, sums: Sums) -> int:
         return self._tally.rows(sums)
 
+    def told(self, sums: Sums) -> dict[str, float]:
+        return self._tally.told(sums)
+
     # --- ends -------------------------------------------------------------------------------------
 
     def after_epoch(self, row: Mapping[str, float]) -> None:

@@ -191,6 +191,17 @@ class Tally:
             out.update(_columns(metric.name, value))
         return {f"{prefix}{name}": value for name, value in out.items()}
 
+    def told(self, sums: Sums) -> dict[str, float]:
+        """The losses and the metrics that are plain functions: others have objects that the training thread uses."""
+        losses = len(self.objective)
+        out = self.objective.means(sums[0 : 2 * losses : 2].tolist(), sums[1 : 2 * losses : 2].tolist())
+        at = self._head
+        for metric, _ in self._metrics:
+            if isinstance(metric, _Function):
+                out[metric.name] = metric.value(sums[at : at + 1], float(sums[2 * losses]), ())
+            at += metric.width
+        return out
+
     def rows(self, sums: Sums) -> int:
         return int(sums[2 * len(self.objective)])
 

@@ -85,6 +85,9 @@ class Engine(Protocol):
 
     def rows(self, sums: Sums) -> int: ...
 
+    def told(self, sums: Sums) -> dict[str, float]:
+        """Of what `logs` gives: what can be told from any thread at any moment, for next to nothing."""
+
     # --- ends
 
     def after_epoch(self, row: Mapping[str, float]) -> None:

@@ -12,8 +12,9 @@ import torch
 from spark_elastic import clock
 from spark_elastic.collective.operations import allreduce_, broadcast_
 from spark_elastic.collective.reduction import Max
-from spark_elastic.ml.history import FACTS
+from spark_elastic.display.views import epoch_line
 from spark_elastic.ml.training.progress import Phase, Progress
+from spark_elastic.ml.training.reporting import measured
 
 if TYPE_CHECKING:
     from spark_elastic.ml.training.trainer import Trainer
@@ -56,8 +57,8 @@ def end_epoch(trainer: Trainer) -> None:
     run.forget()
     if trainer.rank == 0 and _is_lost(row) and not any(map(_is_lost, at.history)):
         log.warning("the loss of epoch %d is not a number; training goes on", at.epoch + 1)
-    if trainer.rank == 0 and trainer.training.verbose:
-        print(_line(row, trainer.training.epochs), flush=True)
+    if trainer.rank == 0 and trainer.training.verbose and trainer.reporter is None:
+        print(epoch_line(at.epoch, trainer.training.epochs, row["seconds"], measured(row)), flush=True)
     trainer.state.turn_done()
 
 
@@ -83,8 +84,3 @@ def _logs(trainer: Trainer, at: Progress) -> tuple[dict[str, float], dict[str, f
 
 def _is_lost(row: Mapping[str, float]) -> bool:
     return math.isnan(row.get("loss", 0.0))
-
-
-def _line(row: Mapping[str, float], epochs: int) -> str:
-    values = [f"{name} {value:.4g}" for name, value in row.items() if name not in FACTS]
-    return f"epoch {row['epoch'] + 1}/{epochs}  {'  '.join(values)}  {row['seconds']:.1f} s"

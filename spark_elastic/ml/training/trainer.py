@@ -20,6 +20,7 @@ from spark_elastic.ml.training.finish import finish
 from spark_elastic.ml.training.lasting import Lasting
 from spark_elastic.ml.training.passes import train, validate
 from spark_elastic.ml.training.progress import Phase
+from spark_elastic.ml.training.reporting import reporter_of
 from spark_elastic.ml.training.run_view import RunView
 from spark_elastic.ml.training.spec import Training
 
@@ -53,6 +54,7 @@ class Trainer:
         self.on_batch_end = overridden(self.callbacks, "on_batch_end")
         self.rank, self.size = 0, 1
         self._readers: dict[str, BatchReader] = {}
+        self.reporter = reporter_of(self)
         self._begun = False
         self.reader("train").bring()  # here, and not in the first step, for which all the others would wait
 
@@ -71,6 +73,8 @@ class Trainer:
         if not self._begun:
             self._begun = True
             self.lasting.begin()
+            if self.reporter is not None:
+                self.reporter.begin()
             for callback in self.callbacks:
                 callback.on_fit_begin(self.run)
         while self.state.at.phase is not Phase.DONE:
@@ -86,6 +90,8 @@ class Trainer:
         return self.state.at.best_epoch if self.run.wants_restore else None
 
     def close(self) -> None:
+        if self.reporter is not None:
+            self.reporter.close()
         for reader in self._readers.values():
             reader.close()
         self.lasting.close()
