@@ -8,14 +8,17 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from spark_elastic.backends import Backend, HostEvents, LocalBackend, SparkBackend
+from spark_elastic.data.store import Store
 from spark_elastic.driver import arguments, preflight
 from spark_elastic.driver.elastic_driver import ElasticDriver
 from spark_elastic.driver.host_discovery import HostDiscovery
 from spark_elastic.driver.local_launcher import LocalLauncher
 from spark_elastic.driver.output import OutputPrinter
+from spark_elastic.driver.output_files import OutputFiles
 from spark_elastic.driver.showing import Showing
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.job import ElasticJob
@@ -48,6 +51,7 @@ def run(
     nics: Sequence[str] | str | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
+    output_dir: str | Path | Store | None = None,
     verbose: int = 1,
     launcher: LocalLauncher | None = None,
 ) -> list[Any]:
@@ -70,7 +74,9 @@ def run(
         env: added to the workers' environment.
         nics: names of the network interfaces that may carry collectives. Default: those that reach one another.
         stdout, stderr: where the workers' output goes, each line with its rank in front. Default: this process's own.
-        verbose: 0: only the workers' output; 1: the membership too; 2: and what is waited for.
+        output_dir: path, URI or Store to write it to as well: `rank.0/stdout`, `rank.0/stderr`, and so on.
+        verbose: 0: only the workers' output; 1: a bar (in a terminal or a notebook, few lines elsewhere) and a line for
+            each change of the workers; 2: each step of them.
         launcher: a `LocalLauncher` runs the workers as plain processes of this machine, without Spark.
 
     Returns: what `fn` returned in each worker, by rank; without the results that were lost with their executors after
@@ -99,6 +105,7 @@ def run(
         nics=nics,
         stdout=stdout,
         stderr=stderr,
+        output_dir=output_dir,
         verbose=verbose,
         launcher=launcher,
     )
@@ -130,6 +137,7 @@ def run_async(
     nics: Sequence[str] | str | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
+    output_dir: str | Path | Store | None = None,
     verbose: int = 1,
     launcher: LocalLauncher | None = None,
 ) -> ElasticJob:
@@ -178,7 +186,10 @@ def run_async(
     with contextlib.ExitStack() as undo:  # until the job takes over, what is held is given back here
         undo.callback(listening.close)
         showing = Showing() if verbose else None
-        printer = OutputPrinter(stdout, stderr, showing)
+        files = None if output_dir is None else OutputFiles(output_dir)
+        if files is not None:
+            undo.callback(files.close)
+        printer = OutputPrinter(stdout, stderr, showing, None if files is None else files.take)
         undo.callback(printer.close)
         driver = ElasticDriver(
             order,

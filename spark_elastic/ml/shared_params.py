@@ -22,6 +22,7 @@ RUN_OPTIONS = (
     "nics",
     "stdout",
     "stderr",
+    "output_dir",
     "launcher",
 )
 """What `spark_elastic.run` takes beside the settings that estimators have of their own."""
@@ -172,7 +173,8 @@ class ClusterParams(ElasticParams):
     )
     verbose: Any = setting(
         "verbose",
-        "0: quiet, 1: a line for each epoch and change of the world, 2: also what is waited for.",
+        "0: quiet, 1: a bar for each epoch (in a terminal or a notebook; few lines elsewhere) and a line for each "
+        "epoch and change of the workers, 2: each step of them.",
         to.whole(at_least=0),
         default=1,
     )
