@@ -27,14 +27,13 @@ from spark_elastic.data.sharing import ensure_shared
 from spark_elastic.data.spark_connect import refuse_connect
 from spark_elastic.data.spark_failure import reason_of
 from spark_elastic.data.store import Store
+from spark_elastic.data.watched_job import collect
 from spark_elastic.data.write_task import RECEIPT_SCHEMA, Receipt, WriteTask
 from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, StoreError
 
 _log = logging.getLogger(__name__)
 _writing: dict[str, threading.Lock] = {}
 """URL of a set → held by the thread that writes it: of several fits at once on the same rows, one writes."""
-_CANCEL_S = 10.0
-"""How long Ctrl-C waits for Spark to have ended the job."""
 _collected: set[str] = set()
 """URLs of the stores that this process has looked through for what others left behind."""
 
@@ -58,6 +57,7 @@ def materialize(
     keep: bool | None = None,
     shard_bytes: int = SHARD_BYTES,
     pre_shuffle: str | None = None,
+    verbose: int = 1,
 ) -> Dataset:
     """Write the rows of `df`, unless they are there already.
 
@@ -83,6 +83,7 @@ def materialize(
         keep: whether the set outlives this process. None: if it has a `dataset_id`.
         shard_bytes: where a task ends a file and begins another.
         pre_shuffle: "spark": spread the rows at random first. For input that is sorted, and larger than memory.
+        verbose: 0: quiet; 1: how far it is, if it takes longer than a moment.
 
     Raises:
         InvalidSettingsError, DataError: before anything runs, for what settings and schema show; and DataError from
@@ -132,7 +133,7 @@ def materialize(
         ensure_shared(place, df.sparkSession.sparkContext)
         try:
             with leased(folder):
-                dataset = _write(df, request, folder, key, settings, kept)
+                dataset = _write(df, request, folder, key, settings, kept, verbose)
             mark_used(folder, kept)
         except OSError as error:
             raise StoreError(f"the driver cannot write to {folder.url}: {error}", url=folder.url) from error
@@ -167,16 +168,18 @@ def _find(folder: Store, key: str, settings: Mapping[str, Any], dataset_id: str 
         return None
 
 
-def _write(df: Any, request: Request, folder: Store, key: str, settings: Mapping[str, Any], kept: bool) -> Dataset:
+def _write(
+    df: Any, request: Request, folder: Store, key: str, settings: Mapping[str, Any], kept: bool, verbose: int
+) -> Dataset:
     run, started = uuid.uuid4().hex[:12], wall()
     try:
-        receipts = _run(df, request, folder, run, kept)
+        receipts = _run(df, request, folder, run, kept, verbose)
         _refuse_faults(receipts)
         if mixed := _stored_both_ways(receipts):
             # Some tasks began with mostly empty vectors and some did not.
             folder.delete(run)
             request = replace(request, sparse={**request.sparse, **dict.fromkeys(mixed, True)})
-            receipts = _run(df, request, folder, run, kept)
+            receipts = _run(df, request, folder, run, kept, verbose)
             _refuse_faults(receipts)
         manifest = _manifest(receipts, request, key, {**_about(df, wall() - started), "settings": settings})
         dataset = Dataset(folder, manifest)
@@ -204,7 +207,7 @@ def _selected(df: Any, request: Request) -> list[Any]:
     return selected
 
 
-def _run(df: Any, request: Request, folder: Store, run: str, kept: bool) -> list[Receipt]:
+def _run(df: Any, request: Request, folder: Store, run: str, kept: bool, verbose: int) -> list[Receipt]:
     from pyspark.sql import functions
 
     tensors = request.resolve(df.schema, _case_sensitive(df))
@@ -217,44 +220,12 @@ def _run(df: Any, request: Request, folder: Store, run: str, kept: bool) -> list
     wide = any(column.source != "scalar" for tensor in tensors for column in tensor.columns)
     try:
         with small_batches(df.sparkSession) if wide else nullcontext():
-            found = _collect(
-                rows.mapInArrow(task, RECEIPT_SCHEMA), f"spark_elastic: write {', '.join(request.tensors)}"
-            )
+            name = f"spark_elastic: write {', '.join(request.tensors)}"
+            found = collect(rows.mapInArrow(task, RECEIPT_SCHEMA), name, "writing rows", verbose)
     except Exception as error:  # py4j, captured by pyspark or not
         failure, reason = reason_of(error)
         raise failure(f"the rows could not be written: {reason}") from error
     return sorted((Receipt.loads(row.receipt) for row in found), key=lambda receipt: receipt.partition)
-
-
-def _collect(df: Any, description: str) -> list[Any]:
-    """`df.collect()` in a thread of its own.
-
-    So that Ctrl-C comes while this thread waits, and not in the middle of a call to the JVM: only then can the job be
-    cancelled, whose tasks would write on.
-    """
-    from pyspark import InheritableThread
-
-    context, tag, done = df.sparkSession.sparkContext, f"spark_elastic-{uuid.uuid4().hex}", {}
-
-    def collect() -> None:
-        try:
-            context.addJobTag(tag)
-            context.setJobDescription(description)
-            done["rows"] = df.collect()
-        except BaseException as error:  # for the thread that waits
-            done["error"] = error
-
-    thread = InheritableThread(target=collect, name="spark_elastic write", daemon=True)
-    thread.start()
-    try:
-        thread.join()
-    except BaseException:
-        context.cancelJobsWithTag(tag)
-        thread.join(_CANCEL_S)
-        raise
-    if "error" in done:
-        raise done["error"]
-    return list(done["rows"])
 
 
 def _case_sensitive(df: Any) -> bool:

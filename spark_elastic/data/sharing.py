@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from spark_elastic.data.store import Store
+from spark_elastic.data.watched_job import named
 from spark_elastic.errors import StoreError
 
 PROBE = "probe-"
@@ -43,17 +44,17 @@ def check_shared(store: Store, context: Any) -> None:
         if store.is_local and (context.master == "local" or context.master.startswith("local[")):
             return  # all of it runs on this machine, as this user
         tasks = context.defaultParallelism
-        answers = (
-            context.parallelize(range(tasks), tasks).mapPartitionsWithIndex(_probe(store, folder, token)).collect()
-        )
+        rows = context.parallelize(range(tasks), tasks).mapPartitionsWithIndex(_probe(store, folder, token))
+        with named(context, f"spark_elastic: do all executors see {store.url}"):
+            answers = context.runJob(rows, list)
         problems = {host: complaint for host, _, complaint in answers if complaint}
         for host, file, complaint in answers:
             if not complaint and not store.exists(f"{folder}/{file}"):
                 problems[host] = "wrote a file that the driver does not see"
         if problems:
-            named = "; ".join(f"{host} {complaint}" for host, complaint in sorted(problems.items()))
+            told = "; ".join(f"{host} {complaint}" for host, complaint in sorted(problems.items()))
             raise StoreError(
-                f"the driver on {socket.gethostname()} and the executors do not share {store.url}: {named}. Name a "
+                f"the driver on {socket.gethostname()} and the executors do not share {store.url}: {told}. Name a "
                 "store that all of them see: store= a mounted folder (NFS, /dbfs, /Volumes) or an hdfs://, s3://, "
                 "gs:// or abfs:// URI",
                 url=store.url,
