@@ -9,13 +9,13 @@ from types import ModuleType
 from typing import Any
 
 from spark_elastic.core.changes import Change
-from spark_elastic.errors import UsageError
+from spark_elastic.errors import MissingExtraError
 
 Row = Mapping[str, Any]
 
 
 def draw_training(history: Sequence[Row], events: Sequence[Row], path: str | Path | None) -> Any:
-    """Returns: a matplotlib Figure, also written to `path`. Raises: UsageError: there is no matplotlib."""
+    """Returns: a matplotlib Figure, also written to `path`. Raises: MissingExtraError: there is no matplotlib."""
     return _kept(_picture().of_training(history, events, _title(history, events)), path)
 
 
@@ -49,9 +49,7 @@ def _picture() -> ModuleType:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        raise UsageError(
-            "plot() draws with matplotlib, which is not installed: pip install 'spark-elastic[plot]'"
-        ) from None
+        raise MissingExtraError(what="plot()", package="matplotlib", extra="plot") from None
 
 
 def _kept(figure: Any, path: str | Path | None) -> Any:

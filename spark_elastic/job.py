@@ -88,7 +88,7 @@ class ElasticJob:
 
         path: a file to write it to as well; its ending (.png, .svg, .pdf) says how.
         Returns: a matplotlib Figure.
-        Raises: UsageError: matplotlib is not installed (extra `plot`).
+        Raises: MissingExtraError: matplotlib is not installed (extra `plot`).
         """
         return draw_job(event_rows(self.changes(), self._began), self.name, path)
 

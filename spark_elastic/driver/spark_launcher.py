@@ -196,9 +196,11 @@ class SparkLauncher:
         jvm_context(sc).setLocalProperties(self._properties.clone())
         # Not interruptOnCancel: an interrupt does not reach the Python process any sooner. Either way the executor
         # kills it 2-4 s after the cancellation (spark.python.task.killTimeout), so agents are told to end first.
-        sc.setJobGroup(launch.group, f"{self._description}: slot {launch.slot}")
+        name = f"{self._description}: worker slot {launch.slot}"
+        sc.setJobGroup(launch.group, name)
+        sc.setLocalProperty("callSite.short", name)  # which `collect` would replace, and `runJob` does not
         task = _task_of(self._agent_entry, launch.slot, launch.id, payload, self._shared_by_all())
-        rows = sc.parallelize([0], 1).mapPartitions(task).collect()
+        rows = sc.runJob(sc.parallelize([0], 1), task)
         return AgentOutcome(*rows[0]) if rows[0] is not None else None
 
     def _shared_by_all(self) -> Any:

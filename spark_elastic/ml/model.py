@@ -125,7 +125,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
 
         path: a file to write it to as well; its ending (.png, .svg, .pdf) says how.
         Returns: a matplotlib Figure; as the last value of a notebook's cell it is shown.
-        Raises: UsageError: matplotlib is not installed (extra `plot`).
+        Raises: MissingExtraError: matplotlib is not installed (extra `plot`).
         """
         return draw_training(self.history, self.events, path)
 

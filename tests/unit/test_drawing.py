@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from spark_elastic import drawing
-from spark_elastic.errors import UsageError
+from spark_elastic.errors import MissingExtraError
 from spark_elastic.ml.history import History
 
 pytest.importorskip("matplotlib")
@@ -74,7 +74,7 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "spark_elastic.picture", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UsageError, match=r"pip install 'spark-elastic\[plot\]'"):
+    with pytest.raises(MissingExtraError, match=r'pip install "spark-elastic\[plot\]"'):
         drawing.draw_training(history(2), STORM, None)
 
 
