@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from spark_elastic.core.changes import Change
+from spark_elastic.display.views import wait_in_words
 from spark_elastic.errors import MissingExtraError
 
 Row = Mapping[str, Any]
@@ -37,7 +38,7 @@ def event_rows(changes: Sequence[Change], began: float) -> tuple[dict[str, Any],
             "after": change.after,
             "pause_s": change.pause_s,
             "steps_lost": change.steps_lost,
-            "text": str(change),
+            "text": wait_in_words(change.reason) if change.kind == "waiting" else str(change),
         }
         for change in changes
     )

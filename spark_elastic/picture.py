@@ -127,7 +127,8 @@ def _draw_world(panel: Any, events: Sequence[Row], place: Callable[[Row, float],
         rows = [row for row in events if row["kind"] == kind and row["before"]]
         if rows:
             points = [(place(row, 0.0), row["after"]) for row in rows]
-            label = f"{label} ({len(rows)})"
+            count = sum(abs(row["before"] - row["after"]) for row in rows) or len(rows)
+            label = f"{label} ({count})"
             panel.plot(*zip(*points, strict=True), mark, color=colour, markersize=8, label=label, clip_on=False)
     spans = [(place(row, 0.0), place(row, row["pause_s"])) for row in events if row["pause_s"]]
     long = [(begin, stop) for begin, stop in spans if stop - begin > LONG_PAUSE * end]

@@ -24,6 +24,8 @@ from spark_elastic.core.topology import Place, WorkerId, World
 
 LOCAL = ("driver", "local-")
 """How the names of executors begin that are none: of local mode, and of plain processes."""
+WORTH_A_WORD_S = 5.0
+"""A place that rests for less is back before anybody could miss it."""
 LATE_S = 15.0
 """How long after a loss Spark's own word about an executor still explains it."""
 _VAGUE = re.compile(r"connection|channel|no longer lists|process died|[Ww]orker lost|unreachable|broke the protocol")
@@ -54,6 +56,8 @@ class Change:
     steps_lost: int | None = None
     open: bool = False
     """The world that ends the pause has not started yet."""
+    lasted_s: float | None = None
+    """Of a wait that is over."""
 
     def __str__(self) -> str:
         cause = f" ({self.reason})" if self.reason else ""
@@ -112,6 +116,8 @@ class Chronicle:
         self._departures: dict[int, list[_Departure]] = {}
         """By the index of their change."""
         self._broken: WorldBroken | None = None
+        self._waits: int | None = None
+        """The index of the wait that is not over."""
         self._furthest = 0
 
     @property
@@ -144,6 +150,10 @@ class Chronicle:
 
     def note(self, record: Record) -> None:
         """Take in what was announced."""
+        if self._waits is not None and isinstance(record, (Waiting, WorldStarted, JobEnded)):
+            wait = self._changes[self._waits]
+            self._changes[self._waits] = replace(wait, lasted_s=record.at - wait.at)
+            self._waits = None
         match record:
             case WorkerLeft():
                 self._on_left(record)
@@ -152,9 +162,9 @@ class Chronicle:
             case WorldStarted():
                 self._on_started(record)
             case Waiting(at, reason):
-                self._add(Change(at, "waiting", "", reason, self.size, self.size))
+                self._waits = self._add(Change(at, "waiting", "", reason, self.size, self.size))
             case PlaceCooledDown(at, kind, name, failures, until):
-                if failures > 1:  # the first time it is hardly worth a word
+                if until - at >= WORTH_A_WORD_S:
                     text = f"failed {failures} times and rests for {until - at:.1f} s"
                     self._add(Change(at, "resting", f"{kind} {name}", text, self.size, self.size))
             case JobEnded(at, outcome, why):
@@ -260,10 +270,12 @@ def _newcomers(places: Sequence[Place]) -> str:
 
 def _all(names: Sequence[str]) -> str:
     """Of several of a kind: "executors 3, 5"."""
-    for noun in ("executor ", "rank "):
-        if len(names) > 1 and all(name.startswith(noun) and name.count(" ") == 1 for name in names):
-            return f"{noun.strip()}s {', '.join(name.removeprefix(noun) for name in names)}"
-    return ", ".join(names)
+    parts = [re.fullmatch(r"(executor|rank) (\S+)( on .*)?", name) for name in names]
+    kinds = {part and (part[1], part[3]) for part in parts}
+    if len(names) == 1 or len(kinds) > 1 or None in kinds:
+        return ", ".join(names)
+    ((noun, where),) = (kind for kind in kinds if kind)
+    return f"{noun}s {', '.join(sorted(part[2] for part in parts if part))}{where or ''}"
 
 
 def workers_in_words(count: int) -> str:

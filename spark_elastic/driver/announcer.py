@@ -51,12 +51,10 @@ class Announcer:
     def changes(self) -> list[Change]:
         """Without short waits; `at` in seconds since the epoch."""
         to_wall = clock.wall() - clock.monotonic()
-        changes = list(self._chronicle.changes)
-        ends = [change.at for change in changes[1:]] + [clock.monotonic()]
         return [
             dataclasses.replace(change, at=change.at + to_wall)
-            for change, end in zip(changes, ends, strict=True)
-            if change.kind != "waiting" or end - change.at >= WAIT_S
+            for change in list(self._chronicle.changes)
+            if change.kind != "waiting" or change.lasted_s is None or change.lasted_s >= WAIT_S
         ]
 
     @property

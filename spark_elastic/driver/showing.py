@@ -74,6 +74,7 @@ class Showing:
         with self._lock:
             self._size = size
             self._waits, self._around = ("", None, now), ("", 0.0)
+            self._next_line = now + LINE_EVERY_S
             if self._trains_since is None:
                 self._trains_since = now
 

@@ -55,7 +55,7 @@ def written(folder: str):
     return Dataset(store, manifest)
 
 
-def fit(dataset, folder: str, callback: Callback, epochs: int, verbose: int = 1):
+def fit(dataset, folder: str, callback: Callback, epochs: int, verbose: int = 1, workers: int = 2):
     torch.manual_seed(0)
     return ElasticTorchEstimator(
         model=nn.Linear(3, 2),
@@ -64,7 +64,7 @@ def fit(dataset, folder: str, callback: Callback, epochs: int, verbose: int = 1)
         metrics={"accuracy": lambda output, label: (output.argmax(dim=1) == label).float()},
         batch_size=20,
         epochs=epochs,
-        num_proc=2,
+        num_proc=workers,
         min_num_proc=1,
         store=folder,
         verbose=verbose,
@@ -78,7 +78,7 @@ def main() -> None:
         dataset = written(f"{folder}/set")
         for part in sys.argv[1:]:
             if part == "quiet":
-                fit(dataset, folder, Slow(0.0), epochs=1, verbose=0)
+                fit(dataset, folder, Slow(0.0), epochs=1, verbose=0, workers=1)
             elif part == "kill":
                 fit(dataset, folder, Slow(0.02, dies=f"{folder}/died", talks=True), epochs=3)
             elif part == "two":

@@ -90,4 +90,4 @@ def test_without_a_terminal_there_are_few_plain_lines_and_with_verbose_0_none():
 
 
 def test_the_tests_own_terminal_knows_what_is_overwritten():
-    assert seen("abc\rde\nf\x1b[A\rxy\n\nlast") == "xyc\nf\nlast"
+    assert seen("abc\rde\r\nf\x1b[A\rxy\r\n\r\nlast") == "xyc\nf\nlast"

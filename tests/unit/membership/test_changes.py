@@ -121,6 +121,21 @@ def test_processes_of_this_machine_are_told_by_their_ranks():
     assert job.said[-1].startswith("rank 0 on h0 lost (killed by signal 9)")
 
 
+def test_processes_of_one_place_that_are_lost_together_are_named_together():
+    job = Job(3, executors="driver")
+    for place in (2, 1):
+        job.tell(4.0, e.AgentLost(place, "silent for 30 s"))
+    job.ready(5.1, 3)
+    assert job.said[-1].startswith("rank 1 on h1, rank 0 on h0 lost (silent for 30 s): 3 -> 1 worker")
+
+
+def test_a_wait_lasts_until_the_next_world():
+    job = Job(2)
+    waits = [change for change in job.chronicle.changes if change.kind == "waiting"]
+    assert sum(wait.lasted_s for wait in waits) == 2.0
+    assert all(wait.lasted_s is not None for wait in waits)
+
+
 def test_a_loss_is_open_until_the_next_world_is_there():
     job = Job(2, minimum=2)
     job.tell(5.0, e.WorkerLost(2, "killed by SIGKILL", -9))
