@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
@@ -17,9 +16,9 @@ class HereEstimator(ElasticKerasEstimator):
 
     training: KerasTraining
 
-    def _run_job(self, training: KerasTraining, context: Any) -> tuple[list[Any], Sequence[Any]]:
+    def _run_job(self, training: KerasTraining, context: Any, *events: Any) -> list[Any]:
         self.training = training
-        return [self._train_fn()(cloudpickle.loads(cloudpickle.dumps(training)))], []
+        return [self._train_fn()(cloudpickle.loads(cloudpickle.dumps(training)))]
 
 
 def make_net(width: int = 8) -> Any:

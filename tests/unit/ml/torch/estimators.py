@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ class HereEstimator(ElasticTorchEstimator):
 
     training: TorchTraining
 
-    def _run_job(self, training: TorchTraining, context: Any) -> tuple[list[Any], Sequence[Any]]:
+    def _run_job(self, training: TorchTraining, context: Any, *events: Any) -> list[Any]:
         self.training = training
-        return [train(cloudpickle.loads(cloudpickle.dumps(training)))], []
+        return [train(cloudpickle.loads(cloudpickle.dumps(training)))]
 
 
 def make_set(folder: Path, **more: Any) -> Dataset:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +59,12 @@ class LosesItsWorkers(HereEstimator):
 
     lost = 0
 
-    def _run_job(self, training: TorchTraining, context: Any) -> tuple[list[Any], Sequence[Any]]:
+    def _run_job(self, training: TorchTraining, context: Any, *events: Any) -> list[Any]:
         if self.lost == 0:
             self.lost += 1
             train(cloudpickle.loads(cloudpickle.dumps(dataclasses.replace(training, epochs=1))))
             raise StateLostError(progress=6, last_reason="killed")
-        return super()._run_job(training, context)
+        return super()._run_job(training, context, *events)
 
 
 def test_a_fit_that_lost_all_workers_goes_on_from_its_checkpoint_by_itself(dataset: Dataset, tmp_path: Path) -> None:

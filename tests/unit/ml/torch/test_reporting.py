@@ -1,0 +1,124 @@
+"""What rank 0 tells of a training while it goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import spark_elastic.torch as hvd
+from spark_elastic.ml.history import History
+from spark_elastic.ml.torch.training import _assemble
+from spark_elastic.ml.training.assembly import run
+from spark_elastic.ml.training.progress import Phase, Progress
+from spark_elastic.ml.training.reporting import Reporter
+from spark_elastic.wire.messages import EpochEnded, LiveProgress
+from tests.unit.ml.torch.trainings import EPOCHS, ROWS, make_training
+
+
+class Link:
+    """Keeps what it is told."""
+
+    def __init__(self, broken: bool = False) -> None:
+        self.said: list[Any] = []
+        self.broken = broken
+
+    def show(self, what: Any) -> bool:
+        if not self.broken:
+            self.said.append(what)
+        return not self.broken
+
+
+def trainer_at(at: Progress, rank: int = 0) -> Any:
+    dataset = SimpleNamespace(rows=lambda split: 100)
+    engine = SimpleNamespace(told=lambda sums: {})
+    training = SimpleNamespace(epochs=3, dataset=dataset)
+    return SimpleNamespace(state=SimpleNamespace(at=at), rank=rank, training=training, engine=engine)
+
+
+def row(epoch: int) -> dict[str, float]:
+    return {"epoch": epoch, "seconds": 1.0, "ended": 5.0, "steps": 3, "rows": 100, "lr": 0.1, "loss": 0.5}
+
+
+def test_each_epoch_of_a_training_is_told_with_what_it_has_come_to(data, tmp_path):
+    hvd.init()
+    try:
+        trainer = _assemble(make_training(data, tmp_path))
+        link = Link()
+        trainer.reporter = Reporter(trainer, link)
+        result = run(trainer)
+    finally:
+        hvd.shutdown()
+    ended = [said for said in link.said if isinstance(said, EpochEnded)]
+    assert [(said.epoch, said.epochs) for said in ended] == [(epoch, EPOCHS) for epoch in range(EPOCHS)]
+    assert [said.values["val_loss"] for said in ended] == result.history["val_loss"]
+    assert "lr" not in ended[0].values
+
+
+def test_what_can_be_told_at_any_moment_is_what_the_history_would_say(data, tmp_path):
+    hvd.init()
+    told = []
+    try:
+        trainer = _assemble(make_training(data, tmp_path))
+        logs = trainer.engine.logs
+
+        def both(sums: Any, pieces: Any, prefix: str = "") -> Any:
+            out = logs(sums, pieces, prefix)
+            told.append((trainer.engine.told(sums), {name.removeprefix("val_"): value for name, value in out.items()}))
+            return out
+
+        trainer.engine.logs = both
+        run(trainer)
+    finally:
+        hvd.shutdown()
+    assert told
+    for now, later in told:
+        assert now == pytest.approx(later)
+
+
+def test_only_rank_0_tells():
+    link = Link()
+    trainer = trainer_at(Progress(position=40, serial=4), rank=1)
+    reporter = Reporter(trainer, link)
+    reporter._look()
+    assert link.said == []
+    trainer.rank = 0
+    reporter._look()
+    assert link.said == [LiveProgress(0, 3, "train", 40, 100, {})]
+
+
+def test_a_new_rank_0_tells_the_epochs_that_it_has_seen():
+    link = Link()
+    history = History([row(0), row(1)])
+    trainer = trainer_at(Progress(phase=Phase.VALIDATE, epoch=2, val_position=10, serial=9, history=history))
+    Reporter(trainer, link)._look()
+    assert [type(said).__name__ for said in link.said] == ["EpochEnded", "EpochEnded", "LiveProgress"]
+    assert link.said[-1] == LiveProgress(2, 3, "validate", 10, 100, {})
+
+
+def test_nothing_is_told_twice_where_nothing_has_changed():
+    link = Link()
+    trainer = trainer_at(Progress(position=40, serial=4))
+    reporter = Reporter(trainer, link)
+    reporter._look()
+    reporter._look()
+    assert len(link.said) == 1
+
+
+def test_what_a_broken_channel_has_not_taken_is_told_again():
+    link = Link(broken=True)
+    trainer = trainer_at(Progress(serial=4, phase=Phase.EPOCH_END, history=History([row(0)])))
+    reporter = Reporter(trainer, link)
+    reporter._look()
+    link.broken = False
+    trainer.state.at = replace(trainer.state.at, serial=5)
+    reporter._look()
+    assert [said.epoch for said in link.said] == [0]
+
+
+def test_an_error_while_telling_stays_there():
+    trainer = trainer_at(Progress(position=ROWS, serial=4))
+    trainer.training.dataset = None
+    Reporter(trainer, Link())._look()
