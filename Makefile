@@ -16,6 +16,7 @@ help:
 	@echo "make test    all tests (PYTEST_ARGS='tests/unit -k sampler' for some of them)"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   all benchmarks, minutes each; see benchmarks/README.md"
+	@echo "make notebooks    run examples/notebooks and write what they show into their .ipynb twins"
 	@echo "make dist    wheel and sdist"
 	@echo "make clean   remove what these made"
 
@@ -36,6 +37,10 @@ lint: $(STAMP)
 .PHONY: bench
 bench: java $(STAMP)
 	@for benchmark in $(BENCHMARKS); do echo; echo "== $$benchmark"; $(BIN)/python $$benchmark || exit 1; done
+
+.PHONY: notebooks
+notebooks: java $(STAMP)
+	$(BIN)/python scripts/notebooks.py
 
 .PHONY: dist
 dist: $(STAMP)
