@@ -49,6 +49,7 @@ def run(
     discovery: HostDiscovery | None = None,
     env: Mapping[str, str] | None = None,
     nics: Sequence[str] | str | None = None,
+    device: str = "auto",
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     output_dir: str | Path | Store | None = None,
@@ -73,6 +74,9 @@ def run(
         discovery: narrows the hosts and slots to use: `HostDiscoveryScript`, `FixedHosts`, or your own.
         env: added to the workers' environment.
         nics: names of the network interfaces that may carry collectives. Default: those that reach one another.
+        device: what the workers compute on, `hvd.device()` in them. "auto": a GPU where they have one; "cpu": GPUs are
+            hidden from them; "cuda": a worker without a GPU fails at once. Gradients on GPUs are reduced by NCCL where
+            each worker has a GPU of its own.
         stdout, stderr: where the workers' output goes, each line with its rank in front. Default: this process's own.
         output_dir: path, URI or Store to write it to as well: `rank.0/stdout`, `rank.0/stderr`, and so on.
         verbose: 0: only the workers' output; 1: a bar (in a terminal or a notebook, few lines elsewhere) and a line for
@@ -103,6 +107,7 @@ def run(
         discovery=discovery,
         env=env,
         nics=nics,
+        device=device,
         stdout=stdout,
         stderr=stderr,
         output_dir=output_dir,
@@ -135,6 +140,7 @@ def run_async(
     discovery: HostDiscovery | None = None,
     env: Mapping[str, str] | None = None,
     nics: Sequence[str] | str | None = None,
+    device: str = "auto",
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     output_dir: str | Path | Store | None = None,
@@ -181,6 +187,7 @@ def run_async(
         made_by=interpreter(),
         env=environment,
         nics=interfaces,
+        device=arguments.device(device),
         preimport=modules_of(function),
     )
     with contextlib.ExitStack() as undo:  # until the job takes over, what is held is given back here

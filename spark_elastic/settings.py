@@ -10,6 +10,8 @@ from typing import Any
 
 from spark_elastic.errors import InvalidSettingsError
 
+DEVICE_SETTING = "SPARK_ELASTIC_DEVICE"
+"""The environment variable that tells workers what `run(device=...)` asked for."""
 LONGEST_S = 1e8
 """Three years. Without a bound, "never" would be infinity, and no socket and no thread can wait that long."""
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 
 def _no(*_: Any, **__: Any) -> bool:
     """This is not part of spark_elastic."""
@@ -21,4 +24,19 @@ def gloo_enabled() -> bool:
 
 
 mpi_threads_supported = mpi_enabled = mpi_built = _no
-nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _no
+ddl_built = ccl_built = _no
+
+
+def nccl_built(verbose: bool = False) -> bool:
+    """Gradients on GPUs can be reduced by NCCL."""
+    return bool(dist.is_available() and dist.is_nccl_available())
+
+
+def cuda_built(verbose: bool = False) -> bool:
+    """Torch is built for CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built(verbose: bool = False) -> bool:
+    """Torch is built for ROCm."""
+    return getattr(torch.version, "hip", None) is not None

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 from spark_elastic import clock
+from spark_elastic.collective import devices
 from spark_elastic.collective.in_flight import GRACE_S, InFlight, free_those_that_ended, has_ended, leave_behind
 from spark_elastic.collective.joining import STALL_S, CollectiveLog
 from spark_elastic.collective.sockets import GroupSockets, open_descriptors
@@ -86,10 +87,11 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
     def has_extended_api(self) -> bool:
         return False
 
-    def announced(self) -> list[bytes]:
-        return list(self._values.values())
+    def known(self, suffixes: Sequence[str]) -> list[bytes]:
+        """Values of keys, without the prefix; asked for only if they have not come along with others."""
+        return self._fetch(suffixes, CONNECT_TIMEOUT_S)
 
-    def _fetch(self, keys: list[str], timeout_s: float) -> list[bytes]:
+    def _fetch(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
         """Gloo asks for one member after the other; one question to the driver for all of them saves the trips."""
         wanted = [self._prefix + key for key in keys]
         missing = [key for key in wanted if key not in self._values]
@@ -123,6 +125,8 @@ class GlooGroup:
         self.name = name
         self.objects = 0
         """Object collectives so far; part of what their seal covers, so that none can be played again."""
+        self.kinds: set[str] = set()
+        """Where tensors of the members may lie: "cpu", "gpu", or both if members differ."""
         self.log = CollectiveLog(link, round, name, rank, len(addresses))
         self._addresses = list(addresses)
         self._link = link
@@ -159,11 +163,14 @@ class GlooGroup:
 
     def _connect(self) -> None:
         keys = [f"0/{rank}" for rank in range(self.size)]
-        store = LinkStore(self._link, self.round, f"gloo/{self.name}/", keys)
+        kinds = [f"kind/{rank}" for rank in range(self.size)]
+        store = LinkStore(self._link, self.round, f"gloo/{self.name}/", [*keys, *kinds])
         pg: ProcessGroupGloo | None = None
         sockets: GroupSockets | None = None
         failure: BaseException | None = None
         try:
+            may = devices.may_use_gpu(devices.setting(), devices.sight())
+            store.set(kinds[self.rank], b"gpu" if may else b"cpu")  # before the address: who has that, has both
             before = open_descriptors()
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [ProcessGroupGloo.create_device(hostname=self._addresses[self.rank])]
@@ -171,7 +178,8 @@ class GlooGroup:
             options._threads = 2
             pg = ProcessGroupGloo(store, self.rank, self.size, options)
             pg._set_default_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
-            sockets = GroupSockets(before, set(self._addresses), store.announced())
+            sockets = GroupSockets(before, set(self._addresses), store.known(keys))
+            self.kinds = {kind.decode() for kind in store.known(kinds)}
         except BaseException as error:  # handed to the thread that waits for it
             failure = store.error or error
         with self._lock:
@@ -241,6 +249,13 @@ class GlooGroup:
         """`received`, `sent`: rows of the first dimension from and to each member."""
         self.log.launched("alltoall", tensor, None)
         return self._launch("alltoall_base", out, tensor, received, sent)
+
+    def exchange(self, mine: bytes) -> list[bytes]:
+        """Everybody's bytes, equally many of each. No rank that has joined is told of this one."""
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        everyone = sent.new_empty((self.size, sent.numel()))
+        self.wait(self._launch("_allgather_base", everyone.view(-1), sent))
+        return [row.numpy().tobytes() for row in everyone]
 
     def wait(self, work: dist.Work) -> None:
         """Block until a launched collective is done.

@@ -1,7 +1,8 @@
-"""What the collectives of a round are called on: Gloo, and below its reductions shared memory where that is faster."""
+"""What the collectives of a round are called on: Gloo, and below its reductions shared memory and NCCL."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,14 +11,21 @@ import torch
 import torch.distributed as dist
 
 from spark_elastic import clock
-from spark_elastic.collective.gloo import Fill, GlooGroup
+from spark_elastic.collective.gloo import Fill, GlooGroup, LinkStore
+from spark_elastic.collective.gpu_reduction import GpuReduction
 from spark_elastic.collective.host_group import SLICED_FROM_BYTES, HostGroup, SharedWork, take_part
 from spark_elastic.collective.host_waiting import Waiting
 from spark_elastic.collective.in_flight import has_ended
 from spark_elastic.collective.joining import STALL_S, CollectiveLog
 from spark_elastic.collective.meeting import base, meet
+from spark_elastic.collective.nccl import NcclWork
+from spark_elastic.collective.through_host import HostWork, is_elsewhere
+from spark_elastic.collective.through_host import launch as through_host
 from spark_elastic.worker_link import WorkerLink
 
+log = logging.getLogger("spark_elastic.collective")
+
+_kept_in_child: list[Any] = []
 _TURN = timedelta(seconds=1e-3)
 """How long to wait for Gloo before looking whether others wait for this member's slices."""
 
@@ -40,6 +48,14 @@ class Group(GlooGroup):
         self._hosts = list(hosts)
         self._shared: HostGroup | None = None
         self._between: GlooGroup | None = None
+        self._gpu = GpuReduction(
+            self,
+            lambda: LinkStore(link, round, f"nccl/{name}/", []),
+            self.log.stalled,
+            link.blocked,
+            take_part,
+            STALL_S,
+        )
         self._most_bytes: int | None = None
         """Larger tensors are left to Gloo; None: none is."""
 
@@ -55,6 +71,9 @@ class Group(GlooGroup):
         hosts = list(dict.fromkeys(self._hosts))
         members = {host: [rank for rank, of in enumerate(self._hosts) if of == host] for host in hosts}
         if len(hosts) == self.size:
+            return None
+        if len(self.kinds) > 1:
+            log.warning("some workers of this world may use GPUs and others have none: all reductions go through Gloo")
             return None
         met = meet(self, self._link, self._hosts)
         if met is None:
@@ -86,6 +105,10 @@ class Group(GlooGroup):
         between.connect()
 
     def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, fill: Fill | None = None) -> Any:
+        if is_elsewhere(tensor):
+            if fill is not None:
+                fill(tensor, 0)
+            return self._allreduce_elsewhere(tensor, op)
         shared = self._shared
         if shared is None or not shared.takes(tensor, op) or self._is_for_gloo(tensor):
             return super().allreduce(tensor, op, fill)
@@ -93,10 +116,39 @@ class Group(GlooGroup):
         self.log.launched("allreduce", tensor, op)
         return shared.launch(tensor, op, fill)
 
+    def _allreduce_elsewhere(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> Any:
+        if self.kinds == {"gpu"} and self._gpu.takes(tensor):
+            self.check_alive()
+            self.log.launched("allreduce", tensor, op)
+            return self._gpu.launch(tensor, op)
+        return through_host(lambda copy: self.allreduce(copy, op), tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        if is_elsewhere(tensor):
+            return through_host(lambda copy: self.broadcast(copy, root), tensor)
+        return super().broadcast(tensor, root)
+
+    def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> Any:
+        if is_elsewhere(out, tensor):
+            return through_host(self.allgather, out, tensor)
+        return super().allgather(out, tensor)
+
+    def alltoall(self, out: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]) -> Any:
+        if is_elsewhere(out, tensor):
+            return through_host(lambda to, of: self.alltoall(to, of, received, sent), out, tensor)
+        return super().alltoall(out, tensor, received, sent)
+
     def _is_for_gloo(self, tensor: torch.Tensor) -> bool:
         return self._most_bytes is not None and tensor.numel() * tensor.element_size() > self._most_bytes
 
     def wait(self, work: Any) -> None:
+        if isinstance(work, HostWork):
+            self.wait(work.inner)
+            work.bring_back()
+            return
+        if isinstance(work, NcclWork):
+            self._gpu.wait(work)
+            return
         if isinstance(work, SharedWork):
             self.check_alive()
             assert self._shared is not None
@@ -124,9 +176,11 @@ class Group(GlooGroup):
             self._between.cut(why)
         if self._shared is not None:
             self._shared.interrupt()
+        self._gpu.cut()
 
     def close(self) -> None:
         super().close()
+        self._gpu.close()
         if self._between is not None:
             self._between.close()
         if self._shared is not None:
@@ -134,6 +188,7 @@ class Group(GlooGroup):
 
     def _close_in_child(self) -> None:
         super()._close_in_child()
+        _kept_in_child.extend(self._gpu.close_in_child())
         if self._shared is not None:
             self._shared.close_in_child()
 

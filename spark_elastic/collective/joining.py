@@ -46,7 +46,8 @@ class CollectiveLog:
 
     def launched(self, name: str, tensor: torch.Tensor, argument: Any) -> None:
         """A collective is being launched. Called for every one of them: must cost next to nothing."""
-        entry = (self.count, {"name": name, "tensor": (tensor.dtype, tensor.numel()), "argument": argument})
+        kind = (tensor.dtype, tensor.numel(), tensor.device.type)
+        entry = (self.count, {"name": name, "tensor": kind, "argument": argument})
         self._last.append(entry)
         self.count += 1
         if self._publishing:  # read after the entry is in the list, see `_ask`
@@ -72,8 +73,9 @@ class CollectiveLog:
             return
 
     def _publish(self, number: int, entry: dict[str, Any]) -> None:
-        dtype, count = entry["tensor"]
-        plain = {"name": entry["name"], "dtype": str(dtype), "count": count, "argument": _plain(entry["argument"])}
+        dtype, count, device = entry["tensor"]
+        plain = {"name": entry["name"], "dtype": str(dtype), "count": count, "device": device}
+        plain["argument"] = _plain(entry["argument"])
         self._link.kv_set(self._round, self._key(number), json.dumps(plain).encode())
 
     def _key(self, number: int) -> str:
@@ -123,7 +125,9 @@ def _take_part(group: GlooGroup, what: dict[str, Any]) -> None:
     dtype = getattr(torch, what["dtype"].removeprefix("torch."))
     if what["name"] == "allreduce":
         operator = group.operator(what["argument"])
-        tensor = torch.full((what["count"],), _neutral(what["argument"], dtype), dtype=dtype)
+        # of an all-reduce, the way that it goes depends on where the tensors lie
+        neutral = _neutral(what["argument"], dtype)
+        tensor = torch.full((what["count"],), neutral, dtype=dtype, device=what["device"])
         group.wait(group.allreduce(tensor, operator))
     elif what["name"] == "allgather":
         tensor = torch.zeros(what["count"], dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,3 +70,10 @@ def check_output(stdout: Any, stderr: Any, verbose: Any) -> None:
 def _shown(value: Any) -> str:
     text = repr(value)
     return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
+
+
+def device(asked: object) -> str:
+    """Of a job. Raises: InvalidSettingsError."""
+    if not isinstance(asked, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", asked):
+        raise InvalidSettingsError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:0', not {asked!r}")
+    return asked

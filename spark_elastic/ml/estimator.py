@@ -335,6 +335,8 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
             options["env"] = {**env, **(options.get("env") or {})}
         if options.get("launcher") is None:
             options["spark"] = context
+        if self.getOrDefault("device") == "cpu":
+            options.setdefault("device", "cpu")
         job = run_async(
             self._train_fn(),
             (training,),

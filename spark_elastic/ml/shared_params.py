@@ -132,7 +132,9 @@ class TrainingParams(ElasticParams):
         default=1,
     )
     device: Any = setting(
-        "device", "device to train on: 'cpu', 'cuda', 'cuda:0', ... Default: cuda where a worker has it.", to.text
+        "device",
+        "device to train on: 'auto', 'cpu', 'cuda', 'cuda:0', ... Default, and 'auto': cuda where a worker has it.",
+        to.text,
     )
     num_threads: Any = setting(
         "num_threads",

@@ -27,7 +27,8 @@ from typing import Any, BinaryIO
 import cloudpickle
 
 from spark_elastic import worker_link
-from spark_elastic.errors import HorovodInternalError, NotPicklableError
+from spark_elastic.errors import HorovodInternalError, InvalidSettingsError, NotPicklableError
+from spark_elastic.settings import DEVICE_SETTING
 from spark_elastic.task.guard import guard_group
 from spark_elastic.task.link import ChannelLink, exit_now
 from spark_elastic.wire.channel import connect
@@ -63,7 +64,9 @@ def main(argv: list[str]) -> None:
     link = ChannelLink(order["worker"], channel, key)
     worker_link.install(link)
     link.start()
-    result = _run(link, _load(link, function, order["made_by"]))
+    call = _load(link, function, order["made_by"])
+    _check_device(link)
+    result = _run(link, call)
     returned.set()  # before the agent knows: it may close the lifeline as soon as it has the result
     _hand_over(result_fd, result, link.in_loop)
     link.ending()
@@ -117,6 +120,20 @@ def _load(link: ChannelLink, pickled: bytes, made_by: str) -> Callable[[], Any]:
         )
         link.raised(problem, "".join(traceback.format_exception(error)))
         exit_now(EXIT_RAISED, str(problem))
+
+
+def _check_device(link: ChannelLink) -> None:
+    """Who demands a GPU learns before the training that there is none; reports and exits then."""
+    asked = os.environ.get(DEVICE_SETTING, "auto")
+    if not asked.startswith("cuda") or "tensorflow" in sys.modules:  # which looks for its own
+        return
+    from spark_elastic.collective.devices import choose_device, sight
+
+    try:
+        choose_device(asked, sight(), local_rank=0)
+    except InvalidSettingsError as error:
+        link.raised(error, "".join(traceback.format_exception(error)))
+        exit_now(EXIT_RAISED, str(error))
 
 
 def _run(link: ChannelLink, function: Callable[[], Any]) -> bytes:

@@ -16,11 +16,15 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from spark_elastic.core.topology import WorkerId
+from spark_elastic.settings import DEVICE_SETTING
 from spark_elastic.wire.handover import AgentOrder
 
 STDERR_TAIL_LINES = 40
 THREADS_OF_TASK = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 """Variables by which torch and TensorFlow learn how many threads to compute with: the cores of the task."""
+WATCHDOG_OF_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Torch's watchdog may note that a collective on GPUs has failed; it must not end the process for it, as it would by
+default: a lost peer is survived."""
 MAX_LINE_BYTES = 64 * 1024
 """A longer line is cut into several; progress bars and binary dumps must not pile up in here."""
 _READ_BYTES = 64 * 1024
@@ -286,7 +290,12 @@ def worker_environment(
     env.setdefault("OMP_WAIT_POLICY", "passive")
     # one of TensorFlow's waits in the reduction, while another feeds the next batch
     env.setdefault("TF_NUM_INTEROP_THREADS", str(max(cores, 2)))
+    for name, value in WATCHDOG_OF_NCCL.items():
+        env.setdefault(name, value)
     if accelerators:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(accelerators)
+    if order.device == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    env[DEVICE_SETTING] = order.device
     env.update(order.env)
     return env

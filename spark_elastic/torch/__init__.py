@@ -31,6 +31,7 @@ from spark_elastic.torch.autograd import (
     grouped_reducescatter,
     reducescatter,
 )
+from spark_elastic.torch.device import device
 from spark_elastic.torch.optimizer import DistributedOptimizer
 from spark_elastic.torch.parameters import broadcast_optimizer_state, broadcast_parameters
 
@@ -51,6 +52,7 @@ __all__ = [
     "broadcast_async_",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "device",
     "elastic",
     "grouped_allgather",
     "grouped_allreduce",

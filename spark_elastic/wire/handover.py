@@ -26,6 +26,8 @@ class AgentOrder:
     """Python and cloudpickle of the driver, for the error if a worker's cannot load the function."""
     env: dict[str, str] = field(default_factory=dict)
     """Added to the worker's environment."""
+    device: str = "auto"
+    """What the workers compute on: "auto", "cpu", "cuda" or "cuda:N"."""
     nics: tuple[str, ...] | None = None
     """Network interfaces that may carry collectives; None: any."""
     preimport: tuple[str, ...] = ("torch", "torch._dynamo")

@@ -25,6 +25,7 @@ def choose_threads(asked: int | None, workers: int) -> None:
 
 def choose_device(asked: str | None, local_rank: int) -> None:
     """Raises: InvalidSettingsError: there is no such device here."""
+    asked = None if asked == "auto" else asked
     gpus = tf.config.list_physical_devices("GPU")
     if asked is None and not gpus:
         return
@@ -34,7 +35,11 @@ def choose_device(asked: str | None, local_rank: int) -> None:
     else:
         number = int(name.rpartition(":")[2]) if asked and ":" in asked else local_rank % max(1, len(gpus))
         if number >= len(gpus):
-            raise InvalidSettingsError(f"device={asked!r}, but TensorFlow sees {len(gpus)} GPUs in this worker")
+            raise InvalidSettingsError(
+                f"device={asked!r}, but TensorFlow sees {len(gpus)} GPUs in this worker; have Spark hand them out "
+                "(spark.task.resource.gpu.amount, docs/gpus.md) and install tensorflow[and-cuda] on the executors, or "
+                "train with device='auto' or 'cpu'"
+            )
         chosen = [gpus[number]]
     try:
         tf.config.set_visible_devices(chosen, "GPU")

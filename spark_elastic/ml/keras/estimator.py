@@ -151,7 +151,7 @@ class ElasticKerasEstimator(ElasticEstimator):
                     f"{callback!r} is none"
                 )
         for name in ("device", "transform_device"):
-            if self._given(name) is not None:
+            if self._given(name) not in (None, "auto"):
                 predictor.device_name(self._given(name))
 
     def _compile_arguments(self) -> CompileArguments:

@@ -111,7 +111,7 @@ class ElasticTorchEstimator(ElasticEstimator):
                 raise InvalidSettingsError(
                     f"callbacks must be a list of spark_elastic.ml.callbacks.Callback; {callback!r} is none"
                 )
-        if self._given("device") is not None:
+        if self._given("device") not in (None, "auto"):
             try:
                 torch.device(self._given("device"))
             except RuntimeError as error:

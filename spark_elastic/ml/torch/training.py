@@ -10,7 +10,6 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
-from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.preparation import WEIGHT
 from spark_elastic.ml.torch.engine import TorchEngine
@@ -66,7 +65,7 @@ class TorchTrainingState(TrainingState, hvd.elastic.TorchState):
 
 
 def _assemble(training: TorchTraining) -> Trainer:
-    device = _device(training.device)
+    device = hvd.device(training.device)
     model = training.model.to(device)
     optimizer = build_optimizer(training.optimizer, model)
     if training.compression != "none" and hvd.size() == 1 and not process.provisional:
@@ -107,21 +106,3 @@ def _assemble(training: TorchTraining) -> Trainer:
 def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
     trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
     return [(name, param) for name, param in model.named_parameters() if id(param) in trained]
-
-
-def _device(asked: str | None) -> torch.device:
-    """Raises: InvalidSettingsError: there is no such device here."""
-    available = torch.cuda.is_available()
-    if asked is None:
-        asked = "cuda" if available else "cpu"
-    try:
-        device = torch.device(asked)
-    except RuntimeError as error:
-        raise InvalidSettingsError(f"device={asked!r}: {error}") from None
-    if device.type != "cuda":
-        return device
-    if not available:
-        raise InvalidSettingsError(f"device={asked!r}, but torch sees no GPU in this worker")
-    if ":" not in asked:
-        device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
-    return device

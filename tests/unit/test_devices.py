@@ -1,0 +1,99 @@
+"""Which device a worker computes on, and how GPUs are reduced: choices from facts, without a GPU."""
+
+import pytest
+
+from spark_elastic.collective.devices import Seat, Sight, choose_backend, choose_device, may_use_gpu
+from spark_elastic.driver import arguments
+from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.task.worker_process import worker_environment
+from spark_elastic.wire.handover import AgentOrder
+
+NONE = Sight("2.7.0+cpu", None, 0)
+BLIND = Sight("2.7.0", "12.6", 0)
+ONE = Sight("2.7.0", "12.6", 1)
+FOUR = Sight("2.7.0", "12.6", 4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "seen", "local_rank", "device"),
+    [
+        (None, NONE, 0, "cpu"),
+        ("auto", NONE, 0, "cpu"),
+        ("auto", BLIND, 0, "cpu"),
+        ("auto", ONE, 3, "cuda:0"),
+        ("auto", FOUR, 2, "cuda:2"),
+        ("auto", FOUR, 5, "cuda:1"),
+        ("cpu", FOUR, 0, "cpu"),
+        ("cuda", ONE, 3, "cuda:0"),
+        ("cuda", FOUR, 3, "cuda:3"),
+        ("cuda:1", FOUR, 3, "cuda:1"),
+    ],
+)
+def test_a_worker_takes_its_own_gpu_or_that_of_its_local_rank(asked, seen, local_rank, device):
+    assert choose_device(asked, seen, local_rank).device == device
+
+
+@pytest.mark.parametrize(
+    ("asked", "seen", "says"),
+    [
+        ("cuda", NONE, "sees no GPU in this worker (torch 2.7.0+cpu is built without CUDA"),
+        ("cuda", BLIND, "is built for CUDA 12.6"),
+        ("cuda:7", FOUR, "torch sees 4 GPUs"),
+        ("gpu", FOUR, "device='gpu'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_an_error_with_a_remedy(asked, seen, says):
+    with pytest.raises(InvalidSettingsError) as raised:
+        choose_device(asked, seen, 0)
+    assert says in str(raised.value)
+    if asked != "gpu":
+        assert "spark.task.resource.gpu.amount" in str(raised.value)
+        assert "device='auto'" in str(raised.value)
+
+
+def seats(*uuids, nccl=(2, 27)):
+    return [Seat(uuid, nccl) for uuid in uuids]
+
+
+def test_workers_with_a_gpu_each_reduce_by_nccl():
+    assert choose_backend(seats("a", "b", "c"), "auto").device == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("those", "wanted", "reason"),
+    [
+        (seats("a", "b", "a"), "auto", "ranks 0 and 2 share one GPU"),
+        (seats("a", "b", nccl=(2, 21)), "auto", "NCCL 2.21 cannot be aborted safely"),
+        ([*seats("a"), Seat("b", (2, 28))], "auto", "different versions"),
+        ([*seats("a"), Seat("", (0, 0), "it is built without NCCL")], "auto", "rank 1 cannot use NCCL"),
+        (seats("a", "b"), "gloo", "SPARK_ELASTIC_REDUCTION=gloo"),
+    ],
+)
+def test_gloo_is_taken_where_nccl_cannot_be_with_the_reason(those, wanted, reason):
+    chosen = choose_backend(those, wanted)
+    assert chosen.device == "gloo"
+    assert reason in chosen.reason
+
+
+def test_a_job_on_cpus_hides_the_gpus_from_its_workers_and_one_task_sees_its_own_alone():
+    order = AgentOrder("job", (), b"", b"", 1.0, "", device="cpu")
+    assert worker_environment(order, {}, [], 1, ["2"])["CUDA_VISIBLE_DEVICES"] == ""
+    order = AgentOrder("job", (), b"", b"", 1.0, "")
+    made = worker_environment(order, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, [], 1, ["2"])
+    assert made["CUDA_VISIBLE_DEVICES"] == "2"
+    assert made["SPARK_ELASTIC_DEVICE"] == "auto"
+    assert made["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert "CUDA_VISIBLE_DEVICES" not in worker_environment(order, {}, [], 1, [])
+
+
+def test_a_job_asks_for_a_device_by_a_known_name():
+    assert [arguments.device(name) for name in ("auto", "cpu", "cuda", "cuda:1")] == ["auto", "cpu", "cuda", "cuda:1"]
+    for wrong in ("gpu", "cuda:", 0, None, True):
+        with pytest.raises(InvalidSettingsError, match="device must be"):
+            arguments.device(wrong)
+
+
+def test_a_process_that_may_have_no_gpu_is_no_gpu_process():
+    assert not may_use_gpu("auto", NONE)
+    assert not may_use_gpu("cpu", ONE)
+    assert may_use_gpu("auto", ONE)

@@ -1,0 +1,310 @@
+"""Reductions of tensors on GPUs, without a GPU: tensors of float64 play those on a GPU, and a Gloo group plays NCCL.
+
+What is real: the processes, their kills, the agreement, the waiting, the cut, and how the next world begins.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo
+
+import spark_elastic.torch as hvd
+from spark_elastic.collective import devices, group, nccl, through_host
+from spark_elastic.collective import gpu_reduction as gpu
+from spark_elastic.collective.devices import Seat, Sight
+from spark_elastic.collective.nccl import NcclGroup
+from spark_elastic.collective.process import process
+from spark_elastic.errors import HorovodInternalError
+from tests.unit.world_link import die, link
+from tests.unit.worlds import WorldDriver
+
+STEPS = 10
+
+
+class Event:
+    """Behind the kernels of a work, which never end if it has failed."""
+
+    def __init__(self, work):
+        self._work = work
+
+    def query(self):
+        return self._work.is_completed() and self._work.exception() is None
+
+
+class Work:
+    """As NCCL's: its `wait` does not block, and with an exception it is completed, too."""
+
+    def __init__(self, work):
+        self._work = work
+
+    def wait(self):
+        Runtime.waited_for = self
+        return True
+
+    def is_completed(self):
+        return self._work.is_completed()
+
+    def exception(self):
+        return self._work.exception()
+
+
+class Pg:
+    aborted = 0
+
+    def __init__(self, pg):
+        self._pg = pg
+
+    def allreduce(self, tensors, options):
+        return Work(self._pg.allreduce(tensors, options))
+
+    def abort(self):
+        Pg.aborted += 1
+
+
+class Runtime:
+    connected = 0
+    waited_for = None
+
+    def connect(self, store, rank, size, device):
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        made = Pg(ProcessGroupGloo(store, rank, size, options))
+        Runtime.connected += 1
+        return made
+
+    def mark(self, device):
+        return Event(Runtime.waited_for)
+
+
+def pretend(uuid: str, version=(2, 27), sees: int = 1) -> None:
+    """In a worker: this process has a GPU of that name."""
+    devices.sight = lambda: Sight("2.7.0", "12.6", sees)
+    gpu.seat_of = lambda device: Seat(uuid, version)
+    nccl.CudaRuntime = Runtime
+    group.is_elsewhere = lambda *tensors: any(tensor.dtype == torch.float64 for tensor in tensors)
+
+
+def train(dies_at: int | None, shared: bool):
+    me = link().worker
+    pretend("shared" if shared else f"gpu {me}")
+    hvd.init()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    applied = []
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.step < STEPS:
+            generator = torch.Generator().manual_seed(state.step)
+            optimizer.zero_grad()
+            model(torch.randn(4, 6, generator=generator, dtype=torch.float64)).square().mean().backward()
+            if (me, state.step) == (2, dies_at):
+                die()
+            optimizer.step()
+            applied.append(state.step)
+            state.step += 1
+            state.commit()
+
+    loop(state)
+    reduction = process.group()._gpu
+    nccl_used = reduction._nccl is not None
+    weights = [round(p.sum().item(), 9) for p in model.parameters()]
+    return {"applied": applied, "size": hvd.size(), "nccl": nccl_used, "why": reduction.reason, "model": weights,
+            "connected": Runtime.connected}  # fmt: skip
+
+
+def test_a_peer_that_dies_in_the_middle_of_a_reduction_on_gpus_costs_no_step():
+    with WorldDriver(start_with=3) as driver:
+        driver.start(train, 4, False, count=3)
+        results = driver.results(2)
+    for result in results:
+        assert result["size"] == 2
+        assert result["nccl"], result["why"]
+        assert result["connected"] == 2  # once in each world
+        assert result["applied"] == sorted(set(result["applied"]))
+    assert results[0]["model"] == results[1]["model"]
+    assert list(range(STEPS)) in [result["applied"] for result in results]
+
+
+def reduce_through_the_host():
+    me = link().worker
+    pretend("shared")
+    hvd.init()
+    mine = process.group()
+    takes = mine._gpu.takes(torch.zeros(3, dtype=torch.float64))
+    group.is_elsewhere = lambda *tensors: False  # a copy is on the host
+    sums = torch.full((3,), float(me))
+    mine.wait(through_host.launch(lambda copy: mine.allreduce(copy, hvd.Sum.gloo), sums))
+    gathered = torch.zeros(mine.size, dtype=torch.int64)
+    mine.wait(through_host.launch(mine.allgather, gathered, torch.tensor([me])))
+    return {"takes": takes, "why": mine._gpu.reason, "sums": sums.tolist(), "gathered": gathered.tolist()}
+
+
+def test_workers_that_share_a_gpu_agree_on_the_way_through_the_hosts_memory():
+    with WorldDriver(start_with=2) as driver:
+        driver.start(reduce_through_the_host, count=2)
+        results = driver.results(2)
+    for result in results:
+        assert not result["takes"]
+        assert "ranks 0 and 1 share one GPU" in result["why"]
+        assert result["sums"] == [3.0, 3.0, 3.0]
+        assert result["gathered"] == [1, 2]
+
+
+def mixed():
+    """Only the first has a GPU, and what lies there is reduced with what the other has on its CPU."""
+    if link().worker == 1:
+        pretend("its own")
+    hvd.init()
+    tensor = torch.full((4,), float(hvd.rank() + 1), dtype=torch.float32)
+    mine = process.group()
+    if link().worker == 1:
+        work = through_host.launch(lambda copy: mine.allreduce(copy, hvd.Sum.gloo), tensor)
+    else:
+        work = mine.allreduce(tensor, hvd.Sum.gloo)
+    mine.wait(work)
+    return {"kinds": sorted(mine.kinds), "shared": mine._shared is not None, "sum": tensor.tolist()}
+
+
+def test_where_only_some_have_a_gpu_everything_goes_through_gloo_on_all():
+    with WorldDriver(start_with=2) as driver:
+        driver.start(mixed, count=2)
+        results = driver.results(2)
+    for result in results:
+        assert result == {"kinds": ["cpu", "gpu"], "shared": False, "sum": [3.0] * 4}
+
+
+# --- one communicator, in this process ------------------------------------------------------------
+
+
+class Never:
+    """A work of a peer that is gone: it ends once the communicator is aborted, and leaves garbage."""
+
+    def __init__(self):
+        self.freed = threading.Event()
+
+    def wait(self):
+        return True
+
+    def is_completed(self):
+        return self.freed.is_set()
+
+    def exception(self):
+        return None
+
+
+class Stub:
+    def __init__(self, work):
+        self.work = work
+        self.aborted = threading.Event()
+
+    def connect(self, store, rank, size, device):
+        return self
+
+    def allreduce(self, tensors, options):
+        return self.work
+
+    def mark(self, device):
+        return Event(self.work)
+
+    def abort(self):
+        self.aborted.set()
+        freed = getattr(self.work, "freed", None)
+        if freed is not None:
+            freed.set()
+
+
+class Round:
+    """What a group knows of its round, and what it was told of waits."""
+
+    def __init__(self):
+        self.why = None
+        self.told = []
+        self.stalled = threading.Event()
+
+    def check_alive(self):
+        if self.why is not None:
+            raise HorovodInternalError(f"round 1 is over: {self.why}")
+
+    def communicator(self, stub):
+        made = NcclGroup(
+            torch.device("cuda", 0),
+            self.check_alive,
+            self.stalled.set,
+            self.told.append,
+            0.01,
+            runtime=stub,
+        )
+        made.connect(None, 0, 2)
+        return made
+
+
+def test_a_cut_sets_free_who_waits_and_what_the_kernels_left_is_not_believed():
+    here, stub = Round(), Stub(Never())
+    communicator = here.communicator(stub)
+    work = communicator.allreduce(torch.zeros(2), dist.ReduceOp.SUM)
+
+    def cut():
+        here.stalled.wait(10)
+        here.why = "a worker was lost"  # as `GlooGroup.cut`: first the reason, then the communicator
+        communicator.cut()
+
+    cutting = threading.Thread(target=cut)
+    cutting.start()
+    with pytest.raises(HorovodInternalError, match="a worker was lost"):
+        communicator.wait(work)
+    cutting.join()
+    assert stub.aborted.wait(10)
+    assert here.told == [True, False]
+    with pytest.raises(HorovodInternalError):
+        communicator.allreduce(torch.zeros(2), dist.ReduceOp.SUM)
+
+
+def test_an_error_of_nccl_is_an_interrupted_reduction():
+    class Failed(Never):
+        def is_completed(self):
+            return True
+
+        def exception(self):
+            raise RuntimeError("ncclRemoteError")
+
+    communicator = Round().communicator(Stub(Failed()))
+    work = communicator.allreduce(torch.zeros(2), dist.ReduceOp.SUM)
+    with pytest.raises(HorovodInternalError, match="NCCL failed: ncclRemoteError"):
+        communicator.wait(work)
+
+
+def test_a_cut_while_the_members_connect_does_not_wait_for_them_and_what_comes_late_is_aborted():
+    here, stub, go = Round(), Stub(Never()), threading.Event()
+
+    class Slow(Stub):
+        def connect(self, store, rank, size, device):
+            entered.set()
+            go.wait(10)
+            return stub
+
+    entered = threading.Event()
+    communicator = NcclGroup(
+        torch.device("cuda", 0), here.check_alive, here.stalled.set, here.told.append, 0.01, runtime=Slow(None)
+    )
+
+    def cut():
+        entered.wait(10)
+        here.why = "a worker was lost"
+        communicator.cut()
+
+    cutting = threading.Thread(target=cut)
+    cutting.start()
+    with pytest.raises(HorovodInternalError, match="a worker was lost"):
+        communicator.connect(None, 0, 2)
+    cutting.join()
+    assert not stub.aborted.is_set()
+    go.set()
+    assert stub.aborted.wait(10)
