@@ -6,6 +6,7 @@ What is real: the processes, their kills, the agreement, the waiting, the cut, a
 from __future__ import annotations
 
 import threading
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ class Work:
 
 
 class Pg:
-    aborted = 0
+    aborted: ClassVar[list[Any]] = []
+    """Kept: unlike NCCL's, a Gloo group's destructor waits for what is in flight, with Python's lock in its hands."""
 
     def __init__(self, pg):
         self._pg = pg
@@ -62,7 +64,7 @@ class Pg:
         return Work(self._pg.allreduce(tensors, options))
 
     def abort(self):
-        Pg.aborted += 1
+        Pg.aborted.append(self)
 
 
 class Runtime:
