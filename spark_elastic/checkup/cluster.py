@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spark_elastic.checkup.findings import OK, PROBLEM, WARNING, Finding
+from spark_elastic.checkup.findings import OK, PROBLEM, WARNING, Finding, counted
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def slots_for(slots: Slots, num_proc: int | None) -> Finding:
         "dynamic_allocation": slots.dynamic,
         "needed": num_proc,
     }
-    says = f"{slots.now} task slots on {slots.executors} executors, {slots.free} of them free"
+    says = f"{counted(slots.now, 'task slot')} on {counted(slots.executors, 'executor')}, {slots.free} free"
     need = num_proc or 1
     if slots.dynamic:
         bound = "without a bound" if slots.most is None else f"to {slots.most}"
@@ -79,7 +79,9 @@ def who_came(
         says = f"{len(came)} of {of} executors answered within {waited_s:.0f} s; not {_ids(silent)}"
         fix = "their slots are busy, or they hang: their logs and thread dumps in Spark's UI tell"
         return Finding("executors", WARNING, says, fix, facts)
-    return Finding("executors", OK, f"{len(came)} executors answered, with {len(looks)} of {wanted} tasks", facts=facts)
+    return Finding(
+        "executors", OK, f"{counted(len(came), 'executor')} answered, with {len(looks)} of {wanted} tasks", facts=facts
+    )
 
 
 def gpus_of(amount: str | None, looks: Sequence[Mapping[str, Any]], torch: Mapping[str, Any]) -> Finding | None:

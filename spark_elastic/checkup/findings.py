@@ -46,7 +46,7 @@ class Report:
         problems, warnings = (sum(f.level == level for f in self.findings) for level in (PROBLEM, WARNING))
         if not problems and not warnings:
             return f"{len(self.findings)} findings, all well ({self.took_s:.1f} s)"
-        said = [_counted(count, noun) for count, noun in ((problems, PROBLEM), (warnings, WARNING)) if count]
+        said = [counted(count, noun) for count, noun in ((problems, PROBLEM), (warnings, WARNING)) if count]
         return f"{' and '.join(said)} among {len(self.findings)} findings ({self.took_s:.1f} s)"
 
     def to_json(self) -> str:
@@ -82,5 +82,6 @@ def _row(finding: Finding) -> str:
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def _counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
+    """ "1 executor", "2 executors"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spark_elastic.checkup.findings import OK, PROBLEM, WARNING, Finding, worst
+from spark_elastic.checkup.findings import OK, PROBLEM, WARNING, Finding, counted, worst
 from spark_elastic.driver.preflight import check_java, java_major_version
 from spark_elastic.errors import JavaNotFoundError
 
@@ -87,7 +87,7 @@ def _same_package(here: Look, looks: Sequence[Look]) -> Finding:
             f"install spark_elastic {here['package']} on them too",
             facts,
         )
-    says = f"spark_elastic {here['package']} on {_count(looks)}, as here"
+    says = f"spark_elastic {here['package']} on {counted(len(looks), 'executor')}, as here"
     return Finding("package on executors", OK, says, facts=facts)
 
 
@@ -118,7 +118,7 @@ def _same_versions(here: Look, looks: Sequence[Look]) -> list[Finding]:
             fix += ": PYSPARK_PYTHON or spark.pyspark.python" if name == "python" else ""
             findings.append(Finding("versions", level, says, fix))
     if not findings:
-        says = f"Python {here['python']} and the packages of {_count(looks)} are those of the driver"
+        says = f"Python {here['python']} and the packages of {counted(len(looks), 'executor')} are those of the driver"
         findings.append(Finding("versions", OK, says, facts=facts))
     return findings
 
@@ -146,7 +146,7 @@ def torch_of(answers: Mapping[str, Any]) -> Finding:
             facts,
         )
     versions = sorted({answer["torch"] for answer in answers.values()})
-    says = f"torch {' and '.join(versions)} with Gloo imports on {len(answers)} executors"
+    says = f"torch {' and '.join(versions)} with Gloo imports on {counted(len(answers), 'executor')}"
     return Finding("torch on executors", OK, says, facts=facts)
 
 
@@ -205,7 +205,3 @@ def _dotted(version: tuple[int, ...]) -> str:
 def _executors(looks: Sequence[Look]) -> str:
     names = [f"executor {look['executor']} on {look['host']}" for look in looks]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _count(looks: Sequence[Look]) -> str:
-    return f"{len(looks)} executor{'' if len(looks) == 1 else 's'}"

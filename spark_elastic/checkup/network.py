@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spark_elastic.checkup.conversation import Conversation, Probe
-from spark_elastic.checkup.findings import OK, PROBLEM, WARNING, Finding
+from spark_elastic.checkup.findings import OK, PROBLEM, WARNING, Finding, counted
 from spark_elastic.checkup.probe import CONNECT_TIMEOUT_S, connect
 
 MOST_TARGETS = 8
@@ -107,7 +107,7 @@ def reached_driver(looks: Sequence[Look]) -> list[Finding]:
     if not failed:
         slowest = max(attempt["ms"] for look in looks for attempt in look["attempts"] if "ms" in attempt)
         where = ", ".join(sorted(first))
-        says = f"{len(looks)} tasks reach the driver at {where} in at most {slowest:.0f} ms"
+        says = f"{counted(len(looks), 'task')} can reach the driver at {where} in at most {slowest:.0f} ms"
         return [Finding("executors → driver", OK, says, facts=facts)]
     look = failed[0]
     tried = look["attempts"][0]
@@ -127,7 +127,7 @@ def reached_from_driver(tries: Sequence[Try]) -> Finding | None:
     cut = [target for target, of in _by_target(tries).items() if all(one.error for one in of)]
     if not cut:
         targets = len({one.target for one in tries})
-        return Finding("driver → executors", OK, f"the driver reaches {targets} executors", facts=facts)
+        return Finding("driver → executors", OK, f"the driver reaches {counted(targets, 'executor')}", facts=facts)
     one = next(one for one in tries if one.target == cut[0])
     says = f"the driver reaches {_some(cut)} on no interface; {one.named}: {one.error}"
     fix = f"large task results are fetched that way by Spark itself; {_PORTS}"

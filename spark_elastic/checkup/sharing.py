@@ -8,7 +8,7 @@ from typing import Any
 
 from spark_elastic.checkup import probe as here
 from spark_elastic.checkup.conversation import Conversation, Probe
-from spark_elastic.checkup.findings import OK, PROBLEM, WARNING, Finding
+from spark_elastic.checkup.findings import OK, PROBLEM, WARNING, Finding, counted
 from spark_elastic.checkup.machine import LITTLE_SPACE
 
 SKEW_TO_NOTE_S = 1.0
@@ -133,7 +133,9 @@ def judged_clocks(measured: Mapping[str, tuple[float, float]]) -> list[Finding]:
             findings.append(Finding("clocks", level, says, fix, facts))
     if measured and not findings:
         furthest, bound = max(measured.values(), key=lambda one: abs(one[0]))
-        says = f"{len(measured)} executors are at most {abs(furthest) * 1000:.1f} ms ± {bound * 1000:.1f} ms off"
+        says = (
+            f"{counted(len(measured), 'executor')}: at most {abs(furthest) * 1000:.1f} ms ± {bound * 1000:.1f} ms off"
+        )
         findings.append(Finding("clocks", OK, says, facts=facts))
     return findings
 
@@ -175,7 +177,7 @@ def judged_memory(results: Mapping[str, str], systems: set[str]) -> Finding:
         says = f"workers on {host} cannot share memory ({why}); they reduce through the network interface, slower"
         fix = "run the executors of a host as one user who sees their processes (one container or PID namespace)"
         return Finding("shared memory", WARNING, says, fix, facts)
-    says = f"workers of one host can reduce through memory ({len(results)} hosts tried)"
+    says = f"workers of one host can reduce through memory ({counted(len(results), 'host')} tried)"
     return Finding("shared memory", OK, says, facts=facts)
 
 

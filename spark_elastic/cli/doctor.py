@@ -31,11 +31,14 @@ def main(argv: Sequence[str]) -> int:
     """The command. argv: what follows "doctor". Returns: the exit code."""
     options = _parser().parse_args(argv)
     examination = Examination(options.timeout, num_proc=options.num_proc, store=options.store)
-    over = threading.Event()
-    looking = threading.Thread(target=_look, args=(examination, options, over), name="spark_elastic-doctor")
+    opened, over = threading.Event(), threading.Event()
+    looking = threading.Thread(target=_look, args=(examination, options, opened, over), name="spark_elastic-doctor")
     looking.daemon = True
     looking.start()
-    if not over.wait(options.timeout + 2.0):
+    if not over.wait(options.timeout + 2.0) and not opened.is_set():
+        says = f"no session on {options.master or 'this machine'} within {options.timeout:.0f} s"
+        examination.look_without_spark(says, "check that the master answers there; Spark says more on stderr")
+    elif not over.is_set():
         says = f"the checkup did not end within {options.timeout:.0f} s"
         examination.add(Finding("deadline", PROBLEM, says, "see Spark's own messages above, or give --timeout more"))
     report = examination.report()
@@ -47,13 +50,16 @@ def main(argv: Sequence[str]) -> int:
     return WELL if report.ok else NOT_WELL
 
 
-def _look(examination: Examination, options: argparse.Namespace, over: threading.Event) -> None:
+def _look(
+    examination: Examination, options: argparse.Namespace, opened: threading.Event, over: threading.Event
+) -> None:
     try:
         examination.look_here()
         with contextlib.ExitStack() as closing:
             try:
-                opened = spark_session("spark-elastic doctor", options.master, options.conf, slots=options.num_proc)
-                session = closing.enter_context(opened)
+                made = spark_session("spark-elastic doctor", options.master, options.conf, slots=options.num_proc)
+                session = closing.enter_context(made)
+                opened.set()
             except SparkElasticError as error:
                 examination.look_without_spark(f"no session: {error}", "see the lines above, and Spark's own messages")
                 return

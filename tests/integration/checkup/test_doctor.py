@@ -103,3 +103,12 @@ def test_the_command_names_a_java_that_is_too_old_and_exits_with_1(tmp_path):
     assert "openjdk" in by_check["java"]["fix"]
     assert by_check["Spark"]["level"] == PROBLEM
     assert by_check["limits"]["level"] == OK
+
+
+def test_the_command_ends_in_time_where_no_master_answers():
+    words = [sys.executable, "-m", "spark_elastic", "doctor", "--json", "--master", "spark://127.0.0.1:1"]
+    done = subprocess.run([*words, "--timeout", "8"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    by_check = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert "no session on spark://127.0.0.1:1" in by_check["Spark"]["says"]
+    assert by_check["java"]["level"] == OK
