@@ -165,11 +165,13 @@ class Chronicle:
                 self._waits = self._add(Change(at, "waiting", "", reason, self.size, self.size))
             case PlaceCooledDown(at, kind, name, failures, until):
                 if until - at >= WORTH_A_WORD_S:
-                    text = f"failed {failures} times and rests for {until - at:.1f} s"
+                    times = "once" if failures == 1 else f"{failures} times"
+                    text = f"failed {times} and rests for {until - at:.1f} s"
                     self._add(Change(at, "resting", f"{kind} {name}", text, self.size, self.size))
             case JobEnded(at, outcome, why):
                 self._open = []
-                self._add(Change(at, outcome, "", why.partition("\n")[0], self.size, self.size))
+                reason = re.sub(r"^1 workers are", "1 worker is", why.partition("\n")[0])
+                self._add(Change(at, outcome, "", reason, self.size, self.size))
 
     def _add(self, change: Change) -> int:
         self._changes.append(change)

@@ -6,7 +6,8 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from spark_elastic import clock
@@ -94,6 +95,7 @@ class _Look:
             return  # most are done before anybody could read it
         screen = screen_for(None)
         next_line = began + FIRST_LINE_S
+        view: View | None = None
         try:
             while not over.wait(LOOK_S):
                 now = clock.monotonic()
@@ -108,7 +110,10 @@ class _Look:
         except Exception:  # the session ends, for one: whoever waits for the job hears of it
             pass
         finally:
-            screen.clear()
+            with suppress(Exception):  # as above
+                if view is not None and screen.live:
+                    screen.show(replace(view, done=view.total, rate=None))
+                screen.clear()
 
     def _tasks(self) -> tuple[int, int]:
         """Done, and in all, of the stages that were not skipped."""

@@ -129,12 +129,10 @@ class NotebookScreen:
 
     def __init__(self) -> None:
         self._handle: Any = None
-        self._last: View | None = None
 
     def show(self, view: View) -> None:
         from IPython.display import display
 
-        self._last = view
         data = {"text/plain": as_text(view), "text/html": as_html(view)}
         if self._handle is None:
             self._handle = display(data, raw=True, display_id=True)
@@ -146,7 +144,6 @@ class NotebookScreen:
 
     def clear(self) -> None:
         """It stays as it was last: a cell's output that vanishes makes what is below it jump."""
-        self._handle = self._last = None
 
 
 def as_text(view: View) -> str:

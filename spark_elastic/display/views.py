@@ -36,7 +36,7 @@ class View:
     @property
     def eta_s(self) -> float | None:
         """Seconds until it is done at this rate."""
-        return (self.total - self.done) / self.rate if self.total and self.rate else None
+        return (self.total - self.done) / self.rate if self.done < self.total and self.rate else None
 
 
 def right_of_bar(view: View, width: int) -> str:

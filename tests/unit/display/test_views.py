@@ -88,6 +88,10 @@ def test_the_drivers_reasons_are_those_that_are_put_into_words():
     assert all(wait_in_words(reason).startswith("waiting for ") for reason in reasons)
 
 
+def test_what_is_done_has_no_time_left():
+    assert "left" not in right_of_bar(View("epoch 3/3", 100, 100, rate=10.0), 100)
+
+
 def test_a_log_line_has_no_bar():
     assert plain_line(TRAINING) == (
         "epoch 3/10: 12,000/60,000 rows (20%), loss 0.3123, accuracy 0.91, 4 workers, 12.3k rows/s, 0:04 left"
