@@ -119,6 +119,10 @@ class Chronicle:
         self._waits: int | None = None
         """The index of the wait that is not over."""
         self._furthest = 0
+        self._first: tuple[float, int] | None = None
+        """Until the newest world has done a step: when the pause began, and the step that it starts from."""
+        self._paused = 0
+        """The index of the change whose pause that is."""
 
     @property
     def changes(self) -> Sequence[Change]:
@@ -139,6 +143,8 @@ class Chronicle:
         match event:
             case seen.WorkerAlive(_, progress) | seen.WorkerReady(_, _, progress):
                 self._furthest = max(self._furthest, progress or 0)
+                if self._first is not None and (progress or 0) > self._first[1]:
+                    self._resumed(now - self._first[0])
             case seen.WorkerLost(worker, why, exit_code):
                 why = why if exit_code is None else f"{why} (exit code {exit_code})"
                 self._explain(lambda departure: departure.record.worker == worker, why, False, now)
@@ -150,6 +156,8 @@ class Chronicle:
 
     def note(self, record: Record) -> None:
         """Take in what was announced."""
+        if self._first is not None and isinstance(record, (WorldBroken, WorldStarted, JobEnded)):
+            self._resumed(None)
         if self._waits is not None and isinstance(record, (Waiting, WorldStarted, JobEnded)):
             wait = self._changes[self._waits]
             self._changes[self._waits] = replace(wait, lasted_s=record.at - wait.at)
@@ -238,11 +246,22 @@ class Chronicle:
             why = plain_reason(self._broken.why) if self._broken is not None else record.why
             opened.append(self._add(Change(begin, "broken", f"round {old.round}", why, new.size, new.size)))
         self._broken = None
-        for number, index in enumerate(opened):
-            change = replace(self._changes[index], open=False)
-            if number == 0:  # one pause, however much changed in it
-                change = replace(change, pause_s=record.pause_s, steps_lost=lost)
-            self._changes[index] = change
+        first, *others = opened
+        for index in others:  # one pause, however much changed in it
+            self._changes[index] = replace(self._changes[index], open=False)
+        self._changes[first] = replace(self._changes[first], pause_s=record.pause_s, steps_lost=lost, open=True)
+        self._paused = first
+        self._first = (begin, record.progress or 0)
+        if record.progress is None:
+            self._resumed(None)  # no loop that tells of its steps
+
+    def _resumed(self, pause_s: float | None) -> None:
+        """The newest world has done its first step; None: nobody knows when, and it counts from its beginning."""
+        change = self._changes[self._paused]
+        self._changes[self._paused] = replace(
+            change, open=False, pause_s=change.pause_s if pause_s is None else pause_s
+        )
+        self._first = None
 
 
 def is_vague(reason: str) -> bool:

@@ -293,7 +293,7 @@ class ElasticDriver:
         except Exception as error:  # a bug in here must end the job, not leave it waiting
             logger.exception("the driver failed on %r", event)
             self._fail(JobError(f"internal error in the driver on {event!r}: {error!r}"))
-        if not isinstance(event, (seen.WorkerAlive, seen.AgentAlive)):
+        if self._telling is not None or not isinstance(event, (seen.WorkerAlive, seen.AgentAlive)):
             self._tell()
         self._set_timer(now)
 

@@ -61,6 +61,8 @@ class ChannelLink:
         self._replies: dict[int, KvValues] = {}
         self._next_request = 0
         self._progress: int | None = None
+        self._starts_at: int | None = None
+        """The step that the present world starts from, until this worker has done one in it."""
         self._blocked_since: float | None = None
         self._in_loop = False
         self._ending = False
@@ -97,11 +99,15 @@ class ChannelLink:
             while self._newest_round() <= round:
                 self._changed.wait()
             assert self._assignment is not None
+            self._starts_at = self._assignment.world.progress
             return self._assignment
 
     def report_progress(self, progress: int) -> None:
         before = self._progress
         self._progress = progress
+        if self._starts_at is not None and progress > self._starts_at:
+            self._starts_at = None
+            self._beat_now.set()  # the pause is over
         if before is None or (before == 0 and progress > 0):
             self._beat_now.set()  # from here on there is a state to lose, and the driver should know
 
