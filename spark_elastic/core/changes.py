@@ -42,8 +42,9 @@ class Change:
 
     at: when it began, on the clock of the one who was told. kind: "started", "lost", "drained", "joined", "broken",
     "waiting", "resting", "finished" or "failed". who: whom it happened to, in words; "" for the job as a whole.
-    before, after: workers. pause_s: how long nobody trained; None: not yet known, or no pause. steps_lost: applied
-    steps that have to be done again; None as above.
+    before, after: workers. pause_s: until the first step after it was done, as far as that
+    is told, or else until the new world was formed; None: not yet known, or no pause. steps_lost: applied steps that
+    have to be done again; None as above.
     """
 
     at: float
@@ -55,7 +56,7 @@ class Change:
     pause_s: float | None = None
     steps_lost: int | None = None
     open: bool = False
-    """The world that ends the pause has not started yet."""
+    """The pause is not over."""
     lasted_s: float | None = None
     """Of a wait that is over."""
 

@@ -108,7 +108,8 @@ class Announcer:
             if due > now:
                 return due
             if change.kind != "waiting":  # which the bar shows, or the lines that stand for it
-                self._line(str(change))
+                told = dataclasses.replace(change, pause_s=None, steps_lost=None) if change.open else change
+                self._line(str(told))
             if change.open:
                 self._paused.append(self._told)
             self._told += 1

@@ -115,8 +115,8 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
 
         "seconds": since the fit began. "time": since 1970. "kind": "started", "lost", "drained", "left", "joined",
         "broken", "waiting", "resting", "finished" or "failed". "who", "reason": in words. "before", "after": workers.
-        "pause_s": seconds in which nobody trained. "steps_lost": that had to be done again. "text": all of it in a
-        line. None where there is nothing to say.
+        "pause_s": seconds until the first step after it was done. "steps_lost": that had to be done again. "text": all
+        of it in a line. None where there is nothing to say.
         """
         return [dict(event) for event in self._facts_of_fit().events]
 

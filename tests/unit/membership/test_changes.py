@@ -129,6 +129,17 @@ def test_processes_of_one_place_that_are_lost_together_are_named_together():
     assert job.said[-1].startswith("rank 1 on h1, rank 0 on h0 lost (silent for 30 s): 3 -> 1 worker")
 
 
+def test_the_pause_is_over_with_the_first_step_of_the_new_world():
+    job = Job(3)
+    job.tell(5.0, e.WorkerLost(2, "killed by SIGKILL", -9))
+    job.ready(5.05, 1, 3)
+    lost = next(change for change in job.chronicle.changes if change.kind == "lost")
+    assert (lost.open, round(lost.pause_s, 2)) == (True, 0.05)
+    job.tell(5.10, e.WorkerAlive(1, 10))  # it has only heard of the new world
+    job.tell(5.25, e.WorkerAlive(1, 11))
+    assert job.said[-1].endswith("3 -> 2 workers, 0.25 s, no step lost")
+
+
 def test_a_wait_lasts_until_the_next_world():
     job = Job(2)
     waits = [change for change in job.chronicle.changes if change.kind == "waiting"]
