@@ -62,12 +62,12 @@ def test_silence_ends_with_the_time_given():
 def test_a_stranger_at_the_doctors_port_is_no_probe():
     conversation = Conversation("127.0.0.1", KEY)
     try:
-        with socket.create_connection(("127.0.0.1", conversation.port)) as stranger:
-            with contextlib.suppress(OSError):  # it may be shut out before it has said all that
-                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
-                stranger.shutdown(socket.SHUT_WR)
-                while stranger.recv(4096):
-                    pass
+        stranger = socket.create_connection(("127.0.0.1", conversation.port))
+        with stranger, contextlib.suppress(OSError):  # it may be shut out before it has said all that
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+            stranger.shutdown(socket.SHUT_WR)
+            while stranger.recv(4096):
+                pass
         assert conversation.probes == []
     finally:
         conversation.close()
