@@ -53,12 +53,13 @@ def children(pid: int) -> list[int]:
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> float:
-    """Poll every 10 ms; returns the seconds it took. Raises AssertionError naming `what` at the deadline."""
-    start = time.monotonic()
+    """Poll, at first every 10 ms; returns the seconds it took. Raises AssertionError naming `what` at the deadline."""
+    start, pause = time.monotonic(), 0.01
     while not condition():
         if time.monotonic() - start > timeout_s:
             raise AssertionError(f"{what}: not within {timeout_s} s")
-        time.sleep(0.01)
+        time.sleep(pause)
+        pause = min(1.1 * pause, 0.05)
     return time.monotonic() - start
 
 

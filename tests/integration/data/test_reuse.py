@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 
 import fsspec
 import numpy as np
@@ -200,12 +199,12 @@ def test_settings_of_the_session_are_as_before(spark, store):
 
 
 def test_ctrl_c_ends_the_job_and_leaves_nothing(spark, store, tmp_path):
-    started = tmp_path / "started"
+    started, over = tmp_path / "started", tmp_path / "over"
 
     @F.udf("long")
     def holds(x):
         started.touch()
-        time.sleep(60)
+        wait_until(over.exists, 60, "the test is over")
         return x
 
     def interrupt():
@@ -219,6 +218,7 @@ def test_ctrl_c_ends_the_job_and_leaves_nothing(spark, store, tmp_path):
     thread.join()
     tracker = spark.sparkContext.statusTracker()
     wait_until(lambda: not tracker.getActiveJobsIds(), 20, "no job runs")
+    over.touch()
     assert [entry for entry in store.list(recursive=True) if not entry.is_dir] == []
     assert materialize(spark.range(2), {"x": "id"}, store=store).rows() == 2  # the session is as good as before
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
 import pytest
 
-from spark_elastic import run_async
+from spark_elastic import run_async, runner
 from tests.integration.processes import GONE_S, assert_gone, wait_until
 from tests.integration.spark.diary import Diary
 from tests.integration.spark.training import train
@@ -33,6 +34,15 @@ def executor_of(cluster, pid):
     return next(executor for executor in cluster.executors() if pid in cluster.python_processes(executor))
 
 
+@contextlib.contextmanager
+def nothing_imported_ahead():
+    """Workers of jobs that are started meanwhile import nothing before they are asked to. Otherwise that is torch,
+    which takes seconds of the processor in each worker, and functions that are no training need none of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "modules_of", lambda function: ())
+        yield
+
+
 class Jobs:
     """Starts jobs on a cluster with quick settings, each training with a diary of its own."""
 
@@ -42,7 +52,7 @@ class Jobs:
         self._jobs = weakref.WeakSet()
         self.count = 0
 
-    def start(self, fn, args=(), **settings):
+    def start(self, fn, args=(), *, is_training=False, **settings):
         settings = {
             "spark": self.cluster.spark if self.cluster is not None else None,
             "start_timeout": 120,
@@ -51,7 +61,8 @@ class Jobs:
             "cooldown_range": (0.05, 1.0),
             **settings,
         }
-        job = run_async(fn, args, **settings)
+        with contextlib.nullcontext() if is_training else nothing_imported_ahead():
+            job = run_async(fn, args, **settings)
         self._jobs.add(job)
         return job
 
@@ -62,7 +73,8 @@ class Jobs:
         folder.mkdir()
         arguments = (str(folder), *(training or {}).values())
         assert list(training or {}) == list(function.__annotations__)[1 : 1 + len(training or {})]
-        job = self.start(function, arguments, num_proc=num_proc, min_num_proc=min_num_proc, **settings)
+        settings = {"num_proc": num_proc, "min_num_proc": min_num_proc, **settings}
+        job = self.start(function, arguments, is_training=True, **settings)
         return job, Diary(folder)
 
     def end(self):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from pathlib import Path
 from typing import Any
 
-from tests.integration.spark.training import FEATURES, ROWS, Notes, Points, _hold_at_calls
+from tests.integration.spark.training import FEATURES, ROWS, STEP_S, Notes, Points, _hold_at_calls
 
 BATCH = 12
 """Of all workers together: with up to 4 of them the shares are equal."""
@@ -61,6 +62,7 @@ def train(folder: str, steps_per_execution: int = 1, validate: bool = False) -> 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             if batch >= len(dataset._mine):
                 return  # of an epoch that was left after its last batch, only the end is to come
+            time.sleep(STEP_S)
             rows = dataset._mine[batch].tolist()
             note("tries", step=int(optimizer.iterations) + 1, epoch=state.epoch, rows=rows, before=digest(), **place())
             at("step", hvd.rank())

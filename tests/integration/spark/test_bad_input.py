@@ -22,7 +22,7 @@ from spark_elastic.errors import (
 from tests.integration.clusters import local
 from tests.integration.local import loops
 from tests.integration.processes import wait_until
-from tests.integration.spark.conftest import active_jobs, finished
+from tests.integration.spark.conftest import active_jobs, finished, nothing_imported_ahead
 from tests.integration.spark.diary import WAIT_S
 
 pytestmark = pytest.mark.cluster
@@ -105,12 +105,13 @@ def test_a_result_that_spark_will_not_carry_is_an_error_that_names_its_setting(j
 def test_jobs_one_after_the_other_from_this_thread_and_from_another(jobs):
     settings = {"num_proc": 2, "spark": jobs.cluster.spark, "verbose": 0}
     expected = [(0, 2), (1, 2)]
-    assert run(loops.rank_and_size, **settings) == expected
-    assert run(loops.rank_and_size, **settings) == expected
-    results = []
-    thread = threading.Thread(target=lambda: results.append(run(loops.rank_and_size, **settings)))
-    thread.start()
-    thread.join(WAIT_S)
+    with nothing_imported_ahead():
+        assert run(loops.rank_and_size, **settings) == expected
+        assert run(loops.rank_and_size, **settings) == expected
+        results = []
+        thread = threading.Thread(target=lambda: results.append(run(loops.rank_and_size, **settings)))
+        thread.start()
+        thread.join(WAIT_S)
     assert results == [expected]
 
 
@@ -122,10 +123,11 @@ def test_an_interrupt_ends_the_job_and_the_next_one_works(jobs, tmp_path):
     thread = threading.Thread(target=interrupt_when_it_trains)
     thread.start()
     settings = {"num_proc": 2, "spark": jobs.cluster.spark}
-    with pytest.raises(KeyboardInterrupt):
-        run(loops.steps, (str(tmp_path), 10**6), min_num_proc=1, **settings)
-    thread.join()
-    assert run(loops.rank_and_size, **settings) == [(0, 2), (1, 2)]
+    with nothing_imported_ahead():
+        with pytest.raises(KeyboardInterrupt):
+            run(loops.steps, (str(tmp_path), 10**6), min_num_proc=1, **settings)
+        thread.join()
+        assert run(loops.rank_and_size, **settings) == [(0, 2), (1, 2)]
 
 
 def cancelled(job, why):

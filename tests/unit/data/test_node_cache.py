@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import shutil
 import threading
-import zlib
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import pytest
 
 from spark_elastic.core.lanes import LaneSettings
 from spark_elastic.data import block_file, mapping, node_cache
-from spark_elastic.data.block_file import BLOCK, BlockFile
+from spark_elastic.data.block_file import BLOCK
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.node_cache import CachedSplit, RemoteFile
@@ -314,56 +312,6 @@ def test_threads_and_descriptors_are_gone_after_closing(tmp_path):
                 assert before.threads()
 
 
-# --- blocks -------------------------------------------------------------------------------------
-
-
-CONTENT = np.random.default_rng(0).bytes(5 * BLOCK + 100)
-
-
-class Origin:
-    def __init__(self):
-        self.requests = []
-
-    def __call__(self, offset, nbytes):
-        self.requests.append((offset, nbytes))
-        return CONTENT[offset : offset + nbytes]
-
-
-def bytes_of(file, start, stop):
-    with file.path.open("rb") as stream:
-        stream.seek(start)
-        return stream.read(stop - start)
-
-
-def test_only_what_is_absent_is_fetched_and_neighbours_come_together(tmp_path):
-    origin = Origin()
-    file = BlockFile(tmp_path / "a.data", len(CONTENT), origin)
-    assert file.hold(BLOCK + 5, BLOCK + 9) == BLOCK
-    assert file.hold(0, len(CONTENT)) == len(CONTENT) - BLOCK
-    assert origin.requests == [(BLOCK, BLOCK), (0, BLOCK), (2 * BLOCK, 3 * BLOCK + 100)]
-    assert bytes_of(file, 0, len(CONTENT)) == CONTENT
-    assert file.complete() == zlib.crc32(CONTENT)
-    file.close()
-
-
-def test_a_block_is_dropped_when_the_last_reader_of_any_process_lets_go(tmp_path):
-    ours = BlockFile(tmp_path / "a.data", len(CONTENT), Origin())
-    theirs = BlockFile(tmp_path / "a.data", len(CONTENT), Origin())  # locks belong to the open file: like a process
-    ours.hold(0, 10)
-    ours.hold(5, 20)
-    assert theirs.hold(0, 10) == 0  # what one has fetched is there for all
-    ours.release(0, 10)
-    assert ours.drop(0) == theirs.drop(0) == 0
-    ours.release(5, 20)
-    assert theirs.drop(0) == 0  # it reads it itself
-    theirs.release(0, 10)
-    assert ours.drop(0) == BLOCK
-    assert ours.drop(0) == 0
-    assert ours.hold(0, 10) == BLOCK
-    ours.close()
-    theirs.close()
-
-
 def test_making_room_leaves_files_alone_that_others_are_still_making(tmp_path):
     numbered(tmp_path / "set", [400_000])
     _, dataset = remote(tmp_path / "set")
@@ -384,42 +332,6 @@ def test_making_room_leaves_files_alone_that_others_are_still_making(tmp_path):
     assert {path.name: path.read_bytes() for path in others.iterdir()} == before
 
 
-def test_a_file_is_never_made_shorter_under_those_who_have_it_mapped(tmp_path):
-    theirs = BlockFile(tmp_path / "a.data", len(CONTENT), Origin())
-    theirs.hold(0, len(CONTENT))
-    BlockFile(tmp_path / "a.data", 100, Origin()).close()
-    assert bytes_of(theirs, 0, len(CONTENT)) == CONTENT
-    assert theirs.complete() == zlib.crc32(CONTENT)
-    theirs.close()
-
-
-def test_whoever_closes_lets_go(tmp_path):
-    dead = BlockFile(tmp_path / "a.data", len(CONTENT), Origin())
-    dead.hold(0, len(CONTENT))
-    dead.close()
-    alive = BlockFile(tmp_path / "a.data", len(CONTENT))
-    assert alive.drop(2) == BLOCK
-    alive.close()
-
-
-def test_a_fetch_that_fails_leaves_the_block_absent_and_free(tmp_path):
-    answers = [OSError("gone"), CONTENT[: BLOCK - 1], CONTENT[:BLOCK]]
-
-    def origin(offset, nbytes):
-        answer = answers.pop(0)
-        if isinstance(answer, OSError):
-            raise answer
-        return answer
-
-    file = BlockFile(tmp_path / "a.data", len(CONTENT), origin)
-    with pytest.raises(OSError, match="gone"):
-        file.hold(0, 10)
-    with pytest.raises(StoreError, match="65535 of 65536 bytes"):
-        file.hold(0, 10)
-    assert file.hold(0, 10) == BLOCK
-    file.close()
-
-
 def test_what_cannot_be_dropped_stays_as_it_is_and_no_more_is_dropped(tmp_path, monkeypatch, caplog):
     numbered(tmp_path / "set", [40_000])
     far, dataset = remote(tmp_path / "set")
@@ -434,79 +346,3 @@ def test_what_cannot_be_dropped_stays_as_it_is_and_no_more_is_dropped(tmp_path, 
     assert far.read_bytes == before
     assert caplog.text.count("cannot be made smaller") == 1
     split.close()
-
-
-def test_a_read_that_fails_halfway_holds_nothing(tmp_path):
-    content = bytes(70 * BLOCK)
-
-    def origin(offset, nbytes):
-        if offset:
-            raise StoreError("gone")
-        return content[:nbytes]
-
-    file = BlockFile(tmp_path / "a.data", len(content), origin)
-    with pytest.raises(StoreError, match="gone"):
-        file.hold(0, len(content))
-    assert file.drop(0) == BLOCK
-    file.close()
-
-
-def test_a_full_disk_is_an_error_of_the_store_that_says_so(tmp_path, monkeypatch):
-    file = BlockFile(tmp_path / "a.data", len(CONTENT), Origin())
-    room = [BLOCK // 2]
-
-    def pwrite(file, data, offset):  # as systems do: first a part of it, then none
-        if not room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return room.pop()
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(StoreError, match=r"No space left on device.*cache_bytes"):
-        file.hold(0, 10)
-    assert file.drop(0) == 0
-    file.close()
-
-
-class Overtaken(BlockFile):
-    """Between its look at what is absent and its fetch, somebody else fetches block 1 and goes on reading it."""
-
-    overtaken = False
-
-    def _fetch_run(self, *args):
-        if not self.overtaken:
-            self.overtaken = True
-            self.hold(BLOCK, 2 * BLOCK)
-        return super()._fetch_run(*args)
-
-
-def test_what_others_fetched_meanwhile_and_keep_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(block_file, "_PATIENCE_S", 2.0)  # or who waits for it waits for minutes
-    file = Overtaken(tmp_path / "a.data", len(CONTENT), Origin())
-    assert file.hold(0, 3 * BLOCK) == 2 * BLOCK
-    file.close()
-
-
-def test_many_threads_of_several_processes_see_only_right_bytes_while_others_make_room(tmp_path):
-    files = [BlockFile(tmp_path / "a.data", len(CONTENT), Origin()) for _ in range(3)]
-    wrong = []
-
-    def read(file, seed):
-        random = np.random.default_rng(seed)
-        for _ in range(150):
-            start = int(random.integers(0, len(CONTENT) - 1))
-            stop = min(len(CONTENT), start + int(random.integers(1, 2 * BLOCK)))
-            file.hold(start, stop)
-            if bytes_of(file, start, stop) != CONTENT[start:stop]:
-                wrong.append((start, stop))
-            file.release(start, stop)
-            file.drop(int(random.integers(0, 6)))
-
-    threads = [threading.Thread(target=read, args=(file, number)) for number, file in enumerate(files * 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    assert not any(thread.is_alive() for thread in threads)
-    assert wrong == []
-    for file in files:
-        file.close()
