@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from tests.integration.processes import MARK, assert_gone, children, marked, wai
 ROOT = Path(__file__).resolve().parents[2]
 SPARK_HOME = Path(pyspark.__file__).parent
 _EXECUTOR_ID = re.compile(r"ExecutorBackend .*--executor-id (\S+)")
+_MASTER_PORT = r"Successfully started service 'sparkMaster' on port (\d+)"
 # Small, quick to start, and content with 2 cores under load.
 _JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto"
 _QUICK = {
@@ -160,10 +160,10 @@ class Standalone(Cluster):
         self._decommission = decommission
         host = network.gateway if network is not None else "127.0.0.1"
         try:
-            port = _free_port(host)
-            self.master_url = f"spark://{host}:{port}"
-            arguments = ["--host", host, "--port", str(port), "--webui-port", "0"]
-            self._daemon("master", "org.apache.spark.deploy.master.Master", arguments, says="Successfully|I have been")
+            # it chooses its port itself: one that was free before its JVM is up may be anybody's by then
+            arguments = ["--host", host, "--port", "0", "--webui-port", "0"]
+            self._daemon("master", "org.apache.spark.deploy.master.Master", arguments)
+            self.master_url = f"spark://{host}:{self._wait_for_log('master', _MASTER_PORT)[1]}"
             for _ in range(workers):
                 self._start_worker()
             for name in list(self._worker_hosts):
@@ -237,7 +237,6 @@ class Standalone(Cluster):
         *,
         before: list[str] | None = None,
         environment: dict[str, str] | None = None,
-        says: str | None = None,
     ) -> subprocess.Popen[bytes]:
         out = (self._directory / f"{name}.log").open("wb")
         self._logs.append(out)
@@ -253,19 +252,21 @@ class Standalone(Cluster):
             start_new_session=True,  # a Ctrl-C in the terminal is for pytest alone
         )
         self._daemons.append(daemon)
-        if says is not None:
-            self._wait_for_log(name, says)
         return daemon
 
     def _wait_for_worker(self, host: str) -> None:
         self._wait_for_log(host, "Successfully registered with master")
 
-    def _wait_for_log(self, name: str, pattern: str, timeout_s: float = 60.0) -> None:
+    def _wait_for_log(self, name: str, pattern: str, timeout_s: float = 60.0) -> re.Match[str]:
         path = self._directory / f"{name}.log"
+        found = lambda: re.search(pattern, path.read_text(errors="replace"))  # noqa: E731
         try:
-            wait_until(lambda: re.search(pattern, path.read_text(errors="replace")), timeout_s, f"{name} is up")
+            wait_until(found, timeout_s, f"{name} is up")
         except AssertionError as error:
             raise AssertionError(f"{error}; its log ends:\n{path.read_text(errors='replace')[-2000:]}") from None
+        match = found()
+        assert match is not None
+        return match
 
     def _end_daemons(self) -> None:
         for daemon in reversed(self._daemons):  # the Workers first: each ends its executors
@@ -308,9 +309,3 @@ def namespaced(workers: int = 2, cores: int = 1, *, decommission: bool = False, 
 def _dotted(settings: dict[str, str]) -> dict[str, str]:
     """`spark_task_cpus="2"` means spark.task.cpus; keys that have a dot stay."""
     return {key if "." in key else key.replace("_", "."): value for key, value in settings.items()}
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

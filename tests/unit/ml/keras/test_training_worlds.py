@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 
 from spark_elastic.data.dataset import Dataset
+from tests.unit.ml.in_worlds import kill_and_add
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import EPOCHS, ROWS, STEPS, in_worker, in_worker_slowly, in_worker_variants
 from tests.unit.worlds import WorldDriver
@@ -111,19 +111,9 @@ def test_newcomers_take_over_everything_and_change_nothing(data, tmp_path, undis
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(30))
 def test_kills_and_arrivals_at_any_moment_change_nothing(seed, data, tmp_path, undisturbed):
-    chance = random.Random(seed)
+    start = (trainings.in_worker_that_tells, data, tmp_path)
     with WorldDriver(start_with=3) as driver:
-        driver.start(trainings.in_worker_that_tells, data, tmp_path, count=3)
-        driver.wait(lambda: driver.told("step"))
-        for _ in range(chance.randint(1, 3)):
-            moment = len(driver.events) + chance.randint(1, 60)
-            driver.wait(lambda moment=moment: len(driver.events) >= moment or driver.done)
-            time.sleep(chance.random() * 0.01)
-            if chance.random() < 0.4:
-                driver.start(trainings.in_worker_that_tells, data, tmp_path)
-            elif driver.world is not None and not driver.done:
-                alive = [w for w in driver.world.workers if driver._peers[w].process.is_alive()]
-                if len(alive) > 1:
-                    driver.kill(chance.choice(alive))
+        driver.start(*start, count=3)
+        kill_and_add(driver, random.Random(seed), lambda: driver.start(*start))
         for result in driver.results(1):
             assert_as_undisturbed(result, tmp_path, undisturbed)

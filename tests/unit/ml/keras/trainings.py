@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from spark_elastic.ml.keras.sealing import Sealed
 from spark_elastic.ml.keras.spec import MODEL_FILE, KerasTraining
 from spark_elastic.ml.keras.training import train
 from spark_elastic.ml.training.spec import CheckpointPlan
+from tests.unit.ml.in_worlds import EpochCounter, Telling
 
 ROWS, VALIDATION_ROWS, BATCH, EPOCHS = 203, 77, 16, 3
 STEPS = EPOCHS * 13
@@ -375,31 +375,8 @@ def in_worker_variants(data: Path, folder: Path, names: Sequence[str]) -> dict[s
     return {name: outcome(make_training(data, folder / name, **variant_of(name))) for name in names}
 
 
-class EpochCounter(Callback):
-    """Has a state, tells of its steps and takes its time, so that a newcomer comes in time."""
-
-    def __init__(self) -> None:
-        self.epochs = 0
-
-    def on_batch_end(self, run: Any) -> None:
-        from tests.unit.world_link import tell
-
-        tell("step", run.step)
-        if run.size == 1 and run.step < STEPS - 5:
-            threading.Event().wait(0.1)
-
-    def on_epoch_end(self, run: Any, logs: Any) -> None:
-        self.epochs += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epochs": self.epochs}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.epochs = state["epochs"]
-
-
 def in_worker_slowly(data: Path, folder: Path) -> Any:
-    counter = EpochCounter()
+    counter = EpochCounter(STEPS - 5, pause_s=0.1)
     training = make_training(data, folder)
     from spark_elastic.ml.keras import assembly
 
@@ -410,30 +387,6 @@ def in_worker_slowly(data: Path, folder: Path) -> Any:
 
     assembly.adapted = with_counter
     return {**outcome(training), "epochs counted": counter.epochs}
-
-
-class Telling(Callback):
-    """Tells the test of all that happens."""
-
-    def _tell(self, name: str, run: Any) -> None:
-        from tests.unit.world_link import tell
-
-        tell(name, run.step)
-
-    def on_epoch_begin(self, run: Any) -> None:
-        self._tell("epoch_begin", run)
-
-    def on_batch_end(self, run: Any) -> None:
-        self._tell("step", run)
-
-    def on_validation_end(self, run: Any, logs: Any) -> None:
-        self._tell("validation_end", run)
-
-    def on_epoch_end(self, run: Any, logs: Any) -> None:
-        self._tell("epoch_end", run)
-
-    def on_fit_end(self, run: Any) -> None:
-        self._tell("fit_end", run)
 
 
 def in_worker_that_tells(data: Path, folder: Path) -> Any:

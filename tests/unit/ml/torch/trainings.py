@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from spark_elastic.ml.callbacks import BestCheckpoint, Callback, LambdaCallback
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
 from spark_elastic.ml.torch.training import train
 from spark_elastic.ml.training.spec import CheckpointPlan
+from tests.unit.ml.in_worlds import EpochCounter, Telling
 
 ROWS, VALIDATION_ROWS, BATCH, EPOCHS = 203, 77, 16, 3
 STEPS = EPOCHS * 13
@@ -277,31 +277,8 @@ def _at(count: int, action: Callable[[], None]) -> Callable[..., None]:
     return called
 
 
-class EpochCounter(Callback):
-    """Has a state, tells of its steps and takes its time, so that a newcomer comes in time."""
-
-    def __init__(self) -> None:
-        self.epochs = 0
-
-    def on_batch_end(self, run: Any) -> None:
-        from tests.unit.world_link import tell
-
-        tell("step", run.step)
-        if run.size == 1 and run.step < STEPS - 5:
-            threading.Event().wait(0.05)
-
-    def on_epoch_end(self, run: Any, logs: Any) -> None:
-        self.epochs += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epochs": self.epochs}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.epochs = state["epochs"]
-
-
 def in_worker_slowly(data: Path, folder: Path) -> Any:
-    counter = EpochCounter()
+    counter = EpochCounter(STEPS - 5, pause_s=0.05)
     return {**outcome(make_training(data, folder, callbacks=[counter])), "epochs counted": counter.epochs}
 
 
@@ -359,11 +336,4 @@ def in_worker_that_stops(data: Path, folder: Path) -> Any:
 
 
 def in_worker_that_tells(data: Path, folder: Path) -> Any:
-    from tests.unit.world_link import tell
-
-    events = {
-        f"on_{name}": lambda run, *_, name=name: tell(name, run.step)
-        for name in ("epoch_begin", "validation_end", "epoch_end", "fit_end")
-    }
-    callback = LambdaCallback(on_batch_end=lambda run: tell("step", run.step), **events)
-    return outcome(make_training(data, folder, callbacks=[callback]))
+    return outcome(make_training(data, folder, callbacks=[Telling()]))
