@@ -49,6 +49,13 @@ def _leads_to_the_jvm(descriptor: int, target: str) -> bool:
     return False
 
 
+def threads_settle(most: int, timeout_s: float = GONE_S) -> None:
+    """Give threads of this process a while to end, also those that are not Python's: at most so many are to stay."""
+    until = time.monotonic() + timeout_s
+    while len(os.listdir("/proc/self/task")) > most and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 class Before:
     """What was there at some moment; later it can say what of ours has come since."""
 

@@ -16,6 +16,7 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective import meeting, segment
 from spark_elastic.collective.process import process
 from spark_elastic.errors import InvalidSettingsError, UsageError
+from tests.leftovers import threads_settle
 from tests.unit.world_link import die, tell
 from tests.unit.worlds import WorldDriver
 
@@ -183,7 +184,7 @@ def test_a_peer_that_is_gone_ends_the_wait(how):
         if how == "stopped":
             driver.evict(2)
         for seconds in driver.results(2 if how != "has left" else 3):
-            assert seconds is None or seconds < 5  # milliseconds on an idle machine
+            assert seconds is None or seconds < 30  # milliseconds on an idle machine; a timeout would be minutes
 
 
 def without_the_driver():
@@ -246,6 +247,7 @@ def enters_and_leaves(times: int):
         hvd.allreduce(torch.full((300_000,), float(number)))
         if number == times // 2:
             before = belongings()
+    threads_settle(before[1] + 2)
     after = belongings()
     hvd.shutdown()
     return before, after, belongings()[2]

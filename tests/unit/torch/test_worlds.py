@@ -15,6 +15,7 @@ from spark_elastic.collective.frontend import frontend
 from spark_elastic.collective.process import Position, Process, process
 from spark_elastic.core.topology import Member, Place, World
 from spark_elastic.worker_link import Assignment
+from tests.leftovers import threads_settle
 from tests.unit.world_link import link, tell
 from tests.unit.worlds import WorldDriver
 
@@ -37,6 +38,7 @@ def rejoin_often(times: int, settled: int):
             hvd.allreduce(torch.ones(10), process_set=hvd.local_process_set)
         if number == settled:
             before = belongings()
+    threads_settle(before[1] + 2)
     return before, belongings(), sorted(durations)[times // 2]
 
 
