@@ -46,8 +46,10 @@ class Frontend(Protocol):
         """Whether any member has been told of a coming world. The same answer on every member."""
         ...
 
-    def enter(self) -> Entry:
+    def enter(self, prepare: Callable[[], None]) -> Entry:
         """The loop was entered: a newcomer waits here for its first world.
+
+        prepare: called by a newcomer before it says that it is ready; the others train meanwhile.
 
         Raises: HorovodInternalError: the world broke while it was being connected.
         """
@@ -159,6 +161,12 @@ class State:
     def _recover(self, error: HorovodInternalError) -> None:
         """Bring the state to a point that training can go on from after a collective has failed in the loop."""
         self.restore()
+
+    def _before_joining(self) -> None:
+        """This is a newcomer, and the others will wait for its first step: do now what that would take long for.
+
+        Whatever it changes in the state is overwritten when the state is synchronised.
+        """
 
     def _committed(self) -> None:
         self._advance()
@@ -344,7 +352,7 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: Frontend) -> Ca
 
 def _entered(state: State, frontend: Frontend) -> Entry:
     try:
-        return frontend.enter()
+        return frontend.enter(state._before_joining)
     except HorovodInternalError as error:
         log.info("the first world broke: %s", error)
         return frontend.rejoin(state.progress)

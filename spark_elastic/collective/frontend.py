@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class CollectiveFrontend:
         group.wait(group.allreduce(token, Max.gloo))
         return bool(token.item())
 
-    def enter(self) -> Entry:
+    def enter(self, prepare: Callable[[], None]) -> Entry:
         process.require()
         link = process.link
         if link is None:
@@ -51,6 +52,7 @@ class CollectiveFrontend:
         if first:
             link.entered_loop()
         if process.assignment is None:
+            prepare()
             return self._join(0, None, moved=False)
         world = process.assignment.world
         process.group()  # raises, if the world broke meanwhile

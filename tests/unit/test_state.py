@@ -33,7 +33,7 @@ class ScriptedFrontend:
         self.checks += 1
         return self.checks in self.updates
 
-    def enter(self) -> Entry:
+    def enter(self, prepare) -> Entry:
         return self._next()
 
     def rejoin(self, progress: int | None) -> Entry:

@@ -187,3 +187,13 @@ def wrap_steps(
         model.train_function = None
 
     return undo
+
+
+def run_on_nothing(train_function: Callable[[Any], Any], dataset: Any) -> None:
+    """Trace and optimise a train function of TensorFlow, without a step: `dataset` has the right types and no batch."""
+    import tensorflow as tf
+
+    try:
+        train_function(iter(dataset))
+    except (StopIteration, tf.errors.OutOfRangeError):
+        pass

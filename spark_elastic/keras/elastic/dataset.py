@@ -84,6 +84,7 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         self._variables: tuple[Any, Any] | None = None
         self._pipeline: Any = None
         state.weigh_by_rows(batch_size)
+        state.will_train_on(self.get_tf_dataset)
 
     def __len__(self) -> int:
         return self._batches

@@ -12,7 +12,8 @@ from spark_elastic.collective.handled_values import StateHandler
 from spark_elastic.core.recovery import Recovery
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.keras import variables as values
-from spark_elastic.keras.elastic.boundary import Boundary, wrap_apply, wrap_steps
+from spark_elastic.keras.backend import BACKEND
+from spark_elastic.keras.elastic.boundary import Boundary, run_on_nothing, wrap_apply, wrap_steps
 from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler, handler_for
 from spark_elastic.keras.optimizer import reduces
 
@@ -48,6 +49,7 @@ class KerasState(HandledState):
         self._totals: dict[str, int] = {}
         self._noted: tuple[dict[str, int], int] | None = None
         self._global_batch: int | None = None
+        self._input: Callable[[], Any] | None = None
         self._put_off = 0
         self._in_step = False
         self.reentered = False
@@ -285,6 +287,25 @@ class KerasState(HandledState):
         self._unwrap, self._wrapped = [], False
         for steps in self._distributed():
             steps.before_update = None
+
+    def will_train_on(self, dataset: Callable[[], Any]) -> None:
+        """What `fit` will be called with: gives a `tf.data.Dataset` that is empty until an epoch begins."""
+        self._input = dataset
+
+    def _before_joining(self) -> None:
+        """Trace the train step, by running it on no batch at all."""
+        model: Any = self.__dict__.get("model")
+        if BACKEND != "tensorflow" or self._input is None or getattr(model, "optimizer", None) is None:
+            return
+        if model.run_eagerly:
+            return
+        self._wrap_steps()
+        try:
+            model.make_train_function()
+            run_on_nothing(model.train_function, self._input())
+        except Exception as error:  # if it is no fluke, `fit` says it again where its caller expects that
+            log.info("the train step could not be traced before joining: %s", error)
+            model.train_function = None
 
     # --- around each step -----------------------------------------------------------------------
 

@@ -306,6 +306,38 @@ def grow(want, model_kind):
     return {"numbers": numbers, "seen": seen, "progress": state.progress, "epoch": state.epoch, "first": first}
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_newcomer_traces_its_train_step_before_it_joins_and_that_is_no_step(alone, steps):
+    traced = []
+
+    class Traced(keras.Sequential):
+        def train_step(self, data):
+            traced.append(1)
+            return super().train_step(data)
+
+    model = Traced([*build(seed=1).layers, keras.layers.Dropout(0.5)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
+    compiled(model, optimizer, steps_per_execution=steps)
+    state = KerasState(model, batch=0, epoch=0)
+    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    # what does not depend on data runs beside it (the layer's count of calls): synchronising the state overwrites that
+    kept = [*model.trainable_variables, *model.optimizer.variables]
+    before = [variable.numpy() for variable in kept]
+    state._before_joining()
+    at_once = len(traced)
+    assert at_once
+    for old, variable in zip(before, kept, strict=True):
+        np.testing.assert_array_equal(old, variable.numpy())
+
+    @hvd.elastic.run
+    def loop(state):
+        model.fit(dataset, epochs=1, verbose=0, callbacks=[ElasticCallback(state)])
+
+    loop(state)
+    assert len(traced) == at_once
+    assert int(model.optimizer.iterations) == ROWS // BATCH
+
+
 @pytest.mark.parametrize("model_kind", ["built", "unbuilt"])
 def test_a_newcomer_joins_in_full_flow_and_sees_the_epoch_that_runs(model_kind):
     with WorldDriver(start_with=2) as driver:
