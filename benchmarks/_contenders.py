@@ -14,13 +14,15 @@ from typing import Any
 
 import _peer_training
 import cloudpickle
+import pyspark.cloudpickle
 from _peer_training import train_with_files, train_with_spark_elastic
 
 import spark_elastic
 from tests.integration.processes import children
 
 HERE = Path(__file__).resolve().parent
-cloudpickle.register_pickle_by_value(_peer_training)  # executors do not have this folder
+for pickler in (cloudpickle, pyspark.cloudpickle):  # executors do not have this folder; PySpark has its own
+    pickler.register_pickle_by_value(_peer_training)
 
 
 class Contender:
@@ -122,6 +124,7 @@ class TorchDistributor(Contender):
 
     def launch(self, folder: Path, size: int) -> float:
         self._stopped = False
+        self._failures: list[Exception] = []
         self._folder = folder
         self._calls = threading.Thread(target=self._call_until_stopped, args=(size,), daemon=True)
         at = time.monotonic()
@@ -136,9 +139,12 @@ class TorchDistributor(Contender):
                 Distributor(num_processes=size, local_mode=False, use_gpu=False).run(
                     train_with_files, str(self._folder)
                 )
-            except Exception as error:  # what its user would see; the log is for reading when something is odd
-                with (self._folder / "errors.log").open("a") as log:
-                    print(time.monotonic(), repr(error), file=log)
+            except Exception as error:  # what its user would see
+                self._failures.append(error)
+
+    def check(self) -> None:
+        if len(self._failures) > 2:
+            raise self._failures[-1]
 
     def stop(self) -> None:
         self._stopped = True
