@@ -207,8 +207,10 @@ def main() -> None:
             found.update(versions(args.peers_python, "ray", "torchft-nightly"))
         taken = [one for one in all_ if not args.only or one.name in args.only]
         raw["settings"] = {**raw.get("settings", {}), **{one.name: one.settings for one in taken}}
-        for number in range(repeat):
-            for contender in taken if number % 2 == 0 else reversed(taken):
+        done = max(map(len, runs.values()), default=0)
+        for number in range(done, done + repeat):
+            first = number % len(taken)  # another one each time
+            for contender in [*taken[first:], *taken[:first]]:
                 runs.setdefault(contender.name, []).append(measure(contender))
                 last.parent.mkdir(parents=True, exist_ok=True)
                 last.write_text(json.dumps({"raw": raw}))  # so that a run that is broken off can be added to
