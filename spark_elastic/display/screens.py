@@ -129,10 +129,13 @@ class NotebookScreen:
 
     def __init__(self) -> None:
         self._handle: Any = None
+        self._waits = False
+        """What is shown is a wait."""
 
     def show(self, view: View) -> None:
         from IPython.display import display
 
+        self._waits = bool(view.waiting)
         data = {"text/plain": as_text(view), "text/html": as_html(view)}
         if self._handle is None:
             self._handle = display(data, raw=True, display_id=True)
@@ -143,7 +146,10 @@ class NotebookScreen:
         write()
 
     def clear(self) -> None:
-        """It stays as it was last: a cell's output that vanishes makes what is below it jump."""
+        """A bar stays as it was last, and is kept with the notebook; a wait that is over does not."""
+        if self._handle is not None and self._waits:
+            self._waits = False
+            self._handle.update({"text/plain": "", "text/html": ""}, raw=True)
 
 
 def as_text(view: View) -> str:
