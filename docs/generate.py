@@ -174,6 +174,7 @@ CAPTIONS = {
     "fit_throughput_1024.json": "rows a second of an estimator's training, against DDP over tensors in memory",
     "keras_step_time.json": "a step of model.fit, 784-512-512-10 MLP at batch 64, 2 workers",
     "membership-changes.json": "what a thousand changes of the world leave behind in the processes",
+    "peers.json": "elastic training beside its peers, the same small model in two workers",
     "recovery-executor-local-cluster.json": "kill -9 of an executor's JVM, local-cluster",
     "recovery-executor-standalone.json": "kill -9 of an executor's JVM, standalone cluster",
     "recovery-link-namespaces.json": "a host's link is taken down, hosts are network namespaces, heartbeat_timeout 2 s",
@@ -252,7 +253,11 @@ def compared() -> str:
         f"| {what.replace('->', '→')} | {' | '.join(row.get(name, '–') for name in names)} |"
         for what, row in found.items()
     ]
-    return "\n".join([f"| | {' | '.join(names)} |", f"|{'---|' * (1 + len(names))}", *rows, ""])
+    counts = [each["count"] for each in document["series"]]
+    load = document["machine"]["load_average_1min"]
+    cores = document["machine"]["cores"]
+    told = f"Each was measured {min(counts)} to {max(counts)} times, on {cores} cores with a load of {load}."
+    return "\n".join([f"| | {' | '.join(names)} |", f"|{'---|' * (1 + len(names))}", *rows, "", told, ""])
 
 
 def _number(value: float) -> str:
