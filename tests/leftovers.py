@@ -45,7 +45,8 @@ def _leads_to_the_jvm(descriptor: int, target: str) -> bool:
     if gateway is None or not target.startswith("socket:"):
         return False
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        return connection.getpeername()[1] == gateway.gateway_parameters.port
+        peer = connection.getpeername()  # of sockets of a file system, it is a path
+        return isinstance(peer, tuple) and peer[1] == gateway.gateway_parameters.port
     return False
 
 

@@ -62,8 +62,8 @@ def storm(seconds: float, members: int, hosts, cores: int, seed: int) -> tuple[i
     with WorldDriver(hosts=hosts, start_with=members) as driver:
         driver.start(reduces_for, seconds, cores, count=members)
         driver.wait(lambda: len(driver.told("round")) >= members)
-        end = time.time() + seconds - 1.0
-        while time.time() < end and not driver.done:
+        end = time.time() + seconds
+        while time.time() < end - 1.0 and not driver.done:
             time.sleep(chance.uniform(0.02, 0.4))  # a kill must be able to come at any moment
             world = driver.world
             alive = [m.worker for m in world.members if m.worker not in driver._evicted]
@@ -72,7 +72,7 @@ def storm(seconds: float, members: int, hosts, cores: int, seed: int) -> tuple[i
                 if chance.random() < 0.2:
                     driver.evict(victim)
                 driver.kill(victim)
-                driver.start(reduces_for, seconds, cores)
+                driver.start(reduces_for, end - time.time(), cores)
             driver.wait(lambda round=world.round: driver.world.round > round or driver.done)
         driver.wait(lambda: len(driver.done) >= 1)
         rounds = driver.told("round")
