@@ -254,7 +254,7 @@ def test_of_two_processes_that_write_at_once_one_commits_and_both_read_it(spark,
 
     request = module.Request(X, {}, {}, {}, (), {}, False, None, 0, 1 << 20, None)
     racing = frame.select(commit_meanwhile("x").alias("x"))
-    ours = module._write(racing, request, theirs.store, theirs.manifest.key, {}, False)
+    ours = module._write(racing, request, theirs.store, theirs.manifest.key, {}, False, 0)
     assert ours.manifest == theirs.manifest
     runs = {entry.path for entry in ours.store.list() if entry.is_dir} - {"leases"}
     assert len(runs) == 1  # nothing of the slower one is left
