@@ -142,10 +142,14 @@ def test_another_number_of_workers_goes_on_to_the_same_result(data, tmp_path, un
 def test_a_newcomer_begins_where_the_checkpoint_is_in_case_nobody_else_is_left(known, data, tmp_path, monkeypatch):
     alone(make_training(data, tmp_path, epochs=1))
     latest = checkpoints_in(tmp_path).latest().name if known else "gone"
-    monkeypatch.setattr(type(process), "provisional", True)
-    monkeypatch.setattr(hvd, "size", lambda: 1)
-    trainer = _assemble(make_training(data, tmp_path, resume_from=latest))
-    trainer.close()
+    hvd.init()
+    try:
+        monkeypatch.setattr(type(process), "provisional", True)
+        monkeypatch.setattr(hvd, "size", lambda: 1)
+        trainer = _assemble(make_training(data, tmp_path, resume_from=latest))
+        trainer.close()
+    finally:
+        hvd.shutdown()
     assert trainer.state.at.step == (13 if known else 0)
 
 

@@ -107,13 +107,19 @@ class Elsewhere:
     master = "spark://there"
     defaultParallelism = 1
 
+    def getLocalProperty(self, _: str) -> None:
+        return None
+
+    def setLocalProperty(self, *_: Any) -> None:
+        return None
+
     def parallelize(self, *_: Any) -> Any:
         return self
 
     def mapPartitionsWithIndex(self, _: Any) -> Any:
         return self
 
-    def collect(self) -> Any:
+    def runJob(self, *_: Any) -> Any:
         return [("there", "executor-0", "does not see the driver's file")]
 
 
