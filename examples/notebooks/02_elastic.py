@@ -49,8 +49,8 @@ plt.show()
 # MAGIC %md
 # MAGIC ## The kill
 # MAGIC Callbacks run in the workers, on whatever machine those are. This one sends the worker of rank 1 a SIGKILL
-# MAGIC in the middle of the fourth epoch. Nothing can catch that: the process is gone without a word, and with it
-# MAGIC its part of the batch.
+# MAGIC at the 400th step that the three do together, in the middle of an epoch. Nothing can catch that: the process
+# MAGIC is gone without a word, and with it its part of the batch.
 
 # COMMAND ----------
 
@@ -60,9 +60,14 @@ from spark_elastic.ml.callbacks import Callback
 
 
 class KillRankOne(Callback):
+    def __init__(self):
+        self.together = 0  # steps that all three have done
+
     def on_batch_begin(self, run):
-        if run.step == 400 and run.rank == 1 and run.size == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if run.size == 3:
+            self.together += 1
+            if run.rank == 1 and self.together == 400:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 # COMMAND ----------
