@@ -102,8 +102,12 @@ class TerminalScreen:
 
     def clear(self) -> None:
         if self._bar is not None:
+            stream = self._bar.fp
             self._bar.close()
             self._bar = None
+            with _Bar.get_lock():  # of several bars, those that were not the first leave the cursor behind the line
+                stream.write("\r")
+                stream.flush()
 
 
 def layout(view: View, width: int) -> str:
