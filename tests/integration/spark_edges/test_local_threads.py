@@ -143,7 +143,7 @@ def test_jobs_carry_a_readable_description_and_the_callers_scheduler_pool(cluste
     thread.start()
     started(tmp_path, 1)
     jobs = cluster.sc._jsc.sc().statusStore().jobsList(None)
-    assert jobs.apply(0).description().get() == "test: slot 3"
+    assert jobs.apply(0).description().get() == "test: worker slot 3"
     stage = cluster.sc._jsc.sc().statusStore().lastStageAttempt(jobs.apply(0).stageIds().apply(0))
     assert stage.schedulingPool() == "training"
 
