@@ -33,12 +33,11 @@ from spark_elastic.driver.launcher import Launcher, OnEnded
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.registry import WorkerStateRegistry
 from spark_elastic.driver.rendezvous_server import RendezvousServer
+from spark_elastic.driver.results import Results
 from spark_elastic.driver.showing import Showing
-from spark_elastic.driver.spark_reasons import TOO_BIG
 from spark_elastic.errors import (
     JobCancelledError,
     JobError,
-    ResultError,
     SessionLostError,
     SparkElasticError,
     UnknownInterfaceError,
@@ -120,17 +119,12 @@ class ElasticDriver:
         self._agents: set[AgentId] = set()
         self._launched: set[SlotId] = set()
         self._slot_of: dict[AgentId, SlotId] = {}
-        self._results: dict[WorkerId, bytes] = {}
+        self._results = Results()
         self._world: World | None = None
         self._announcer = Announcer(order.job, printer.say, verbose, showing)
         self._timer: asyncio.TimerHandle | None = None
         self._telling: asyncio.TimerHandle | None = None
         self._ending = False
-        self._expected_results: tuple[WorkerId, ...] | None = None
-        self._result_in: dict[SlotId, WorkerId] = {}
-        """Whose result each slot is to deliver, once the job is done."""
-        self._undelivered: dict[WorkerId, str] = {}
-        """Why a result did not come."""
         self._failure: SparkElasticError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Event
@@ -243,7 +237,7 @@ class ElasticDriver:
 
     def _collect_no_more(self, why: str) -> None:
         """Cancelled while finished workers' results were on their way: the machine has nothing to cancel any more."""
-        if self._expected_results is not None and self._failure is None and not self._slots_over.is_set():
+        if self._results.expected is not None and self._failure is None and not self._slots_over.is_set():
             self._failure = JobCancelledError(why)
             self._announce_failure(self._failure)
             self._slots_over.set()
@@ -253,8 +247,7 @@ class ElasticDriver:
         await close_side_by_side([*closings, lambda: self._launcher.close(CLOSE_TIMEOUT_S)])
 
     async def _outcome(self) -> list[bytes]:
-        expected = self._expected_results
-        timeout = FAREWELL_TIMEOUT_S if expected is None else RESULTS_TIMEOUT_S
+        timeout = FAREWELL_TIMEOUT_S if self._results.expected is None else RESULTS_TIMEOUT_S
         if self._launched:
             try:
                 await asyncio.wait_for(self._slots_over.wait(), timeout)
@@ -262,21 +255,11 @@ class ElasticDriver:
                 logger.warning("slots %s did not end within %.0f s", sorted(self._launched), timeout)
         if self._failure is not None:
             raise self._failure
-        assert expected is not None
-        missing = [worker for worker in expected if worker not in self._results]
-        reasons = sorted({self._undelivered.get(worker, "its slot did not end in time") for worker in missing})
-        refused = [reason for reason in reasons if reason.startswith(TOO_BIG)]
-        if refused:
-            raise ResultError(f"{len(missing)} of {len(expected)} results did not arrive: {refused[0]}")
-        if len(missing) == len(expected):
-            raise ResultError(
-                f"all {len(expected)} workers finished, but none of their results arrived: {'; '.join(reasons)}"
-            )
-        if missing:
-            text = f"{len(missing)} of {len(expected)} results are lost: {'; '.join(reasons)}"
-            logger.warning("%s", text)
-            self._printer.line(f"spark_elastic: {text}")
-        return [self._results[worker] for worker in expected if worker in self._results]
+        complaint = self._results.complaint()
+        if complaint:
+            logger.warning("%s", complaint)
+            self._printer.line(f"spark_elastic: {complaint}")
+        return self._results.in_rank_order()
 
     # --- events in ----------------------------------------------------------------------------------
 
@@ -400,12 +383,7 @@ class ElasticDriver:
 
     def _slot_ended(self, slot: SlotId, why: str, outcome: AgentOutcome | None, gone: str | None) -> None:
         self._launched.discard(slot)
-        delivered = None
-        if outcome is not None and outcome.worker is not None and outcome.result is not None:
-            delivered = outcome.worker
-            self._results[delivered] = outcome.result
-        elif slot in self._result_in:
-            self._undelivered[self._result_in[slot]] = why
+        delivered = self._results.slot_ended(slot, why, outcome)
         if gone is not None:
             self._fail(self._session_lost(gone))
         self._handle(seen.SlotEnded(slot, why, delivered))
@@ -440,8 +418,8 @@ class ElasticDriver:
             case do.DismissAgent(agent, why):
                 self._server.to_agent(agent, wire.FinishAgent(False, why))
             case do.FinishJob(workers):
-                self._expected_results = workers
-                self._result_in = {self._slot_of[self._agent_of[w]]: w for w in workers if w in self._agent_of}
+                slots = {self._slot_of[self._agent_of[w]]: w for w in workers if w in self._agent_of}
+                self._results.expect(workers, slots)
                 self._end(keep_results=True, why="the job is done")
             case do.FailJob(error):
                 self._fail(self._behind(error))
