@@ -17,7 +17,7 @@ from spark_elastic.driver.host_discovery import HostDiscovery
 from spark_elastic.driver.host_manager import HostAddresses, HostManager
 from spark_elastic.driver.launcher import Launcher, OnEnded
 from spark_elastic.driver.local_launcher import LocalLauncher
-from spark_elastic.errors import InvalidSettingsError, NotEnoughSlotsError
+from spark_elastic.errors import InvalidSettingsError, NotEnoughSlotsError, UnknownInterfaceError
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.handover import AgentOrder
 from spark_elastic.wire.interfaces import address_of, interface_addresses, is_address, is_loopback
@@ -39,6 +39,10 @@ class Backend(Protocol):
 
     def slots(self) -> int:
         """The number of workers if the caller names none."""
+        ...
+
+    def most_slots(self) -> tuple[int, str] | None:
+        """How many slots there can ever be, and of what, where that is fixed; None: not known."""
         ...
 
     def listen_at(self) -> tuple[str, str]:
@@ -70,6 +74,9 @@ class LocalBackend:
 
     def slots(self) -> int:
         raise InvalidSettingsError("the local launcher has no slots to count; give num_proc")
+
+    def most_slots(self) -> tuple[int, str] | None:
+        return None
 
     def listen_at(self) -> tuple[str, str]:
         return THIS_MACHINE, THIS_MACHINE
@@ -112,6 +119,10 @@ class SparkBackend:
         if now < 1:
             raise InvalidSettingsError("the cluster has no task slot at the moment; give num_proc to wait for some")
         return now
+
+    def most_slots(self) -> tuple[int, str] | None:
+        most = self._discovery.most_slots()
+        return None if most is None else (most, f"master {self._context.master}")
 
     def listen_at(self) -> tuple[str, str]:
         """Spark's own: executors reach the driver there, or Spark itself would not work."""
@@ -159,7 +170,7 @@ class SparkBackend:
 
         Raises:
             NotEnoughSlotsError: not even those within start_timeout.
-            UnknownInterfaceError: one of their hosts has none of the interfaces asked for.
+            UnknownInterfaceError: too many of their hosts have none of the interfaces asked for.
         """
         from spark_elastic.driver.jvm import close_connection
 
@@ -181,8 +192,14 @@ class SparkBackend:
             )
         if probe.refused:
             driver.note_waiting(probe.why)
+        unusable: list[UnknownInterfaceError] = []
         for report in probe.reports:
-            check_interfaces(report.host, report.addresses, order.nics)
+            try:
+                check_interfaces(report.host, report.addresses, order.nics)
+            except UnknownInterfaceError as error:
+                unusable.append(error)
+        if unusable and len(probe.reports) - len(unusable) < settings.min_num_proc:
+            raise unusable[0]
 
 
 class _ExecutorEvents:

@@ -3,29 +3,37 @@
 ::
 
     SparkElasticError
-    ├── UsageError                   your call needs a change; nothing was run
-    │   ├── InvalidSettingsError       a value, or two that contradict each other   (also a ValueError)
+    ├── UsageError                   your call needs a change; nothing was run        (also a ValueError)
+    │   ├── InvalidSettingsError       a value, or two that contradict each other
+    │   ├── UnsupportedOperationError  no such collective for this kind of tensor          (also a NotImplementedError)
     │   ├── NotPicklableError          the function, its arguments or its result
     │   ├── NoSparkContextError        no active SparkContext
     │   ├── SparkConnectNotSupportedError
     │   ├── JavaNotFoundError
     │   ├── UnknownInterfaceError      a name in nics= that a host does not have
     │   ├── DiscoveryScriptError       the host discovery script cannot be used
-    │   ├── DataError                  a column is missing, or holds what cannot be trained on   (also a ValueError)
+    │   ├── DataError                  a column is missing, or holds what cannot be trained on
     │   ├── DatasetError               a materialised set is missing, incomplete, damaged or foreign
     │   ├── StoreError                 storage that the driver and all executors do not share
     │   ├── CheckpointError            a checkpoint or saved model cannot be used
+    │   │   └── RunTakenError            another driver has the run, or has taken it over
     │   ├── MissingExtraError          a package of an optional extra is missing          (also an ImportError)
-    │   ├── NotInitializedError        hvd.init() has not been called                     (also a ValueError)
-    │   └── OutsideLoopError           a newcomer called a collective before it entered the elastic loop
+    │   ├── NotInitializedError        hvd.init() has not been called
+    │   ├── StateNotMovableError       the sync of a state of your own goes past bcast_object
+    │   ├── LoopResultError            a newcomer cannot have the result of a loop that is over
+    │   ├── MismatchError              ranks called different collectives                (also a RuntimeError)
+    │   └── OutsideLoopError           a newcomer sent rows to other ranks before it entered the elastic loop
     ├── JobError                     the job ran and could not go on
     │   ├── NotEnoughSlotsError        fewer slots than needed for too long
+    │   ├── LaunchError                the driver itself cannot launch anything
     │   ├── ResetLimitError            the world changed more often than reset_limit
     │   ├── StateLostError             every worker that held the state is gone
+    │   ├── RepeatedCrashError         one world after another loses a process at the same step
     │   ├── SessionLostError           the SparkContext was stopped, or its JVM is gone
     │   ├── WorkerStartError           workers exit before they can join
     │   ├── UserFunctionError          your function raised; carries its traceback
     │   ├── ResultError                a result could not be brought back
+    │   ├── LossNotFiniteError         the loss, or a trained weight, of a fit is NaN or infinite
     │   └── JobCancelledError          handle.cancel(), Ctrl-C, or the notebook's Cancel
     ├── ProtocolError                a peer broke the wire protocol
     │   ├── AuthenticationError
@@ -39,6 +47,7 @@ All of them survive a pickle round trip, so they can cross from an executor to t
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,12 +82,16 @@ def _rebuild(cls: type[SparkElasticError], message: str, fields: dict[str, Any])
 # --- your call needs a change -------------------------------------------------------------------
 
 
-class UsageError(SparkElasticError):
+class UsageError(SparkElasticError, ValueError):
     """The call itself has to change; nothing was run."""
 
 
-class InvalidSettingsError(UsageError, ValueError):
+class InvalidSettingsError(UsageError):
     """A setting has an impossible value, or two settings contradict each other."""
+
+
+class UnsupportedOperationError(UsageError, NotImplementedError):
+    """There is no such collective here, or not for this kind of tensor."""
 
 
 class MissingExtraError(UsageError, ImportError):
@@ -118,7 +131,7 @@ class DiscoveryScriptError(UsageError):
     """The host discovery script is missing, not executable, or failed on its first call."""
 
 
-class DataError(UsageError, ValueError):
+class DataError(UsageError):
     """A column is missing, has a type that cannot be stored, or holds values that cannot be trained on."""
 
 
@@ -134,12 +147,45 @@ class CheckpointError(UsageError):
     """A checkpoint or a saved model is missing, incomplete, damaged, or belongs to something else."""
 
 
-class NotInitializedError(UsageError, ValueError):
+class RunTakenError(CheckpointError):
+    """Another driver trains in this run's folder, or has taken it over from this one."""
+
+
+class NotInitializedError(UsageError):
     """A function that needs `init()` was called before it."""
 
 
+class StateNotMovableError(UsageError):
+    """A state of your own has a `sync` whose broadcasts do not go through `bcast_object`."""
+
+    def __init__(self, *, kind: str) -> None:
+        super().__init__(
+            f"the world broke after the elastic loop, and the function was called again; but {kind}.sync() does not "
+            "broadcast its values with self._bcast_object, so they cannot be taken from the state before. Use "
+            "self._bcast_object in sync(), or a state that brings its own (ObjectState, TorchState, KerasState, "
+            "TensorFlowState)",
+            kind=kind,
+        )
+
+
+class LoopResultError(UsageError):
+    """A newcomer cannot have the result of an elastic loop that was over before it came."""
+
+    def __init__(self, *, loop: int, reason: str) -> None:
+        super().__init__(
+            f"this worker joins a job whose elastic loop {loop} is over, and cannot have what that returned: {reason}. "
+            "Return something small that can be pickled, or nothing, from loops that others follow",
+            loop=loop,
+            reason=reason,
+        )
+
+
+class MismatchError(UsageError, RuntimeError):
+    """Ranks have called different collectives, or one collective in different ways; every rank raises it."""
+
+
 class OutsideLoopError(UsageError):
-    """A collective was called by a newcomer that is not yet a member of the running world."""
+    """A newcomer that is not yet a member of the running world called a collective that needs the others."""
 
 
 # --- the job ran and could not go on ------------------------------------------------------------
@@ -152,21 +198,45 @@ class JobError(SparkElasticError):
 class NotEnoughSlotsError(JobError):
     """Fewer slots than needed were available for longer than the timeout allows."""
 
-    def __init__(self, *, have: int, need: int, waited_s: float, setting: str, detail: str = "") -> None:
-        super().__init__(
+    def __init__(
+        self, *, have: int, need: int, waited_s: float, setting: str, detail: str = "", fixed: str = ""
+    ) -> None:
+        """fixed: what has no more slots and can never get any; empty: there might have been more."""
+        message = (
             f"{have} of {need} slots were available after {waited_s:.0f} s; add executors, lower "
-            f"min_num_proc (now {need}) or raise {setting}" + (f". {detail}" if detail else ""),
+            f"min_num_proc (now {need}) or raise {setting}"
+        )
+        if fixed:
+            noun = "slot" if have == 1 else "slots"
+            message = (
+                f"{need} slots are needed, and {fixed} has {have} {noun} and can never have more; lower min_num_proc "
+                f"(now {need}, which is num_proc where it is not given), or start the session with more cores"
+            )
+        super().__init__(
+            message + (f". {detail}" if detail else ""),
             have=have,
             need=need,
             waited_s=waited_s,
             setting=setting,
             detail=detail,
+            fixed=fixed,
         )
 
 
 def _ordinal(number: int) -> str:
     ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
+
+
+class LaunchError(JobError):
+    """The driver itself cannot launch anything: each slot was refused twice before anybody else had a part in it."""
+
+    def __init__(self, *, reason: str) -> None:
+        super().__init__(
+            f"no slot can be launched, each failed twice in the driver itself: {reason}; look at the driver's disk, "
+            "memory and descriptors (spark.local.dir, ulimit)",
+            reason=reason,
+        )
 
 
 class ResetLimitError(JobError):
@@ -196,6 +266,51 @@ class StateLostError(JobError):
             progress=progress,
             last_reason=last_reason,
         )
+
+
+class RepeatedCrashError(JobError):
+    """One world after another lost a process before one more step was applied.
+
+    `step`: the one that nobody got through; if `after_loop`, the last one of the loop that they had left. `crashes`:
+    rank, host and exit code of each process, oldest first; a negative code is a signal. `memory`: what the kernel says
+    about memory where they ran, or nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        step: int,
+        worlds: int,
+        crashes: Sequence[tuple[int, str, int]],
+        after_loop: bool = False,
+        memory: str = "",
+        stderr_tail: str = "",
+    ) -> None:
+        where = f"after the loop of {step} steps" if after_loop else f"at step {step}, before that step was applied"
+        each = "; ".join(f"rank {rank} on {host} {exit_in_words(code)}" for rank, host, code in crashes)
+        super().__init__(
+            f"the last {worlds} worlds each lost a process {where}: {each}. "
+            + (f"{memory}. " if memory else "")
+            + "Starting them again does not help: look for the row, the call or the lack of memory that ends them "
+            "there, or raise crash_limit (None: try for ever)"
+            + (f". The end of the last one's stderr:\n{stderr_tail}" if stderr_tail else ""),
+            step=step,
+            worlds=worlds,
+            crashes=tuple(crashes),
+            after_loop=after_loop,
+            memory=memory,
+            stderr_tail=stderr_tail,
+        )
+
+
+def exit_in_words(code: int) -> str:
+    """How a process ended, by the code that its parent got: "was killed by signal 9 (SIGKILL)"."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"was killed by signal {-code}"
 
 
 class SessionLostError(JobError):
@@ -240,6 +355,32 @@ class UserFunctionError(JobError):
 
 class ResultError(JobError):
     """A worker finished but what it returned could not be brought to the driver."""
+
+
+class LossNotFiniteError(JobError):
+    """The loss of an estimator's training is NaN or infinite, or a trained weight is NaN.
+
+    loss: over all workers; None: the loss was finite, and a weight is NaN after the last step. step: optimizer steps so
+    far, with this one. epoch: from 0, as in a history. ranks: the workers whose own rows had it; () if none had alone.
+    """
+
+    def __init__(
+        self, *, loss: float | None, step: int, epoch: int, ranks: Sequence[int], size: int, checkpoints: str = ""
+    ) -> None:
+        what = "a weight is NaN after the last step" if loss is None else f"the loss of step {step} is {loss}"
+        whose = f", on the rows of rank {', '.join(map(str, ranks))} of {size} workers" if ranks else ""
+        super().__init__(
+            f"{what} (step {step}, in epoch {epoch + 1}{whose}). Look for a learning rate that is too high (lower it, "
+            "or set gradient_clip_norm), log, sqrt or a division in the loss or the model, labels that the loss does "
+            "not know, what transformation_fn returns, and half precision. allow_nan_loss=True trains on regardless"
+            + (f". The checkpoints before it are in {checkpoints}" if checkpoints else ""),
+            loss=loss,
+            step=step,
+            epoch=epoch,
+            ranks=tuple(ranks),
+            size=size,
+            checkpoints=checkpoints,
+        )
 
 
 class JobCancelledError(JobError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import socket
@@ -31,6 +32,7 @@ CONNECT_TIMEOUT_S = 60.0
 _job_numbers = itertools.count(1)
 
 
+@arguments.with_horovods_names
 def run(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -43,6 +45,7 @@ def run(
     start_timeout: float = 600.0,
     elastic_timeout: float = 600.0,
     reset_limit: int | None = None,
+    crash_limit: int | None = 3,
     cooldown_range: tuple[float, float] | None = (0.5, 60.0),
     heartbeat_timeout: float = 30.0,
     stall_timeout: float = 600.0,
@@ -67,6 +70,8 @@ def run(
         start_timeout: seconds that the first `min_num_proc` workers may take to be ready.
         elastic_timeout: seconds that the job waits for workers when it has too few, keeping the state.
         reset_limit: how often the world may be rebuilt. Default: without limit.
+        crash_limit: how many worlds in a row may lose a crashed process before one more step is applied; then the job
+            fails instead of starting it again. None: without limit.
         cooldown_range: shortest and longest pause, in seconds, before a place that failed is used again; None: none.
         heartbeat_timeout: seconds of silence after which a worker counts as hung or cut off. Deaths do not wait for it.
         stall_timeout: seconds that a live worker may keep the others waiting, in a collective or on the way to the
@@ -101,6 +106,7 @@ def run(
         start_timeout=start_timeout,
         elastic_timeout=elastic_timeout,
         reset_limit=reset_limit,
+        crash_limit=crash_limit,
         cooldown_range=cooldown_range,
         heartbeat_timeout=heartbeat_timeout,
         stall_timeout=stall_timeout,
@@ -122,6 +128,7 @@ def run(
         raise
 
 
+@arguments.with_horovods_names
 def run_async(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -134,6 +141,7 @@ def run_async(
     start_timeout: float = 600.0,
     elastic_timeout: float = 600.0,
     reset_limit: int | None = None,
+    crash_limit: int | None = 3,
     cooldown_range: tuple[float, float] | None = (0.5, 60.0),
     heartbeat_timeout: float = 30.0,
     stall_timeout: float = 600.0,
@@ -169,10 +177,12 @@ def run_async(
         start_timeout_s=start_timeout,
         elastic_timeout_s=elastic_timeout,
         reset_limit=reset_limit,
+        crash_limit=crash_limit,
         cooldown_range_s=cooldown_range,
         heartbeat_timeout_s=heartbeat_timeout,
         stall_timeout_s=stall_timeout,
     )
+    settings, fewer = _within(backend.most_slots(), settings)
     sources = backend.sources()
     if discovery is not None:
         sources.append(HostEvents(discovery, backend.host_of))
@@ -198,6 +208,8 @@ def run_async(
             undo.callback(files.close)
         printer = OutputPrinter(stdout, stderr, showing, None if files is None else files.take)
         undo.callback(printer.close)
+        if fewer and verbose:
+            printer.line(f"spark_elastic: {fewer}")
         driver = ElasticDriver(
             order,
             settings,
@@ -223,6 +235,20 @@ def _listen(bind: str) -> socket.socket:
             f"the driver cannot listen at {bind}: {error.strerror or error}; spark.driver.bindAddress must be an IPv4 "
             "address of this machine, or a name for one"
         ) from None
+
+
+def _within(most: tuple[int, str] | None, settings: ElasticSettings) -> tuple[ElasticSettings, str]:
+    """Ask for no more workers than there can ever be slots, if those are enough. Returns: also what to say of it."""
+    if most is None or not settings.min_num_proc <= most[0] < settings.max_num_proc:
+        return settings, ""
+    slots, where = most
+    start = min(settings.num_proc, slots)
+    fewer = (
+        ""
+        if start == settings.num_proc
+        else (f"starting with {start} workers instead of num_proc={settings.num_proc}: {where} has no more slots")
+    )
+    return dataclasses.replace(settings, num_proc=start, max_num_proc=slots), fewer
 
 
 def _settings(

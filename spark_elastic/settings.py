@@ -48,11 +48,17 @@ class ElasticSettings:
     boot_failure_limit: int = 3
     """Worker processes in a row that may exit before any ever joined; then the job fails."""
 
+    crash_limit: int | None = 3
+    """Worlds in a row that may lose a crashed process before one more step is applied; then the job fails. None: no
+    limit."""
+
     def __post_init__(self) -> None:
         for name in ("num_proc", "min_num_proc", "max_num_proc", "boot_failure_limit"):
             self._become(name, whole_number(name, getattr(self, name), at_least=1))
         if self.reset_limit is not None:
             self._become("reset_limit", whole_number("reset_limit", self.reset_limit, at_least=0))
+        if self.crash_limit is not None:
+            self._become("crash_limit", whole_number("crash_limit", self.crash_limit, at_least=1))
         for name in ("start_timeout_s", "elastic_timeout_s", "heartbeat_timeout_s", "stall_timeout_s"):
             self._become(name, _seconds(name, getattr(self, name), or_zero=False))
         self._become("start_grace_s", _seconds("start_grace_s", self.start_grace_s, or_zero=True))
@@ -67,6 +73,11 @@ class ElasticSettings:
     def _become(self, name: str, value: object) -> None:
         """Put a checked value in its plain type: NumPy's numbers are welcome at the door, not behind it."""
         object.__setattr__(self, name, value)
+
+    @property
+    def driver_silence_s(self) -> float:
+        """How long agents and workers go on although nothing is heard of a driver whose connection is open."""
+        return max(self.elastic_timeout_s, self.heartbeat_timeout_s)
 
     @property
     def heartbeat_interval_s(self) -> float:

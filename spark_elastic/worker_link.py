@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from spark_elastic.core.topology import WorkerId, World
-from spark_elastic.wire.messages import EpochEnded, LiveProgress
+from spark_elastic.core.version import StateVersion
+from spark_elastic.wire.messages import EpochEnded, LiveProgress, Notice
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class ProvisionalPosition:
 
     rank: int
     size: int
+    loop: int = 1
+    """Number of the elastic loop that the job is in."""
 
 
 class WorkerLink(Protocol):
@@ -47,20 +50,43 @@ class WorkerLink(Protocol):
         """Called by `init()`: blocks until a first world is published, or at once if one is running."""
         ...
 
-    def join(self, round: int, progress: int | None) -> Assignment:
-        """Called by the elastic loop: says READY and blocks for the next world (of a higher round)."""
+    def join(self, round: int, version: StateVersion | None, loop: int = 1) -> Assignment | ProvisionalPosition:
+        """Called by the elastic loop of that number, or by `init()` (0): says READY and waits for a newer world.
+
+        Returns: a provisional position if the job is in a later loop than this, which is the one to come to then.
+        """
         ...
 
-    def report_progress(self, progress: int) -> None:
-        """Optimizer steps applied in the state held here; sent with the next heartbeat, the first one at once."""
+    def report_version(self, version: StateVersion) -> None:
+        """Note the version of the state held here, which is sent with the next heartbeat, the first one at once."""
         ...
 
     def entered_loop(self) -> None:
-        """The elastic loop was entered: this worker's state can be recovered from now on."""
+        """An elastic loop was entered: this worker's state can be recovered from now on."""
+        ...
+
+    def left_loop(self) -> None:
+        """The elastic loop has returned: what the function does now is waited for if the world breaks."""
+        ...
+
+    def offer_loop_result(self, loop: int, problem: str, result: bytes) -> None:
+        """Give the driver what the loop returned, for newcomers to later loops; or say why that is not possible."""
+        ...
+
+    def loop_result(self, loop: int, timeout_s: float) -> tuple[str, bytes]:
+        """What another worker has offered of a loop that this one was sent past: (problem, result).
+
+        Raises: TimeoutError: nothing came within `timeout_s`.
+        """
         ...
 
     def blocked(self, waiting: bool) -> None:
         """The training thread begins or ends to wait in a collective, for others. Cheap; sent with the heartbeats."""
+        ...
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """How long the driver lets a collective be waited for before it removes somebody."""
         ...
 
     def updates_seen(self) -> int:
@@ -85,7 +111,7 @@ class WorkerLink(Protocol):
         """
         ...
 
-    def show(self, what: LiveProgress | EpochEnded) -> bool:
+    def show(self, what: LiveProgress | EpochEnded | Notice) -> bool:
         """Have the driver show it. Blocks if the channel does, so not for the training thread.
 
         Returns: whether it was sent; not if there is no channel any more.

@@ -12,7 +12,7 @@ from spark_elastic.checkup.findings import OK, PROBLEM, WARNING, Finding, counte
 from spark_elastic.driver.preflight import check_java, java_major_version
 from spark_elastic.errors import JavaNotFoundError
 
-OLDEST_TORCH = (2, 4)
+OLDEST_TORCH = (2, 6)
 FEW_DESCRIPTORS = 1024
 LITTLE_SPACE = 2**30
 _TENSORFLOW = ("tensorflow", "tensorflow-cpu")

@@ -11,6 +11,7 @@ import torch
 
 from spark_elastic.collective.compression import Compressor, NoneCompressor, _CastCompressor
 from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.reduction import ReduceOp, factors
 
 BUCKET_BYTES = 25 << 20
 """Largest bucket. Buckets are filled in the order in which backward usually finishes gradients: last layer first."""
@@ -30,11 +31,12 @@ class Bucket:
     """
 
     __slots__ = (
+        "_before",
         "_context",
-        "_factor",
         "_sources",
         "_starts",
         "_wire",
+        "after",
         "cargo",
         "compression",
         "flag",
@@ -70,12 +72,19 @@ class Bucket:
         self._starts = [0, *accumulate(sizes)]
         """Where each gradient begins in `flat`, and at the end where the numbers behind them do."""
         self._sources: list[torch.Tensor | None] = []
-        self._factor = 1.0
+        self._before = 1.0
+        self.after = 1.0
         self._wire: torch.Tensor | None = None
         self._context: Any = None
 
-    def send(self, group: GlooGroup, op: Any, gradients: Sequence[torch.Tensor | None], factor: float) -> Any:
-        """Launch the reduction of `factor` times the gradients; `flag` and `cargo` are what they are in `flat` now.
+    def scale(self, op: ReduceOp, predivide: float, size: int) -> None:
+        """Set what gradients are multiplied by before the sum, and `after`, what is still to multiply by after it."""
+        cast = issubclass(self.compression, _CastCompressor) and self.flat.dtype.is_floating_point
+        wire = self.compression.dtype if cast else self.flat.dtype  # type: ignore[attr-defined]
+        self._before, self.after = factors(op, predivide, size, wire)
+
+    def send(self, group: GlooGroup, op: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
+        """Launch the reduction of the scaled gradients; `flag` and `cargo` are what they are in `flat` now.
 
         gradients: in the order of `params`, shaped like them, or None for zeros; not needed any more on return. They
         may be the views.
@@ -86,7 +95,6 @@ class Bucket:
             None if gradient is None else _flattened(gradient, view)
             for gradient, view in zip(gradients, self.views, strict=True)
         ]
-        self._factor = factor
         try:
             if self.compression is NoneCompressor:
                 return group.allreduce(self.flat, op, self._fill)
@@ -113,7 +121,7 @@ class Bucket:
                 continue
             if last - first < size:
                 source = source[first - place : last - place]
-            torch.mul(source, self._factor, out=part)
+            torch.mul(source, self._before, out=part)
         if end > behind and out is not self.flat:
             first = max(start, behind)
             out[first - start :].copy_(self.flat[first:end])

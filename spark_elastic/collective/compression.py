@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from spark_elastic.collective.reduction import Average, ReduceOp, Sum, factors
+
 
 class Compressor:
     """Interface: `compress` gives what is sent and a context; `decompress` turns what arrives back with it."""
@@ -53,6 +55,20 @@ class BF16Compressor(_CastCompressor):
     """Sends floating point tensors as bfloat16: the range of float32, 8 bits of precision."""
 
     dtype = torch.bfloat16
+
+
+def around_sum(
+    compression: type[Compressor], op: ReduceOp, size: int, dtype: torch.dtype
+) -> tuple[ReduceOp, float, float]:
+    """How to reduce compressed tensors so that neither small nor large values are lost on the way.
+
+    Returns: the operator for what is sent, and what to multiply by before compressing and after decompressing.
+    """
+    if size == 1 or op not in (Average, Sum) or not dtype.is_floating_point:
+        return op, 1.0, 1.0
+    if not (issubclass(compression, _CastCompressor) and compression.dtype is torch.float16):
+        return op, 1.0, 1.0
+    return Sum, *factors(op, 1.0, size, torch.float16)
 
 
 class Compression:

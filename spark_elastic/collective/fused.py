@@ -12,9 +12,10 @@ import torch
 from spark_elastic.collective.buckets import Bucket, partition
 from spark_elastic.collective.compression import Compression, Compressor
 from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.operations import agree
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, ReduceOp, Sum, check_of_gradients, factors
+from spark_elastic.collective.reduction import Average, ReduceOp, Sum, check_of_gradients
 from spark_elastic.errors import HorovodInternalError
 
 _KEPT = 4
@@ -54,6 +55,8 @@ class FusedReduction:
         self._align = align
         self._kinds: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._cargo_width = 0
+        self._agreed_on: GlooGroup | None = None
+        """The group whose members were found to have the same plan."""
         self._sets: list[list[Bucket]] = []
         self._parts: list[list[int]] = []
 
@@ -68,9 +71,10 @@ class FusedReduction:
             HorovodInternalError: a peer is gone. Nothing was changed.
         """
         try:
-            group = self._process_set.group()
+            group = self._process_set.group() if self._process_set.included() else None
             if group is None:
-                process.saw_update(process.update_pending)
+                if self._process_set is global_process_set:
+                    process.saw_update(process.update_pending)
                 results = list(tensors)
             else:
                 results = self._reduce(group, tensors, carried)
@@ -85,23 +89,25 @@ class FusedReduction:
         self, group: GlooGroup, tensors: Sequence[torch.Tensor], carried: torch.Tensor | None
     ) -> list[torch.Tensor]:
         self._plan(tensors, carried)
+        if group is not self._agreed_on:
+            self._agree(group)
         buckets = self._free_buckets(tensors)
-        before, after = factors(self._op, self._predivide, group.size)
         works = []
         for bucket, part in zip(buckets, self._parts, strict=True):
             if bucket.flag is not None:
                 bucket.flag.fill_(process.update_pending)
             if bucket.cargo is not None and carried is not None:
                 bucket.cargo.copy_(carried)
-            works.append(bucket.send(group, Sum.gloo, [tensors[index] for index in part], before))
+            bucket.scale(self._op, self._predivide, group.size)
+            works.append(bucket.send(group, Sum.gloo, [tensors[index] for index in part]))
         with_cargo = bool(buckets) and buckets[-1].cargo is not None
         alone = group.allreduce(carried, Sum.gloo) if carried is not None and not with_cargo else None
         results = list(tensors)
         for bucket, part, work in zip(buckets, self._parts, works, strict=True):
             group.wait(work)
             bucket.unpack()
-            if after != 1.0:
-                bucket.flat.mul_(after)
+            if bucket.after != 1.0:
+                bucket.flat.mul_(bucket.after)
             for index, view in zip(part, bucket.views, strict=True):
                 results[index] = view.detach()  # one more use of the memory, as long as anybody has it
         if alone is not None:
@@ -109,10 +115,11 @@ class FusedReduction:
         elif carried is not None:
             cargo = buckets[-1].cargo
             assert cargo is not None
-            carried.copy_(cargo / after)
+            carried.copy_(cargo / buckets[-1].after)
         if buckets:
             assert buckets[-1].flag is not None
-            process.saw_update(bool(buckets[-1].flag.item()))
+            if self._process_set is global_process_set:
+                process.saw_update(bool(buckets[-1].flag.item()))
         return results
 
     def _plan(self, tensors: Sequence[torch.Tensor], carried: torch.Tensor | None) -> None:
@@ -126,6 +133,14 @@ class FusedReduction:
         # the flag and the numbers travel in the last one, where they are rounded least
         parts.sort(key=lambda part: torch.finfo(tensors[part[0]].dtype).bits)
         self._kinds, self._cargo_width, self._parts, self._sets = kinds, width, parts, []
+        self._agreed_on = None
+
+    def _agree(self, group: GlooGroup) -> None:
+        """Compare the plan with the other members'. Raises: MismatchError."""
+        shapes = "; ".join(f"{dtype} {list(shape)}" for shape, dtype in self._kinds)
+        settings = f"op={self._op.name}, predivide={self._predivide}, compression={self._compression.__name__}"
+        agree(group, "reduction of gradients", f"{settings}, {self._cargo_width} numbers: {shapes}")
+        self._agreed_on = group
 
     def _free_buckets(self, tensors: Sequence[torch.Tensor]) -> list[Bucket]:
         for buckets in self._sets:

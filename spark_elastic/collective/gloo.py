@@ -20,6 +20,7 @@ from spark_elastic import clock
 from spark_elastic.collective import devices
 from spark_elastic.collective.in_flight import GRACE_S, InFlight, free_those_that_ended, has_ended, leave_behind
 from spark_elastic.collective.joining import STALL_S, CollectiveLog
+from spark_elastic.collective.negotiation import Negotiation
 from spark_elastic.collective.sockets import GroupSockets, open_descriptors
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.worker_link import WorkerLink
@@ -30,7 +31,9 @@ Fill = Callable[[torch.Tensor, int], None]
 CONNECT_TIMEOUT_S = 20.0
 """For the members of a new world to connect to one another. They are all alive and waiting when it is published."""
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""Gloo's own last resort. Deaths and hangs are seen much earlier by the driver, which then orders a cut."""
+"""Gloo's own last resort, at least. Deaths and hangs are seen much earlier by the driver, which then orders a cut."""
+_LONGEST_TIMEOUT_S = 20 * 24 * 3600.0
+"""It waits with `poll`, whose milliseconds are 32 bits."""
 
 _STALL = timedelta(seconds=STALL_S)
 _SLICE = timedelta(seconds=0.1)
@@ -48,6 +51,11 @@ _CONNECTION_WORDS = (
     "pair.cc",
     "unbound_buffer",
 )
+
+
+def collective_timeout(stall_timeout_s: float) -> timedelta:
+    """Gloo's own limit: far enough above `stall_timeout` for the driver to act first."""
+    return timedelta(seconds=min(max(COLLECTIVE_TIMEOUT_S, 2 * stall_timeout_s), _LONGEST_TIMEOUT_S))
 
 
 def is_connection_error(error: BaseException) -> bool:
@@ -128,6 +136,12 @@ class GlooGroup:
         self.kinds: set[str] = set()
         """Where tensors of the members may lie: "cpu", "gpu", or both if members differ."""
         self.log = CollectiveLog(link, round, name, rank, len(addresses))
+        self.negotiation = Negotiation(self)
+        self.world_ranks: Sequence[int] = range(len(addresses))
+        """Of the members, in the world."""
+        self.note = ""
+        """Told to all members when they connect. `notes`: what each of them has told, by rank."""
+        self.notes: list[str] = []
         self._addresses = list(addresses)
         self._link = link
         self._why: str | None = None
@@ -170,16 +184,18 @@ class GlooGroup:
         failure: BaseException | None = None
         try:
             may = devices.may_use_gpu(devices.setting(), devices.sight())
-            store.set(kinds[self.rank], b"gpu" if may else b"cpu")  # before the address: who has that, has both
+            kind = "gpu" if may else "cpu"
+            store.set(kinds[self.rank], f"{kind} {self.note}".encode())  # before the address: who has that, has both
             before = open_descriptors()
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [ProcessGroupGloo.create_device(hostname=self._addresses[self.rank])]
             options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
             options._threads = 2
             pg = ProcessGroupGloo(store, self.rank, self.size, options)
-            pg._set_default_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+            pg._set_default_timeout(collective_timeout(self._link.stall_timeout_s))
             sockets = GroupSockets(before, set(self._addresses), store.known(keys))
-            self.kinds = {kind.decode() for kind in store.known(kinds)}
+            told = [told.decode().partition(" ") for told in store.known(kinds)]
+            self.kinds, self.notes = {kind for kind, _, _ in told}, [note for _, _, note in told]
         except BaseException as error:  # handed to the thread that waits for it
             failure = store.error or error
         with self._lock:
@@ -227,6 +243,7 @@ class GlooGroup:
             tensor: contiguous.
             fill: writes what this member sends, for who has it elsewhere; None: it lies in `tensor`.
         """
+        self._settle()
         if fill is not None:
             fill(tensor, 0)
         options = dist.AllreduceOptions()
@@ -235,6 +252,7 @@ class GlooGroup:
         return self._launch("allreduce", [tensor], options)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> dist.Work:
+        self._settle()
         options = dist.BroadcastOptions()
         options.rootRank = root
         self.log.launched("broadcast", tensor, root)
@@ -242,13 +260,26 @@ class GlooGroup:
 
     def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
         """`out`: the equally large tensors of all members, one after the other."""
+        self._settle()
         self.log.launched("allgather", tensor, None)
         return self._launch("_allgather_base", out, tensor)
 
     def alltoall(self, out: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]) -> dist.Work:
         """`received`, `sent`: rows of the first dimension from and to each member."""
+        self._settle()
         self.log.launched("alltoall", tensor, None)
         return self._launch("alltoall_base", out, tensor, received, sent)
+
+    def _settle(self) -> None:
+        """What was called before comes first. Raises: as `Negotiation.settle`."""
+        if self.negotiation.is_due:
+            self.negotiation.settle()
+
+    def stalls(self, begins: bool) -> None:
+        """A wait takes long, or is over: of one that does not go through `wait`."""
+        if begins:
+            self.log.stalled()
+        self._link.blocked(begins)
 
     def exchange(self, mine: bytes) -> list[bytes]:
         """Everybody's bytes, equally many of each. No rank that has joined is told of this one."""
@@ -304,6 +335,8 @@ class GlooGroup:
         with self._lock:
             if self._why is None:
                 self._why = "the group was closed"
+        self.negotiation.close()
+        with self._lock:
             pg, self.pg = self.pg, None
             sockets, self._sockets = self._sockets, None
         if sockets is not None:

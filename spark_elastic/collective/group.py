@@ -105,6 +105,7 @@ class Group(GlooGroup):
         between.connect()
 
     def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, fill: Fill | None = None) -> Any:
+        self._settle()
         if is_elsewhere(tensor):
             if fill is not None:
                 fill(tensor, 0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from spark_elastic import state as base
 from spark_elastic.collective.frontend import frontend
-from spark_elastic.collective.handled_values import StateHandler, take_over
+from spark_elastic.collective.handled_values import StateHandler, take_over, take_up
+from spark_elastic.core.version import StateVersion
+from spark_elastic.errors import StateNotMovableError
 
 
 class State(base.State):
@@ -29,6 +32,9 @@ class HandledState(base.SteppingState):
     """
 
     _frontend = frontend
+    _only_optimizers_act = False
+    """Whether it is known of the loop that nothing but optimizers of this state changes tensors, and that all plain
+    values change after the step: true of loops of this package."""
 
     def __init__(self, **values: Any) -> None:
         self._handlers: dict[str, StateHandler] = {}
@@ -40,8 +46,7 @@ class HandledState(base.SteppingState):
             else:
                 self._handlers[name] = handler
                 object.__setattr__(self, name, value)
-        self._saved_progress: int | None = None
-        self._unfinished = False
+        self._comparing = False
         super().__init__(**plain)
 
     # --- what a framework adds ------------------------------------------------------------------
@@ -59,61 +64,45 @@ class HandledState(base.SteppingState):
             super().__setattr__(name, value)
             self._replaced(name)
             return
+        follow = self.__dict__.get("_follow")
+        if follow is not None and follow.follows(name):
+            caller = sys._getframe(1)
+            follow.assigned(name, self.__dict__.get(name), value, (caller.f_code.co_filename, caller.f_lineno))
         super().__setattr__(name, value)
 
     # --- what users call ------------------------------------------------------------------------
 
     def save(self) -> None:
-        self._begin_save()
-        self._finish_save()
-
-    def commit(self) -> None:
-        """Make the present state the one that `restore` returns to, then check for updated hosts.
-
-        Inside the elastic loop the parameters are copied a little later: while the next gradients are on their way
-        and this process would only wait, which is before anything changes them.
-
-        Raises: HostsUpdatedInterrupt: the world is about to change; on every member at the same commit.
-        """
-        if not self._in_loop or type(self).save is not HandledState.save:
-            super().commit()
-            return
-        self._begin_save()
-        self._committed()
-        self._resume_values = {name: h._light for name, h in self._handlers.items()}, self._saved_values
-        self._start_counting()
-        self._check_host_updates()
-
-    def _begin_save(self) -> None:
         for handler in self._handlers.values():
-            handler.begin_save() if type(handler).save is StateHandler.save else handler.save()
+            handler.save()
         super().save()
-        self._saved_progress = self._progress
-        self._unfinished = True
-
-    def _finish_save(self) -> None:
-        if self._unfinished:
-            self._unfinished = False
-            for handler in self._handlers.values():
-                handler.finish_save()
 
     def restore(self) -> None:
-        self._finish_save()
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
-        if self._saved_progress is not None:
-            self._set_progress(self._saved_progress)
 
     def sync(self) -> None:
-        """Take over the state of the most advanced member."""
-        staged = self._progress is not None
+        """Take over the state of the most advanced member, or of rank 0 when called in the loop, and commit it."""
+        staged = self._version is not None
         handlers = {name: h for name, h in self._handlers.items() if name not in self._own_style()}
-        values, told = take_over(handlers, self._root, (self._plain_values(), self._tell()), staged)
+        extra = self._plain_values(), self._tell(), self._follow.learnt
+        values, told, learnt = take_over(handlers, self._root, extra, staged, compare=self._comparing)
         for name in self._own_style():
             self._handlers[name].sync()
         self._put_plain_values(values)
+        self._follow.learn_from(learnt)
         self._told(told)
+        if not self._entering:  # the user's own call
+            self._commit_here()
+
+    def _take_up_more(self, kept: base.ObjectState) -> None:
+        assert isinstance(kept, HandledState)
+        foreign = [type(self._handlers[name]).__qualname__ for name in self._own_style()]
+        if foreign:
+            raise StateNotMovableError(kind=foreign[0])
+        take_up({name: (h, kept._handlers[name]) for name, h in self._handlers.items() if name in kept._handlers})
+        self._told(kept._tell())
 
     def _tell(self) -> Any:
         """What the root tells everybody with its state."""
@@ -128,9 +117,15 @@ class HandledState(base.SteppingState):
 
     # --- what the loop calls --------------------------------------------------------------------
 
-    def _sync_from(self, root: int, progress: int | None) -> None:
-        super()._sync_from(root, progress)
-        self.save()
+    def _refresh_from(self, root: int, version: StateVersion | None) -> None:
+        # without a copy of everything: the last commit is the same one on every member, and as good as before
+        saved = self._saved_version
+        self._comparing = True
+        try:
+            self._take_over_from(root, version)
+        finally:
+            self._comparing = False
+        self._saved_version = saved
 
     def _own_style(self) -> list[str]:
         """Handlers that bring a `sync` of their own, as Horovod's do."""
@@ -146,4 +141,4 @@ class HandledState(base.SteppingState):
         self._put_plain_values(plain)
 
     def _left_loop(self) -> None:
-        self._finish_save()
+        self._follow.end()

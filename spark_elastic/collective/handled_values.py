@@ -7,13 +7,15 @@ can be asked for elsewhere: in the copy, or on a member that has none of them ye
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from spark_elastic.collective.objects import broadcast_object, broadcast_tensors
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
+from spark_elastic.collective.reduction import Max
 
 
 class Slice(NamedTuple):
@@ -39,7 +41,6 @@ class StateHandler:
         self._layout: Layout = []
         self._copies: list[torch.Tensor] = []
         self._light: Any = None
-        self._unfinished = False
 
     # --- what a subclass defines --------------------------------------------------------------
 
@@ -61,6 +62,11 @@ class StateHandler:
         """
         return []
 
+    def present(self) -> tuple[Layout, list[torch.Tensor]]:
+        """The tensors that the value has now, with their layout."""
+        layout = self.layout()
+        return layout, self.tensors(layout)
+
     elsewhere = False
     """Whether the tensors that `tensors` gives are not the value's own memory; arrivals go through `fill` then."""
 
@@ -78,6 +84,10 @@ class StateHandler:
         """Take over the contents of tensors that have arrived."""
         copy_all(self.tensors(layout), tensors)
 
+    def identities(self, layout: Layout) -> Sequence[Hashable]:
+        """What tells the tensors of a layout apart, and is the same for the same tensor on every member."""
+        return layout
+
     def reset(self) -> None:
         """Rank or size have changed."""
 
@@ -89,21 +99,8 @@ class StateHandler:
 
     def save(self) -> None:
         """Copy the value, into the buffers of the last time where they fit."""
-        self.begin_save()
-        self.finish_save()
-
-    def begin_save(self) -> None:
-        """Copy what can change before the optimizer's next step; `finish_save` copies the rest until then."""
         self._light = self.light()
-        self._unfinished = True
-
-    def finish_save(self) -> None:
-        """Copy the tensors that `begin_save` has left out."""
-        if not self._unfinished:
-            return
-        self._unfinished = False
-        layout = self.layout()
-        tensors = self.tensors(layout)
+        layout, tensors = self.present()
         if layout != self._layout or not _same_devices(self._copies, tensors):
             self._copies = [torch.empty_like(tensor, memory_format=torch.preserve_format) for tensor in tensors]
             self._layout = layout
@@ -111,7 +108,6 @@ class StateHandler:
 
     def restore(self) -> None:
         """Return to the last `save`."""
-        self.finish_save()
         copy_all(self.tensors(self._layout), self._copies)
         self.set_light(self._light)
 
@@ -137,11 +133,13 @@ def take_over(
     extra: Any = None,
     staged: bool = False,
     process_set: ProcessSet = global_process_set,
+    compare: bool = False,
 ) -> Any:
     """Make every member's values those of `root`: what there is in one broadcast, then the tensors in few large ones.
 
     extra: another picklable object; the root's is returned. staged: receive everything before any value is changed, so
-    that a root that dies half-way leaves this member's own values whole.
+    that a root that dies half-way leaves this member's own values whole. compare: the tensors are probably equal;
+    compare digests of them, and bring only those that differ somewhere. It includes `staged`.
 
     Raises:
         HorovodInternalError: a peer is gone.
@@ -150,27 +148,123 @@ def take_over(
     group = process_set.group()
     if group is None:
         return extra
-    am_root = group.rank == root
+    am_root = group.rank == process_set.place_of(root)
+    mine = {name: _described(handler) for name, handler in handlers.items()} if compare else {}
     offer = None
     if am_root:
-        offer = ({name: (h.layout(), h.light(), h.outline()) for name, h in handlers.items()}, extra)
-    values, extra = broadcast_object(offer, root, process_set=process_set)
+        offer = ({name: (h.layout(), h.light(), h.outline()) for name, h in handlers.items()}, mine, extra)
+    values, theirs, extra = broadcast_object(offer, root, process_set=process_set)
+    layouts = {name: layout for name, (layout, _, _) in values.items()}
+    wanted = None
+    if compare:
+        wanted = _differing(handlers, layouts, mine, theirs)
+        if wanted.numel():
+            group.wait(group.allreduce(wanted, Max.gloo))
+    chosen = _chosen(handlers, layouts, wanted)
     if am_root:
-        own = [tensor for name, (layout, _, _) in values.items() for tensor in handlers[name].tensors(layout)]
-        broadcast_tensors(own, root, process_set)
+        own = {name: handlers[name].tensors(layouts[name]) for name, numbers in chosen.items() if numbers}
+        broadcast_tensors([tensors[n] for name, tensors in own.items() for n in chosen[name]], root, process_set)
         return extra
     arriving: dict[str, list[torch.Tensor]] = {}
     for name, (layout, _, outline) in values.items():
         handler = handlers[name]
         handler.prepare(layout, outline)
-        aside = staged or handler.elsewhere
-        arriving[name] = (
-            [torch.empty(piece.shape, dtype=piece.dtype) for piece in layout] if aside else handler.tensors(layout)
-        )
+        if staged or compare or handler.elsewhere:
+            arriving[name] = [torch.empty(layout[n].shape, dtype=layout[n].dtype) for n in chosen[name]]
+        else:
+            arriving[name] = handler.tensors(layout)
     broadcast_tensors([tensor for tensors in arriving.values() for tensor in tensors], root, process_set)
-    for name, (layout, _, _) in values.items():
-        if staged or handlers[name].elsewhere:
-            handlers[name].fill(layout, arriving[name])
+    for name, layout in layouts.items():
+        handler = handlers[name]
+        if len(chosen[name]) < len(layout):
+            if chosen[name]:
+                own_tensors = handler.tensors(layout)
+                copy_all([own_tensors[n] for n in chosen[name]], arriving[name])
+        elif staged or compare or handler.elsewhere:
+            handler.fill(layout, arriving[name])
     for name, (_, light, _) in values.items():
         handlers[name].set_light(light)
     return extra
+
+
+def take_up(handlers: Mapping[str, tuple[StateHandler, StateHandler]]) -> None:
+    """Make the first value of each pair that of the second, in this process.
+
+    Raises: UsageError: the first cannot hold the second's.
+    """
+    for handler, kept in handlers.values():
+        layout = kept.layout()
+        handler.prepare(layout, kept.outline())
+        handler.fill(layout, kept.tensors(layout))
+    for handler, kept in handlers.values():
+        handler.set_light(kept.light())
+
+
+_Described = tuple[Sequence[Hashable], list[bytes]]
+
+
+def _described(handler: StateHandler) -> _Described:
+    layout, tensors = handler.present()
+    return handler.identities(layout), [digest(tensor) for tensor in tensors]
+
+
+def _differing(
+    handlers: Mapping[str, StateHandler],
+    layouts: Mapping[str, Layout],
+    mine: Mapping[str, _Described],
+    theirs: Mapping[str, _Described],
+) -> torch.Tensor:
+    """Return a byte for each tensor of the root, in order: 1 where this member's is another one."""
+    out: list[bool] = []
+    for name in layouts:
+        own, other = dict(zip(*mine[name], strict=True)), dict(zip(*theirs[name], strict=True))
+        same_tensors = own.keys() == other.keys()
+        out += [not same_tensors or own[key] != other[key] for key in other]
+    return torch.tensor(out, dtype=torch.uint8)
+
+
+def _chosen(
+    handlers: Mapping[str, StateHandler], layouts: Mapping[str, Layout], wanted: torch.Tensor | None
+) -> dict[str, list[int]]:
+    """Return the numbers of the tensors to bring, by name; of a value whose tensors arrive elsewhere, all or none."""
+    out = {}
+    start = 0
+    for name, layout in layouts.items():
+        numbers = list(range(len(layout)))
+        if wanted is not None:
+            marked = wanted[start : start + len(layout)].tolist()
+            if not (handlers[name].elsewhere and any(marked)):
+                numbers = [number for number in numbers if marked[number]]
+        out[name] = numbers
+        start += len(layout)
+    return out
+
+
+_WIDTHS = (8191, 8209)
+"""Both prime: what one sum cannot tell apart, values moved by a multiple of its width, the other can."""
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    """Return a short digest of a tensor's contents: equal for equal bytes, different for all that training changes.
+
+    Integer sums over the columns of the bytes, laid out in rows of two lengths, run at the speed of memory, several
+    times that of a broadcast; a cryptographic hash of everything would not. Sums do not depend on their order, so
+    machines of different kinds agree.
+    """
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    words = flat.numel() // 8
+    if words < _WIDTHS[1]:
+        return hashlib.blake2b(_bytes_of(flat), digest_size=16).digest()
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    whole = flat[: words * 8].view(torch.int64)
+    out = hashlib.blake2b(_bytes_of(flat[words * 8 :]), digest_size=16)
+    for width in _WIDTHS:
+        rows = words // width
+        out.update(_bytes_of(whole[: rows * width].view(rows, width).sum(0)))
+        out.update(_bytes_of(whole[rows * width :]))
+    return out.digest()
+
+
+def _bytes_of(flat: torch.Tensor) -> memoryview:
+    return memoryview(flat.cpu().numpy())  # type: ignore[arg-type]

@@ -27,7 +27,8 @@ log = logging.getLogger("spark_elastic.collective")
 
 CONNECT_TIMEOUT_S = 60.0
 """The first communicator of a process loads NCCL's kernels, which takes seconds."""
-_BACKEND_TIMEOUT = timedelta(hours=12)
+_BACKEND_TIMEOUT = timedelta(days=20)
+"""Above any `stall_timeout` that means something: the driver acts first."""
 _SPIN_S = 2e-3
 """So long it looks without a pause: gradients of a step are usually done by then."""
 _PAUSE_S = 2e-4

@@ -12,10 +12,10 @@ import cloudpickle
 import torch
 
 from spark_elastic.collective.gloo import GlooGroup
-from spark_elastic.collective.operations import allgather_async, outside_world
+from spark_elastic.collective.operations import agree, outside_world, shaped
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.errors import AuthenticationError, UsageError
+from spark_elastic.errors import AuthenticationError
 
 _HEAD_BYTES = 16 * 1024
 """Size of the first message of an object: most fit into it, so one broadcast is enough."""
@@ -33,20 +33,21 @@ def broadcast_object(
 
     Raises:
         HorovodInternalError: a peer is gone.
+        MismatchError: the members have called something else, or name different roots.
         AuthenticationError: what arrived was not sent by a worker of this job; it was not unpickled.
     """
     if outside_world():
         return obj
     group = process_set.group()
+    root = process_set.place_of(root_rank)
     if group is None:
         return obj
-    if not 0 <= root_rank < group.size:
-        raise UsageError(f"root_rank={root_rank} is not a rank of {process_set!r}, which has {group.size}")
+    agree(group, "broadcast_object", f"root_rank={root_rank}", name)
     group.objects += 1
-    if group.rank == root_rank:
-        _send(group, _seal(cloudpickle.dumps(obj), group, root_rank))
+    if group.rank == root:
+        _send(group, cloudpickle.dumps(obj))
         return obj
-    return pickle.loads(_open(_receive(group, root_rank), group, root_rank))
+    return pickle.loads(_receive(group, root))
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
@@ -54,17 +55,25 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
     Raises:
         HorovodInternalError: a peer is gone.
-        AuthenticationError: see `broadcast_object`.
+        MismatchError, AuthenticationError: see `broadcast_object`.
     """
     group = process_set.group()
     if group is None:
         return [obj]
+    agree(group, "allgather_object", name=name)
     group.objects += 1
-    sealed = _seal(cloudpickle.dumps(obj), group, group.rank)
-    sizes = allgather_async(torch.tensor([len(sealed)]), process_set=process_set).wait().tolist()
-    data = allgather_async(_tensor(sealed), process_set=process_set).wait()
-    pieces = data.split(sizes)
-    return [pickle.loads(_open(piece.numpy().tobytes(), group, rank)) for rank, piece in enumerate(pieces)]
+    data = cloudpickle.dumps(obj)
+    mine = torch.frombuffer(bytearray(_sealed_size(len(data), group, group.rank)), dtype=torch.uint8)
+    told = mine.new_empty((group.size, _SIZE_BYTES + _MAC_BYTES))
+    group.wait(group.allgather(told.view(-1), mine))
+    sizes = [_opened_size(row.numpy().tobytes(), group, rank) for rank, row in enumerate(told)]
+    longest = max(sizes) + _MAC_BYTES
+    everyone = mine.new_empty((group.size, longest))
+    group.wait(group.allgather(everyone.view(-1), _tensor(_seal(data, group, group.rank).ljust(longest, b"\0"))))
+    return [
+        pickle.loads(_open(row[: size + _MAC_BYTES].numpy().tobytes(), group, rank))
+        for rank, (row, size) in enumerate(zip(everyone, sizes, strict=True))
+    ]
 
 
 def _mac(data: bytes, group: GlooGroup, sender: int) -> bytes:
@@ -88,8 +97,24 @@ def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _send(group: GlooGroup, sealed: bytes) -> None:
-    head = len(sealed).to_bytes(_SIZE_BYTES, "big") + sealed
+def _sealed_size(size: int, group: GlooGroup, sender: int) -> bytes:
+    """A length that the receivers may allocate, because a worker of this job has sealed it."""
+    told = size.to_bytes(_SIZE_BYTES, "big")
+    return told + _mac(b"size " + told, group, sender)
+
+
+def _opened_size(sealed: bytes, group: GlooGroup, sender: int) -> int:
+    told = sealed[:_SIZE_BYTES]
+    if not hmac.compare_digest(sealed[_SIZE_BYTES:], _mac(b"size " + told, group, sender)):
+        raise AuthenticationError(
+            f"the length of an object said to come from rank {sender} does not carry this job's seal; nothing was "
+            "allocated for it"
+        )
+    return int.from_bytes(told, "big")
+
+
+def _send(group: GlooGroup, data: bytes) -> None:
+    head = _sealed_size(len(data), group, group.rank) + _seal(data, group, group.rank)
     group.wait(group.broadcast(_tensor(head[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0")), group.rank))
     if len(head) > _HEAD_BYTES:
         group.wait(group.broadcast(_tensor(head[_HEAD_BYTES:]), group.rank))
@@ -98,28 +123,34 @@ def _send(group: GlooGroup, sealed: bytes) -> None:
 def _receive(group: GlooGroup, root: int) -> bytes:
     head = torch.empty(_HEAD_BYTES, dtype=torch.uint8)
     group.wait(group.broadcast(head, root))
-    data = head.numpy().tobytes()
-    size = int.from_bytes(data[:_SIZE_BYTES], "big")
-    rest = size + _SIZE_BYTES - _HEAD_BYTES
-    if rest <= 0:
-        return data[_SIZE_BYTES : _SIZE_BYTES + size]
-    tail = torch.empty(rest, dtype=torch.uint8)
-    group.wait(group.broadcast(tail, root))
-    return data[_SIZE_BYTES:] + tail.numpy().tobytes()
+    told = head.numpy().tobytes()
+    begin = _SIZE_BYTES + _MAC_BYTES
+    end = begin + _MAC_BYTES + _opened_size(told[:begin], group, root)
+    if end > _HEAD_BYTES:
+        tail = torch.empty(end - _HEAD_BYTES, dtype=torch.uint8)
+        group.wait(group.broadcast(tail, root))
+        told += tail.numpy().tobytes()
+    return _open(told[begin:end], group, root)
 
 
 # --- many tensors at once -------------------------------------------------------------------------
 
 
-def broadcast_tensors(tensors: Sequence[torch.Tensor], root: int, process_set: ProcessSet = global_process_set) -> None:
-    """Overwrite each tensor with the root's, in few large messages. Types and shapes must be the same everywhere.
+def broadcast_tensors(
+    tensors: Sequence[torch.Tensor], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Overwrite each tensor with the root's, in few large messages.
 
     Small tensors are packed into chunks of at most `_CHUNK_BYTES`; large ones travel alone, without a copy if they are
     contiguous.
+
+    Raises: MismatchError: types or shapes are not the same everywhere.
     """
     group = process_set.group()
+    root = process_set.place_of(root_rank)
     if group is None:
         return
+    agree(group, "broadcast_tensors", f"root_rank={root_rank}: {'; '.join(map(shaped, tensors))}")
     chunk: list[torch.Tensor] = []
     filled = 0
     for tensor in tensors:

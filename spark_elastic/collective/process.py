@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import atexit
 import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from spark_elastic import worker_link
 from spark_elastic.collective.group import Group
 from spark_elastic.core.topology import Member
-from spark_elastic.errors import HorovodInternalError, NotInitializedError, OutsideLoopError
+from spark_elastic.errors import HorovodInternalError, NotInitializedError
+from spark_elastic.loops import loops
 from spark_elastic.worker_link import Assignment, ProvisionalPosition, WorkerLink
+
+if TYPE_CHECKING:
+    from spark_elastic.collective.process_sets import ProcessSet
 
 log = logging.getLogger("spark_elastic.collective")
 
@@ -37,16 +44,30 @@ class Process:
         self.link: WorkerLink | None = None
         self.position: Position | None = None
         self.assignment: Assignment | None = None
-        self.entered = False
+        self.apart = False
+        """Its world is over, and it has not come to the loop where it joins the next."""
+        self.alone = False
+        """It has a place in a world, and is to do without the others for a while."""
+        self._told_alone = False
         self.updates_handled = 0
         self.update_agreed: bool | None = None
         """What the reductions since the last check have said of a coming world; None: there was none."""
         self._groups: dict[str, Group | None] = {}
+        for chosen in getattr(self, "sets", {}).values():
+            chosen.process_set_id = None
+        self.sets: dict[int, ProcessSet] = {}
+        """Sets of chosen ranks, by id, in the order in which they were added."""
+        self._next_set = 1
         self._cut: tuple[int, str] = (0, "")
 
     # --- life ---------------------------------------------------------------------------------
 
-    def init(self) -> None:
+    def init(self, sets: Sequence[ProcessSet] = ()) -> None:
+        if self.position is not None and not self.provisional:
+            return
+        for chosen in sets:
+            if chosen.process_set_id is None:
+                self.register(chosen)
         if self.position is not None:
             return
         self.link = worker_link.current()
@@ -55,6 +76,10 @@ class Process:
             return
         self.link.on_cut(self._on_cut)
         answer = self.link.join_at_init()
+        if loops.waits_for_loop and not isinstance(answer, ProvisionalPosition):
+            self._stand_in(answer)  # that world is over; the loop joins the next
+            self.apart = True
+            return
         if isinstance(answer, ProvisionalPosition):
             self.position = Position(rank=answer.rank, size=answer.size)
             return
@@ -64,19 +89,42 @@ class Process:
                 return
             except HorovodInternalError as error:  # a member was lost at once; nothing has begun, so just go on
                 log.info("round %d broke before it was connected: %s", answer.world.round, error)
-                answer = self.link.join(answer.world.round, None)
+                next_answer = self.link.join(answer.world.round, None, 0)
+                if isinstance(next_answer, ProvisionalPosition):  # the others stand in the loop
+                    self.stand_apart()
+                    return
+                answer = next_answer
 
     def adopt(self, assignment: Assignment) -> None:
         """Stand in this world from now on. Raises: HorovodInternalError: it broke before it was connected."""
         assert self.link is not None
         self.leave()
+        for chosen in list(self.sets.values()):
+            if chosen.ends_with_world:
+                self.unregister(chosen)
+        self._stand_in(assignment)
+        self.apart = False
+        self.updates_handled = max(self.updates_handled, assignment.updates_seen)
+        self.group("global")
+        loops.joined()
+
+    def _stand_in(self, assignment: Assignment) -> None:
         me = assignment.world.member(assignment.worker)
         self.assignment = assignment
         self.position = Position(
             me.rank, assignment.world.size, me.local_rank, me.local_size, me.cross_rank, me.cross_size
         )
-        self.updates_handled = max(self.updates_handled, assignment.updates_seen)
-        self.group("global")
+
+    def run_again(self) -> None:
+        """The user's function is about to be called again: it adds its process sets again, and comes to a loop."""
+        for chosen in list(self.sets.values()):
+            self.unregister(chosen)
+        self.stand_apart()
+
+    def stand_apart(self) -> None:
+        """Do without a world until an elastic loop joins the next: the function is called again, or passes a loop."""
+        self.leave()
+        self.apart = self.assignment is not None
 
     def leave(self) -> None:
         """Disconnect from the present world; rank and size stay readable."""
@@ -91,6 +139,36 @@ class Process:
         if self.link is not None:
             self.link.on_cut(None)
         self._forget()
+
+    # --- sets of chosen ranks -----------------------------------------------------------------
+
+    def register(self, chosen: ProcessSet) -> None:
+        """Let the set be used, from now on."""
+        chosen.process_set_id = self._next_set
+        self.sets[self._next_set] = chosen
+        self._next_set += 1
+
+    def unregister(self, chosen: ProcessSet) -> None:
+        """The set is used no more. Its group is closed unless another set has the same members."""
+        number, chosen.process_set_id = chosen.process_set_id, None
+        if number is not None:
+            del self.sets[number]
+        in_use = {_name_of(ranks, self.require().size) for ranks in self._ranks_of_sets()}
+        for name in [name for name in self._groups if name.startswith(_SET) and name not in in_use]:
+            group = self._groups.pop(name)
+            if group is not None:
+                group.close()
+
+    def _ranks_of_sets(self) -> list[list[int]]:
+        return [chosen.ranks for chosen in self.sets.values()]
+
+    def ranks_of(self, name: str) -> list[int]:
+        """The world's ranks in one of the groups that exist in every world."""
+        position = self.require()
+        if self.assignment is None:
+            return [position.rank] if name != "global" else list(range(position.size))
+        me = self.assignment.world.member(self.assignment.worker)
+        return [member.rank for member in _members_of(name, self.assignment, me)]
 
     # --- updates of the world -----------------------------------------------------------------
 
@@ -112,17 +190,49 @@ class Process:
 
     @property
     def provisional(self) -> bool:
-        return self.link is not None and self.assignment is None
+        """Whether this process has no place in a world, and its collectives reach nobody.
 
-    def group(self, name: str = "global") -> Group | None:
+        Of a newcomer, and of a process that runs its function again, until the elastic loop is entered; and of all
+        while they call their reset callbacks.
+        """
+        return self.link is not None and (self.assignment is None or self.apart or self.alone)
+
+    @contextmanager
+    def collectives_alone(self) -> Iterator[None]:
+        """Within it, collectives reach nobody."""
+        self.alone = True
+        try:
+            yield
+        finally:
+            self.alone = False
+
+    def say_alone(self) -> None:
+        """Warn, once, that a collective reaches nobody."""
+        if self.alone:
+            log.info("a collective in a reset callback reaches nobody else, and gives this worker's own values")
+        elif not self._told_alone:
+            self._told_alone = True
+            log.warning(
+                "this worker joins the others in the elastic loop; until then its collectives reach nobody else, and "
+                "give its own values. Keep what was computed with them in the state, which the loop brings"
+            )
+
+    def group(self, name: str = "global", ranks: Sequence[int] | None = None) -> Group | None:
         """The group of this round with that name ("global", "local" or "cross"); None if it has one member only.
 
         Made at the first use, by all its members together.
 
+        Args:
+            ranks: of the members, of whom this process is one, for a group of chosen ranks.
+
+        None as well before the elastic loop, if this process joins its world only there.
+
         Raises:
-            OutsideLoopError: this process is not a member of a world yet.
             HorovodInternalError: the round is over.
         """
+        if self.provisional:
+            self.say_alone()
+            return None
         if name in self._groups:
             group = self._groups[name]
             if group is not None:
@@ -134,21 +244,17 @@ class Process:
         if self.link is None:
             self._groups[name] = None
             return None
-        if self.assignment is None:
-            raise OutsideLoopError(
-                "this worker joins a job that is already running and is a member of its world only inside the "
-                "function decorated with hvd.elastic.run; move this collective into that function"
-            )
-        return self._connect(name, self.assignment)
+        assert self.assignment is not None
+        return self._connect(name, self.assignment, ranks)
 
-    def _connect(self, name: str, assignment: Assignment) -> Group | None:
+    def _connect(self, name: str, assignment: Assignment, ranks: Sequence[int] | None) -> Group | None:
         assert self.link is not None
         me = assignment.world.member(assignment.worker)
-        members = _members_of(name, assignment, me)
+        members = _members_of(name, assignment, me) if ranks is None else [assignment.world.members[r] for r in ranks]
         if len(members) == 1:
             self._groups[name] = None
             return None
-        key = name if name == "global" else f"{name}/{members[0].rank}"
+        key = f"{name}/{members[0].rank}" if name in ("local", "cross") else name
         rank = [member.worker for member in members].index(me.worker)
         addresses = [assignment.addresses[member.worker] for member in members]
         hosts = [member.place.host for member in members]
@@ -159,10 +265,15 @@ class Process:
         times = times + 1 if last_round == round else 1
         self._connections[name] = round, times
         group = Group(self.link, round, key if times == 1 else f"{key}#{times}", rank, addresses, hosts)
+        group.world_ranks = [member.rank for member in members]
+        if name == "global":
+            group.note = "; ".join(str(ranks) for ranks in self._ranks_of_sets())
         self._groups[name] = group
         try:
             if self._cut[0] >= round:  # only now: a cut that comes from here on finds the group
                 raise HorovodInternalError(f"round {round} is over: {self._cut[1]}")
+            if ranks is not None:
+                _wait_for_all(self.link, group)
             group.connect()
         except BaseException:
             self._groups.pop(name, None)
@@ -185,17 +296,46 @@ def _members_of(name: str, assignment: Assignment, me: Member) -> list[Member]:
     return list(members)
 
 
+_SET = "set "
+_FOREVER_S = 1e6
+
+
+def _name_of(ranks: Sequence[int], size: int) -> str:
+    """Of the group of a set with these ranks, in a world of this size."""
+    return _SET + ",".join(str(rank) for rank in ranks if rank < size)
+
+
+def _wait_for_all(link: WorkerLink, group: Group) -> None:
+    """Until all members have come to their first use of a set: some may be busy with other things for long.
+
+    Raises: HorovodInternalError: the round is over.
+    """
+    keys = [f"{group.name}/here/{rank}" for rank in range(group.size)]
+    link.kv_set(group.round, keys[group.rank], b"")
+    link.blocked(True)
+    try:
+        link.kv_get(group.round, keys, _FOREVER_S)
+    finally:
+        link.blocked(False)
+
+
 process = Process()
+loops.on_run_again = process.run_again
 atexit.register(process.leave)
 
 
-def init(*args: object, **kwargs: object) -> None:
+def init(comm: Any = None, process_sets: str | Iterable[ProcessSet] | None = None, **kwargs: object) -> None:
     """Join the job that this process was started for; a world of one outside of a job. Repeats do nothing.
 
     In a job that is already running, the position is provisional until the elastic loop is entered. Arguments that
     Horovod knows are accepted and ignored.
+
+    Args:
+        comm: ignored, as far as it is not about process sets.
+        process_sets: sets of chosen ranks to add, the same on all ranks.
     """
-    process.init()
+    chosen = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
+    process.init(chosen)
 
 
 def shutdown() -> None:

@@ -1,38 +1,214 @@
-"""The groups of processes that a collective can be called on: the world, a host's part of it, one of each host."""
+"""The groups of processes that a collective can be called on: the world, its parts by host, and chosen ranks.
+
+A set of chosen ranks names **numbers of ranks**, as Horovod's do: in each world it consists of those of its numbers
+that exist there. Survivors of a loss move up, so a set may have other workers in the next world. A set can also be
+given as a rule, which is asked anew for each size of the world.
+
+A set that was added before the elastic loop, where a newcomer comes by too, stays for all worlds. One that was added
+inside of the loop belongs to the present world: the loop's function is called again in the next and adds it again.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.process import process
+from spark_elastic.errors import MismatchError, UsageError
+from spark_elastic.loops import loops
+
+Rule = Callable[[int], Iterable[int]]
+"""Gives the ranks of a set in a world of this size."""
 
 
 class ProcessSet:
-    """One of the groups that exist in every world, whoever is in it."""
+    """Chosen ranks of the world; usable between `add_process_set` and `remove_process_set`.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    Args:
+        ranks: numbers of ranks, or a rule that gives them for a size of the world.
+
+    Raises: UsageError: no numbers, negative ones, or one twice.
+    """
+
+    def __init__(self, ranks: Iterable[int] | Rule) -> None:
+        self.process_set_id: int | None = None
+        self.ends_with_world = False
+        self._rule: Rule | None = ranks if callable(ranks) else None
+        self._ranks = () if callable(ranks) else _checked(ranks)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The numbers that it was given; of a rule, those for the present world."""
+        return list(self._ranks if self._rule is None else _checked(self._rule(process.require().size)))
+
+    def _members(self) -> list[int]:
+        """Its ranks in the present world. Raises: UsageError: it is not in use."""
+        if self.process_set_id is None:
+            raise UsageError(
+                f"{self} is not in use: it was not added with hvd.add_process_set, was removed, or was added inside of "
+                "the elastic loop and ended with its world; add it before the loop, or again in each call of its "
+                "function"
+            )
+        size = process.require().size
+        return [rank for rank in self.ranks if rank < size]
 
     def group(self) -> GlooGroup | None:
-        """Its Gloo group; None if this process is alone in it."""
+        """Its Gloo group; None if this process is alone in it.
+
+        Raises:
+            UsageError: this process is not a member of it.
+            MismatchError: other ranks have other sets.
+        """
+        position = process.require()
+        if process.provisional:
+            return process.group()
+        members = self._members()
+        if position.rank not in members:
+            raise UsageError(
+                f"rank {position.rank} is not in {self}, of which {members} exist in this world of {position.size}; "
+                "ask process_set.included() before a collective"
+            )
+        whole = process.group()
+        if whole is not None and len(set(whole.notes)) > 1:
+            told = ", ".join(f"rank {rank}: [{note}]" for rank, note in enumerate(whole.notes))
+            raise MismatchError(
+                f"ranks began this world with different process sets: {told}; add the same sets before the elastic "
+                "loop on all ranks, a newcomer's too"
+            )
+        return process.group("set " + ",".join(map(str, members)), members)
+
+    def size(self) -> int:
+        """How many processes a collective on it reaches now: one, of a newcomer before the elastic loop."""
+        members = self._members()
+        return 1 if process.provisional else len(members)
+
+    def rank(self) -> int:
+        """This process's number in the set. Raises: UsageError: it is not in it."""
+        members = self._members()
+        if process.provisional:
+            return 0
+        rank = process.require().rank
+        if rank not in members:
+            raise UsageError(f"rank {rank} is not in {self}; ask process_set.included() first")
+        return members.index(rank)
+
+    def included(self) -> bool:
+        """Whether this process is in it, in the present world. True of a newcomer before the elastic loop."""
+        members = self._members()
+        return process.provisional or process.require().rank in members
+
+    def place_of(self, root_rank: int) -> int:
+        """The number in this set of a process that a caller names. Raises: UsageError: it is not in it."""
+        members = self._members()
+        if process.provisional:
+            return 0
+        if root_rank not in members:
+            raise UsageError(f"root_rank={root_rank} is not in {self}; it is a rank of the world, one of {members}")
+        return members.index(root_rank)
+
+    def __repr__(self) -> str:
+        shown: Any = list(self._ranks) if self._rule is None else self._rule
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={shown})"
+
+
+class StandingSet(ProcessSet):
+    """One of the groups that exist in every world, whoever is in it. `root_rank` is a number within it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__([])
+        self.name = name
+        self.process_set_id = 0 if name == "global" else None
+
+    @property
+    def ranks(self) -> list[int]:
+        """Numbers of the world's ranks that are in it."""
+        return process.ranks_of(self.name)
+
+    def group(self) -> GlooGroup | None:
         return process.group(self.name)
 
     def size(self) -> int:
         position = process.require()
+        if process.provisional:
+            return 1
         return {"global": position.size, "local": position.local_size, "cross": position.cross_size}[self.name]
 
     def rank(self) -> int:
         position = process.require()
+        if process.provisional:
+            return 0
         return {"global": position.rank, "local": position.local_rank, "cross": position.cross_rank}[self.name]
 
     def included(self) -> bool:
         return True
 
+    def place_of(self, root_rank: int) -> int:
+        if not 0 <= root_rank < self.size():
+            raise UsageError(f"root_rank={root_rank} is not a rank of {self!r}, which has {self.size()}")
+        return root_rank
+
     def __repr__(self) -> str:
         return f"<ProcessSet {self.name}>"
 
 
-global_process_set = ProcessSet("global")
-local_process_set = ProcessSet("local")
+def _checked(ranks: Iterable[Any]) -> tuple[int, ...]:
+    numbers = list(ranks) if isinstance(ranks, Iterable) and not isinstance(ranks, str) else None
+    if numbers is None or not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in numbers):
+        raise UsageError(
+            f"a ProcessSet is made of ranks, such as [0, 2], or of a function of the size, not of {ranks!r}"
+        )
+    if len(set(numbers)) < len(numbers) or min(numbers, default=0) < 0:
+        raise UsageError(f"a ProcessSet needs different ranks that are not negative, not {numbers}")
+    return tuple(sorted(numbers))
+
+
+global_process_set = StandingSet("global")
+local_process_set = StandingSet("local")
 """The processes on this host."""
-cross_process_set = ProcessSet("cross")
+cross_process_set = StandingSet("cross")
 """The processes that have this one's local rank, one a host."""
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int] | Rule) -> ProcessSet:
+    """Have a set of chosen ranks be usable; all ranks of the world call this, with the same ranks.
+
+    Ranks that do not exist now are allowed: they may come with a larger world. Returns: the set.
+
+    Raises:
+        UsageError: there is a set of these ranks already, and this is not the elastic loop.
+        MismatchError: the ranks of the world add different sets.
+        NotInitializedError: `init` has not been called.
+    """
+    process.require()
+    chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if isinstance(chosen, StandingSet) or chosen.process_set_id is not None:
+        raise UsageError(f"{chosen} is in use already")
+    in_loop = loops.entered > loops.last and (process.alone or not process.provisional)
+    same = next((known for known in process.sets.values() if known._rule is None and known.ranks == chosen.ranks), None)
+    # inside of the loop ranks are computed from the size, and may be those of another set by chance
+    if same is not None and chosen._rule is None and not in_loop:
+        raise UsageError(f"there is a set of these ranks already: {same}; use that one, or remove it first")
+    _agree("add_process_set", chosen)
+    chosen.ends_with_world = in_loop
+    process.register(chosen)
+    return chosen
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Stop using a set; all ranks of the world call this. Handles of its collectives must have been waited for.
+
+    Returns: whether it was one that can be removed.
+    """
+    process.require()
+    if isinstance(process_set, StandingSet) or process_set.process_set_id is None:
+        return False
+    _agree("remove_process_set", process_set)
+    process.unregister(process_set)
+    return True
+
+
+def _agree(what: str, process_set: ProcessSet) -> None:
+    from spark_elastic.collective.operations import agree
+
+    agree(process.group(), what, str(process_set.ranks))

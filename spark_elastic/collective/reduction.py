@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from enum import Enum
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spark_elastic.errors import UsageError
+from spark_elastic.errors import UnsupportedOperationError, UsageError
 
 _Gloo: Any = dist.ReduceOp.RedOpType  # its members are not in the type stubs
 
@@ -26,7 +27,9 @@ class ReduceOp(Enum):
     def gloo(self) -> Any:
         """Gloo's operator below it; an average is a sum that is divided."""
         if self is ReduceOp.Adasum:
-            raise UsageError("Adasum is not supported; use op=hvd.Average (and scale the learning rate by hvd.size())")
+            raise UnsupportedOperationError(
+                "Adasum is not supported; use op=hvd.Average (and scale the learning rate by hvd.size())"
+            )
         return _GLOO[self]
 
 
@@ -82,14 +85,31 @@ def check_of_gradients(op: ReduceOp, predivide: float) -> None:
         raise UsageError("gradient_predivide_factor needs op=hvd.Average")
 
 
-def factors(op: ReduceOp, predivide: float, size: int) -> tuple[float, float]:
+def factors(op: ReduceOp, predivide: float, size: int, wire: torch.dtype) -> tuple[float, float]:
     """What gradients are multiplied by before they are added up over `size` members, and after it.
 
-    predivide: of an average, what is divided by before; by default all of it, which then costs nothing extra, since
-    gradients are copied anyway.
+    Args:
+        predivide: of an average, what is divided by before. By default all of it, which costs nothing extra, since
+            gradients are copied anyway; of float16 about the square root, see `half_of`.
+        wire: the type that they are added up in.
     """
     divisor = size if op is Average else 1
-    return (1.0 / divisor, 1.0) if predivide == 1.0 else (1.0 / predivide, predivide / divisor)
+    if predivide != 1.0:
+        return 1.0 / predivide, predivide / divisor
+    if wire is torch.float16:
+        before = half_of(size)
+        return before, 1.0 / (divisor * before)
+    return 1.0 / divisor, 1.0
+
+
+def half_of(size: int) -> float:
+    """A power of two near 1 / sqrt(size), by which float16 values are multiplied before `size` of them are added up.
+
+    float16 reaches from 6e-8 to 65,504. Divided by the size, a gradient of 1e-6 is nothing from 64 members on; not
+    divided at all, the sum of 64 values of 1,024 is infinite. With about half of the division before, the one is still
+    there and 8,000 fit. What is too large becomes infinite, as loss scalers expect; nothing is clipped.
+    """
+    return 2.0 ** -round(math.log2(size) / 2)
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:

@@ -28,7 +28,14 @@ from spark_elastic.collective.process import (
     shutdown,
     size,
 )
-from spark_elastic.collective.process_sets import ProcessSet, cross_process_set, global_process_set, local_process_set
+from spark_elastic.collective.process_sets import (
+    ProcessSet,
+    add_process_set,
+    cross_process_set,
+    global_process_set,
+    local_process_set,
+    remove_process_set,
+)
 from spark_elastic.collective.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, NotInitializedError, OutsideLoopError
 
@@ -45,6 +52,7 @@ __all__ = [
     "Product",
     "ReduceOp",
     "Sum",
+    "add_process_set",
     "allgather_object",
     "barrier",
     "broadcast_object",
@@ -69,6 +77,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "rank",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",

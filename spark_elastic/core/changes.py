@@ -21,9 +21,11 @@ from spark_elastic.core.timeline import (
     WorldStarted,
 )
 from spark_elastic.core.topology import Place, WorkerId, World
+from spark_elastic.core.version import BEGINNING, StateVersion
 
 LOCAL = ("driver", "local-")
 """How the names of executors begin that are none: of local mode, and of plain processes."""
+MOST_NOTICES = 200
 WORTH_A_WORD_S = 5.0
 """A place that rests for less is back before anybody could miss it."""
 LATE_S = 15.0
@@ -33,6 +35,7 @@ _VAGUE = re.compile(r"connection|channel|no longer lists|process died|[Ww]orker 
 _PREFIXES = re.compile(r"^(?:its agent is lost: |its task ended: |executor \S+ (?:is|was) lost: )+")
 _EXIT = re.compile(r"(?:[Ee]xited with(?: code)?|exit code|Exit status:?) ?(-?\d+)")
 _SIGNAL = re.compile(r"killed by (?:signal |SIG)(\w+)")
+_AGENT_KILLED = "its agent was killed"
 _SIGNALS = {"HUP": 1, "INT": 2, "QUIT": 3, "ILL": 4, "ABRT": 6, "BUS": 7, "FPE": 8, "KILL": 9, "SEGV": 11, "TERM": 15}
 
 
@@ -41,10 +44,10 @@ class Change:
     """One thing that happened to the world.
 
     at: when it began, on the clock of the one who was told. kind: "started", "lost", "drained", "joined", "broken",
-    "waiting", "resting", "finished" or "failed". who: whom it happened to, in words; "" for the job as a whole.
-    before, after: workers. pause_s: until the first step after it was done, as far as that
-    is told, or else until the new world was formed; None: not yet known, or no pause. steps_lost: applied steps that
-    have to be done again; None as above.
+    "waiting", "resting", "notice", "finished" or "failed". who: whom it happened to, or who has something to say, in
+    words; "" for the job as a whole. before, after: workers. pause_s: until the first step after it was done, as far as
+    that is told, or else until the new world was formed; None: not yet known, or no pause. steps_lost: applied steps
+    that have to be done again; None as above.
     """
 
     at: float
@@ -69,6 +72,8 @@ class Change:
                 return self.reason
             case "resting":
                 return f"{self.who} {self.reason}"
+            case "notice":
+                return f"{self.who}: {self.reason}"
             case "finished" | "failed":
                 return f"the job {self.kind}: {self.reason}"
             case "broken":
@@ -119,9 +124,10 @@ class Chronicle:
         self._broken: WorldBroken | None = None
         self._waits: int | None = None
         """The index of the wait that is not over."""
-        self._furthest = 0
-        self._first: tuple[float, int] | None = None
-        """Until the newest world has done a step: when the pause began, and the step that it starts from."""
+        self._furthest = BEGINNING
+        self._notices = 0
+        self._first: tuple[float, StateVersion] | None = None
+        """Until the newest world has done a step: when the pause began, and the state that it starts from."""
         self._paused = 0
         """The index of the change whose pause that is."""
 
@@ -142,13 +148,16 @@ class Chronicle:
     def observe(self, event: seen.Event, commands: Iterable[Command], now: float) -> None:
         """Take in one event and the machine's answer to it; what that announces comes to `note`."""
         match event:
-            case seen.WorkerAlive(_, progress) | seen.WorkerReady(_, _, progress):
-                self._furthest = max(self._furthest, progress or 0)
-                if self._first is not None and (progress or 0) > self._first[1]:
+            case seen.WorkerAlive(_, version) | seen.WorkerReady(_, _, version):
+                version = version or BEGINNING
+                self._furthest = max(self._furthest, version)
+                if self._first is not None and version.is_steps_after(self._first[1]):
                     self._resumed(now - self._first[0])
             case seen.WorkerLost(worker, why, exit_code):
                 why = why if exit_code is None else f"{why} (exit code {exit_code})"
                 self._explain(lambda departure: departure.record.worker == worker, why, False, now)
+            case seen.SlotEnded(slot, why):  # a local agent's exit, or Spark's word about the task
+                self._explain(lambda departure: departure.whole and departure.record.place.slot == slot, why, True, now)
             case seen.ExecutorLost(executor, why):
                 self._explain(lambda departure: departure.record.place.executor == executor, why, True, now)
         for command in commands:
@@ -181,6 +190,17 @@ class Chronicle:
                 self._open = []
                 reason = re.sub(r"^1 workers are", "1 worker is", why.partition("\n")[0])
                 self._add(Change(at, outcome, "", reason, self.size, self.size))
+
+    def notice(self, worker: WorkerId, text: str, now: float) -> None:
+        """Take in what a worker has to say to people; a job has room for so many."""
+        self._notices += 1
+        if self._notices > MOST_NOTICES:
+            return
+        if self._notices == MOST_NOTICES:
+            text += " (what else workers have to say is in their own logs)"
+        known = self._world is not None and worker in self._world.workers
+        who = f"rank {self._world.member(worker).rank}" if self._world is not None and known else "a worker"
+        self._add(Change(now, "notice", who, text, self.size, self.size))
 
     def _add(self, change: Change) -> int:
         self._changes.append(change)
@@ -233,8 +253,9 @@ class Chronicle:
         stayed = 0 if old is None else old.size - len(self._gone)
         opened, self._open = self._open, []
         self._world, self._gone = new, set()
-        lost = max(0, self._furthest - (record.progress or 0))
-        self._furthest = record.progress or 0
+        version = new.version or BEGINNING
+        lost = version.steps_lost(self._furthest)
+        self._furthest = version
         if old is None:
             self._add(Change(record.at, "started", "", record.why, 0, new.size))
             return
@@ -252,8 +273,8 @@ class Chronicle:
             self._changes[index] = replace(self._changes[index], open=False)
         self._changes[first] = replace(self._changes[first], pause_s=record.pause_s, steps_lost=lost, open=True)
         self._paused = first
-        self._first = (begin, record.progress or 0)
-        if record.progress is None:
+        self._first = (begin, version)
+        if new.version is None:
             self._resumed(None)  # no loop that tells of its steps
 
     def _resumed(self, pause_s: float | None) -> None:
@@ -273,6 +294,8 @@ def is_vague(reason: str) -> bool:
 def plain_reason(why: str) -> str:
     """What happened, without how it was noticed, if both are known."""
     short = _PREFIXES.sub("", why)
+    if short.startswith(_AGENT_KILLED):
+        return short
     if (killed := _SIGNAL.search(short)) is not None:
         name = killed.group(1)
         return f"killed by signal {_SIGNALS.get(name, name)}"

@@ -45,12 +45,14 @@ class StopWorker:
 class AdmitProvisionally:
     """Let a worker out of `init()` while a world is running, with the position it will probably get.
 
-    It builds its model and comes back with `WorkerReady(at_init=False)`; only then is the world interrupted.
+    It builds its model and comes back with `WorkerReady(at_init=False)`; only then is the world interrupted. Also
+    sent to a worker that stands in an earlier loop than the job: it goes on to the loop of that number.
     """
 
     worker: WorkerId
     rank: int
     size: int
+    loop: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,19 @@ class CutPeers:
 
     workers: tuple[WorkerId, ...]
     round: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunAgain:
+    """Have a worker whose function returned call it again, with the state kept: its world broke before the job ended.
+
+    What it had returned counts for nothing.
+    """
+
+    worker: WorkerId
+    run: int
+    """Number of the call: what an earlier one returned does not count."""
     why: str
 
 
@@ -116,6 +131,7 @@ Command = (
     | PublishWorld
     | NotifyHostsUpdated
     | CutPeers
+    | RunAgain
     | DismissAgent
     | FinishJob
     | FailJob

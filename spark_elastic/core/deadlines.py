@@ -58,6 +58,7 @@ class Silence(Generic[Key]):
         self._timeout_s = timeout_s
         self._interval_s = interval_s
         self._heard: OrderedDict[Key, float] = OrderedDict()  # the longest silent first
+        self._not_before = float("-inf")
 
     def heard(self, key: Key, now: float) -> None:
         self._heard[key] = now
@@ -69,10 +70,14 @@ class Silence(Generic[Key]):
     def __contains__(self, key: Key) -> bool:
         return key in self._heard
 
+    def excuse(self, until: float) -> None:
+        """Let nobody's silence count before then."""
+        self._not_before = max(self._not_before, until)
+
     def next(self) -> float | None:
         """When the first one will have been silent too long."""
         for heard in self._heard.values():
-            return heard + self._timeout_s
+            return max(heard + self._timeout_s, self._not_before)
         return None
 
     def expired(self, now: float) -> list[Key]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from spark_elastic.core.ranking import assign
 from spark_elastic.core.topology import Place, WorkerId, World
+from spark_elastic.core.version import StateVersion
 from spark_elastic.settings import ElasticSettings
 
 
@@ -17,7 +18,7 @@ class Candidate:
     worker: WorkerId
     place: Place
     old_rank: int | None
-    progress: int | None
+    version: StateVersion | None
     leaving: bool = False
 
 
@@ -31,14 +32,16 @@ class Decision:
     expired: bool = False
 
 
-def _steps(candidate: Candidate) -> int:
-    return -1 if candidate.progress is None else candidate.progress
+def _standing(candidate: Candidate) -> tuple[int, int, int]:
+    version = candidate.version
+    return (0, 0, 0) if version is None else (version.loop, version.steps, version.marks)
 
 
-def _by_merit(candidate: Candidate) -> tuple[int, float, WorkerId]:
+def _by_merit(candidate: Candidate) -> tuple[tuple[int, int, int], float, WorkerId]:
     """Most advanced first; among those the oldest."""
     old_rank = float("inf") if candidate.old_rank is None else candidate.old_rank
-    return -_steps(candidate), old_rank, candidate.worker
+    loop, steps, marks = _standing(candidate)
+    return (-loop, -steps, -marks), old_rank, candidate.worker
 
 
 def select(candidates: Iterable[Candidate], done: int, minimum: int) -> list[Candidate]:
@@ -53,7 +56,7 @@ def select(candidates: Iterable[Candidate], done: int, minimum: int) -> list[Can
         (leaving if candidate.leaving else staying).append(candidate)
     leaving.sort(key=_by_merit)
     spared = max(0, min(minimum - done - len(staying), len(leaving)))
-    if leaving and spared == 0 and _steps(leaving[0]) > max(map(_steps, staying), default=-1):
+    if leaving and spared == 0 and _standing(leaving[0]) > max(map(_standing, staying), default=(0, 0, 0)):
         spared = 1
     return staying + leaving[:spared]
 
@@ -63,8 +66,8 @@ def can_leave(candidates: Sequence[Candidate], minimum: int) -> bool:
     staying = [candidate for candidate in candidates if not candidate.leaving]
     if len(staying) == len(candidates) or not staying:
         return False
-    holder = any(candidate.progress is not None for candidate in candidates)
-    staying_holder = any(candidate.progress is not None for candidate in staying)
+    holder = any(candidate.version is not None for candidate in candidates)
+    staying_holder = any(candidate.version is not None for candidate in staying)
     return len(candidates) > minimum and (staying_holder or not holder)
 
 
@@ -76,11 +79,11 @@ def build_world(round: int, members: Iterable[Candidate]) -> World:
         {worker: member.old_rank for worker, member in chosen.items() if member.old_rank is not None},
     )
     best = min(chosen.values(), key=_by_merit)
-    same = all(member.progress == best.progress for member in chosen.values())
-    if best.progress is None:
-        return World(round, ranked, root=0, progress=None, sync=True)
+    same = all(member.version == best.version for member in chosen.values())
+    if best.version is None:
+        return World(round, ranked, root=0, version=None, sync=True)
     root = next(member.rank for member in ranked if member.worker == best.worker)
-    return World(round, ranked, root=root, progress=best.progress, sync=not same)
+    return World(round, ranked, root=root, version=best.version, sync=not same)
 
 
 def start(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from spark_elastic.core.topology import AgentId, Place, SlotId, WorkerId
+from spark_elastic.core.version import StateVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class SlotEnded:
     why: str
     delivered: WorkerId | None = None
     """The finished worker whose result came back with it."""
+    submitted: bool = True
+    """False: the driver itself could not even ask for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +53,39 @@ class WorkerReady:
     worker: WorkerId
     round: int
     """The last world it was in; 0: none."""
-    progress: int | None
-    """Optimizer steps applied in the state it holds; None: it holds no state."""
+    version: StateVersion | None
+    """Of the state it holds; None: it holds no state."""
     at_init: bool = False
     """True in `init()`, before the user's code built anything; False in the elastic loop."""
+    loop: int = 1
+    """Number of the elastic loop that it stands in; 0: in `init()`, whose world broke."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerAlive:
-    """A heartbeat, with the progress so far (None: holds no state).
+    """A heartbeat, with the version of the state so far (None: holds no state).
 
-    A progress, 0 included, says that the worker is inside of the elastic loop: before that it has to be None.
+    A version, that of the beginning included, says that the worker is inside of the elastic loop: before that it has to
+    be None.
     """
 
     worker: WorkerId
-    progress: int | None = None
+    version: StateVersion | None = None
     blocked_s: float | None = None
     """How long it has waited in a collective for the others; None: it does not wait."""
+    after_loop: bool = False
+    """Its elastic loop has returned, and it has entered no other: it does what the function does after the loop."""
+    begun: int = 0
+    """The newest round in which it holds the state and has begun to train; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentAlive:
+    """A heartbeat of an agent."""
+
     agent: AgentId
+    running: WorkerId | None = None
+    """The worker whose process it sees running: neither stopped nor ended. None: there is none, or it cannot see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +101,10 @@ class WorkerLost:
     exit_code: int | None = None
     """Negative: killed by that signal; None: not known (only the channel closed)."""
     stderr_tail: str = ""
+    oom_kills: int = 0
+    """Processes that the kernel has killed for memory where the worker ran, while it did."""
+    memory: str = ""
+    """What the kernel says about memory there, in words; empty: nothing of note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +122,8 @@ class WorkerDone:
     worker: WorkerId
     in_loop: bool
     """Whether it ever entered the elastic loop; a plain function cannot be resumed, only run again."""
+    run: int = 1
+    """Number of the call of the function, which grows with each `RunAgain`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +162,13 @@ class CancelRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class DriverPaused:
+    """The driver stood still and heard nobody. The machine's time has not gone on meanwhile."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; deadlines are looked at."""
 
@@ -162,5 +189,6 @@ Event = (
     | ExecutorLost
     | HostsObserved
     | CancelRequested
+    | DriverPaused
     | Tick
 )

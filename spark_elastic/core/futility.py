@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from spark_elastic.core.version import BEGINNING, StateVersion
+
 _PAUSES_S = (0.5, 60.0)  # where cooldown is off: without any pause, such worlds are built many times a second
 _AT_LEAST = 5  # a network that was away for a moment gets this many tries, however long the steps are
 
@@ -14,15 +16,15 @@ class Futility:
         self._pauses_s = pauses_s or _PAUSES_S
         self._young_s = young_s
         self._give_up_s = give_up_s
-        self._began = (0.0, 0)  # the newest world: when, and at which progress
+        self._began = (0.0, BEGINNING)  # the newest world: when, and from which state
         self._member_lost = False
         self._first_at = 0.0  # when the first one of the row broke
         self.count = 0
         self.retry_at = float("-inf")
         """Not before then should the next world be built."""
 
-    def began(self, progress: int, now: float) -> None:
-        self._began = (now, progress)
+    def began(self, version: StateVersion, now: float) -> None:
+        self._began = (now, version)
         self._member_lost = False
 
     def lost(self) -> None:
@@ -31,9 +33,9 @@ class Futility:
         self.count = 0
         self.retry_at = float("-inf")
 
-    def broke(self, progress: int, now: float) -> None:
+    def broke(self, version: StateVersion, now: float) -> None:
         at, before = self._began
-        if self._member_lost or progress > before or now - at > self._young_s:
+        if self._member_lost or version > before or now - at > self._young_s:
             self.count = 0
             return
         if self.count == 0:

@@ -5,15 +5,18 @@ It does nothing itself: no thread, socket, clock or log. `docs/protocol.md` tell
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
-from spark_elastic.core.commands import Command, DismissAgent, StopWorker
+from spark_elastic.core.commands import Announce, Command, DismissAgent, StopWorker
+from spark_elastic.core.crashes import Crashes, Death, ProcessExit
 from spark_elastic.core.deadlines import Silence, Timers
 from spark_elastic.core.events import (
     AgentAlive,
     AgentJoined,
     AgentLost,
     CancelRequested,
+    DriverPaused,
     Event,
     ExecutorDecommissioned,
     ExecutorLost,
@@ -30,16 +33,30 @@ from spark_elastic.core.events import (
 )
 from spark_elastic.core.places import Places, TimerKey
 from spark_elastic.core.roster import Agent, Roster, Worker
-from spark_elastic.core.rounds import ADMITTED, AT_INIT, BOOTING, DONE, ENDED, GONE, READY, TRAINING, Rounds
+from spark_elastic.core.rounds import (
+    ADMITTED,
+    AT_INIT,
+    BOOTING,
+    DONE,
+    ENDED,
+    GONE,
+    READY,
+    REPORT_GRACE_S,
+    TRAINING,
+    Rounds,
+)
 from spark_elastic.core.states import Phase, WorkerState
+from spark_elastic.core.timeline import DriverStoodStill
 from spark_elastic.core.topology import AgentId, Place, WorkerId, World
-from spark_elastic.errors import JobCancelledError, UserFunctionError, WorkerStartError
+from spark_elastic.errors import JobCancelledError, LaunchError, UserFunctionError, WorkerStartError
 from spark_elastic.settings import ElasticSettings
 
-_REPORT_GRACE_S = 2.0
-"""The channel of a dying process closes before its agent has read the end of its stderr."""
-
 _LOST_REMEMBERED = 100
+
+_LONGEST_RETRANSMISSION_S = 120.0
+"""What was sent to a machine that was away is sent again after ever longer pauses, this at most (Linux, TCP_RTO_MAX):
+for about as long as it was away, nobody may be heard even though it is back."""
+_PAUSES_REMEMBERED = 100
 
 
 class Membership:
@@ -54,10 +71,15 @@ class Membership:
         interval = settings.heartbeat_interval_s
         self._agents_heard: Silence[AgentId] = Silence(settings.heartbeat_timeout_s, interval)
         self._workers_heard: Silence[WorkerId] = Silence(settings.heartbeat_timeout_s, interval)
+        self._crashes = Crashes(settings.crash_limit, REPORT_GRACE_S)
         self._places = Places(settings, self._roster, self._timers, self._out)
-        self._rounds = Rounds(settings, self._roster, self._places, self._timers, self._workers_heard, self._out)
+        self._rounds = Rounds(
+            settings, self._roster, self._places, self._timers, self._workers_heard, self._crashes, self._out
+        )
 
         self._lost: dict[WorkerId, tuple[int | None, str]] = {}  # the newest that exited -> (rank, host)
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=_PAUSES_REMEMBERED)
+        """Of the driver, the newest: when each was over, and how long it was."""
         self._ever_ready = False
         self._boot_failures = 0  # exits in a row before any worker was ever ready; meaningless afterwards
         self._boot_evidence: tuple[WorkerId, str, str] | None = None  # of the newest: who, why, stderr
@@ -110,7 +132,7 @@ class Membership:
             "round": self._rounds.round,
             "size": 0 if self.world is None else self.world.size,
             "resets": self.resets,
-            "progress": self._rounds.furthest,
+            "progress": self._rounds.furthest.steps,
             "agents": len(self._roster.agents),
             "workers": {state.value: self._roster.count(state) for state in WorkerState if state is not GONE},
             "waiting_for": reason,
@@ -152,16 +174,18 @@ class Membership:
         match event:
             case WorkerAlive():
                 self._on_worker_alive(event, now)
-            case AgentAlive(agent):
-                if agent in self._roster.agents:
-                    self._agents_heard.heard(agent, now)
+            case AgentAlive():
+                self._on_agent_alive(event, now)
+            case DriverPaused(seconds):
+                self._on_driver_paused(seconds, now)
             case WorkerReady():
                 self._on_worker_ready(event, now)
             case WorkerLost():
                 self._on_worker_lost(event, now)
-            case WorkerDone(worker, in_loop):
+            case WorkerDone(worker, in_loop, run):
                 record = self._roster.workers.get(worker)
-                if record is not None and record.state in (BOOTING, ADMITTED, TRAINING):  # else: a repeat
+                current = record is not None and run == record.run
+                if record is not None and current and record.state in (BOOTING, ADMITTED, TRAINING):  # else: a repeat
                     self._workers_can_start()
                     self._rounds.done(record, in_loop, now)
             case WorkerAbandoned():
@@ -195,15 +219,22 @@ class Membership:
         if worker is None or worker.state is DONE:
             return
         self._workers_heard.heard(worker.id, now)
+        worker.heard_at = now
         worker.blocked_s = event.blocked_s
-        if event.blocked_s is not None and event.blocked_s >= self.settings.stall_timeout_s:
+        limit = self.settings.stall_timeout_s
+        if event.blocked_s is not None and event.blocked_s >= limit + self._paused_within(event.blocked_s, now):
             self._on_hold_up(now)
-        if event.progress is None:
+        self._rounds.note_place(worker, event.after_loop, now)
+        if event.version is None:
             return
-        self._rounds.note_progress(event.progress, now)
+        self._crashes.reached(event.version)
+        if event.begun == self._rounds.round:
+            self._crashes.begun(event.begun)
+            self._judge_crashes(now)
+        self._rounds.note_version(event.version, now)
         if worker.state is TRAINING:
-            first = worker.progress is None
-            worker.progress = event.progress
+            first = worker.version is None
+            worker.version = event.version
             if first:  # those who should leave may have waited for another holder of the state
                 self._rounds.consider_interrupt(now)
 
@@ -224,15 +255,19 @@ class Membership:
         if worker is None or worker.state is DONE:
             return
         self._workers_heard.heard(worker.id, now)
+        worker.heard_at = now
         self._workers_can_start()
         if event.round != worker.round or worker.state is READY:
             return  # of an older round, or a repeat
+        if worker.state is ADMITTED and event.loop <= worker.loop:
+            return  # it was told to go on to a later loop
         if worker.state is BOOTING and event.at_init:
             self._rounds.at_init(worker, now)
         elif worker.state is not AT_INIT and not (event.at_init and worker.state is ADMITTED):
-            if event.progress is not None:
-                self._rounds.note_progress(event.progress, now)
-            self._rounds.ready(worker, event.progress, now)
+            if event.version is not None:
+                self._crashes.reached(event.version)
+                self._rounds.note_version(event.version, now)
+            self._rounds.ready(worker, event.version, event.loop, now)
 
     def _workers_can_start(self) -> None:
         """One came up: from now on an exit is a failure of its place, not of the way workers are started."""
@@ -243,15 +278,20 @@ class Membership:
     def _on_worker_lost(self, event: WorkerLost, now: float) -> None:
         why = event.why if event.exit_code is None else f"{event.why} (exit code {event.exit_code})"
         worker = self._roster.workers.get(event.worker)
+        if event.exit_code is not None:
+            exit = ProcessExit(event.exit_code, event.stderr_tail, event.oom_kills, event.memory)
+            self._crashes.exited(event.worker, exit)
         if worker is None:
             self._hear_more_of_a_boot_failure(event, why, now)
+            self._judge_crashes(now)
             return
         if worker.state is DONE:
+            worker.exited = True
             return  # its result is with its agent: the process may go
         if event.exit_code == 0:
             # its own channel has the last word: a Done may still be in it, and its end comes after that
             if self._timers.get(("exit", worker.id)) is None:
-                self._timers.set(("exit", worker.id), now + _REPORT_GRACE_S)
+                self._timers.set(("exit", worker.id), now + REPORT_GRACE_S)
             return
         self._remember(worker)
         if worker.state is BOOTING and not self._ever_ready:
@@ -259,13 +299,46 @@ class Membership:
             self._boot_evidence = (worker.id, why, event.stderr_tail)
             if self._boot_failures >= self.settings.boot_failure_limit:
                 known = event.exit_code is not None or event.stderr_tail
-                self._timers.set(("verdict", 0), now if known else now + _REPORT_GRACE_S)
+                self._timers.set(("verdict", 0), now if known else now + REPORT_GRACE_S)
                 if known:
                     self._fail_to_start(now)
                     return
         agent = self._roster.agents[worker.agent]
+        if worker.state is TRAINING:
+            self._crashes.died(
+                Death(
+                    worker.id,
+                    agent.id,
+                    worker.place,
+                    worker.round,
+                    worker.rank or 0,
+                    now,
+                    after_loop=worker.after_loop,
+                    returned=worker.run_again_in == worker.round,
+                )
+            )
         self._places.failed(agent, now)
         self._take_from(agent, worker, why, now)
+        self._judge_crashes(now)
+
+    def _judge_crashes(self, now: float) -> None:
+        """Give the job up, or the host, if worlds in a row were ended by a process that crashed."""
+        if self.phase in ENDED:
+            return
+        if not self._crashes.is_full(now):
+            due = self._crashes.full_at(now)
+            if due is not None:
+                self._timers.set(("crash", 0), due)
+            return
+        hosts = {death.place.host for death, _ in self._crashes.row(now)}
+        if len(hosts) == 1:
+            host = hosts.pop()
+            if self._places.can_do_without(host):
+                self._places.exclude(host, f"{self._crashes.limit} worlds in a row crashed there", now)
+                self._crashes.forgive()
+                self._review(None, now)
+                return
+        self._rounds.fail(self._crashes.error(self._rounds.furthest, now), now)
 
     def _hear_more_of_a_boot_failure(self, event: WorkerLost, why: str, now: float) -> None:
         """The agent's report of an exit comes after the channel's end, and it alone has the stderr."""
@@ -329,6 +402,18 @@ class Membership:
 
     # --- agents and slots -------------------------------------------------------------------------
 
+    def _on_agent_alive(self, event: AgentAlive, now: float) -> None:
+        agent = self._roster.agents.get(event.agent)
+        if agent is None:
+            return
+        self._agents_heard.heard(agent.id, now)
+        worker = self._roster.worker_of(agent)
+        if worker is None or worker.id != event.running or worker.id not in self._workers_heard:
+            return
+        # one whose own heartbeats are late may be in a long call that holds its interpreter's lock
+        if now - worker.heard_at < self.settings.stall_timeout_s:
+            self._workers_heard.heard(worker.id, now)
+
     def _on_agent_joined(self, event: AgentJoined, now: float) -> None:
         slot = self._roster.slots.get(event.place.slot)
         if slot is not None and event.agent <= slot.newest:
@@ -348,7 +433,9 @@ class Membership:
             return
         if slot.agent is not None:
             self._lose_agent(slot.agent, f"its task ended: {event.why}", now)
-        self._places.slot_ended(slot, now)
+        self._places.slot_ended(slot, event.why, event.submitted, now)
+        if refused := self._places.refused():
+            self._rounds.fail(LaunchError(reason=refused), now)
 
     def _on_executor_lost(self, executor: str, why: str, now: float) -> None:
         agents = self._places.executor_gone(executor)
@@ -367,6 +454,7 @@ class Membership:
         if agent is None:
             return
         self._agents_heard.forget(agent_id)
+        self._crashes.agent_lost(agent_id)
         self._places.failed(agent, now)
         worker = self._roster.worker_of(agent)
         if worker is not None:
@@ -397,6 +485,25 @@ class Membership:
 
     # --- time -------------------------------------------------------------------------------------
 
+    def _on_driver_paused(self, seconds: float, now: float) -> None:
+        self._pauses.append((now, seconds))
+        if seconds < self.settings.heartbeat_timeout_s / 2:
+            return  # what was sent meanwhile arrives in time
+        until = now + min(seconds, _LONGEST_RETRANSMISSION_S) + 2 * self.settings.heartbeat_interval_s
+        self._agents_heard.excuse(until)
+        self._workers_heard.excuse(until)
+        self._out.append(Announce(DriverStoodStill(now, seconds)))
+
+    def _paused_within(self, last_s: float, now: float) -> float:
+        """How much of the last seconds, which went on for the workers, the driver stood still."""
+        total = 0.0
+        for at, seconds in reversed(self._pauses):
+            if at <= now - last_s:
+                break
+            total += seconds
+            last_s -= seconds
+        return total
+
     def _on_tick(self, now: float) -> None:
         timeout = self.settings.heartbeat_timeout_s
         for agent_id in self._agents_heard.expired(now):
@@ -406,7 +513,11 @@ class Membership:
             self._send_home(agent, f"silent for {timeout:g} s", now)
             self._places.withdraw(agent.place.slot, f"the agent was silent for {timeout:g} s", now)
         for worker_id in self._workers_heard.expired(now):
-            self._evict(worker_id, f"silent for {timeout:g} s", now)
+            silent_s = now - self._roster.workers[worker_id].heard_at
+            why = f"silent for {timeout:g} s"
+            if silent_s >= self.settings.stall_timeout_s:
+                why = f"silent for {silent_s:.0f} s, longer than stall_timeout, although its process runs"
+            self._evict(worker_id, why, now)
         while self.phase not in ENDED and (key := self._timers.pop(now)) is not None:
             self._on_timer(*key, now)
 
@@ -416,12 +527,19 @@ class Membership:
                 limit = self.settings.start_timeout_s
                 self._evict(number, f"not ready within start_timeout ({limit:g} s)", now)
             case "stall":
+                if self._rounds.wait_longer(number, now):
+                    return
                 limit = self.settings.stall_timeout_s
                 self._evict(number, f"did not come to the next round within stall_timeout ({limit:g} s)", now)
             case "exit":
                 self._on_worker_lost(WorkerLost(number, "exited with 0 before its function returned"), now)
             case "launch":
                 self._places.launch(self._roster.slots[number])
+            case "crash":
+                self._judge_crashes(now)
+            case "exclusion":
+                self._places.readmit(number)
+                self._review(None, now)
             case "fill":
                 self._places.fill(self._roster.agents[number], now)
             case "end":

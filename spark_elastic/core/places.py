@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from spark_elastic.core.commands import Announce, Command, DismissAgent, LaunchSlot, StartWorker, WithdrawSlot
@@ -10,11 +11,16 @@ from spark_elastic.core.deadlines import Timers
 from spark_elastic.core.hosts import HostSet, HostUpdate
 from spark_elastic.core.roster import Agent, Roster, Slot, Worker
 from spark_elastic.core.states import WorkerState
-from spark_elastic.core.timeline import PlaceCooledDown
+from spark_elastic.core.timeline import HostExcluded, PlaceCooledDown
 from spark_elastic.core.topology import AgentId, Place, SlotId
 from spark_elastic.settings import ElasticSettings
 
 TimerKey = tuple[str, int]
+
+_REASONS_TOLD = 3
+LONGEST_PAUSES_S = (0.5, 60.0)
+_EXCLUSION_IN_PAUSES = 10
+"""A host on which one world after another crashed rests for so many of the longest pauses."""
 
 
 class Places:
@@ -29,6 +35,9 @@ class Places:
         self._allowed: HostSet | None = None  # None: no restriction
         self._decommissioned: set[str] = set()
         self._workers_started = 0
+        self._reasons: dict[SlotId, str] = {}  # why the last launch of a slot ended without an agent
+        self._excluded: dict[str, str] = {}  # host -> why nothing starts on it for now
+        self._exclusions: list[str] = []  # all there ever were
         self.leaving: set[AgentId] = set()
         """The agents whose place is not to be used any more."""
 
@@ -39,8 +48,11 @@ class Places:
             self._roster.slots[slot] = Slot(slot)
             self._out.append(LaunchSlot(slot))
 
-    def slot_ended(self, slot: Slot, now: float) -> None:
+    def slot_ended(self, slot: Slot, why: str, submitted: bool, now: float) -> None:
         """The slot's launch is over and its agent, if there was one, is off the roster."""
+        if not slot.joined:
+            self._reasons[slot.id] = why
+        slot.refusals = 0 if submitted else slot.refusals + 1
         self._timers.cancel(("end", slot.id))
         if not slot.excused:
             slot.excused = True
@@ -52,8 +64,23 @@ class Places:
         else:
             self._timers.set(("launch", slot.id), due)
 
+    def why_missing(self) -> str:
+        """Why launches ended before an agent joined, the most frequent reasons first; empty: none did."""
+        if not self._reasons:
+            return ""
+        reasons = Counter(self._reasons.values()).most_common(_REASONS_TOLD)
+        return "launches ended before their agent joined: " + "; ".join(reason for reason, _ in reasons)
+
+    def refused(self) -> str:
+        """Why no slot can be launched, if each was refused twice and nobody is there; empty: one may be."""
+        if self._roster.agents or len(self._reasons) < len(self._roster.slots):
+            return ""
+        refused = all(self._roster.slots[slot].refusals > 1 for slot in self._reasons)
+        return next(iter(self._reasons.values())) if refused else ""
+
     def launch(self, slot: Slot) -> None:
         slot.launched = True
+        slot.joined = False
         slot.excused = False
         self._out.append(LaunchSlot(slot.id))
 
@@ -71,6 +98,8 @@ class Places:
             self._out.append(DismissAgent(agent_id, f"slot {place.slot} is not launched"))
             return None
         slot.newest = agent_id
+        slot.joined = True
+        self._reasons.pop(slot.id, None)
         agent = Agent(agent_id, place)
         self._roster.agents[agent_id] = agent
         slot.agent = agent_id
@@ -158,15 +187,31 @@ class Places:
         self._decommissioned.discard(executor)
         return agents
 
+    def can_do_without(self, host: str) -> bool:
+        """Whether enough agents are on other hosts."""
+        usable = [agent for agent in self._roster.agents.values() if not (agent.leaving or agent.doomed)]
+        others = sum(1 for agent in usable if agent.place.host != host)
+        return host not in self._excluded and others >= self._settings.min_num_proc
+
+    def exclude(self, host: str, why: str, now: float) -> None:
+        """Use other hosts for a while."""
+        range_s = self._settings.cooldown_range_s or LONGEST_PAUSES_S
+        until = now + _EXCLUSION_IN_PAUSES * range_s[1]
+        self._excluded[host] = f"host {host} is left alone: {why}"
+        self._timers.set(("exclusion", len(self._exclusions)), until)
+        self._exclusions.append(host)
+        self._out.append(Announce(HostExcluded(now, host, why, until)))
+
+    def readmit(self, number: int) -> None:
+        self._excluded.pop(self._exclusions[number], None)
+
     def review(self, host: str | None = None) -> list[Agent]:
         """Compare agents (of one host) with what is allowed. Returns: those whose `leaving` changed."""
         if self._allowed is None:
-            candidates = [self._roster.agents[agent] for agent in sorted(self.leaving)]
-            changed = [agent for agent in candidates if not (agent.retiring or agent.doomed)]
-            for agent in changed:
-                agent.leaving = ""
-                self.leaving.discard(agent.id)
-            return changed
+            if not self._excluded and not self.leaving:
+                return []
+            agents = [agent for agent in self._roster.agents.values() if not (agent.retiring or agent.doomed)]
+            return [agent for agent in agents if self._set_leaving(agent, self._excluded.get(agent.place.host, ""))]
         by_host: dict[str, list[Agent]] = {}
         for agent in self._roster.agents.values():
             if not agent.doomed and (host is None or agent.place.host == host):
@@ -184,11 +229,17 @@ class Places:
         usable = sorted((agent for agent in agents if not agent.retiring), key=self._claim)
         changed: list[Agent] = []
         for position, agent in enumerate(usable):
-            leaving = "" if position < limit else why
-            if bool(agent.leaving) != bool(leaving):
-                agent.leaving = leaving
-                (self.leaving.add if leaving else self.leaving.discard)(agent.id)
+            leaving = self._excluded.get(host) or ("" if position < limit else why)
+            if self._set_leaving(agent, leaving):
                 changed.append(agent)
+        return changed
+
+    def _set_leaving(self, agent: Agent, why: str) -> bool:
+        """Returns: whether that is a change."""
+        changed = bool(agent.leaving) != bool(why)
+        if changed:
+            agent.leaving = why
+            (self.leaving.add if why else self.leaving.discard)(agent.id)
         return changed
 
     def _claim(self, agent: Agent) -> tuple[bool, float, bool, AgentId]:

@@ -26,11 +26,18 @@ class Failure:
         updated hosts, or the entry of the loop).
     in_reduction: the failed collective was the gradient reduction of a `DistributedOptimizer`.
     mid_update: an optimizer had begun to change parameters and did not finish.
+    committed: the last resume point was a commit, so there is a copy of the tensors as they were then.
+    altered: something else than the optimizers has changed tensors since the last resume point; or, once steps were
+        applied, the loop does that before its first step, so that a part of the next step is done already.
+    amid: the loop makes several steps before it counts, and it is not known to stand at the first of them.
     """
 
     steps: Sequence[int]
     in_reduction: bool
     mid_update: bool = False
+    committed: bool = False
+    altered: bool = False
+    amid: bool = False
 
 
 def decide(failure: Failure) -> tuple[Recovery, str]:
@@ -43,23 +50,16 @@ def decide(failure: Failure) -> tuple[Recovery, str]:
         return Recovery.COMMIT, "no optimizer in the state says when the model changes"
     if failure.mid_update:
         return Recovery.COMMIT, "an optimizer had begun to change the parameters"
+    if not any(failure.steps) and failure.committed:
+        return Recovery.COMMIT, "no step was applied since the last commit"
+    if failure.altered:
+        return Recovery.COMMIT, "something else than an optimizer has changed tensors on the way to the step"
     if not any(failure.steps):
         return Recovery.RESUME_POINT, "no step was applied since the last resume point"
     if not failure.in_reduction:
         return Recovery.COMMIT, f"a collective outside the optimizer failed {max(failure.steps)} steps after a commit"
     if len(set(failure.steps)) > 1:
         return Recovery.COMMIT, f"the optimizers stand at different steps {list(failure.steps)} since the last commit"
+    if failure.amid:
+        return Recovery.COMMIT, "the loop makes several steps before it counts, and has made some of them"
     return Recovery.LIVE, "the gradients of the next step were being reduced"
-
-
-def records_to_keep(records: int, steps: int, passes: int = 1) -> int:
-    """Batches that a sampler may count as done, of those recorded since `steps` was 0.
-
-    A loop may record a batch before or after the optimizer's step. At the entry of step `steps + 1` everything beyond
-    `steps * passes` batches belongs to the step that is done again. A sampler whose records do not follow the steps
-    (none recorded, or far more) is left alone.
-
-    records: batches recorded. passes: backward passes per optimizer step.
-    """
-    applied = steps * passes
-    return applied if applied < records <= applied + passes else records

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from spark_elastic.core.states import WORKERS, WorkerState
 from spark_elastic.core.topology import AgentId, Place, SlotId, WorkerId
+from spark_elastic.core.version import StateVersion
 
 
 @dataclass(slots=True)
@@ -15,6 +16,8 @@ class Slot:
     launched: bool = True  # its job is pending or running; otherwise it waits for its cooldown
     agent: AgentId | None = None  # the agent of the current launch, while it is there
     newest: AgentId = 0  # the newest agent it ever had; older ones come too late
+    joined: bool = False  # an agent of this launch has come
+    refusals: int = 0  # launches in a row that the driver could not even submit
     excused: bool = False  # whatever ends this launch next was counted already, or is nobody's fault
 
 
@@ -36,9 +39,15 @@ class Worker:
     state: WorkerState = WorkerState.BOOTING
     round: int = 0  # the last world it was published in; 0: none
     rank: int | None = None  # its rank there
-    progress: int | None = None  # steps applied as last reported; None: holds no state, or not known yet
+    version: StateVersion | None = None  # of its state, as last reported; None: holds no state, or not known yet
+    heard_at: float = float("-inf")  # when it last said something itself
     blocked_s: float | None = None  # how long it had waited in a collective when last heard; None: it did not
     introduced: bool = False  # WorkerJoined was announced
+    loop: int = 0  # the elastic loop that it last stood in and waited for a world; 0: none yet
+    after_loop: bool = False  # does what its function does after a loop, as last reported
+    run: int = 1  # the call of the function that counts; an older one's end changes nothing
+    run_again_in: int = 0  # the round that broke when it was last told to run again; 0: never
+    exited: bool = False  # DONE: its process is gone, so it cannot run again
 
 
 @dataclass(slots=True)

@@ -12,8 +12,10 @@ from spark_elastic.core.commands import (
     FinishJob,
     NotifyHostsUpdated,
     PublishWorld,
+    RunAgain,
     StopWorker,
 )
+from spark_elastic.core.crashes import Crashes
 from spark_elastic.core.deadlines import Silence, Timers
 from spark_elastic.core.decide import Candidate, Decision
 from spark_elastic.core.futility import Futility
@@ -22,13 +24,17 @@ from spark_elastic.core.roster import Roster, Worker
 from spark_elastic.core.states import PHASES, Phase, WorkerState
 from spark_elastic.core.timeline import JobEnded, Waiting, WorkerJoined, WorkerLeft, WorldBroken, WorldStarted
 from spark_elastic.core.topology import WorkerId, World
+from spark_elastic.core.version import BEGINNING, StateVersion
 from spark_elastic.errors import JobError, NotEnoughSlotsError, ResetLimitError, StateLostError
 from spark_elastic.settings import ElasticSettings
 
 BOOTING, AT_INIT, ADMITTED = WorkerState.BOOTING, WorkerState.AT_INIT, WorkerState.ADMITTED
 READY, TRAINING, DONE, GONE = WorkerState.READY, WorkerState.TRAINING, WorkerState.DONE, WorkerState.GONE
 
+REPORT_GRACE_S = 2.0
+"""The channel of a dying process closes before its agent has read the end of its stderr."""
 ENDED = (Phase.FINISHED, Phase.FAILED)
+_PLAIN_AGAIN = "its world broke, and a plain function can only be run again from the start"
 _WITH_WORLD = (Phase.RUNNING, Phase.INTERRUPTED, Phase.BROKEN, Phase.WAITING)
 
 
@@ -42,6 +48,7 @@ class Rounds:
         places: Places,
         timers: Timers[TimerKey],
         heard: Silence[WorkerId],
+        crashes: Crashes,
         out: list[Command],
     ) -> None:
         self._settings = settings
@@ -49,12 +56,13 @@ class Rounds:
         self._places = places
         self._timers = timers
         self._heard = heard
+        self._crashes = crashes
         self._out = out
 
         self.phase = Phase.CREATED
         self.world: World | None = None  # the newest, also after it broke
         self.round = 0  # its number; 0: none yet
-        self.furthest = 0  # most steps any worker ever reported
+        self.furthest = BEGINNING  # the most advanced state that any worker ever reported
         self.error: JobError | None = None
         self.waiting: tuple[str, float | None] = ("", None)  # what is waited for, until when
 
@@ -69,8 +77,9 @@ class Rounds:
         self._gather_since = 0.0
         self._gather_setting = "start_timeout"
         self._enough_since: float | None = None  # STARTING: since when min_num_proc are ready
-        self._noticed_progress = 0  # INTERRUPTED: `furthest` when the members were last asked
+        self._noticed_at = BEGINNING  # INTERRUPTED: `furthest` when the members were last asked
         self._stall_due = 0.0  # BROKEN: when survivors that have not come are removed
+        self._lost_at: float | None = None  # when the last holder of the state went, until it is known how
         self._paused_at: float | None = None  # when the newest world broke, or its first member stopped
         self._change = "the job starts"  # why the next world is built
         self._last_loss = "none"
@@ -103,9 +112,13 @@ class Rounds:
 
     # --- workers ----------------------------------------------------------------------------------
 
-    def note_progress(self, progress: int, now: float) -> None:
-        """Somebody holds a state with that many steps applied."""
-        self.furthest = max(self.furthest, progress)
+    def note_version(self, version: StateVersion, now: float) -> None:
+        """Somebody holds a state of that version."""
+        next_loop = version.loop > self.furthest.loop
+        self.furthest = max(self.furthest, version)
+        if next_loop:
+            for worker in list(self._roster.in_state(READY)):
+                self._send_on(worker, now)
         if not self._elastic:
             self._elastic = True
             if self.phase in _WITH_WORLD:
@@ -123,18 +136,47 @@ class Rounds:
         if self._elastic and self.phase in _WITH_WORLD:
             self._admit(worker, now)
 
-    def _admit(self, worker: Worker, now: float) -> None:
-        members = self._roster.count(TRAINING) + self._roster.count(READY) + self._roster.count(ADMITTED)
-        self._roster.enter(worker, ADMITTED)
-        self._timers.set(("boot", worker.id), now + self._settings.start_timeout_s)
-        self._out.append(AdmitProvisionally(worker.id, rank=members, size=members + 1))
+    def note_place(self, worker: Worker, after_loop: bool, now: float) -> None:
+        """A member is in its loop, or does what comes after it."""
+        if worker.state is not TRAINING or worker.after_loop == after_loop:
+            return
+        worker.after_loop = after_loop
+        if not after_loop and self.phase is Phase.BROKEN:  # it comes back now
+            self._wait_for(worker.id, now)
+        elif not after_loop:  # the next loop: who waited for it may come in
+            self.consider_interrupt(now)
 
-    def ready(self, worker: Worker, progress: int | None, now: float) -> None:
-        """The worker stands in the elastic loop and waits for the next world."""
+    def wait_longer(self, worker_id: WorkerId, now: float) -> bool:
+        """Whether a survivor that has not come is to be waited for: it does what comes after the loop, and lives."""
+        worker = self._roster.workers[worker_id]
+        if not worker.after_loop:
+            return False
+        self._wait_for(worker_id, now)
+        return True
+
+    def _wait_for(self, survivor: WorkerId, now: float) -> None:
+        """Wait once more as long as for any survivor of the broken world."""
+        self._stall_due = now + self._settings.stall_timeout_s
+        self._timers.set(("stall", survivor), self._stall_due)
+
+    def _send_on(self, worker: Worker, now: float) -> None:
+        """Have a worker that stands in an earlier loop than the job go on to the job's."""
+        if 0 < worker.loop < self.furthest.loop:
+            worker.rank = None  # it comes back as a newcomer
+            self._admit(worker, now)
+
+    def _admit(self, worker: Worker, now: float) -> None:
+        self._roster.enter(worker, ADMITTED)
+        members = self._roster.count(TRAINING) + self._roster.count(READY) + self._roster.count(ADMITTED) - 1
+        self._timers.set(("boot", worker.id), now + self._settings.start_timeout_s)
+        self._out.append(AdmitProvisionally(worker.id, members, members + 1, self.furthest.loop))
+
+    def ready(self, worker: Worker, version: StateVersion | None, loop: int, now: float) -> None:
+        """The worker stands in the elastic loop of that number and waits for the next world."""
         self._introduce(worker, now)
         member = worker.state is TRAINING
         self._roster.enter(worker, READY)
-        worker.progress = progress
+        worker.version, worker.loop, worker.after_loop = version, loop, False
         self._timers.cancel(("stall", worker.id))
         if not member:
             self.consider_interrupt(now)
@@ -145,13 +187,17 @@ class Rounds:
             self._paused_at = now
             # they all stop at the same step; a straggler is stuck in a collective with somebody who left it
             self._timers.set(("notice", 0), now + self._settings.heartbeat_timeout_s)
+        self._send_on(worker, now)
 
     def done(self, worker: Worker, in_loop: bool, now: float) -> None:
         """The worker's function returned."""
         for kind in ("boot", "stall", "exit"):
             self._timers.cancel((kind, worker.id))
         if worker.state is TRAINING and not in_loop and self.phase is Phase.BROKEN:
-            self.restart(worker, "its world broke, and a plain function can only be run again from the start", now)
+            self.restart(worker, _PLAIN_AGAIN, now)
+            return
+        if worker.state is TRAINING and self.phase is Phase.BROKEN and worker.run_again_in != self.round:
+            self._run_again(worker, now)
             return
         self._roster.enter(worker, DONE)
         self._heard.forget(worker.id)
@@ -161,10 +207,28 @@ class Rounds:
         if not in_loop:
             self._plain.add(worker.id)
 
+    def _run_again(self, worker: Worker, now: float) -> None:
+        """Have a worker whose function returned in a world that broke call it again: its results are those of a world
+        that ends well."""
+        if worker.id in self._plain:
+            self.restart(worker, _PLAIN_AGAIN, now)
+        elif worker.exited:
+            self.restart(worker, "its world broke after its function had returned and its process had ended", now)
+        else:
+            if worker.state is DONE:
+                del self._done[worker.id]
+                self._roster.enter(worker, TRAINING)
+            worker.run += 1
+            worker.run_again_in, worker.after_loop = self.round, False
+            self._heard.heard(worker.id, now)
+            worker.heard_at = now
+            self._wait_for(worker.id, now)
+            self._out.append(RunAgain(worker.id, worker.run, self._change))
+
     def remove(self, worker: Worker, why: str, now: float, *, graceful: bool = False) -> None:
         """Take the worker off the roster; a world that needed it breaks."""
-        # the others would have to run a plain function again with it, to bring back its result
-        needed = worker.state is TRAINING or worker.id in self._plain
+        # its result is gone with it, and the others have to bring back what it came to
+        needed = worker.state is TRAINING or worker.id in self._done
         self._roster.enter(worker, GONE)
         self._heard.forget(worker.id)
         for kind in ("boot", "stall", "exit"):
@@ -213,6 +277,8 @@ class Rounds:
             return  # where some are done already, the job is about to end: nobody joins any more
         if not self._elastic:
             return  # a plain function has no step to stop at
+        if any(worker.after_loop for worker in self._roster.in_state(TRAINING)):
+            return  # there is no step to stop at after the loop; who is ready waits for the next loop, or the end
         limit = self._settings.reset_limit
         if limit is not None and self.round > limit:
             return  # the next world would end the job: only a loss is worth that
@@ -230,7 +296,7 @@ class Rounds:
         self._enter(Phase.INTERRUPTED)
         self._paused_at = None
         self._notices += 1
-        self._noticed_progress = self.furthest
+        self._noticed_at = self.furthest
         self._timers.set(("notice", 0), now + self._settings.stall_timeout_s)
         self._out.append(NotifyHostsUpdated(tuple(self._roster.states[TRAINING]), self._notices))
         self._say_interrupted(self._roster.count(TRAINING), now)
@@ -262,18 +328,19 @@ class Rounds:
         for survivor in training:
             self._timers.set(("stall", survivor), self._stall_due)
         self._out.append(Announce(WorldBroken(now, self.round, self.world.size, why)))
-        for worker in [self._roster.workers[worker] for worker in sorted(self._plain)]:
-            self.restart(worker, "its world broke, and a plain function can only be run again from the start", now)
+        for worker in [self._roster.workers[worker] for worker in sorted(self._done)]:
+            self._run_again(worker, now)
 
     def notice_due(self, now: float) -> None:
         """The members were asked to stop and not all did."""
         if self.phase is not Phase.INTERRUPTED:
             return
         limit_s = self._settings.stall_timeout_s
-        if self._paused_at is None and self.furthest > self._noticed_progress:
-            # nobody reached a commit, but they train on: only newcomers wait for them
+        after_loop = any(worker.after_loop for worker in self._roster.in_state(TRAINING))
+        if self._paused_at is None and (self.furthest > self._noticed_at or after_loop):
+            # nobody reached a commit, but they work on: only newcomers wait for them
             self._waiting_key = ()
-            self._noticed_progress = self.furthest
+            self._noticed_at = self.furthest
             self._timers.set(("notice", 0), now + limit_s)
         elif self._paused_at is None:
             self._break(f"no step in {limit_s:g} s since the workers were asked to stop", now)
@@ -297,6 +364,11 @@ class Rounds:
 
     def _evaluate_start(self, now: float) -> None:
         settings = self._settings
+        waiting = list(self._roster.in_state(AT_INIT, READY))
+        if any(worker.loop for worker in waiting):  # who is in the loop takes no part in what others do before it
+            for worker in waiting:
+                if not worker.loop:
+                    self._admit(worker, now)
         ready = self._roster.count(AT_INIT) + self._roster.count(READY)
         have = ready or len(self._done)  # some functions return without ever asking for a world
         if have < settings.min_num_proc:
@@ -324,9 +396,11 @@ class Rounds:
             return
         if self.phase is Phase.RUNNING:
             self._break("the agents that held the results are gone", now)
-        if all(candidate.progress is None for candidate in ready):
-            if self.furthest > 0:
-                self.fail(StateLostError(progress=self.furthest, last_reason=self._last_loss), now)
+        held = any(self._holds(candidate.version) for candidate in ready)
+        behind = not held and any(self._holds(worker.version) for worker in self._roster.in_state(ADMITTED))
+        if not held and not behind:
+            if self.furthest.trained:
+                self._on_state_lost(now)
                 return
             self._enter(Phase.STARTING)
             self._change = f"starting over, nobody held a state ({self._change})"
@@ -336,7 +410,8 @@ class Rounds:
         if self.phase is not Phase.WAITING:
             self._gather_since, self._gather_setting = now, "elastic_timeout"
             self._gather_until = now + self._settings.elastic_timeout_s
-        members = decide.select(ready, len(self._done), self._settings.min_num_proc)
+        # without a holder of the state nobody goes on, but one is on its way
+        members = [] if behind else decide.select(ready, len(self._done), self._settings.min_num_proc)
         have = len(members) + len(self._done)
         decision = decide.regroup(have, self._settings, now, deadline=self._gather_until)
         if decision.go and self._futility.retry_at > now:
@@ -352,6 +427,27 @@ class Rounds:
         else:
             self._wait(decision, have, now)
 
+    def _on_state_lost(self, now: float) -> None:
+        """Fail. If a crash came back until nobody was left, that is what to say, with how the last one ended."""
+        if self._crashes.may_be_a_row():
+            if self._lost_at is None:
+                self._lost_at = now
+            due = self._lost_at + REPORT_GRACE_S
+            if self._crashes.is_a_row_at_the_end(now):
+                self.fail(self._crashes.error(self.furthest, now), now)
+                return
+            if now < due:
+                self._timers.set(("gather", 0), due)
+                self._say(("lost",), "every worker that held the state is gone; waiting for why", due, now)
+                return
+        self.fail(StateLostError(progress=self.furthest.steps, last_reason=self._last_loss), now)
+
+    def _holds(self, version: StateVersion | None) -> bool:
+        """Whether a state is the job's: of its loop, or of the end of the one before if this one has not begun."""
+        if version is None:
+            return False
+        return version.loop == self.furthest.loop or (version.loop + 1, 0) == (self.furthest.loop, self.furthest.steps)
+
     def _pause(self, now: float) -> Decision:
         until = self._futility.retry_at
         return Decision(
@@ -364,7 +460,7 @@ class Rounds:
     def _candidates(self, *states: WorkerState) -> list[Candidate]:
         agents = self._roster.agents
         return [
-            Candidate(worker.id, worker.place, worker.rank, worker.progress, bool(agents[worker.agent].leaving))
+            Candidate(worker.id, worker.place, worker.rank, worker.version, bool(agents[worker.agent].leaving))
             for worker in self._roster.in_state(*states)
         ]
 
@@ -419,6 +515,8 @@ class Rounds:
             f"{len(self._roster.agents)} agents had joined, {len(states[BOOTING])} workers were still booting, "
             f"{len(states[ADMITTED])} building their model; last loss: {self._last_loss}"
         )
+        if missing := self._places.why_missing():
+            detail += f"; {missing}"
         unused = sorted({agent.leaving for agent in self._roster.agents.values() if agent.leaving})
         if unused:
             detail += f"; agents that are not used: {'; '.join(unused[:5])}"
@@ -436,7 +534,9 @@ class Rounds:
     def _wait(self, decision: Decision, have: int, now: float) -> None:
         assert decision.deadline is not None
         self._timers.set(("gather", 0), decision.deadline)
-        self._say((have, decision.deadline), decision.reason, decision.deadline, now)
+        missing = self._places.why_missing()
+        reason = f"{decision.reason}; {missing}" if missing else decision.reason
+        self._say((have, decision.deadline, missing), reason, decision.deadline, now)
 
     def _say_interrupted(self, training: int, now: float) -> None:
         due = self._timers.get(("notice", 0))
@@ -450,8 +550,11 @@ class Rounds:
         missing = sorted(worker.rank or 0 for worker in self._roster.in_state(TRAINING)) if training <= 8 else []
         due = self._stall_due
         who = f" (ranks {', '.join(map(str, missing))})" if missing else ""
+        finishing = sum(worker.after_loop for worker in self._roster.in_state(TRAINING))
+        if finishing:
+            who += f", {finishing} of which do what comes after the loop and are waited for longer"
         reason = f"round {self.round} broke; waiting up to {due - now:.0f} s for {training} survivors{who}"
-        self._say((training, due), reason, due, now)
+        self._say((training, due, finishing), reason, due, now)
 
     def _say(self, key: tuple[object, ...], reason: str, deadline: float | None, now: float) -> None:
         """Announce what is waited for, if that changed."""

@@ -66,7 +66,8 @@ PHASES: Table[Phase] = Table(
         _P.RUNNING: "the members of a world train; silence is bounded by `heartbeat_timeout`",
         _P.INTERRUPTED: "the members were asked to stop at an agreed step and train until then. Once the first has "
         "stopped, the others have `heartbeat_timeout` before they are cut",
-        _P.BROKEN: "a member is lost and the others were cut; each has `stall_timeout` to come back",
+        _P.BROKEN: "a member is lost and the others were cut; each has `stall_timeout` to come back, or longer "
+        "while it does what comes after the loop",
         _P.WAITING: "fewer than `min_num_proc`: the survivors keep their state, at most `elastic_timeout`; or a pause, "
         "because worlds broke in a row with nobody lost",
         _P.FINISHED: "every remaining member is done",
@@ -107,9 +108,10 @@ WORKERS: Table[WorkerState] = Table(
     {
         _W.BOOTING: "its process starts and imports; at most `start_timeout`",
         _W.AT_INIT: "waits inside `init()` for a world",
-        _W.ADMITTED: "was let out of `init()` while a world runs, and builds its model; at most `start_timeout`",
+        _W.ADMITTED: "was let out of `init()`, or past an earlier loop, while a world runs, and builds its model; at "
+        "most `start_timeout`",
         _W.READY: "stands at a step boundary in the elastic loop and waits for a world",
-        _W.TRAINING: "a member of the current world",
+        _W.TRAINING: "a member of the current world: in the loop, or doing what comes after it",
         _W.DONE: "its function returned; the result is with its agent",
         _W.GONE: "exited, lost or removed",
     },
@@ -122,12 +124,14 @@ WORKERS: Table[WorkerState] = Table(
         (_W.ADMITTED, _W.READY): "Ready from the loop",
         (_W.ADMITTED, _W.DONE): "the function returned without entering the loop",
         (_W.READY, _W.TRAINING): "PublishWorld",
+        (_W.READY, _W.ADMITTED): "AdmitProvisionally: the job is in a later loop",
         (_W.TRAINING, _W.READY): "Ready after an interrupt or a failed collective",
         (_W.TRAINING, _W.DONE): "the function returned",
         **{
             (state, _W.GONE): "lost, removed or dismissed"
             for state in (_W.BOOTING, _W.AT_INIT, _W.ADMITTED, _W.READY, _W.TRAINING)
         },
-        (_W.DONE, _W.GONE): "its agent is lost, or a plain function has to run again",
+        (_W.DONE, _W.TRAINING): "RunAgain: its world broke before all members were done",
+        (_W.DONE, _W.GONE): "its agent is lost, or it has to run again and cannot go on from a state",
     },
 )

@@ -87,6 +87,18 @@ class PlaceCooledDown(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class HostExcluded(Record):
+    """One world after another crashed on the host; other hosts are used until `until`."""
+
+    host: str
+    why: str
+    until: float
+
+    def __str__(self) -> str:
+        return f"host {self.host} is left alone for {self.until - self.at:.0f} s: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
 class Waiting(Record):
     """What the job waits for, and for how long at most; logged when it changes."""
 
@@ -95,6 +107,16 @@ class Waiting(Record):
 
     def __str__(self) -> str:
         return self.reason
+
+
+@dataclass(frozen=True, slots=True)
+class DriverStoodStill(Record):
+    """The driver heard nobody for a while, and nobody was given up for it."""
+
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"the driver stood still for {self.seconds:.1f} s; its workers trained on"
 
 
 @dataclass(frozen=True, slots=True)

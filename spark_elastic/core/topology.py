@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from spark_elastic.core.version import StateVersion
+
 AgentId = int
 """One run of our code in one Spark task; never used twice in a job."""
 WorkerId = int
@@ -43,16 +45,21 @@ class Member:
 class World:
     """The agreed members of one round.
 
-    `members` is in rank order, host by host. `root` is the rank of the most advanced member and `progress` the
-    number of steps it has applied (None: nobody holds a state yet). `sync` says whether the root has to broadcast:
-    False when every member stands at the same step.
+    `members` is in rank order, host by host. `root` is the rank of the most advanced member and `version` that of its
+    state (None: nobody holds a state yet). `sync` says whether the root has to broadcast all of it: False when every
+    member reports the same version; then the light part is brought and the tensors are compared.
     """
 
     round: int
     members: tuple[Member, ...]
     root: int
-    progress: int | None
+    version: StateVersion | None
     sync: bool
+
+    @property
+    def progress(self) -> int | None:
+        """Optimizer steps in the state that this world starts from."""
+        return None if self.version is None else self.version.steps
 
     @property
     def size(self) -> int:

@@ -43,7 +43,9 @@ def values_of(column: Column, array: Any, first_row: int) -> Values | SparseValu
     if array.null_count:
         empty = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
         raise RowsRefused(
-            Fault(column.name, len(empty), first_row + int(empty[0]), "null", "a value in every row", _FILL)
+            Fault(
+                column.name, len(empty), first_row + int(empty[0]), "null", "a value in every row", _FILL, missing=True
+            )
         )
     if column.source == "scalar":
         return Values(_numbers(array), None, 1)
@@ -53,6 +55,25 @@ def values_of(column: Column, array: Any, first_row: int) -> Values | SparseValu
         return _lists(column, array, column.depth, first_row)
     ends, data = _bytes(array)
     return _ragged(data[ends[0] : ends[-1]], np.diff(ends))
+
+
+def missing_rows(array: Any, allow_nan: bool) -> npt.NDArray[np.bool_]:
+    """Which rows of a column have no value to compute with: null, NaN or infinity, in an array or vector as well.
+
+    allow_nan: NaN and infinity are values.
+    """
+    from pyarrow import compute, types
+
+    missing: npt.NDArray[np.bool_] = array.is_null().to_numpy(zero_copy_only=False).copy()
+    if types.is_struct(array.type):  # a vector: (type, size, indices, values), of which a dense one lacks some
+        array = array.flatten()[3]
+    if types.is_list(array.type) or types.is_large_list(array.type):
+        lengths = compute.fill_null(compute.list_value_length(array), 0).to_numpy()
+        inner = missing_rows(array.flatten(), allow_nan)
+        missing[np.repeat(np.arange(len(missing)), lengths)[inner]] = True
+    elif types.is_floating(array.type) and not allow_nan:
+        missing |= ~np.isfinite(compute.fill_null(array, 0).to_numpy())
+    return missing
 
 
 def _ragged(flat: npt.NDArray[Any], lengths: npt.NDArray[Any], inner: tuple[int, ...] = ()) -> Values:
@@ -90,6 +111,7 @@ def _lists(column: Column, array: Any, depth: int, first_row: int) -> Values:
                 "null within the array",
                 "a value in every element",
                 "Fill them: F.transform(column, lambda x: F.coalesce(x, F.lit(0)))",
+                missing=True,
             )
         )
     if depth == 1:

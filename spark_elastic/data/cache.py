@@ -6,6 +6,8 @@
                                      /keep                it stays when its process ends
                                      /used                its time of change is when the set was last asked for
                                      /leases/<id>.json    until when somebody needs it
+                                     /checked/<host>.json files that had the right checksums there
+                                     /damaged             a file that had not; the set is written again
                                      /<run>/*.rows, *.side
 """
 
@@ -16,6 +18,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import socket
 import threading
 import uuid
@@ -28,16 +31,45 @@ from typing import Any
 from spark_elastic.clock import wall
 from spark_elastic.data.manifest import MANIFEST_NAME, Manifest
 from spark_elastic.data.store import FileEntry, Store
+from spark_elastic.errors import InvalidSettingsError
 
 SETS = "spark_elastic-sets"
 LEASE_S = 600.0
 """How long a lease outlives a process that was killed. Renewed four times as often."""
 ORPHAN_AGE_S = 86_400.0
-_OURS = re.compile(r"(manifest\.json|keep|used|leases/.*|[^/]+/[^/]+\.(rows|side))$|\..*\.partial$|.*\.partial$")
+_OURS = re.compile(
+    r"(manifest\.json|keep|used|damaged|leases/.*|checked/.*|[^/]+/[^/]+\.(rows|side))$|\..*\.partial$|.*\.partial$"
+)
+
+LIMIT_SETTING, TTL_SETTING = "SPARK_ELASTIC_ROWS_LIMIT", "SPARK_ELASTIC_ROWS_TTL"
+"""Environment variables of the driver: bytes of the sets that fits leave for later ones ("20g"), and the seconds since
+their last use after which they go."""
+TTL_S = 86_400.0
+DISK_SHARE = 0.25
+"""Of what a local store's disk has free, with these sets gone: the limit, unless told otherwise."""
+REMOTE_LIMIT = 100 << 30
 
 _log = logging.getLogger(__name__)
-_unkept: dict[str, tuple[Store, int]] = {}
-"""URL → set that goes when this process ends, and the pid that said so: a forked child has nothing to clean up."""
+
+
+@dataclass(slots=True)
+class _Unkept:
+    """A set that goes when this process ends. pid: that said so: a forked child has nothing to clean up.
+
+    users: fits of this process that run on it, and calls of `materialize`, whose caller may read it until the end.
+    """
+
+    folder: Store
+    pid: int
+    users: int = 0
+    used_s: float = 0.0
+    nbytes: int | None = None
+    """None: not looked at since it was written."""
+
+
+_unkept: dict[str, _Unkept] = {}
+"""By URL."""
+_guard = threading.RLock()
 
 
 def folder_of(store: Store, name: str) -> Store:
@@ -85,14 +117,139 @@ def is_leased(folder: Store, now: float) -> bool:
     return False
 
 
+@contextmanager
+def spared(folder: Store) -> Iterator[None]:
+    """While the block runs no limit of this process takes the set in `folder`, if it is there."""
+    with _guard:
+        mine = _unkept.get(folder.url)
+        if mine is not None:
+            mine.users += 1
+    try:
+        yield
+    finally:
+        with _guard:
+            if mine is not None:
+                mine.users = max(0, mine.users - 1)
+
+
 def mark_used(folder: Store, keep: bool) -> None:
-    """Note that the set was asked for now; without `keep` it goes when this process ends, unless it was kept before."""
+    """Note that the set was asked for now; without `keep` it goes when this process ends, unless it was kept before.
+
+    Until then whoever has asked may read it. A fit gives it back when it is over: see `give_back`.
+    """
     folder.write_bytes("used", b"", durable=False)
     if keep:
         folder.write_bytes("keep", b"")
-        _unkept.pop(folder.url, None)
+        with _guard:
+            _unkept.pop(folder.url, None)
     elif not folder.exists("keep"):
-        _unkept[folder.url] = (folder, os.getpid())
+        with _guard:
+            mine = _unkept.get(folder.url)
+            if mine is None or mine.pid != os.getpid():
+                mine = _unkept[folder.url] = _Unkept(folder, os.getpid())
+            mine.users += 1
+            mine.used_s = wall()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of the sets that fits leave for later ones. nbytes: None: as the disk has room. ttl_s: since their last use."""
+
+    nbytes: int | None = None
+    ttl_s: float = TTL_S
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str]) -> Limits:
+        """Raises: InvalidSettingsError: not a size, or not a time."""
+        return cls(_size(environment.get(LIMIT_SETTING)), _seconds(environment.get(TTL_SETTING)))
+
+    def bytes_in(self, store: Store, used: int) -> int:
+        """used: by these sets now."""
+        if self.nbytes is not None:
+            return self.nbytes
+        if not store.is_local:
+            return REMOTE_LIMIT
+        return int(DISK_SHARE * (used + shutil.disk_usage(store.local_path()).free))
+
+
+def _size(text: str | None) -> int | None:
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d+)([kmgt]?)b?", text.strip().lower())
+    if found is None:
+        raise InvalidSettingsError(f"{LIMIT_SETTING} must be bytes, such as 500m or 20g, not {text!r}")
+    return int(found[1]) << 10 * ("kmgt".index(found[2]) + 1 if found[2] else 0)
+
+
+def _seconds(text: str | None) -> float:
+    if not text:
+        return TTL_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise InvalidSettingsError(f"{TTL_SETTING} must be seconds, from 0, not {text!r}")
+    return seconds
+
+
+def give_back(folder: Store, limits: Limits, now: float) -> list[str]:
+    """End one use of a set that `mark_used` began, and delete those of this process that are over the limits.
+
+    Returns: URLs of the sets that were deleted.
+    """
+    with _guard:
+        mine = _unkept.get(folder.url)
+        if mine is not None:
+            mine.users = max(0, mine.users - 1)
+            mine.used_s, mine.nbytes = now, None
+    return collect_unkept(limits, now)
+
+
+def collect_unkept(limits: Limits, now: float) -> list[str]:
+    """Delete sets of this process that nobody uses: those past their time, then the least recently used until the rest
+    is within the limit. Never one that is leased, or that the caller of `materialize` holds.
+
+    Returns: URLs of the sets that were deleted.
+    """
+    deleted = []
+    with _guard:
+        mine = [each for each in _unkept.values() if each.pid == os.getpid() and not each.users]
+        mine.sort(key=lambda each: each.used_s)
+        for each in mine:
+            if each.nbytes is None:
+                each.nbytes = _bytes_of(each.folder)
+        stores: dict[str, int] = {}
+        for each in mine:
+            stores[_place_of(each)] = stores.get(_place_of(each), 0) + (each.nbytes or 0)
+        for each in mine:
+            place, nbytes = _place_of(each), each.nbytes or 0
+            try:
+                over = stores[place] > limits.bytes_in(each.folder, stores[place])
+                late = each.used_s < now - limits.ttl_s
+                if not (over or late) or is_leased(each.folder, now):
+                    continue
+                if not each.folder.exists("keep"):
+                    delete_set(each.folder)
+                    deleted.append(each.folder.url)
+            except Exception as error:  # each filesystem has errors of its own
+                _log.warning("the set in %s could not be deleted: %s", each.folder.url, error)
+            stores[place] -= nbytes
+            _unkept.pop(each.folder.url, None)
+    if deleted:
+        _log.info("packed rows that no fit has used for longest are deleted: %s", ", ".join(deleted))
+    return deleted
+
+
+def _place_of(unkept: _Unkept) -> str:
+    return unkept.folder.root.rpartition("/")[0]
+
+
+def _bytes_of(folder: Store) -> int:
+    try:
+        return sum(entry.nbytes for entry in folder.list(recursive=True))
+    except Exception:  # each filesystem has errors of its own; it counts once it can be looked at
+        return 0
 
 
 def may_be_lost(folder: Store) -> bool:
@@ -105,10 +262,11 @@ def may_be_lost(folder: Store) -> bool:
 @atexit.register
 def delete_unkept() -> None:
     """Delete the sets that this process wrote or used, nobody asked to keep, and nobody else needs."""
-    for url, (folder, pid) in list(_unkept.items()):
-        if pid != os.getpid():
+    for url, unkept in list(_unkept.items()):
+        if unkept.pid != os.getpid():
             continue
         del _unkept[url]
+        folder = unkept.folder
         try:
             if not folder.exists("keep") and not is_leased(folder, wall()):
                 delete_set(folder)
@@ -118,6 +276,8 @@ def delete_unkept() -> None:
 
 def delete_set(folder: Store) -> None:
     """The manifest first: whoever looks meanwhile finds no set rather than half of one."""
+    with _guard:
+        _unkept.pop(folder.url, None)
     folder.delete(MANIFEST_NAME)
     folder.delete()
 

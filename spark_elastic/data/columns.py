@@ -40,13 +40,15 @@ _INSTEAD = {
 class Column:
     """A column as the tasks see it. source: "scalar", "list", "vector", "binary" or "string".
 
-    dtype: of one element, before any cast. depth: how many arrays lie in one another, for "list".
+    dtype: of one element, before any cast. depth: how many arrays lie in one another, for "list". whole: its values are
+    integers, although they come as float64: decimals without digits after the point.
     """
 
     name: str
     source: str
     dtype: str
     depth: int = 0
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,8 @@ def _column(name: str, spark_type: Any) -> Column:
         if kind in ("string", "char", "varchar"):
             return Column(name, "string", "|u1")
     if kind in _ELEMENTS:
-        return Column(name, "list" if depth else "scalar", _ELEMENTS[kind], depth)
+        whole = kind == "decimal" and element.scale == 0
+        return Column(name, "list" if depth else "scalar", _ELEMENTS[kind], depth, whole)
     if depth and kind in ("string", "binary", "vectorudt"):
         instead = "turn the elements into numbers, or explode them into columns"
     else:

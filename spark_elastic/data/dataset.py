@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,9 +15,6 @@ from spark_elastic.errors import DatasetError
 
 if TYPE_CHECKING:
     from spark_elastic.data.reader import BatchReader
-
-
-_PART = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -83,20 +79,13 @@ class Dataset:
         """
         for shard in self.manifest.shards:
             for file, expected in ((shard.file, shard.crc32), (shard.sidecar, shard.sidecar_crc32)):
-                if file is not None and (found := self._checksum(file)) != expected:
+                if file is not None and (found := self.store.checksum(file)[1]) != expected:
                     raise DatasetError(
                         f"{self.store.url}: {file} has checksum {found:08x}, the manifest says {expected:08x}; the set "
                         "is damaged, delete it and write it again",
                         url=self.store.url,
                         file=file,
                     )
-
-    def _checksum(self, file: str) -> int:
-        found = 0
-        with self.store.open_input(file) as stream:
-            while part := stream.read(_PART):
-                found = zlib.crc32(part, found)
-        return found
 
     def delete(self) -> None:
         """Remove every file, the manifest first: whoever looks meanwhile finds no set rather than half of one."""

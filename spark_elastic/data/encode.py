@@ -94,7 +94,7 @@ class Encoder:
         if tensor.pad_to is not None:
             expected = self._lengths.setdefault((tensor.name, column.name), tensor.pad_to)
             wrong = np.flatnonzero((lengths if lengths is not None else np.array([width])) > expected)
-            words = f"arrays of {expected} at most (pad_to)", "Raise pad_to, or F.slice them"
+            words = f"arrays of {expected} at most (pad_to)", "Raise pad_to, or F.slice them", "pad_to"
         else:
             expected = self._lengths.setdefault(
                 (tensor.name, column.name), width if lengths is None else int(lengths[0])
@@ -105,15 +105,19 @@ class Encoder:
                 "Store them padded (pad_to=) or with their own lengths (variable=)"
                 if column.source in ("list", "binary") and column.depth < 2
                 else "",
+                "pad_to",
             )
         if expected == 0:
-            wrong, words = np.arange(1), ("a value at least", "")
+            wrong, words = np.arange(1), ("a value at least", "", "")
         if len(wrong):
             row = int(wrong[0])
             found = width if lengths is None else int(lengths[row])
             rows = self.rows - first_row if lengths is None else len(wrong)
             what = "values" if column.source == "binary" else "arrays"
-            raise RowsRefused(Fault(column.name, rows, first_row + row, f"{what} of {found}", *words))
+            wanted, remedy, setting = words
+            raise RowsRefused(
+                Fault(column.name, rows, first_row + row, f"{what} of {found}", wanted, remedy, setting=setting)
+            )
         return values
 
     def _decide(self, found: dict[tuple[str, str], Values | SparseValues], rows: int, first_row: int) -> None:
@@ -142,6 +146,7 @@ class Encoder:
                                 first_row,
                                 f"{math.prod(shape)} values",
                                 f"{math.prod(tensor.shape)} for a shape of {list(tensor.shape)} (shapes=)",
+                                setting="shapes",
                             )
                         )
                     shape = tensor.shape
@@ -191,10 +196,10 @@ class Encoder:
             else:
                 matrix = values.flat.reshape(len(out), width)
                 if _needs_no_look(values.flat.dtype, target.dtype) or (
-                    tensor.allow_nan and target.dtype.kind == "f" == matrix.dtype.kind
+                    tensor.allow_nan and not column.whole and target.dtype.kind == "f" == matrix.dtype.kind
                 ):
                     target[...] = matrix
-                elif matrix.dtype.kind == target.dtype.kind == "f":
+                elif matrix.dtype.kind == target.dtype.kind == "f" and not column.whole:
                     self._fill_floats(target, column, tensor, matrix, first_row)
                 else:
                     target[...] = _checked(tensor, column, values.flat, None, first_row, width).reshape(matrix.shape)
@@ -217,10 +222,26 @@ def _storage(values: Values | SparseValues) -> Kind:
 
 
 def _needs_no_look(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
-    """Whether every value of `source` has its place in `target`; large integers may be rounded to floats."""
+    """Whether every value of `source` has its place in `target`. Large integers have none among floats."""
     if source.kind == "f":
         return False
-    return np.can_cast(source, target) or (target.kind == "f" and target.itemsize >= 4)
+    if source.kind in "iu" and target.kind == "f":
+        return 8 * source.itemsize <= np.finfo(target).nmant
+    return np.can_cast(source, target)
+
+
+def _rounded(values: npt.NDArray[Any], stored: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Which integers are others as floats. values: integers, or float64 that stand for integers."""
+    exact = 2 << np.finfo(stored.dtype).nmant  # all integers up to here
+    if values.dtype.kind == "f":
+        # what a decimal was is not known any more: 2**53 + 1 has become 2**53
+        changed: npt.NDArray[np.bool_] = (np.abs(values) >= 2**53) | (stored.astype(np.float64) != values)
+        return changed
+    if not len(values) or (int(values.max()) <= exact and int(values.min()) >= -exact):
+        return np.zeros(len(values), bool)
+    wrong: npt.NDArray[np.bool_] = np.abs(stored.astype(np.float64)) >= 2.0**63  # would not fit an int64
+    wrong[~wrong] = stored[~wrong].astype(np.int64) != values[~wrong]
+    return wrong
 
 
 def _checked(
@@ -240,23 +261,46 @@ def _checked(
     dtype = np.dtype(tensor.dtype)
     if _needs_no_look(flat.dtype, dtype):
         return flat.astype(dtype, copy=False)
+    setting = "dtypes"
     with np.errstate(over="ignore", invalid="ignore"):
         stored = flat.astype(dtype)
         if flat.dtype.kind == "f" and not tensor.allow_nan and not np.isfinite(flat).all():
             wrong, found = ~np.isfinite(flat), "NaN or infinity"
             expected, remedy = "finite numbers", "Clean them, or say allow_nan="
+            setting = "allow_nan"
+        elif dtype.kind == "f" and (column.whole or flat.dtype.kind in "iu"):
+            wrong, found = _rounded(flat, stored), "integers"
+            expected = f"what {dtype.name} holds exactly: all integers up to {2 << np.finfo(dtype).nmant:,}"
+            remedy = (
+                "Keep them integers with dtypes=, apart from columns with fractions; or cast the column to double if "
+                "they may be rounded"
+            )
         elif dtype.kind == "f":
             wrong, found = np.isfinite(flat) & ~np.isfinite(stored), "numbers too large"
             expected, remedy = f"what {dtype.name} can hold", "Choose a wider type with dtypes="
         else:
             wrong, found = stored != flat, "numbers"
             expected, remedy = f"what {dtype.name} can hold", "Choose another type with dtypes="
+            if column.whole and not wrong.any():
+                wrong, found = np.abs(flat) >= 2**53, "integers"
+                expected, remedy = "decimals below 2**53, which pass a double on their way", "Cast the column to bigint"
     if not wrong.any():
         return stored
     places = np.flatnonzero(wrong)
     found = f"{found} such as {flat[places[0]]}" if found != "NaN or infinity" else found
     owners = np.unique(rows[places] if rows is not None else places // (width or 1))
-    raise RowsRefused(Fault(column.name, len(owners), first_row + int(owners[0]), found, expected, remedy))
+    raise RowsRefused(
+        Fault(
+            column.name,
+            len(owners),
+            first_row + int(owners[0]),
+            found,
+            expected,
+            remedy,
+            setting=setting,
+            missing=setting == "allow_nan",
+        )
+    )
 
 
 def _blob(tensor: Tensor, field: TensorField, column: Column, values: Values | SparseValues, first_row: int) -> Blob:

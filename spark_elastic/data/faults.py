@@ -15,6 +15,7 @@ class Fault:
     """One kind of trouble in one column.
 
     rows: how many rows have it. row: the first of them, counted in its partition. found, expected, remedy: for people.
+    setting: the argument of `materialize` that the remedy changes. missing: the rows have null, NaN or infinity.
     """
 
     column: str
@@ -24,6 +25,8 @@ class Fault:
     expected: str
     remedy: str = ""
     partition: int = 0
+    setting: str = ""
+    missing: bool = False
 
 
 class RowsRefused(Exception):
@@ -57,4 +60,5 @@ def error_of(faults: Iterable[Fault], rows_seen: int) -> DataError:
         rows=counts[shown.column, shown.expected],
         found=shown.found,
         expected=shown.expected,
+        settings=sorted({fault.setting for fault in first.values() if fault.setting}),
     )

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
+from spark_elastic.data import local_check
 from spark_elastic.data.ahead import Ahead, Ranges, Source
 from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.local_check import LocalCheck
 from spark_elastic.data.rows import GatheredRows, MappedRows, Numbering, open_rows
 from spark_elastic.data.sidecars import Sidecars
 
@@ -48,6 +50,13 @@ class SplitFiles:
             self._opened.append(self.rows.close)
             if dataset.store.is_local:
                 source = LocalSource(paths, self.numbering, stride, self.rows, dataset.manifest.nbytes(split))
+            self._check: LocalCheck | None = None
+            if dataset.store.is_local and local_check.wanted():
+                files = [(shard.file, shard.crc32) for shard in shards]
+                files += [(s.sidecar, s.sidecar_crc32) for s in shards if sidecars and s.sidecar is not None]
+                drop_behind = dataset.manifest.nbytes(split) > _memory_bytes() // 2
+                self._check = LocalCheck(dataset, files, drop_behind)
+                self._opened.append(self._check.close)
             self.sidecars: Sidecars | None = None
             if sidecars:
                 self.sidecars = Sidecars(sides, [shard.sidecar_nbytes for shard in shards])
@@ -62,6 +71,15 @@ class SplitFiles:
     def ahead(self) -> Ahead:
         """For one pass."""
         return Ahead(self._source, self.numbering, self._piece_rows)
+
+    def checked(self, timeout_s: float | None) -> bool:
+        """Wait until the files were compared with their checksums; those of a remote set are when they arrive.
+
+        timeout_s: 0: only look; None: as long as it takes.
+        Returns: whether they were.
+        Raises: DatasetError: one is not what was written.
+        """
+        return self._check is None or self._check.result(timeout_s)
 
     def close(self) -> None:
         while self._opened:

@@ -10,6 +10,7 @@ may take for granted.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -20,6 +21,8 @@ import numpy as np
 LAYOUT_VERSION = 1
 PAGE = 4096
 """Bytes. Machines whose pages are larger read the same files, without mapping them side by side."""
+_NUMBER = re.compile(r"[<>|=]?[a-z]+[0-9]{0,2}")
+"""What numpy's names of plain types look like; of other texts it makes records, or asks for memory."""
 _REFERENCE = np.dtype([("start", "<i8"), ("length", "<i8")])
 """What a record holds in place of a value of variable length: bytes in the shard's sidecar."""
 
@@ -130,24 +133,54 @@ class Layout:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Layout:
-        """Raises: ValueError: written by another version, or no layout."""
+        """Raises: ValueError: written by another version, or no layout; with the field that is wrong."""
+        if not isinstance(document, Mapping):
+            raise ValueError(f"layout is a {type(document).__name__}, not an object")
         if document.get("version") != LAYOUT_VERSION:
-            raise ValueError(f"layout version {document.get('version')!r}; this is version {LAYOUT_VERSION}")
+            raise ValueError(f"layout version {document.get('version')!r:.40}; this is version {LAYOUT_VERSION}")
+        fields = document.get("fields")
+        if not isinstance(fields, list):
+            raise ValueError(f"layout.fields is {fields!r:.40}, not a list")
+        placed = tuple(_field(entry, f"layout.fields[{number}]") for number, entry in enumerate(fields))
+        layout = cls(placed, _number(document.get("stride"), "layout.stride"))
         try:
-            fields = tuple(
-                TensorField(
-                    str(entry["name"]),
-                    tuple(map(str, entry["columns"])),
-                    np.dtype(entry["dtype"]).str,
-                    tuple(map(int, entry["shape"])),
-                    int(entry["offset"]),
-                    Kind(entry["kind"]),
-                )
-                for entry in document["fields"]
-            )
-            layout = cls(fields, int(document["stride"]))
-            if layout != cls.of(fields):
-                raise ValueError("offsets or stride are not those of this version")
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a layout: {error!r}") from error
+            expected = cls.of(placed)
+        except ValueError as error:
+            raise ValueError(f"layout.fields: {error}") from error
+        if layout != expected:
+            raise ValueError("layout: offsets or stride are not those of this version")
+        try:
+            assert layout.dtype.itemsize == layout.stride
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"layout.fields: numpy makes no record of them: {error}") from error
         return layout
+
+
+def _field(entry: Any, where: str) -> TensorField:
+    """Raises: ValueError: with the field of the document."""
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{where} is {entry!r:.40}, not an object")
+    for name, wanted in (("name", str), ("columns", list), ("dtype", str), ("shape", list), ("kind", str)):
+        if not isinstance(entry.get(name), wanted):
+            raise ValueError(f"{where}.{name} is {entry.get(name)!r:.40}, not of {wanted.__name__}")
+    if not all(isinstance(column, str) for column in entry["columns"]):
+        raise ValueError(f"{where}.columns is {entry['columns']!r:.80}, not names")
+    shape = tuple(_number(size, f"{where}.shape") for size in entry["shape"])
+    try:
+        dtype = np.dtype(entry["dtype"]) if _NUMBER.fullmatch(entry["dtype"]) else None
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.kind not in "biuf":
+        raise ValueError(f"{where}.dtype is {entry['dtype']!r:.40}, not a type of numbers")
+    try:
+        kind = Kind(entry["kind"])
+    except ValueError as error:
+        raise ValueError(f"{where}.kind: {error}") from error
+    offset = _number(entry.get("offset"), f"{where}.offset")
+    return TensorField(entry["name"], tuple(entry["columns"]), dtype.str, shape, offset, kind)
+
+
+def _number(value: Any, where: str) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{where} is {value!r:.40}, not a number from 0")
+    return value

@@ -14,16 +14,19 @@ What a reader may take for granted of the shards of a split:
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
+from spark_elastic.data import sealed_json
 from spark_elastic.data.layout import Layout
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "spark_elastic.data"
 FORMAT_VERSION = 1
+FOUND_AGAIN = "found_again"
+"""In `Manifest.about`: whether the set can be found by its key or its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,12 @@ class Shard:
     sidecar: str | None = None
     sidecar_nbytes: int = 0
     sidecar_crc32: int = 0
+
+
+_SHARD_HAS = frozenset(each.name for each in fields(Shard))
+_SHARD_NEEDS = frozenset(each.name for each in fields(Shard) if each.default is MISSING)
+_FIELDS = frozenset(("format", "version", "key", "layout", "splits", "about"))
+_FILE = re.compile(r"[^/\0][^\0]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,35 +90,47 @@ class Manifest:
             "splits": {name: [asdict(shard) for shard in shards] for name, shards in self.splits.items()},
             "about": dict(self.about),
         }
-        return json.dumps(document, indent=1).encode()
+        return sealed_json.dumps(document)
 
     @classmethod
     def loads(cls, text: bytes) -> Manifest:
-        """Raises: ValueError: not a manifest, cut off, or of another version."""
-        try:
-            document = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"not JSON: {error}") from error
-        if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise ValueError("not a manifest of spark_elastic.data")
+        """Raises: ValueError: not a manifest, cut off, changed, or of another version; with the field that is wrong."""
+        document = sealed_json.loads(text, _FIELDS)
+        if document.get("format") != FORMAT:
+            raise ValueError(f"format is {document.get('format')!r:.40}: not a manifest of {FORMAT}")
         if document.get("version") != FORMAT_VERSION:
-            raise ValueError(f"format version {document.get('version')!r}; this is version {FORMAT_VERSION}")
-        try:
-            layout = Layout.from_json(document["layout"])
-            splits = {
-                str(name): tuple(Shard(**shard) for shard in shards) for name, shards in document["splits"].items()
-            }
-            manifest = cls(layout, splits, str(document["key"]), document["about"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a manifest: {error!r}") from error
-        for name, shards in splits.items():
-            for shard in shards:
-                for file in (shard.file, shard.sidecar or "-"):
-                    if not isinstance(file, str) or file.startswith("/") or ".." in file.split("/"):
-                        raise ValueError(f"{name}: {file!r} is not a file of this set")
-                numbers = (shard.rows, shard.nbytes, shard.crc32, shard.sidecar_nbytes, shard.sidecar_crc32)
-                if not all(isinstance(number, int) and number >= 0 for number in numbers):
-                    raise ValueError(f"{name}: {shard.file} has sizes of {numbers}")
-                if shard.nbytes != shard.rows * layout.stride:
-                    raise ValueError(f"{name}: {shard.file} has {shard.nbytes} bytes for {shard.rows} rows")
-        return manifest
+            raise ValueError(f"format version {document.get('version')!r:.40}; this is version {FORMAT_VERSION}")
+        for name, kind in (("key", str), ("splits", dict), ("about", dict)):
+            if not isinstance(document.get(name), kind):
+                raise ValueError(f"{name} is {document.get(name)!r:.40}, not of {kind.__name__}")
+        if not isinstance(document["about"].get("settings", {}), dict):
+            raise ValueError(f"about.settings is {document['about']['settings']!r:.40}, not an object")
+        layout = Layout.from_json(document.get("layout"))  # type: ignore[arg-type]
+        splits = {}
+        for name, shards in document["splits"].items():
+            if not isinstance(shards, list):
+                raise ValueError(f"splits.{name} is {shards!r:.40}, not a list")
+            splits[name] = tuple(
+                _shard(shard, layout.stride, f"splits.{name}[{number}]") for number, shard in enumerate(shards)
+            )
+        return cls(layout, splits, document["key"], document["about"])
+
+
+def _shard(entry: Any, stride: int, where: str) -> Shard:
+    """Raises: ValueError: with the field of the document."""
+    if not isinstance(entry, dict) or not _SHARD_NEEDS <= entry.keys() <= _SHARD_HAS:
+        raise ValueError(f"{where} is {entry!r:.80}, not a shard with {', '.join(sorted(_SHARD_NEEDS))}")
+    for name in ("file", "sidecar"):
+        value = entry.get(name)
+        if name == "sidecar" and value is None:
+            continue
+        if not isinstance(value, str) or not _FILE.fullmatch(value) or ".." in value.split("/"):
+            raise ValueError(f"{where}.{name} is {value!r:.80}, not a file of this set")
+    for name in ("rows", "nbytes", "crc32", "sidecar_nbytes", "sidecar_crc32"):
+        value = entry.get(name, 0)
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{where}.{name} is {value!r:.40}, not a number from 0")
+    shard = Shard(**entry)
+    if shard.nbytes != shard.rows * stride:
+        raise ValueError(f"{where}.nbytes: {shard.file} has {shard.nbytes} bytes for {shard.rows} rows of {stride}")
+    return shard

@@ -3,36 +3,51 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 import uuid
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from spark_elastic.clock import wall
-from spark_elastic.data.cache import collect_orphans, delete_set, folder_of, leased, mark_used, may_be_lost
+from spark_elastic.data.cache import (
+    Limits,
+    collect_orphans,
+    collect_unkept,
+    delete_set,
+    folder_of,
+    leased,
+    mark_used,
+    may_be_lost,
+    spared,
+)
 from spark_elastic.data.columns import Request, cast_of
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.faults import Fault, error_of
 from spark_elastic.data.layout import Kind
-from spark_elastic.data.manifest import MANIFEST_NAME, Manifest
+from spark_elastic.data.local_check import DAMAGED
+from spark_elastic.data.manifest import FOUND_AGAIN, MANIFEST_NAME, Manifest
 from spark_elastic.data.reuse import Identity, identify, key_of
 from spark_elastic.data.session_settings import small_batches
 from spark_elastic.data.shards import SHARD_BYTES
 from spark_elastic.data.sharing import ensure_shared
 from spark_elastic.data.spark_connect import refuse_connect
-from spark_elastic.data.spark_failure import reason_of
+from spark_elastic.data.spark_failure import has_lost_its_order, reason_of
 from spark_elastic.data.store import Store
 from spark_elastic.data.watched_job import collect
 from spark_elastic.data.write_task import RECEIPT_SCHEMA, Receipt, WriteTask
 from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, StoreError
 
 _log = logging.getLogger(__name__)
-_writing: dict[str, threading.Lock] = {}
+WRITES = 4
+"""How often rows are written at most where executors are lost with rows of no fixed order; as Spark tries a task."""
+_writing: weakref.WeakValueDictionary[str, threading.Lock] = weakref.WeakValueDictionary()
 """URL of a set → held by the thread that writes it: of several fits at once on the same rows, one writes."""
 _collected: set[str] = set()
 """URLs of the stores that this process has looked through for what others left behind."""
@@ -67,7 +82,8 @@ def materialize(
             float64), dates (days since 1970) and timestamps (microseconds since 1970, UTC; both int64), arrays of
             these, vectors, and binary need one length, that of the first row.
         store: where to; executors and driver have to share it. None: this user's temporary folder, for local mode.
-        dtypes: tensor → numpy's name of a type; otherwise that of the column. Values it has no place for are an error.
+        dtypes: tensor → numpy's name of a type; otherwise that of the column. Values it has no place for are an error,
+            and so are integers that it would round: float32 holds all of them up to 2**24 alone.
         shapes: tensor → shape of a row's value, of as many elements as were found.
         pad_to: tensor → length that shorter arrays or binaries are filled up to, with zeros.
         variable: tensors, each of one binary or array column, that keep the length of each row. Strings always do.
@@ -125,15 +141,18 @@ def materialize(
     folder = folder_of(place, name)
     kept = keep if keep is not None else dataset_id is not None
     with _writing.setdefault(folder.url, threading.Lock()) if findable else nullcontext():
-        found = _find(folder, key, settings, dataset_id) if reuse else None
+        with spared(folder):  # between the look and the mark the end of another fit may find it unused
+            found = _find(folder, key, settings, dataset_id) if reuse else None
+            if found is not None:
+                mark_used(folder, kept)
         if found is not None:
-            mark_used(folder, kept)
             _log.info("rows are read from %s, where they were written before", folder.url)
             return found
         ensure_shared(place, df.sparkSession.sparkContext)
+        collect_unkept(Limits.of_environment(os.environ), wall())
         try:
             with leased(folder):
-                dataset = _write(df, request, folder, key, settings, kept, verbose)
+                dataset = _write(df, request, folder, key, settings, kept, verbose, findable)
             mark_used(folder, kept)
         except OSError as error:
             raise StoreError(f"the driver cannot write to {folder.url}: {error}", url=folder.url) from error
@@ -150,7 +169,7 @@ def _find(folder: Store, key: str, settings: Mapping[str, Any], dataset_id: str 
     try:
         dataset = Dataset.open(folder)
         if dataset.manifest.key == key:
-            if may_be_lost(folder):
+            if may_be_lost(folder) or folder.exists(DAMAGED):
                 dataset.verify()
             return dataset
         written = dataset.manifest.about.get("settings", {})
@@ -169,7 +188,14 @@ def _find(folder: Store, key: str, settings: Mapping[str, Any], dataset_id: str 
 
 
 def _write(
-    df: Any, request: Request, folder: Store, key: str, settings: Mapping[str, Any], kept: bool, verbose: int
+    df: Any,
+    request: Request,
+    folder: Store,
+    key: str,
+    settings: Mapping[str, Any],
+    kept: bool,
+    verbose: int,
+    findable: bool,
 ) -> Dataset:
     run, started = uuid.uuid4().hex[:12], wall()
     try:
@@ -181,7 +207,8 @@ def _write(
             request = replace(request, sparse={**request.sparse, **dict.fromkeys(mixed, True)})
             receipts = _run(df, request, folder, run, kept, verbose)
             _refuse_faults(receipts)
-        manifest = _manifest(receipts, request, key, {**_about(df, wall() - started), "settings": settings})
+        about = {**_about(df, wall() - started), "settings": settings, FOUND_AGAIN: findable}
+        manifest = _manifest(receipts, request, key, about)
         dataset = Dataset(folder, manifest)
         _check_arrived(dataset, receipts)
     except BaseException:
@@ -221,11 +248,36 @@ def _run(df: Any, request: Request, folder: Store, run: str, kept: bool, verbose
     try:
         with small_batches(df.sparkSession) if wide else nullcontext():
             name = f"spark_elastic: write {', '.join(request.tensors)}"
-            found = collect(rows.mapInArrow(task, RECEIPT_SCHEMA), name, "writing rows", verbose)
+            found = write_again_if_order_is_lost(
+                lambda: collect(rows.mapInArrow(task, RECEIPT_SCHEMA), name, "writing rows", verbose),
+                lambda: folder.delete(run),
+            )
     except Exception as error:  # py4j, captured by pyspark or not
         failure, reason = reason_of(error)
         raise failure(f"the rows could not be written: {reason}") from error
     return sorted((Receipt.loads(row.receipt) for row in found), key=lambda receipt: receipt.partition)
+
+
+def write_again_if_order_is_lost(write: Callable[[], list[Any]], clear: Callable[[], None]) -> list[Any]:
+    """Run the query that writes, and again if an executor took shuffled rows with it whose order is not fixed.
+
+    clear: removes what the query before has written.
+    Raises: what `write` raises, the last of `WRITES` times.
+    """
+    for attempt in range(1, WRITES):
+        try:
+            return write()
+        except Exception as error:  # py4j, captured by pyspark or not
+            if not has_lost_its_order(error):
+                raise
+            _log.warning(
+                "an executor was lost with rows that are shuffled at random, which Spark cannot make again in the same "
+                "order; all rows are written again (time %d of %d)",
+                attempt + 1,
+                WRITES,
+            )
+            clear()
+    return write()
 
 
 def _case_sensitive(df: Any) -> bool:
@@ -257,6 +309,7 @@ def _refuse_faults(receipts: Sequence[Receipt]) -> None:
                         f"shape {list(usual)} as in most partitions",
                         "Store them padded (pad_to=) or with their own lengths (variable=)",
                         receipt.partition,
+                        "pad_to",
                     )
                 )
     if faults:

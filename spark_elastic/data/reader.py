@@ -121,6 +121,15 @@ class BatchReader:
         if self.order == "global":
             self._files.ahead().prepare(self._order_of(0), 0, 0, self.rank, self.size)
 
+    def checked(self, timeout_s: float | None = None) -> bool:
+        """Wait until the files were compared with the manifest's checksums, as an epoch that is read to its end does.
+
+        timeout_s: 0: only look; None: as long as it takes.
+        Returns: whether they were.
+        Raises: DatasetError: one is not what was written.
+        """
+        return self._files.checked(timeout_s)
+
     def epoch(self, epoch: int, position: int = 0, *, batch_size: int | None = None) -> Generator[Batch]:
         """The global batches from `position` on: this rank's rows of each.
 
@@ -143,6 +152,7 @@ class BatchReader:
             turns = self._started(made, batch_size, ahead.stop)
             try:
                 for turn in turns:
+                    self._files.checked(0)
                     for batch in turn.batches():
                         position = batch.stop
                         yield batch
@@ -156,6 +166,7 @@ class BatchReader:
                 if isinstance(turns, Prefetcher):
                     self._running.discard(turns)
                     turns.close()
+        self._files.checked(None)
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from spark_elastic.data.layout import Layout
 from spark_elastic.data.manifest import Shard
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, make_folder, sync_folder
 
 SHARD_BYTES = 512 << 20
 """Where a file ends unless told otherwise: few files keep readers fast, and one of this size is fetched in seconds."""
@@ -127,8 +127,8 @@ class ShardWriter:
     def _append(self, part: Block) -> None:
         if self._records is None:
             name = f"{self._stem}-{len(self._done):03d}"
-            self._records = _File(self._store, f"{name}.rows")
-            self._sidecar = _File(self._store, f"{name}.side") if self._layout.has_sidecar else None
+            self._records = _File(self._store, f"{name}.rows", self._durable)
+            self._sidecar = _File(self._store, f"{name}.side", self._durable) if self._layout.has_sidecar else None
         if self._sidecar is not None:
             records = part.records.copy()
             for name, blob in part.blobs.items():
@@ -143,10 +143,10 @@ class ShardWriter:
         assert self._records is not None
         records, sidecar, rows = self._records, self._sidecar, self._rows
         self._records, self._sidecar, self._rows = None, None, 0
-        records.close(self._durable)
+        records.close()
         shard = Shard(records.path, rows, records.nbytes, records.crc32)
         if sidecar is not None:
-            sidecar.close(self._durable)
+            sidecar.close()
             shard = Shard(
                 records.path, rows, records.nbytes, records.crc32, sidecar.path, sidecar.nbytes, sidecar.crc32
             )
@@ -154,15 +154,16 @@ class ShardWriter:
 
 
 class _File:
-    def __init__(self, store: Store, path: str) -> None:
+    def __init__(self, store: Store, path: str, durable: bool) -> None:
         self.path = path
+        self._durable = durable
         self.nbytes = 0
         self.crc32 = 0
         self._local = store.is_local
         if self._local:
-            target = store.local_path(path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self._stream: Any = target.open("xb", buffering=0)
+            self._folder = store.local_path(path).parent
+            make_folder(self._folder, durable)
+            self._stream: Any = store.local_path(path).open("xb", buffering=0)
         else:
             self._stream = store.open_output(path)
 
@@ -173,9 +174,10 @@ class _File:
         while len(data):  # an unbuffered file may take a part of it
             data = data[self._stream.write(data) or len(data) :]
 
-    def close(self, durable: bool) -> None:
-        if durable and self._local:
+    def close(self) -> None:
+        if self._durable and self._local:
             os.fsync(self._stream.fileno())
+            sync_folder(self._folder)
         self._stream.close()
 
 

@@ -28,6 +28,15 @@ def reason_of(error: BaseException) -> tuple[type[SparkElasticError], str]:
     return DataError, _root_of_java(error) or text.strip().splitlines()[0]
 
 
+_LOST_ORDER = re.compile(r"indeterminate (?:output|results|stage|rollback)|cannot rollback ", re.IGNORECASE)
+"""Of what Spark says where it cannot do a part of a query again alone: the order of its rows would be another one."""
+
+
+def has_lost_its_order(error: BaseException) -> bool:
+    """Return whether a job failed because Spark lost shuffled rows whose order is not fixed: it can be run again."""
+    return _LOST_ORDER.search(f"{_text(error)}\n{error}\n{_root_of_java(error)}") is not None
+
+
 def _text(error: BaseException) -> str:
     java = getattr(error, "java_exception", None)
     return str(java.toString()) if java is not None else str(error)

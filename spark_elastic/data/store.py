@@ -7,12 +7,14 @@ open what the driver named. Local folders need neither pyarrow nor fsspec.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import posixpath
 import shutil
 import stat
 import tempfile
 import uuid
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,8 @@ from urllib.parse import unquote, urlsplit
 
 from spark_elastic.errors import StoreError
 
+_PART = 1 << 20
+"""Read at a time for a checksum: what stays in the processor's cache until it is added up."""
 # An upload appears whole when it is closed, and renaming would copy it.
 _OBJECT_STORES = ("s3", "gcs", "gs", "abfs", "abfss", "az", "adl", "oci", "r2")
 
@@ -146,7 +150,8 @@ class Store:
 
         only_if_absent: leaves a file that is there alone; between two that write at the same moment this decides on
             local folders, elsewhere the later one stays.
-        durable: it also survives a power cut. That costs a wait for the disk, behind all that was written lately.
+        durable: it also survives a power cut, under its name. That costs waits for the disk, behind all that was
+            written lately.
 
         Returns: whether it was written.
         """
@@ -219,6 +224,14 @@ class Store:
         """A pyarrow `RandomAccessFile`. Raises: FileNotFoundError."""
         return self._arrow().open_input_file(self._at(path))
 
+    def checksum(self, path: str) -> tuple[int, int]:
+        """Read a file in parts. Returns: its bytes, and their CRC-32. Raises: FileNotFoundError."""
+        nbytes, crc32 = 0, 0
+        with open(self._at(path), "rb", buffering=0) if self.filesystem is None else self.open_input(path) as stream:
+            while part := stream.read(_PART):
+                nbytes, crc32 = nbytes + len(part), zlib.crc32(part, crc32)
+        return nbytes, crc32
+
     def open_output(self, path: str) -> Any:
         """A pyarrow output stream to a new file, never compressed, whatever its name. Makes the folders above it."""
         target = self._at(path)
@@ -282,7 +295,7 @@ class Store:
 
     @staticmethod
     def _write_local(target: Path, data: bytes, only_if_absent: bool, durable: bool) -> bool:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent, durable)
         written = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
         try:
             with written.open("wb") as stream:
@@ -290,9 +303,18 @@ class Store:
                 stream.flush()
                 if durable:
                     os.fsync(stream.fileno())  # or a power cut leaves the name with nothing behind it
-            if not only_if_absent:
-                os.replace(written, target)
-                return True
+            if not Store._name(written, target, only_if_absent):
+                return False
+            if durable:
+                sync_folder(target.parent)
+            return True
+        finally:
+            written.unlink(missing_ok=True)
+
+    @staticmethod
+    def _name(written: Path, target: Path, only_if_absent: bool) -> bool:
+        """Let a file that is written appear as `target`. Returns: False: it was to be absent, and is not."""
+        if only_if_absent:
             try:
                 os.link(written, target)  # fails if it exists, which rename does not
                 return True
@@ -301,10 +323,35 @@ class Store:
             except OSError:  # a mount without hard links
                 if target.exists():
                     return False
-                os.replace(written, target)
-                return True
-        finally:
-            written.unlink(missing_ok=True)
+        os.replace(written, target)
+        return True
+
+
+def make_folder(folder: Path, durable: bool) -> None:
+    """Make a folder and those above it. durable: their names survive a power cut."""
+    missing = []
+    above = folder
+    while durable and not above.exists():
+        missing.append(above)
+        above = above.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync_folder(made.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk: those of new files, and what renames have made of them.
+
+    Without it a power cut may leave a file that was waited for without its name.
+    """
+    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a mount whose folders cannot be waited for
+            raise
+    finally:
+        os.close(file)
 
 
 def _is_local(filesystem: Any) -> bool:

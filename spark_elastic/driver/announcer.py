@@ -11,6 +11,7 @@ from spark_elastic.core import events as seen
 from spark_elastic.core.changes import Change, Chronicle, is_vague, seconds_in_words, steps_in_words, workers_in_words
 from spark_elastic.core.commands import Command
 from spark_elastic.core.timeline import JobEnded, PlaceCooledDown, Record, Waiting, WorldStarted
+from spark_elastic.core.topology import WorkerId
 from spark_elastic.driver.showing import WAIT_S, Showing
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
@@ -65,8 +66,8 @@ class Announcer:
     def observe(self, event: seen.Event, commands: Sequence[Command], now: float) -> None:
         """What the machine was told and what it answered; what that announces comes to `announce`."""
         self._chronicle.observe(event, commands, now)
-        if isinstance(event, seen.WorkerAlive) and event.progress is not None:
-            self._showing.steps(event.progress, now)
+        if isinstance(event, seen.WorkerAlive) and event.version is not None:
+            self._showing.steps(event.version.steps, now)
 
     def live(self, told: LiveProgress, now: float) -> None:
         self._showing.live(told, now)
@@ -75,6 +76,11 @@ class Announcer:
         line = self._showing.epoch(told, now)
         if line is not None and self._verbose >= 1:
             self._say(line)
+
+    def notice(self, worker: WorkerId, text: str, now: float) -> None:
+        """Take in what a worker has to say to people."""
+        self._chronicle.notice(worker, text, now)
+        logger.warning("%s: %s", self._job, text)
 
     def announce(self, record: Record) -> None:
         """Take a record into the timeline."""

@@ -2,12 +2,55 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.settings import whole_number
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_RENAMED = {
+    "np": "num_proc",
+    "min_np": "min_num_proc",
+    "max_np": "max_num_proc",
+    "output_filename": "output_dir",
+    "blacklist_cooldown_range": "cooldown_range",
+    "network_interfaces": "nics",
+}
+_WITHOUT_EFFECT = {
+    "use_gloo": "collectives always run over Gloo, and over NCCL where workers have GPUs of their own",
+    "use_mpi": "there is no MPI here; collectives run over Gloo",
+    "mpi_args": "there is no MPI here",
+    "extra_mpi_args": "there is no MPI here",
+    "executable": "workers run the Python of their executors (spark.pyspark.python)",
+    "prefix_output_with_timestamp": "each line has its rank in front",
+}
+
+
+def with_horovods_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have `run` take the names that Horovod has for its arguments, with a warning that says the right one."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        given: dict[str, Any] = dict(kwargs)
+        for old in [name for name in given if name in _RENAMED or name in _WITHOUT_EFFECT]:
+            value = given.pop(old)
+            if old in _WITHOUT_EFFECT:
+                warnings.warn(f"{old}= has no effect: {_WITHOUT_EFFECT[old]}", stacklevel=2)
+                continue
+            new = _RENAMED[old]
+            if new in given:
+                raise InvalidSettingsError(f"{old}={value!r} and {new}={given[new]!r} are the same setting; give {new}")
+            warnings.warn(f"{old}= is Horovod's name for this; it is called {new}= here", stacklevel=2)
+            given[new] = value
+        return function(*args, **given)
+
+    return call
 
 
 def check_call(fn: Any, args: Any, kwargs: Any) -> None:

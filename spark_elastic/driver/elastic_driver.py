@@ -20,6 +20,7 @@ from typing import Protocol
 from spark_elastic import clock
 from spark_elastic.core import commands as do
 from spark_elastic.core import events as seen
+from spark_elastic.core.attention import Attention
 from spark_elastic.core.changes import Change
 from spark_elastic.core.membership import Membership
 from spark_elastic.core.outcome import AgentOutcome
@@ -33,7 +34,7 @@ from spark_elastic.driver.launcher import Launcher, OnEnded
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.registry import WorkerStateRegistry
 from spark_elastic.driver.rendezvous_server import RendezvousServer
-from spark_elastic.driver.results import Results
+from spark_elastic.driver.results import LoopResults, Results
 from spark_elastic.driver.showing import Showing
 from spark_elastic.errors import (
     JobCancelledError,
@@ -112,16 +113,22 @@ class ElasticDriver:
             order.key,
             self,
             heartbeat_interval_s=settings.heartbeat_interval_s,
-            heartbeat_timeout_s=settings.heartbeat_timeout_s,
+            silence_limit_s=settings.driver_silence_s,
+            stall_timeout_s=settings.stall_timeout_s,
         )
         self._addresses = AddressBook(order.nics)
         self._agent_of: dict[WorkerId, AgentId] = {}
         self._agents: set[AgentId] = set()
         self._launched: set[SlotId] = set()
         self._slot_of: dict[AgentId, SlotId] = {}
+        self._without_interface: set[SlotId] = set()
+        """Slots whose last agent had no interface that may be used."""
         self._results = Results()
+        self._loop_results = LoopResults()
         self._world: World | None = None
         self._announcer = Announcer(order.job, printer.say, verbose, showing)
+        self._attention = Attention(settings.heartbeat_interval_s)
+        self._looking: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._telling: asyncio.TimerHandle | None = None
         self._ending = False
@@ -158,9 +165,9 @@ class ElasticDriver:
             with contextlib.suppress(RuntimeError):  # the loop has closed: the job is over
                 loop.call_soon_threadsafe(self._collect_no_more, why)
 
-    def note_waiting(self, reason: str) -> None:
-        """Show what is waited for before `run`."""
-        self._announcer.announce(Waiting(clock.monotonic(), reason, None))
+    def note_waiting(self, reason: str, until: float | None = None) -> None:
+        """Show what is waited for before `run`. until: on this process's monotonic clock."""
+        self._announcer.announce(Waiting(clock.monotonic(), reason, until))
         self._tell()
 
     def never_ran(self, error: BaseException) -> BaseException:
@@ -222,13 +229,14 @@ class ElasticDriver:
             await self._server.start(self._listening)
             for source in self._sources:
                 source.start(self.post)
+            self._keep_looking()
             self._handle(seen.JobStarted())
             if cancelled is not None:
                 self._handle(seen.CancelRequested(cancelled))
             await self._ended.wait()
             return await self._outcome()
         finally:
-            for timer in (self._timer, self._telling):
+            for timer in (self._timer, self._telling, self._looking):
                 if timer is not None:
                     timer.cancel()
             self._announcer.tell(clock.monotonic(), last=True)
@@ -255,10 +263,6 @@ class ElasticDriver:
                 logger.warning("slots %s did not end within %.0f s", sorted(self._launched), timeout)
         if self._failure is not None:
             raise self._failure
-        complaint = self._results.complaint()
-        if complaint:
-            logger.warning("%s", complaint)
-            self._printer.line(f"spark_elastic: {complaint}")
         return self._results.in_rank_order()
 
     # --- events in ----------------------------------------------------------------------------------
@@ -266,11 +270,11 @@ class ElasticDriver:
     def _handle(self, event: seen.Event) -> None:
         if self._has_failed:
             return  # for a reason that the machine may know nothing of
-        now = clock.monotonic()
+        now = self._now()
         try:
             commands = self._machine.handle(event, now)
             self.registry.observe(event, commands)
-            self._announcer.observe(event, commands, now)
+            self._announcer.observe(event, commands, clock.monotonic())
             for command in commands:
                 self._carry_out(command)
         except Exception as error:  # a bug in here must end the job, not leave it waiting
@@ -279,6 +283,18 @@ class ElasticDriver:
         if self._telling is not None or not isinstance(event, (seen.WorkerAlive, seen.AgentAlive)):
             self._tell()
         self._set_timer(now)
+
+    def _now(self) -> float:
+        """The machine's time. It is told first if the driver has stood still since anybody last looked."""
+        now, paused_s = self._attention.look(clock.monotonic(), clock.wall())
+        if paused_s:
+            self._handle(seen.DriverPaused(paused_s))
+        return now
+
+    def _keep_looking(self) -> None:
+        assert self._loop is not None
+        self._now()
+        self._looking = self._loop.call_later(self._settings.heartbeat_interval_s, self._keep_looking)
 
     def _set_timer(self, now: float) -> None:
         if self._timer is not None:
@@ -302,11 +318,24 @@ class ElasticDriver:
         try:
             self._addresses.joined(agent, hello, address)
         except UnknownInterfaceError as error:
-            self._fail(error)
+            self._unusable(agent, hello.place.slot, error)
             return
+        self._without_interface.discard(hello.place.slot)
         for prober, targets in self._addresses.probes_for(agent):
             self._server.to_agent(prober, wire.ProbePeers(targets))
         self._handle(seen.AgentJoined(agent, hello.place))
+
+    def _unusable(self, agent: AgentId, slot: SlotId, error: UnknownInterfaceError) -> None:
+        """Send home an agent that no other could reach. Its slot cools down, and keeps the reason."""
+        self._without_interface.add(slot)
+        logger.warning("an agent is sent away: %s", error)
+        usable = self._settings.max_num_proc - len(self._without_interface)
+        if self._world is None and usable < self._settings.min_num_proc:
+            self._fail(error)
+            return
+        self._agents.discard(agent)
+        self._tell_launcher()
+        self._server.to_agent(agent, wire.FinishAgent(False, str(error)))
 
     def _tell_launcher(self) -> None:
         if not self._ending:  # agents of a job that ends are not missed
@@ -314,18 +343,19 @@ class ElasticDriver:
 
     def agent_said(self, agent: AgentId, message: wire.Message) -> None:
         match message:
-            case wire.AgentHeartbeat():
+            case wire.AgentHeartbeat(running):
                 self._server.to_agent(agent, wire.Pong())
-                self._handle(seen.AgentAlive(agent))
-            case wire.WorkerExited(worker, exit_code, stderr_tail):
+                self._handle(seen.AgentAlive(agent, running))
+            case wire.WorkerExited(worker, exit_code, stderr_tail, oom_kills, memory):
                 if self._agent_of.get(worker) == agent:
                     # its own channel closes by itself; what it said at the end may still be on the way
                     asyncio.get_running_loop().call_later(LAST_WORDS_S, self._forget_worker, worker)
-                    self._handle(seen.WorkerLost(worker, _describe_exit(exit_code), exit_code, stderr_tail))
+                    why = _describe_exit(exit_code)
+                    self._handle(seen.WorkerLost(worker, why, exit_code, stderr_tail, oom_kills, memory))
             case wire.OutputLines(worker, stream, lines):
                 self._printer.worker_lines(self._name_of(worker, agent), stream, lines)
-            case wire.ResultStored(worker, _, in_loop):
-                self._handle(seen.WorkerDone(worker, in_loop))
+            case wire.ResultStored(worker, _, in_loop, run):
+                self._handle(seen.WorkerDone(worker, in_loop, run))
             case wire.PeersReachable(reachable):
                 self._addresses.answered(agent, reachable)
             case _:
@@ -352,11 +382,14 @@ class ElasticDriver:
         match message:
             case wire.WorkerHello():
                 self._handle(seen.WorkerAlive(worker))
-            case wire.WorkerHeartbeat(progress, blocked_s):
+            case wire.WorkerHeartbeat(version, blocked_s, after_loop, begun):
                 self._server.to_worker(worker, wire.Pong())
-                self._handle(seen.WorkerAlive(worker, progress, blocked_s))
-            case wire.Ready(round, progress, at_init):
-                self._handle(seen.WorkerReady(worker, round, progress, at_init))
+                self._handle(seen.WorkerAlive(worker, version, blocked_s, after_loop, begun))
+            case wire.Ready(round, version, at_init, loop):
+                self._handle(seen.WorkerReady(worker, round, version, at_init, loop))
+            case wire.LoopResult():
+                for behind in self._loop_results.offered(message):
+                    self._server.to_worker(behind, message)
             case wire.Raised(error_type, error, traceback):
                 self._handle(seen.WorkerRaised(worker, error_type, error, traceback))
             case wire.LiveProgress():
@@ -364,6 +397,8 @@ class ElasticDriver:
                     self._announcer.live(message, clock.monotonic())
             case wire.EpochEnded():
                 self._announcer.epoch(message, clock.monotonic())
+            case wire.Notice(text):
+                self._announcer.notice(worker, text, clock.monotonic())
             case wire.Abandoned(why):
                 self._handle(seen.WorkerAbandoned(worker, why))
             case _:
@@ -376,17 +411,20 @@ class ElasticDriver:
     def _slot_ended_anywhere(self, slot: SlotId, why: str, outcome: AgentOutcome | None) -> None:
         assert self._loop is not None
         gone = None if outcome is not None or self._ending else self._launcher.gone()
+        submitted = outcome is not None or not self._launcher.could_not_submit(slot)
         try:
-            self._loop.call_soon_threadsafe(self._slot_ended, slot, why, outcome, gone)
+            self._loop.call_soon_threadsafe(self._slot_ended, slot, why, outcome, submitted, gone)
         except RuntimeError:
             pass  # the loop has closed: the job is over
 
-    def _slot_ended(self, slot: SlotId, why: str, outcome: AgentOutcome | None, gone: str | None) -> None:
+    def _slot_ended(
+        self, slot: SlotId, why: str, outcome: AgentOutcome | None, submitted: bool, gone: str | None
+    ) -> None:
         self._launched.discard(slot)
         delivered = self._results.slot_ended(slot, why, outcome)
         if gone is not None:
             self._fail(self._session_lost(gone))
-        self._handle(seen.SlotEnded(slot, why, delivered))
+        self._handle(seen.SlotEnded(slot, why, delivered, submitted))
         if not self._launched:
             self._slots_over.set()
 
@@ -405,8 +443,10 @@ class ElasticDriver:
             case do.StopWorker(agent, worker, why):
                 self._server.to_agent(agent, wire.StopWorkerProcess(worker, why))
                 self._server.drop_worker(worker, why)
-            case do.AdmitProvisionally(worker, rank, size):
-                self._server.to_worker(worker, wire.Provisional(rank, size))
+            case do.AdmitProvisionally(worker, rank, size, loop):
+                for result in self._loop_results.for_newcomer(worker, loop):
+                    self._server.to_worker(worker, result)
+                self._server.to_worker(worker, wire.Provisional(rank, size, loop))
             case do.PublishWorld(world):
                 self._publish(world)
             case do.NotifyHostsUpdated(workers, sequence):
@@ -415,6 +455,8 @@ class ElasticDriver:
             case do.CutPeers(workers, round, why):
                 for worker in workers:
                     self._server.to_worker(worker, wire.Cut(round, why))
+            case do.RunAgain(worker, run, why):
+                self._server.to_worker(worker, wire.RunAgain(run, why))
             case do.DismissAgent(agent, why):
                 self._server.to_agent(agent, wire.FinishAgent(False, why))
             case do.FinishJob(workers):
@@ -426,10 +468,11 @@ class ElasticDriver:
             case do.Announce(JobEnded()) if self._has_failed:
                 pass  # announced with what is behind it
             case do.Announce(record):
-                self._announcer.announce(record)
+                self._announcer.announce(_later(record, self._attention.away_s))
 
     def _publish(self, world: World) -> None:
         self._world = world
+        self._loop_results.joined(world.workers)
         agents = {member.worker: self._agent_of[member.worker] for member in world.members}
         chosen = self._addresses.choose(tuple(agents.values()))
         self._server.publish(world, {worker: chosen[agent] for worker, agent in agents.items()})
@@ -493,6 +536,14 @@ def _describe_exit(exit_code: int) -> str:
     if exit_code == 0:
         return "exited with code 0 before the function was finished"
     return f"exited with code {exit_code}"
+
+
+def _later(record: Record, seconds: float) -> Record:
+    """A record of the machine in the time of this process's clock."""
+    if not seconds:
+        return record
+    times = {name: getattr(record, name, None) for name in ("at", "deadline", "until")}
+    return dataclasses.replace(record, **{name: at + seconds for name, at in times.items() if at is not None})
 
 
 def _is_cancel(error: SparkElasticError) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.driver.spark_reasons import reason_of
@@ -25,6 +26,18 @@ def reason_of_error(error: Exception) -> str:
     if isinstance(error, (Py4JError, PySparkException)):
         return reason_of(str(error))
     return f"{type(error).__name__}: {reason_of(str(error))}"
+
+
+def is_drivers_own(error: Exception) -> bool:
+    """Whether a job failed in the driver, before any executor had a part in it: a full disk, no descriptors."""
+    from py4j.protocol import Py4JJavaError
+
+    if isinstance(error, Py4JJavaError):
+        try:
+            return "Task serialization failed" in str(error.java_exception.getMessage())
+        except Exception:
+            return False  # its JVM is gone
+    return isinstance(error, (OSError, pickle.PicklingError)) and not isinstance(error, ConnectionError)
 
 
 def close_connection(sc: SparkContext) -> None:

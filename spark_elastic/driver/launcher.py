@@ -40,6 +40,10 @@ class Launcher(Protocol):
         """Why nothing can be launched any more, ever; None: it can, as far as is known. Takes a second at most."""
         ...
 
+    def could_not_submit(self, slot: SlotId) -> bool:
+        """Whether the slot's last launch failed here, in the driver, before anybody else had a part in it."""
+        ...
+
     def close(self, deadline_s: float) -> None:
         """End everything and wait up to `deadline_s` for it. Later launches end at once. Repeats are harmless."""
         ...

@@ -19,6 +19,7 @@ from spark_elastic import clock
 from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.topology import LaunchId, SlotId
 from spark_elastic.driver.launcher import OnEnded
+from spark_elastic.errors import exit_in_words
 from spark_elastic.wire.handover import AgentOrder
 from spark_elastic.wire.interfaces import address_of
 
@@ -66,6 +67,8 @@ class LocalAgents:
         self._processes: dict[SlotId, subprocess.Popen[bytes]] = {}
         self._threads: set[threading.Thread] = set()
         self._closed = False
+        self._not_begun: set[SlotId] = set()
+        """Whose last process could not be started."""
 
     def launch(self, slot: SlotId) -> None:
         thread = threading.Thread(target=self._run, args=(slot,), name=f"spark_elastic-slot-{slot}", daemon=True)
@@ -93,6 +96,10 @@ class LocalAgents:
     def gone(self) -> str | None:
         return None
 
+    def could_not_submit(self, slot: SlotId) -> bool:
+        with self._lock:
+            return slot in self._not_begun
+
     def close(self, deadline_s: float) -> None:
         deadline = clock.monotonic() + deadline_s
         with self._lock:
@@ -107,11 +114,13 @@ class LocalAgents:
                 logger.warning("%s did not end within %.0f s", thread.name, deadline_s)
 
     def _run(self, slot: SlotId) -> None:
+        begun = True
         try:
             why, outcome = self._run_agent(slot)
         except Exception as error:
-            why, outcome = f"the local agent could not be run: {error}", None
+            why, outcome, begun = f"the local agent could not be run: {error}", None, False
         with self._lock:
+            (self._not_begun.discard if begun else self._not_begun.add)(slot)
             self._processes.pop(slot, None)
         self._on_ended(slot, why, outcome)
         with self._lock:
@@ -132,7 +141,7 @@ class LocalAgents:
             self._processes[slot] = process
         out, _ = process.communicate(pickle.dumps((self._order, slot, host, self._cores)))
         if process.returncode != 0:
-            return f"the local agent ended with code {process.returncode}", None
+            return f"its agent {exit_in_words(process.returncode)}", None
         outcome: AgentOutcome = pickle.loads(out)
         return outcome.why, outcome
 

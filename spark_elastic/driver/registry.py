@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from spark_elastic.core.commands import Announce, Command, FinishJob, PublishWorld
+from spark_elastic.core.commands import Announce, Command, FinishJob, PublishWorld, RunAgain
 from spark_elastic.core.events import Event, WorkerDone
 from spark_elastic.core.timeline import WorkerJoined, WorkerLeft
 from spark_elastic.core.topology import WorkerId, World
@@ -39,9 +39,9 @@ class WorkerStateRegistry:
     """READY, SUCCESS and FAILURE per worker and round, fed with what the machine was told and what it answered.
 
     Round 0 holds the workers that wait for their first world. A worker is READY in a round from the moment it is
-    published there; SUCCESS when its function returned; FAILURE when it was lost or removed. A process that exits 0
-    without its function having returned is a FAILURE like any other; one that left gracefully (drained, dismissed,
-    run again from the start) is no longer recorded for the round.
+    published there; SUCCESS when its function returned, unless that has to be run again; FAILURE when it was lost or
+    removed. A process that exits 0 without its function having returned is a FAILURE like any other; one that left
+    gracefully (drained, dismissed, run again from the start) is no longer recorded for the round.
     """
 
     def __init__(self, reset_limit: int | None = None) -> None:
@@ -63,6 +63,9 @@ class WorkerStateRegistry:
                 self._left(command.record)
         if isinstance(event, WorkerDone) and self.state(event.worker) is RecordedState.READY:
             self._current.states[event.worker] = RecordedState.SUCCESS
+        for command in commands:
+            if isinstance(command, RunAgain) and command.worker in self._current.states:
+                self._current.states[command.worker] = RecordedState.READY
 
     def _published(self, world: World) -> None:
         for worker in world.workers:

@@ -11,8 +11,8 @@ import logging
 import socket
 from typing import Protocol
 
-from spark_elastic import clock
 from spark_elastic.core.topology import AgentId, WorkerId, World
+from spark_elastic.driver.admission import MAX_UNAUTHENTICATED, Admission
 from spark_elastic.driver.key_value import RoundKeyValues
 from spark_elastic.errors import ProtocolError
 from spark_elastic.wire.messages import (
@@ -30,12 +30,6 @@ from spark_elastic.wire.messages import (
 from spark_elastic.wire.stream import MessageStream
 
 logger = logging.getLogger(__name__)
-
-MAX_UNAUTHENTICATED = 256
-"""Connections that may be in their handshake at a time: a whole gang may come at once. A further one takes the place of
-one that is idle, so that nobody can lock the others out by holding connections, or is dropped; real peers try again."""
-IDLE_S = 1.0
-"""A real peer's handshake takes milliseconds, even on a busy machine hardly this long."""
 
 
 class Listener(Protocol):
@@ -67,17 +61,17 @@ class RendezvousServer:
         listener: Listener,
         *,
         heartbeat_interval_s: float,
-        heartbeat_timeout_s: float,
+        silence_limit_s: float,
+        stall_timeout_s: float,
         max_unauthenticated: int = MAX_UNAUTHENTICATED,
     ) -> None:
         self._key = key
         self._listener = listener
-        self._max_unauthenticated = max_unauthenticated
-        self._agent_welcome = AgentWelcome(heartbeat_interval_s, heartbeat_timeout_s)
-        self._worker_welcome = WorkerWelcome(heartbeat_interval_s, heartbeat_timeout_s)
-        self._server: asyncio.Server | None = None
+        self._admission = Admission(self._new_stream, max_unauthenticated)
+        self._agent_welcome = AgentWelcome(heartbeat_interval_s, silence_limit_s)
+        self._worker_welcome = WorkerWelcome(heartbeat_interval_s, silence_limit_s, stall_timeout_s)
+        self._serving = False
         self._key_values = RoundKeyValues()
-        self._unauthenticated: dict[MessageStream, float] = {}  # since when; oldest first
         self._unnamed: set[MessageStream] = set()
         self._agents: dict[AgentId, MessageStream] = {}
         self._workers: dict[WorkerId, MessageStream] = {}
@@ -87,14 +81,15 @@ class RendezvousServer:
 
     async def start(self, sock: socket.socket) -> None:
         """Serve on a bound socket."""
-        self._server = await asyncio.get_running_loop().create_server(self._accept, sock=sock, backlog=1024)
+        self._admission.start(sock)
+        self._serving = True
 
     async def close(self) -> None:
         """Stop listening and close every connection; nothing is reported for it."""
-        if self._server is None:
+        if not self._serving:
             return
-        self._server.close()
-        streams = [*self._unauthenticated, *self._unnamed, *self._agent_of, *self._worker_of]
+        self._serving = False
+        streams = [*self._admission.close(), *self._unnamed, *self._agent_of, *self._worker_of]
         self._agent_of.clear()
         self._worker_of.clear()
         for stream in streams:
@@ -102,7 +97,6 @@ class RendezvousServer:
         await asyncio.sleep(0)  # lets the transports write what they hold
         for stream in streams:
             stream.abort("the job is over")
-        self._server = None
 
     # --- to peers -----------------------------------------------------------------------------------
 
@@ -138,28 +132,18 @@ class RendezvousServer:
 
     # --- from peers ---------------------------------------------------------------------------------
 
-    def _accept(self) -> MessageStream:
-        stream = MessageStream(
+    def _new_stream(self) -> MessageStream:
+        return MessageStream(
             self._key,
             server=True,
             on_open=self._opened,
             on_message=self._received,
             on_closed=self._closed,
-            on_unauthenticated=lambda stream: self._unauthenticated.pop(stream, None),
+            on_unauthenticated=lambda stream: self._admission.settle(stream, stream.refusal),
         )
-        now = clock.monotonic()
-        if len(self._unauthenticated) >= self._max_unauthenticated:
-            oldest, since = next(iter(self._unauthenticated.items()))
-            loser = oldest if now - since >= IDLE_S else stream
-            self._unauthenticated.pop(loser, None)
-            loser.abort("too many connections in their handshake")
-            if loser is stream:
-                return stream
-        self._unauthenticated[stream] = now
-        return stream
 
     def _opened(self, stream: MessageStream) -> None:
-        self._unauthenticated.pop(stream, None)
+        self._admission.settle(stream)
         self._unnamed.add(stream)
 
     def _received(self, stream: MessageStream, message: Message) -> None:

@@ -206,6 +206,9 @@ class AdmittedLauncher:
     def gone(self) -> str | None:
         return self._launcher.gone()
 
+    def could_not_submit(self, slot: SlotId) -> bool:
+        return self._launcher.could_not_submit(slot)
+
     def close(self, deadline_s: float) -> None:
         with self._lock:
             self._closed = True

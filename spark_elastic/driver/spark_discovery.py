@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 from spark_elastic.core.slot_report import SlotReport
 from spark_elastic.driver.executor_watch import ExecutorWatch, OnExecutorEvent
 from spark_elastic.driver.jvm import close_connection, jvm_context, reason_of_error
-from spark_elastic.driver.spark_slots import SlotCount, count_slots, dynamic_allocation, hosts_and_slots
+from spark_elastic.driver.spark_slots import (
+    SlotCount,
+    count_slots,
+    dynamic_allocation,
+    hosts_and_slots,
+    most_slots,
+)
 from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError
 
 if TYPE_CHECKING:
@@ -23,6 +29,14 @@ log = logging.getLogger(__name__)
 
 _REFUSED = "SPARK-24942"  # barrier mode with dynamic allocation
 _POLL_S = 0.1
+_WORTH_A_WORD_S = 2.0
+
+OnWait = Callable[[str, float], None]
+"""Told what is waited for, in words, and until when on this process's monotonic clock."""
+
+
+def _log_wait(reason: str, _until: float) -> None:
+    log.info("%s", reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +72,10 @@ class SparkHostDiscovery:
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         return hosts_and_slots(self._sc)
 
+    def most_slots(self) -> int | None:
+        """How many there can ever be, where that is fixed; None: not known."""
+        return most_slots(self._sc)
+
     def slots_free(self) -> int:
         """Slots in which no task runs now, of this application."""
         infos = jvm_context(self._sc).statusTracker().getExecutorInfos()
@@ -74,7 +92,7 @@ class SparkHostDiscovery:
         *,
         setting: str = "start_timeout",
         stop: threading.Event | None = None,
-        on_wait: Callable[[str], None] = log.info,
+        on_wait: OnWait = _log_wait,
     ) -> SlotCount:
         """Block until `need` slots exist (they may be busy); says what it waits for when that changes.
 
@@ -86,11 +104,16 @@ class SparkHostDiscovery:
         """
         start = time.monotonic()
         said = ""
+        most = self.most_slots()
         while True:
             count = self.slots()
             waited = time.monotonic() - start
             if count.now >= need:
                 return count
+            if most is not None and most < need:
+                raise NotEnoughSlotsError(
+                    have=most, need=need, waited_s=0.0, setting=setting, fixed=f"master {self._sc.master}"
+                )
             if dynamic_allocation(self._sc):
                 if count.most is not None and count.most < need:
                     detail = "spark.dynamicAllocation.maxExecutors allows no more"
@@ -105,7 +128,7 @@ class SparkHostDiscovery:
             reason = f"{count.now} of {need} slots; waiting up to {timeout_s:.0f} s for more executors"
             if reason != said:
                 said = reason
-                on_wait(reason)
+                on_wait(reason, start + timeout_s)
             if (stop or threading.Event()).wait(min(_POLL_S, timeout_s - waited)):
                 raise JobCancelledError("cancelled while waiting for slots")
 
@@ -115,7 +138,7 @@ class SparkHostDiscovery:
         timeout_s: float,
         *,
         stop: threading.Event | None = None,
-        on_wait: Callable[[str], None] = log.info,
+        on_wait: OnWait = _log_wait,
     ) -> Probe:
         """Place `num_proc` tasks together, or none, and let each report where it is.
 
@@ -132,8 +155,12 @@ class SparkHostDiscovery:
         self.wait_for_slots(num_proc, timeout_s, stop=stop, on_wait=on_wait)
         attempt = _Attempt(self._sc, self._report_slot, num_proc, f"{self._description}: discovery of {num_proc} slots")
         attempt.thread.start()
+        said = False
         while not attempt.over.wait(_POLL_S):
             waited = time.monotonic() - start
+            if waited >= _WORTH_A_WORD_S and not said:
+                said = True
+                on_wait(f"waiting up to {timeout_s:.0f} s for {num_proc} slots to be free together", start + timeout_s)
             cancelled = stop is not None and stop.is_set()
             if cancelled or waited > timeout_s:
                 attempt.cancel()

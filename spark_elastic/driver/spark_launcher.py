@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.topology import LaunchId, SlotId
-from spark_elastic.driver.jvm import close_connection, jvm_context, reason_of_error, why_gone
+from spark_elastic.driver.jvm import close_connection, is_drivers_own, jvm_context, reason_of_error, why_gone
 from spark_elastic.driver.launcher import OnEnded
 from spark_elastic.driver.spark_reasons import reason_of
 
@@ -54,6 +55,7 @@ class SparkLauncher:
             the executors' block managers. Given as the fourth argument of `agent_entry`, unless it is None.
         on_ended: see `launcher.OnEnded`.
         description: what people see in Spark's UI, before ": slot 3".
+        apart: agents get Python workers of their own, each for one task; None: where Spark may kill reused ones.
         watch_interval_s: how often running jobs are looked at for a task that failed and that Spark would run again.
     """
 
@@ -66,6 +68,7 @@ class SparkLauncher:
         *,
         shared: bytes | None = None,
         description: str = "spark_elastic",
+        apart: bool | None = None,
         watch_interval_s: float = 1.0,
     ) -> None:
         self._sc = sc
@@ -76,6 +79,7 @@ class SparkLauncher:
         self._broadcast: Any = None
         self._broadcasting = threading.Lock()
         self._description = description
+        self._apart = kills_reused_workers(sc.version) if apart is None else apart
         self._watch_interval_s = watch_interval_s
         self._group_prefix = f"spark_elastic-{uuid.uuid4().hex[:12]}"
         self._properties: Any = jvm_context(sc).getLocalProperties().clone()
@@ -83,6 +87,8 @@ class SparkLauncher:
         self._running: dict[SlotId, _Launch] = {}
         self._threads: set[threading.Thread] = set()
         """Of slots; a thread outlives its launch by the call of `on_ended`."""
+        self._not_submitted: set[SlotId] = set()
+        """Whose last job could not be handed to Spark."""
         self._launches = 0
         self._closed = False
         self._watcher: threading.Thread | None = None
@@ -133,6 +139,10 @@ class SparkLauncher:
         thread.join(1.0)
         return answer[0] if answer else None
 
+    def could_not_submit(self, slot: SlotId) -> bool:
+        with self._changed:
+            return slot in self._not_submitted
+
     def close(self, deadline_s: float) -> None:
         until = time.monotonic() + deadline_s
         with self._changed:
@@ -167,11 +177,16 @@ class SparkLauncher:
     def _outcome(self, launch: _Launch) -> tuple[str, AgentOutcome | None]:
         if (told := self._stop_why(launch)) is not None:
             return told, None
+        with self._changed:
+            self._not_submitted.discard(launch.slot)
         try:
             outcome = self._submit(launch)
             why = outcome.why if outcome is not None else self._why_lost(launch)
         except Exception as error:
             outcome, why = None, reason_of_error(error)
+            if is_drivers_own(error):
+                with self._changed:
+                    self._not_submitted.add(launch.slot)
         if outcome is None or outcome.result is None:
             # What it was told to stop for; "cancelled" is only how it was done.
             told = self._stop_why(launch)
@@ -199,8 +214,11 @@ class SparkLauncher:
         name = f"{self._description}: worker slot {launch.slot}"
         sc.setJobGroup(launch.group, name)
         sc.setLocalProperty("callSite.short", name)  # which `collect` would replace, and `runJob` does not
-        task = _task_of(self._agent_entry, launch.slot, launch.id, payload, self._shared_by_all())
-        rows = sc.runJob(sc.parallelize([0], 1), task)
+        task = _task_of(self._agent_entry, launch.slot, launch.id, payload, self._shared_by_all(), self._apart)
+        rdd = sc.parallelize([0], 1)
+        if self._apart:
+            rdd.ctx = cast("SparkContext", _OwnWorkers(sc))
+        rows = sc.runJob(rdd, task)
         return AgentOutcome(*rows[0]) if rows[0] is not None else None
 
     def _shared_by_all(self) -> Any:
@@ -258,8 +276,28 @@ class SparkLauncher:
             self.withdraw(launch.slot, reason)
 
 
+class _OwnWorkers:
+    """A SparkContext whose Python functions run in worker processes that no other functions use.
+
+    Spark keeps its Python workers by the environment that a function asks for.
+    """
+
+    def __init__(self, sc: SparkContext) -> None:
+        self._sc = sc
+        self.environment = {**sc.environment, "SPARK_ELASTIC_AGENTS": "1"}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sc, name)
+
+
+def kills_reused_workers(pyspark_version: str) -> bool:
+    """Whether the monitor of a cancelled task may kill a Python worker that runs another one by now (SPARK-54217)."""
+    numbers = re.findall(r"\d+", pyspark_version)[:2]
+    return tuple(map(int, numbers)) < (4, 3)
+
+
 def _task_of(
-    agent_entry: AgentEntry, slot: SlotId, launch: LaunchId, payload: bytes, shared: Any
+    agent_entry: AgentEntry, slot: SlotId, launch: LaunchId, payload: bytes, shared: Any, once: bool
 ) -> Callable[[Any], Any]:
     """The function that Spark runs. It is pickled by value, so it may use nothing of this module."""
 
@@ -270,6 +308,16 @@ def _task_of(
         if context is not None and context.attemptNumber() > 0:
             # Spark's own second try: the driver starts the slot again itself. Returning ends the job without a third.
             return [None]
+        if once:
+            # What a worker says at the end of its task lets Spark keep it for another one. Without that it is closed.
+            from pyspark import worker
+
+            write_int, lengths = worker.write_int, worker.SpecialLengths
+
+            def write(value: int, stream: Any) -> None:
+                write_int(lengths.END_OF_DATA_SECTION if value == lengths.END_OF_STREAM else value, stream)
+
+            worker.write_int = write
         outcome = agent_entry(slot, launch, payload, *([] if shared is None else [shared.value]))
         return [(outcome.worker, outcome.result, outcome.why)]
 

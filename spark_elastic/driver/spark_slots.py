@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,18 @@ def count_slots(sc: SparkContext) -> SlotCount:
         return SlotCount(now, None, executors)
     per_executor = int(profile.maxTasksPerExecutor(context.conf()))
     return SlotCount(now, max(most_executors * per_executor, now), executors)
+
+
+def most_slots(sc: SparkContext) -> int | None:
+    """How many slots there can ever be where that is fixed: in local mode and on `local-cluster`. None: not known."""
+    context = jvm_context(sc)
+    if is_local(sc):
+        return count_slots(sc).now
+    cluster = re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]", sc.master)
+    if cluster is None or dynamic_allocation(sc):
+        return None
+    cores = int(cluster[2]) // int(context.conf().get("spark.task.cpus", "1"))
+    return max(int(cluster[1]) * cores, count_slots(sc).now)
 
 
 def hosts_and_slots(sc: SparkContext) -> dict[str, int]:

@@ -11,7 +11,7 @@ import keras
 from spark_elastic.collective.handled_values import take_over
 from spark_elastic.collective.objects import allgather_object
 from spark_elastic.collective.operations import outside_world
-from spark_elastic.collective.process import size
+from spark_elastic.collective.process import rank, size
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.backend import BACKEND
@@ -24,13 +24,29 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     Args:
         root_rank: of the member whose variables everybody takes over, once, when training begins.
         device: accepted for Horovod's sake.
+        local_variables: variables of the model that each member keeps its own of.
     """
 
-    def __init__(self, root_rank: int, device: str = "", process_set: ProcessSet = global_process_set) -> None:
+    def __init__(
+        self,
+        root_rank: int,
+        device: str = "",
+        process_set: ProcessSet = global_process_set,
+        local_variables: Any = None,
+    ) -> None:
         super().__init__()
+        self._local: set[int] = set()
+        several = isinstance(local_variables, (list, tuple, set))
+        for variable in local_variables if several else [local_variables]:
+            if variable is not None:
+                self.register_local_var(variable)
         self.root_rank = root_rank
         self._process_set = process_set
         self.broadcast_done = False
+
+    def register_local_var(self, var: Any) -> None:
+        """Have each member keep its own of this variable."""
+        self._local.add(id(var))
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self.model.built:
@@ -40,7 +56,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._broadcast()  # a model that is built with its first batch
 
     def _broadcast(self) -> None:
-        from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler
+        from spark_elastic.keras.elastic.handlers import ListHandler, ModelHandler, OptimizerHandler
 
         if self.broadcast_done:
             return
@@ -48,7 +64,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if outside_world():  # the elastic loop brings a newcomer the state
             return
         model = self.model
-        handlers: dict[str, Any] = {"model": ModelHandler(model)}
+        shared = [variable for variable in model.variables if id(variable) not in self._local]
+        handlers: dict[str, Any] = {"model": ListHandler(shared) if self._local else ModelHandler(model)}
         if getattr(model, "optimizer", None) is not None:
             handlers["optimizer"] = OptimizerHandler(model.optimizer, lambda: {"model": model})
         take_over(handlers, self.root_rank, process_set=self._process_set)
@@ -194,3 +211,41 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 def _whole(epochs: float) -> int:
     return int(-(-epochs // 1))
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+    """ModelCheckpoint of the best model, which rank 0 alone writes; all members remember which was the best.
+
+    Args:
+        filepath: where the model goes; Horovod's is set by its estimators.
+        monitor, verbose, mode, save_freq: as in Keras.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        filepath: str = "best_model.keras",
+    ) -> None:
+        super().__init__(
+            filepath=filepath, monitor=monitor, verbose=verbose, save_best_only=True, mode=mode, save_freq=save_freq
+        )
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(_WrittenByRank0(model))
+
+
+class _WrittenByRank0:
+    """A model whose `save` does something on rank 0 only."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        if rank() == 0:
+            self._model.save(*args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -26,10 +26,19 @@ class DistributedOptimizerMixin:
         """The optimizer's own class, so that Keras saves it under that name and loads it without this package."""
         return type(self).__mro__[2]
 
+    _wrap: Callable[[Any], Any]
+    """Makes a plain optimizer distributed in the same way."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **more: Any) -> Any:
+        """An optimizer of this configuration, distributed in the same way."""
+        plain = cls.__mro__[2]
+        return cls._wrap(plain.from_config(config, **more))  # type: ignore[attr-defined]
+
     @property
     def _steps(self) -> Any:
         """Reduces the gradients; None if an optimizer around this one does."""
-        return self.__dict__["_distributed_steps"]
+        return self.__dict__.get("_distributed_steps")
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -44,6 +53,40 @@ class DistributedOptimizerMixin:
         super().build(variables)  # type: ignore[misc]
         if self._steps is not None:
             self._steps.build(variables)
+
+    def register_local_var(self, var: Any) -> None:
+        """Have the gradient of this variable stay this worker's own; before the first step."""
+        self.__dict__.setdefault("_local_variables", []).append(_backends_own(var))
+
+    def _places_of_local(self, variables: Sequence[Any]) -> list[int]:
+        local = {id(variable) for variable in self.__dict__.get("_local_variables", ())}
+        return [at for at, variable in enumerate(variables) if id(_backends_own(variable)) in local] if local else []
+
+    def compute_gradients(self, loss: Any, var_list: Sequence[Any], tape: Any = None) -> list[tuple[Any, Any]]:
+        """Pairs of (gradient, variable), reduced over the members; `apply_gradients` does not reduce them again.
+
+        With `backward_passes_per_step` they are this member's own, and `apply_gradients` reduces them when it is time.
+
+        Args:
+            loss: a function without arguments, or a tensor that `tape`, a `tf.GradientTape`, has seen.
+
+        Raises: HorovodInternalError: a peer is gone.
+        """
+        import tensorflow as tf
+
+        if tape is None:
+            with tf.GradientTape() as tape:
+                loss = loss()
+        variables = list(var_list)
+        own = [_backends_own(variable) for variable in variables]
+        grads = tape.gradient(loss, own)
+        if self._steps is not None and self.backward_passes_per_step == 1:
+            grads = self._steps.reduced(grads, self._places_of_local(variables))
+            self.__dict__["_reduced_already"] = grads
+        return list(zip(grads, variables, strict=True))
+
+    def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None) -> Any:
+        return self.compute_gradients(loss, var_list, tape)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Reduce the gradients, then update the variables with them.
@@ -63,11 +106,16 @@ class DistributedOptimizerMixin:
             with keras.name_scope(own.name):
                 self.build(variables)
             own.built = True
+        already = self.__dict__.pop("_reduced_already", ())
+        if len(already) == len(grads) and all(one is other for one, other in zip(already, grads, strict=True)):
+            self._steps.applies(lambda reduced: plain(reduced, variables), grads)
+            return
+        local = own._places_of_local(own._trainable_variables if variables is None else variables)
         numbers = list(range(len(grads)))
         if variables is not None and self._steps.passes > 1:
             own._check_variables_are_known(variables)
             numbers = [own._get_variable_index(variable) for variable in variables]
-        self._steps.step(grads, numbers, lambda reduced: plain(reduced, variables))
+        self._steps.step(grads, numbers, lambda reduced: plain(reduced, variables), local)
 
     # A LossScaleOptimizer that is put around this one takes its scaling away; `compile` does that on its own under
     # mixed_float16. It skips steps whose gradients are not finite, and whether they are it must look at after the
@@ -105,13 +153,21 @@ def _loss_scaling_around(inner: Any, caller: Any) -> Any:
     return None
 
 
-def _distributed_class(kind: type) -> type:
-    return type(kind.__name__, (DistributedOptimizerMixin, kind), {"__module__": kind.__module__})
+def _distributed_class(kind: type, wrap: Callable[[Any], Any]) -> type:
+    names = {"__module__": kind.__module__, "_wrap": staticmethod(wrap)}
+    return type(kind.__name__, (DistributedOptimizerMixin, kind), names)
+
+
+def _backends_own(variable: Any) -> Any:
+    """The variable of TensorFlow or parameter of torch that a Keras variable stands for."""
+    value = getattr(variable, "value", variable)
+    return variable if callable(value) else value
 
 
 def _become_distributed(optimizer: Any, steps: Any) -> None:
     optimizer.__dict__["_distributed_steps"] = steps
-    object.__setattr__(optimizer, "__class__", _distributed_class(type(optimizer)))
+    kind = type(optimizer)
+    object.__setattr__(optimizer, "__class__", _distributed_class(kind, DistributedOptimizer))
     if optimizer.built:
         steps.build(optimizer._trainable_variables)
 
@@ -141,6 +197,7 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: Any = None,
     process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
 ) -> Any:
     """The same optimizer, stepping with the gradients of all members; for `compile`, or for a loop of one's own.
 
@@ -160,6 +217,7 @@ def DistributedOptimizer(
             optimizer's `iterations` count what is applied.
         average_aggregated_gradients: divide what was added up by their number.
         process_set: the processes to reduce over.
+        scale_local_gradients: gradients of variables that were given to `register_local_var` are divided by the size.
 
     Raises: UsageError: arguments that contradict each other.
     """
@@ -188,7 +246,23 @@ def DistributedOptimizer(
             op=op, compression=compression, predivide=gradient_predivide_factor, process_set=process_set
         )
         steps = TorchSteps(fused, backward_passes_per_step, average_aggregated_gradients)
-    wrapped: Any = _distributed_class(type(kept))
+    if scale_local_gradients:
+        steps.divide_local = _size_of(process_set)
+
+    def wrap(plain: Any) -> Any:
+        return DistributedOptimizer(
+            plain,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            gradient_predivide_factor=gradient_predivide_factor,
+            op=op,
+            backward_passes_per_step=backward_passes_per_step,
+            average_aggregated_gradients=average_aggregated_gradients,
+            process_set=process_set,
+            scale_local_gradients=scale_local_gradients,
+        )
+
+    wrapped: Any = _distributed_class(type(kept), wrap)
     instance = object.__new__(wrapped)
     instance.__dict__.update(kept.__dict__)
     instance.__dict__["_distributed_steps"] = steps
@@ -197,3 +271,55 @@ def DistributedOptimizer(
     if instance.built:
         steps.build(instance._trainable_variables)
     return instance
+
+
+def _size_of(process_set: ProcessSet) -> Callable[[], Any]:
+    if BACKEND != "tensorflow":
+        return process_set.size
+    from spark_elastic.tensorflow.operations import size_op
+
+    return lambda: size_op(process_set)
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """As `DistributedOptimizer`, without reducing the gradients of some layers.
+
+    Each worker has these layers for itself. A `KerasState` keeps one model for all: do not put it together with them.
+
+    Args:
+        local_layers: a layer or several. scale_local_gradients: their gradients are divided by the size.
+    """
+    made = DistributedOptimizer(
+        optimizer,
+        name,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    layers: Iterable[Any] = local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]
+    for layer in layers:
+        if layer is not None and not isinstance(layer, keras.layers.Layer):
+            raise UsageError(f"local_layers must be Keras layers, and {layer!r} is none")
+        for variable in [] if layer is None else layer.trainable_variables:
+            made.register_local_var(variable)
+    return made

@@ -30,6 +30,8 @@ class Steps:
         """While a step is traced or run: what its gradients weigh among the members'; None: all the same."""
         self.before_update: Callable[[], None] | None = None
         """Called when the gradients have been reduced and the step counted, before they are applied."""
+        self.divide_local: Callable[[], Any] | None = None
+        """Gives what the gradients of this member's own variables are divided by; None: they stay as they are."""
         self._reducer = reducer
         self._average = average
         self._applied = tf.Variable(0, dtype=tf.int64, trainable=False, name="steps_applied")
@@ -60,22 +62,38 @@ class Steps:
             if variable is not None:
                 variable.assign(tf.zeros_like(variable))
 
-    def step(self, grads: Sequence[Gradient], numbers: Sequence[int], update: Update) -> None:
+    def reduced(self, grads: Sequence[Gradient], local: Sequence[int] = ()) -> list[Gradient]:
+        """The gradients as they are applied, without a step."""
+        received, _ = self._reducer([None if at in local else grad for at, grad in enumerate(grads)], None)
+        return self._with_own(received, grads, local)
+
+    def applies(self, update: Update, grads: Sequence[Gradient]) -> None:
+        """Hand gradients that `reduced` has given to `update`, as a step."""
+        with tf.control_dependencies([_dense_part(grad) for grad in grads if grad is not None]):
+            self._applied.assign_add(1, read_value=False)
+            if self.before_update is not None:
+                self.before_update()
+            update(list(grads))
+
+    def step(
+        self, grads: Sequence[Gradient], numbers: Sequence[int], update: Update, local: Sequence[int] = ()
+    ) -> None:
         """Add up the gradients of this call; with the last of a step, reduce them and hand them to `update`.
 
-        numbers: the variable of each gradient, as they were numbered in `build`.
+        numbers: the variable of each gradient, as they were numbered in `build`. local: the places of the gradients
+        that are not reduced.
         """
         _refuse_xla()
         weight = self.weight
         if self.passes == 1:
-            self._reduce(list(grads), None if weight is None else tf.cast(weight, tf.float64), update)
+            self._reduce(list(grads), None if weight is None else tf.cast(weight, tf.float64), update, local)
             return
         assert self._added is not None
         assert self._weights is not None
         sums = [self._sums[number] for number in numbers]
-        for total, grad in zip(sums, grads, strict=True):
+        for at, (total, grad) in enumerate(zip(sums, grads, strict=True)):
             if grad is not None:
-                total.assign_add(tf.convert_to_tensor(_scaled(grad, weight)))
+                total.assign_add(tf.convert_to_tensor(_scaled(grad, None if at in local else weight)))
         if weight is not None:
             self._weights.assign_add(tf.cast(weight, tf.float64))
         added = self._added.assign_add(1)
@@ -88,11 +106,11 @@ class Steps:
                 for total, there in zip(sums, present, strict=True)
             ]
             if weight is None:
-                self._reduce(whole, None, update)
+                self._reduce(whole, None, update, local)
             else:
                 assert self._weights is not None
                 again = None if self._average else float(self.passes)
-                self._finish(whole, self._weights.read_value() / self.passes, again, update)
+                self._finish(whole, self._weights.read_value() / self.passes, again, update, local)
             self.drop()
             return tf.constant(True)
 
@@ -102,17 +120,22 @@ class Steps:
         else:
             tf.cond(tf.equal(added, self.passes), complete, lambda: tf.constant(False))
 
-    def _reduce(self, grads: list[Gradient], weight: Any, update: Update) -> None:
+    def _reduce(self, grads: list[Gradient], weight: Any, update: Update, local: Sequence[int]) -> None:
         if weight is not None:
-            grads = [_scaled(grad, weight) for grad in grads]
-        self._finish(grads, weight, None, update)
+            grads = [grad if at in local else _scaled(grad, weight) for at, grad in enumerate(grads)]
+        self._finish(grads, weight, None, update, local)
 
-    def _finish(self, grads: list[Gradient], weight: Any, factor: float | None, update: Update) -> None:
+    def _finish(
+        self, grads: list[Gradient], weight: Any, factor: float | None, update: Update, local: Sequence[int]
+    ) -> None:
         """Reduce gradients that are multiplied by their weights already, and apply them."""
         carried = None if weight is None else tf.stack([tf.cast(weight, tf.float64), tf.constant(1.0, tf.float64)])
-        reduced, carried = self._reducer(grads, carried)
+        sent = [None if at in local else grad for at, grad in enumerate(grads)] if local else grads
+        reduced, carried = self._reducer(sent, carried)
         if carried is not None:  # of an average (or sum) of weighted gradients, the weighted average (or sum)
             reduced = [_scaled(grad, carried[1] / carried[0]) for grad in reduced]
+        if local:
+            reduced = self._with_own(reduced, grads, local)
         if factor is not None:
             reduced = [_scaled(grad, factor) for grad in reduced]
         # The counters of a step do not depend on the gradients by themselves: they would be raised beside a reduction
@@ -122,6 +145,12 @@ class Steps:
             if self.before_update is not None:
                 self.before_update()
             update(reduced)
+
+    def _with_own(self, reduced: list[Gradient], grads: Sequence[Gradient], local: Sequence[int]) -> list[Gradient]:
+        if not local:
+            return reduced
+        factor = None if self.divide_local is None else 1.0 / tf.cast(self.divide_local(), tf.float64)
+        return [_scaled(grads[at], factor) if at in local else grad for at, grad in enumerate(reduced)]
 
 
 def _scaled(grad: Gradient, factor: Any) -> Gradient:

@@ -21,6 +21,7 @@ class Steps:
         self.weight: Any = None
         self.before_update: Callable[[], None] | None = None
         """Called when the gradients have been reduced and the step counted, before they are applied."""
+        self.divide_local: Callable[[], int] | None = None
         self._reducer = reducer
         self._average = average
         self._applied = 0
@@ -42,9 +43,22 @@ class Steps:
         self._sums.clear()
 
     @torch.no_grad()
-    def step(self, grads: Sequence[Gradient], numbers: Sequence[int], update: Update) -> None:
+    def reduced(self, grads: Sequence[Gradient], local: Sequence[int] = ()) -> list[Gradient]:
+        return self._reduce([None if g is None else g.detach() for g in grads], None, local)
+
+    def applies(self, update: Update, grads: Sequence[Gradient]) -> None:
+        self._applied += 1
+        if self.before_update is not None:
+            self.before_update()
+        update(list(grads))
+
+    @torch.no_grad()
+    def step(
+        self, grads: Sequence[Gradient], numbers: Sequence[int], update: Update, local: Sequence[int] = ()
+    ) -> None:
         weight = None if self.weight is None else float(self.weight)
-        weighed = [None if g is None else g.detach() * (1.0 if weight is None else weight) for g in grads]
+        factors = [1.0 if weight is None or at in local else weight for at in range(len(grads))]
+        weighed = [None if g is None else g.detach() * factor for g, factor in zip(grads, factors, strict=True)]
         if self.passes > 1:
             for number, grad in zip(numbers, weighed, strict=True):
                 if grad is not None:
@@ -58,7 +72,7 @@ class Steps:
             if self._average or weight is not None:
                 weighed = [None if g is None else g / self.passes for g in weighed]
             weight = None if weight is None else self._weights / self.passes
-        reduced = self._reduce(weighed, weight)
+        reduced = self._reduce(weighed, weight, local)
         if self.passes > 1:
             if weight is not None and not self._average:
                 reduced = [None if g is None else g * self.passes for g in reduced]
@@ -68,8 +82,8 @@ class Steps:
             self.before_update()
         update(reduced)
 
-    def _reduce(self, grads: Sequence[Gradient], weight: float | None) -> list[Gradient]:
-        there = [at for at, grad in enumerate(grads) if grad is not None]
+    def _reduce(self, grads: Sequence[Gradient], weight: float | None, local: Sequence[int]) -> list[Gradient]:
+        there = [at for at, grad in enumerate(grads) if grad is not None and at not in local]
         sent = [grads[at].cpu().contiguous() for at in there]  # type: ignore[union-attr]
         carried = None if weight is None else torch.tensor([weight, 1.0], dtype=torch.float64)
         received = self._reducer(sent, carried)
@@ -78,4 +92,8 @@ class Steps:
             if carried is not None:
                 tensor = tensor * float(carried[1] / carried[0])
             out[at] = tensor.to(grads[at].device)  # type: ignore[union-attr]
+        divisor = 1 if self.divide_local is None or not local else self.divide_local()
+        for at in local:
+            own = grads[at]
+            out[at] = None if own is None else own / divisor
         return out

@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from spark_elastic.errors import InvalidSettingsError, nearest
 from spark_elastic.settings import whole_number
 
@@ -112,6 +114,23 @@ def shapes(name: str, value: Any) -> list[list[int]]:
     if not _is_list(value) or not len(value) or not all(_is_list(each) for each in value):
         raise _wrong(name, "a list of shapes, such as [(28, 28), (5,)]", value)
     return [[whole_number(f"{name}[{i}]", size, at_least=1) for size in shape] for i, shape in enumerate(value)]
+
+
+def dtypes(name: str, value: Any) -> list[str | None]:
+    """numpy's name of a type of numbers for each tensor, or None: `["int64", None]`. A single one may stand alone."""
+    listed = value if _is_list(value) else [value]
+    if not len(listed):
+        raise _wrong(name, "a list of types, such as ['int64', 'float32']", value)
+    made: list[str | None] = []
+    for index, each in enumerate(listed):
+        try:
+            dtype = None if each is None else np.dtype(each)
+        except TypeError:
+            raise _wrong(f"{name}[{index}]", "a type that numpy knows, such as 'int64'", each) from None
+        if dtype is not None and (dtype.kind not in "biuf" or dtype.itemsize > 8):
+            raise _wrong(f"{name}[{index}]", "a type of numbers of at most 8 bytes, such as 'int64'", each)
+        made.append(None if dtype is None else dtype.name)
+    return made
 
 
 def numbers_list(name: str, value: Any) -> list[float]:

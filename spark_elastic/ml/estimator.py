@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pyspark.ml import Estimator
 
 from spark_elastic import clock
+from spark_elastic.data.cache import Limits
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.spark_connect import refuse_connect
@@ -25,6 +29,8 @@ from spark_elastic.errors import (
     DataError,
     DatasetError,
     InvalidSettingsError,
+    LossNotFiniteError,
+    RunTakenError,
     StateLostError,
     StoreError,
 )
@@ -34,7 +40,9 @@ from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.outputs import OutputShape
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.preparation import WEIGHT, Tensors
+from spark_elastic.ml.room import check_room
 from spark_elastic.ml.run_folder import RunFolders
+from spark_elastic.ml.run_lease import RunLease, lease_of
 from spark_elastic.ml.runs import leased_if_possible
 from spark_elastic.ml.several_fits import Fits, SharedSets
 from spark_elastic.ml.shared_params import (
@@ -46,10 +54,27 @@ from spark_elastic.ml.shared_params import (
     TrainingParams,
 )
 from spark_elastic.ml.training.spec import CheckpointPlan
-from spark_elastic.ml.written_sets import check_tensors, is_found_again, model_inputs, padding_of, remove_unless_used
+from spark_elastic.ml.written_sets import (
+    check_tensors,
+    give_back,
+    is_found_again,
+    model_inputs,
+    nan_of,
+    padding_of,
+    remove_unless_used,
+)
 from spark_elastic.settings import ElasticSettings
 
 DEFAULT_BATCH_SIZE = 32
+
+log = logging.getLogger("spark_elastic.ml")
+_ADVICE = {
+    "dtypes": "dtypes= is input_dtypes=[...], with one for each input; labels and weights have to be cast as columns",
+    "shapes": "shapes= is input_shapes=[...] and label_shapes=[...]",
+    "pad_to": "pad_to= and variable= go into data_options={{...}}",
+}
+_DATA_OPTION = "{}= goes into data_options={{...}}"
+"""What arguments of `materialize`, which errors name, are called in an estimator."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +125,16 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         """One step of a copy on the first rows. Raises: DataError, InvalidSettingsError: what does not fit."""
         raise NotImplementedError
 
+    def _model_nbytes(self, training: Any) -> int:
+        """About as many bytes as the file of the trained model will have."""
+        raise NotImplementedError
+
     def _train_fn(self) -> Callable[[Any], Any]:
         """What each worker calls with `_training`; returns something with a `history`."""
         raise NotImplementedError
 
-    def _fitted_model(self, training: Any, fitted: Fitted) -> ElasticModel:
-        """The model that the workers left in the run's folder, see `_trained`."""
+    def _fitted_model(self, training: Any, fitted: Fitted, trained: Callable[[str], bytes]) -> ElasticModel:
+        """The model that was trained. trained: the file of this name, which the workers have left."""
         raise NotImplementedError
 
     def _worker_env(self) -> dict[str, str]:
@@ -170,14 +199,17 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         try:
             with leased_if_possible(written.store):
                 if not written.store.exists(MANIFEST_NAME):  # the end of another process came before our lease
+                    give_back(written)
                     with parts.part("write"):
                         written = self._written(dataset, tensors)
                 with self._run_folder(written) as (run, resume_from):
                     return self._train(written, run, resume_from, context, parts)
         finally:
-            # What a later fit finds again stays for it until the process ends.
-            if self._sets is None and not self._keeps_rows() and not is_found_again(dataset, written):
-                remove_unless_used(written)
+            # What a later fit finds again stays for it, as long as there is room.
+            if self._sets is None and not self._keeps_rows():
+                if not is_found_again(dataset, written):
+                    remove_unless_used(written)
+                give_back(written)
 
     # Checks.
 
@@ -187,6 +219,7 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
             for name in ("feature_cols", "label_cols"):
                 if self.getOrDefault(name) is None:
                     raise InvalidSettingsError(f"{name} is not set; which columns are it?")
+            Limits.of_environment(os.environ)  # the end of the fit could not use it
         self._check_together()
         self._check_framework()
         options = self.getOrDefault("run_options") or {}
@@ -198,7 +231,7 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
             min_num_proc=low or start,
             max_num_proc=high or max(start, low or 1),
             **{f"{name}_s": options[name] for name in timeouts if name in options},
-            **({"reset_limit": options["reset_limit"]} if "reset_limit" in options else {}),
+            **{name: options[name] for name in ("reset_limit", "crash_limit") if name in options},
         )
         if self._launcher() is not None and (first or (low if low == high else None)) is None:
             raise InvalidSettingsError("a LocalLauncher has no slots to count; set num_proc")
@@ -223,6 +256,13 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
                     f"{setting}={given!r}, but the set in {dataset.store.url} was made of {stored}; set it to what "
                     "was stored, or to None"
                 )
+        stored = [each.dtype for each in preparation.numbered("features_", {f.name: f for f in dataset.layout.fields})]
+        for number, (dtype, has) in enumerate(zip(self.getOrDefault("input_dtypes") or (), stored, strict=False)):
+            if dtype is not None and np.dtype(dtype) != np.dtype(has):
+                raise DatasetError(
+                    f"input_dtypes={self.getOrDefault('input_dtypes')!r}, but features_{number} of the set in "
+                    f"{dataset.store.url} is {np.dtype(has).name}; set it to what was stored, or to None"
+                )
         if self.getOrDefault("validation") is not None and "validation" not in dataset.splits:
             raise DatasetError(
                 f"validation={self.getOrDefault('validation')!r}, but the set in {dataset.store.url} has no split of "
@@ -231,7 +271,8 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
 
     def _tensors(self, schema: Any) -> Tensors:
         """Raises: DataError: columns that cannot be trained on."""
-        made = preparation.features(schema, self.getOrDefault("feature_cols"), self.getOrDefault("input_shapes"))
+        given = (self.getOrDefault(name) for name in ("feature_cols", "input_shapes", "input_dtypes"))
+        made = preparation.features(schema, *given)
         made |= preparation.labels(
             schema, self.getOrDefault("label_cols"), self.getOrDefault("label_shapes"), self._label_dtypes()
         )
@@ -283,10 +324,8 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
                 **settings,
             )
         except DataError as error:
-            if named := [name for name in WRITE_OPTIONS if f"{name}=" in str(error)]:
-                error.message += (
-                    f"\n({', '.join(f'{name}=' for name in named)}: in data_options={{...}} of an estimator)"
-                )
+            if advice := [_ADVICE.get(name, _DATA_OPTION).format(name) for name in getattr(error, "settings", ())]:
+                error.message += f"\n(of an estimator: {'; '.join(advice)})"
             raise
 
     # The run.
@@ -296,17 +335,56 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         with parts.part("try"):
             trial = self._try(training)
         with parts.part("train"):
+            check_room(run, self._model_nbytes(training), training)
             results, events = self._run_to_the_end(training, dataset, run, resume_from, context, parts.began)
+            self._refuse_diverged(results, run)
+        unsaved: Mapping[str, bytes] = next(
+            (result.unsaved for result in results if result is not None and result.unsaved), {}
+        )
+        if (lease := lease_of(run)) is not None:
+            self._check_lease(lease, unsaved)
         with parts.part("load"):
             history: History = next(result.history for result in results if result is not None)
             inputs = model_inputs(dataset, self.getOrDefault("input_shapes"))
             fitted = Fitted(
-                inputs, trial.outputs, trial.rule, history, tuple(events), trial.why_not, padding_of(dataset)
+                inputs,
+                trial.outputs,
+                trial.rule,
+                history,
+                tuple(events),
+                trial.why_not,
+                padding_of(dataset),
+                nan_of(dataset),
             )
-            model = self._fitted_model(training, fitted)
+            model = self._fitted_model(training, fitted, lambda name: self._trained(run, name, unsaved))
         model.fit_seconds = dict(parts.seconds)
         self._hand_on(model)
         return model
+
+    @staticmethod
+    def _check_lease(lease: RunLease, unsaved: Mapping[str, bytes]) -> None:
+        """What lies in the folder may be another driver's by now. Raises: RunTakenError; what the storage raises."""
+        try:
+            lease.check()
+        except RunTakenError:
+            raise
+        except Exception as error:  # each kind of storage has its own
+            if not unsaved:
+                raise
+            log.warning("whose run this is by now cannot be told: %s", error)  # the model did not come out of it
+
+    def _refuse_diverged(self, results: Sequence[Any], run: Store) -> None:
+        """Raises: LossNotFiniteError."""
+        diverged = next((result.diverged for result in results if result is not None), None)
+        if diverged is not None:
+            raise LossNotFiniteError(
+                loss=diverged.loss,
+                step=diverged.step + 1,
+                epoch=diverged.epoch,
+                ranks=[rank for rank, result in enumerate(results) if result is not None and result.lost_here],
+                size=len(results),
+                checkpoints="" if self.getOrDefault("checkpoint_dir") is None else run.url,
+            )
 
     def _run_to_the_end(
         self, training: Any, dataset: Dataset, run: Store, resume_from: str | None, context: Any, began: float
@@ -346,8 +424,10 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
             verbose=min(2, self.getOrDefault("verbose")),
             **options,
         )
+        lease = lease_of(training.store)
         try:
-            return job.result()
+            with contextlib.nullcontext() if lease is None else lease.told(job.cancel):
+                return job.result()
         except BaseException as error:
             if not job.done():
                 job.cancel(f"interrupted by {type(error).__name__}")
@@ -368,7 +448,7 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         """The fields of `ml.training.spec.Training`."""
         batch_size, per_worker = self._batch_sizes()
         options = self.getOrDefault("data_options") or {}
-        same = ("transformation_fn", "epochs", "shuffle", "seed", "device", "num_threads", "verbose")
+        same = ("transformation_fn", "epochs", "shuffle", "seed", "device", "num_threads", "verbose", "allow_nan_loss")
         return {
             "dataset": dataset,
             "store": run,
@@ -378,8 +458,10 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
             "clip_norm": self.getOrDefault("gradient_clip_norm"),
             "clip_value": self.getOrDefault("gradient_clip_value"),
             "compression": self.getOrDefault("gradient_compression"),
+            "sync_batch_norm": self.getOrDefault("sync_batch_norm") is not False,
             "checkpoints": self._checkpoint_plan(),
             "resume_from": resume_from,
+            "fence": None if (lease := lease_of(run)) is None else lease.fence,
             "input_shapes": self.getOrDefault("input_shapes"),
             "label_shapes": self.getOrDefault("label_shapes"),
             **{name: self.getOrDefault(name) for name in same},
@@ -404,8 +486,19 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
 
     # What they leave in the run's folder.
 
-    def _trained(self, run: Store, name: str) -> bytes:
-        """The file with what was learnt. Raises: StoreError: the driver does not see it."""
+    def _trained(self, run: Store, name: str, unsaved: Mapping[str, bytes]) -> bytes:
+        """The file with what was learnt: from the run's folder, or from the results of the job if it is not there.
+
+        Raises: StoreError: the driver does not see it.
+        """
+        if name in unsaved:
+            log.warning(
+                "%s could not be written to %s and came with the results of the job: the model that fit returns is all "
+                "there is of it, save it with model.save(path)",
+                name,
+                run.url,
+            )
+            return unsaved[name]
         try:
             return run.read_bytes(name)
         except OSError as error:

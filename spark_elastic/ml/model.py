@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +31,8 @@ class Fitted:
 
     inputs: of the model, and the columns they came from. outputs: of the model, one row. rule: how the loss makes a
     prediction of the first output; None: it has no say. history, events: of the fit. why_not: why the model cannot be
-    called with its inputs alone, if it cannot. pad_to: lengths that arrays are filled up to, by input.
+    called with its inputs alone, if it cannot. pad_to: lengths that arrays are filled up to, by input. allow_nan:
+    inputs that may be NaN or infinite, or whether all may be.
     """
 
     inputs: tuple[TensorField, ...]
@@ -41,6 +42,7 @@ class Fitted:
     events: tuple[Mapping[str, Any], ...] = ()
     why_not: str = ""
     pad_to: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    allow_nan: bool | Sequence[str] = False
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -51,6 +53,7 @@ class Fitted:
             "events": [dict(event) for event in self.events],
             "why_not": self.why_not,
             "pad_to": dict(self.pad_to),
+            "allow_nan": self.allow_nan if isinstance(self.allow_nan, bool) else list(self.allow_nan),
         }
 
     @classmethod
@@ -76,6 +79,7 @@ class Fitted:
             tuple(document["events"]),
             document["why_not"],
             document["pad_to"],
+            document.get("allow_nan", False),
         )
 
 
@@ -114,9 +118,10 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         """What became of the workers during the fit, oldest first: a dict for each event.
 
         "seconds": since the fit began. "time": since 1970. "kind": "started", "lost", "drained", "left", "joined",
-        "broken", "waiting", "resting", "finished" or "failed". "who", "reason": in words. "before", "after": workers.
-        "pause_s": seconds until the first step after it was done. "steps_lost": that had to be done again. "text": all
-        of it in a line. None where there is nothing to say.
+        "broken", "waiting", "resting", "notice" (a worker has something to say: a checkpoint could not be written),
+        "finished" or "failed". "who", "reason": in words. "before", "after": workers. "pause_s": seconds until the
+        first step after it was done. "steps_lost": that had to be done again. "text": all of it in a line. None where
+        there is nothing to say.
         """
         return [dict(event) for event in self._facts_of_fit().events]
 
@@ -147,21 +152,23 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
                     f"the DataFrame has a column {present[column.name.lower()]!r} already; give the output "
                     f"another name ({self._setting_of(column)}), or drop the column first"
                 )
-        # Never null, yet a vector column that may be is what Spark's own stages give.
-        return StructType([*schema.fields, *(StructField(c.name, spark_type(c), nullable=False) for c in added)])
+        nullable = self._handle_invalid() == "keep"
+        return StructType([*schema.fields, *(StructField(c.name, spark_type(c), nullable) for c in added)])
 
     def _transform(self, dataset: Any) -> Any:
         refuse_connect(dataset)
         schema = self.transformSchema(dataset.schema)
+        fitted = self._facts_of_fit()
         key, broadcast = self._shipped(dataset.sparkSession.sparkContext)
         serving = Serving(
             key=key,
             model=broadcast,
-            inputs=tensors_for(dataset.schema, self._inputs(dataset.schema), self._facts_of_fit().pad_to),
+            inputs=tensors_for(dataset.schema, self._inputs(dataset.schema), fitted.pad_to, fitted.allow_nan),
             added=self._added(),
             batch_size=self.getOrDefault("transform_batch_size"),
             inference_fn=self.getOrDefault("inference_fn"),
             names=tuple(dataset.columns),
+            handle_invalid=self._handle_invalid(),
         )
 
         def predictions(batches: Iterable[Any]) -> Iterable[Any]:
@@ -238,6 +245,9 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
                 "transform has nothing to add: output_cols is [], and there is no prediction_col or probability_col"
             )
         return tuple(added)
+
+    def _handle_invalid(self) -> str:
+        return self.getOrDefault("handle_invalid") or "error"  # None, set by somebody, is no reason to drop rows
 
     def _rule(self, output: OutputShape) -> str | None:
         chosen = self.getOrDefault("prediction")

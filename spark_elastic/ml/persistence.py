@@ -10,19 +10,19 @@ What JSON cannot hold is stored in one of two ways, and the metadata says which 
 "safe"    a file that the framework's restricted loader reads: layers, optimizers, losses of the framework itself
 "pickled" anything else: a class or function of your own. Loading it runs code that the file names, so it is loaded only
           where the caller says that the file is to be trusted: `load(path, trusted=True)`, or within
-          `with trusted_files():` for what loads several stages at once (PipelineModel.load).
+          `with trusted_files():` for what loads several stages at once (PipelineModel.load), or where the deployment
+          does, see `trust`. Saving says so.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import inspect
 import json
+import logging
 import os
 import posixpath
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -31,6 +31,9 @@ from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
+from spark_elastic.ml.trust import TRUST, TRUST_VARIABLE, granted, is_trusted, trusted_files
+
+log = logging.getLogger("spark_elastic.ml")
 
 FORMAT = 1
 _DATA = "data"
@@ -38,7 +41,6 @@ _SECRETS = ("storage_options",)
 """Settings that may hold credentials, which do not belong into files."""
 _PLACES = ("store",)
 """Settings that name a place, and are found again by what it is called."""
-_trusted: contextvars.ContextVar[bool] = contextvars.ContextVar("spark_elastic_trusted", default=False)
 
 T = TypeVar("T", bound="Savable")
 
@@ -62,27 +64,6 @@ class Codec(Protocol):
         ...
 
 
-@contextlib.contextmanager
-def trusted_files() -> Iterator[None]:
-    """Within this, saved estimators and models may run the code that they name when they are loaded."""
-    token = _trusted.set(True)
-    try:
-        yield
-    finally:
-        _trusted.reset(token)
-
-
-def is_trusted() -> bool:
-    """For `Savable._restore`: whether the caller trusts the files, whatever they say of themselves."""
-    return _trusted.get()
-
-
-TRUST = (
-    "If you trust whoever wrote it, use load(path, trusted=True), or `with "
-    "spark_elastic.ml.persistence.trusted_files():` around PipelineModel.load and the like"
-)
-
-
 class Savable(MLWritable, MLReadable[Any]):
     """Mixed into Params that are saved in this way."""
 
@@ -104,6 +85,10 @@ class Savable(MLWritable, MLReadable[Any]):
     def _objects(self) -> dict[str, Any]:
         """What is saved beside settings, as objects that need the framework's loader or a pickle."""
         return {}
+
+    def _running(self) -> list[str]:
+        """What in the files of `_files` is code that loading them runs."""
+        return []
 
     @classmethod
     def _at_hand(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,6 +130,7 @@ class ElasticWriter(MLWriter):
         beside = self.instance._objects()
         objects.update(beside)
         stored, files = _encode(objects, self.instance.TOGETHER, self.instance._codec())
+        warn_of_trust(self.instance, stored, path)
         files.update(self.instance._files())
         target.write(_DATA, files)
         about = {
@@ -189,11 +175,12 @@ class ElasticReader(MLReader[T], Generic[T]):
         if about["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {about['format']!r}; this version reads format {FORMAT}")
         files = source.read(_DATA, about["files"])
-        trusted = self._trusted or _trusted.get()
+        trusted = self._trusted or is_trusted() or granted(path, source.qualified)
         codec = self._cls._codec()
         instead = {**self._cls._at_hand(about["facts"]), **self._instead}
         stored = {name: where for name, where in about["stored"].items() if name not in instead}
-        values = {**_decode(stored, files, codec, trusted, path), **instead}
+        with trusted_files(trusted):
+            values = {**_decode(stored, files, codec, trusted, path), **instead}
         instance: Any = self._cls()
         instance._resetUid(metadata["uid"])
         beside = {*about["objects"], *instead}
@@ -202,11 +189,8 @@ class ElasticReader(MLReader[T], Generic[T]):
             if not instance.hasParam(name):
                 raise CheckpointError(f"{path} has a setting {name!r}, which this version does not know")
             instance._set(**{name: value})
-        token = _trusted.set(trusted)
-        try:
+        with trusted_files(trusted):
             instance._restore(about["facts"], files, {name: values[name] for name in beside})
-        finally:
-            _trusted.reset(token)
         return instance  # type: ignore[no-any-return]
 
 
@@ -228,6 +212,22 @@ def _survives_json(value: Any) -> bool:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError):
         return False
+
+
+def warn_of_trust(instance: Any, stored: Mapping[str, str], path: str) -> None:
+    """Say now what would be found out when it is loaded, perhaps by somebody else."""
+    pickled = sorted(name for name, where in stored.items() if not where.startswith("safe:"))
+    if running := [*pickled, *instance._running()]:
+        log.warning(
+            "loading %s from %s will need trust, because of %s: code of your own, which only a pickle can hold. Load "
+            "it with load(path, trusted=True); CrossValidatorModel.load, PipelineModel.load and the like within `with "
+            "spark_elastic.ml.persistence.trusted_files():`; a deployment sets %s. Classes and optimizers of the "
+            "framework's own need none",
+            type(instance).__name__,
+            path,
+            ", ".join(running),
+            TRUST_VARIABLE,
+        )
 
 
 def _encode(
@@ -289,7 +289,16 @@ class _Folder:
         self._jvm = spark._jvm
         self._hadoop = self._jvm.org.apache.hadoop.fs
         self._root = self._hadoop.Path(path)
-        self._filesystem = self._root.getFileSystem(spark._jsc.hadoopConfiguration())
+        self._configuration = spark._jsc.hadoopConfiguration()
+        self._filesystem = self._root.getFileSystem(self._configuration)
+
+    def qualified(self, path: str) -> str:
+        """Return the whole URI of a path, without "..", by the default filesystem where it names none."""
+        place = self._hadoop.Path(path)
+        try:
+            return str(place.getFileSystem(self._configuration).makeQualified(place).toString())
+        except Py4JJavaError:  # of a filesystem that this Spark does not have, where nothing can be loaded from
+            return path
 
     def exists(self) -> bool:
         return bool(self._filesystem.exists(self._root))

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from spark_elastic.errors import DataError, InvalidSettingsError, nearest
 
 WEIGHT = "sample_weight"
@@ -38,25 +40,38 @@ def numbered(prefix: str, tensors: Mapping[str, Any]) -> list[Any]:
     return found
 
 
-def features(schema: Any, feature_cols: Sequence[Any], input_shapes: Sequence[Sequence[int]] | None) -> Tensors:
+def features(
+    schema: Any,
+    feature_cols: Sequence[Any],
+    input_shapes: Sequence[Sequence[int]] | None,
+    input_dtypes: Sequence[str | None] | None = None,
+) -> Tensors:
     """The inputs "features_0", "features_1", ... of the model.
+
+    Several scalar columns in a flat list are one input of float32, as layers of weights take it. A column alone, and a
+    list within the list, stay integers if all of their columns are.
 
     schema: a Spark StructType.
     Raises:
         DataError: a column is missing or of a type that no tensor can be made of.
-        InvalidSettingsError: other than one shape for each input.
+        InvalidSettingsError: other than one shape or dtype for each input, or a dtype for text.
     """
     groups = [[name] for name in feature_cols] if _each_by_itself(schema, feature_cols) else [list(feature_cols)]
-    if any(isinstance(each, (list, tuple)) for each in feature_cols):
+    nested = any(isinstance(each, (list, tuple)) for each in feature_cols)
+    if nested:
         groups = [list(each) for each in feature_cols]
-    if input_shapes is not None and len(input_shapes) != len(groups):
-        raise InvalidSettingsError(
-            f"{len(input_shapes)} input_shapes for {len(groups)} inputs ({_listed(groups)}); give one for each"
-        )
+    for name, given in (("input_shapes", input_shapes), ("input_dtypes", input_dtypes)):
+        if given is not None and len(given) != len(groups):
+            raise InvalidSettingsError(
+                f"{len(given)} {name} for {len(groups)} inputs ({_listed(groups)}); give one for each"
+            )
     made = Tensors({})
     for index, group in enumerate(groups):
         shape = None if input_shapes is None else tuple(input_shapes[index])
-        made |= _tensor(schema, f"features_{index}", group, shape, "feature_cols")
+        dtype = None if input_dtypes is None else input_dtypes[index]
+        if dtype is None and len(group) > 1 and not nested:
+            dtype = FLOAT
+        made |= _tensor(schema, f"features_{index}", group, shape, "feature_cols", dtype=dtype)
     return made
 
 
@@ -124,18 +139,26 @@ def _tensor(
     shape: tuple[int, ...] | None,
     setting: str,
     alone_is_scalar: bool = False,
+    dtype: str | None = None,
 ) -> Tensors:
+    """dtype: None: int64 if all columns are integers or times, or else float32."""
     kinds = [_element(_column(schema, name, setting).dataType) for name in names]
     if any(kind in _OPAQUE for kind in kinds):
         if len(names) > 1:
             raise DataError(f"{setting} {list(names)}: strings and binary cannot be joined with other columns")
+        if dtype is not None:
+            raise InvalidSettingsError(
+                f"input_dtypes has {dtype!r} for {names[0]!r}, which is {_type_name(schema, names[0])}; make it None"
+            )
         return Tensors({tensor: names[0]}, shapes={} if shape is None else {tensor: shape})
     # Whatever else a column may be, `materialize` says what is wrong with it.
-    integer = len(names) == 1 and kinds[0] in _INTEGERS | _TIMES
+    if dtype is None:
+        dtype = INTEGER if all(kind in _INTEGERS | _TIMES for kind in kinds) else FLOAT
+    integer = np.dtype(dtype).kind in "iu"
     alone = len(names) == 1 and (alone_is_scalar or integer or is_list(schema[names[0]].dataType))
     return Tensors(
         {tensor: names[0] if alone else tuple(names)},
-        {tensor: INTEGER if integer else FLOAT},
+        {tensor: np.dtype(dtype).str},
         {} if shape is None else {tensor: shape},
     )
 

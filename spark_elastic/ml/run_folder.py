@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import uuid
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, StoreError
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.describing import described, digest
+from spark_elastic.ml.run_lease import OWNERS, held_run
 from spark_elastic.ml.runs import passing_run
 from spark_elastic.ml.several_fits import SharedSets
 from spark_elastic.ml.shared_params import ClusterParams, StorageParams
@@ -22,6 +24,8 @@ from spark_elastic.ml.training.spec import CHECKPOINTS
 
 RUNS = "runs"
 _IDENTITY = "run.json"
+_OLD_CONTENT = "content"
+"""In the identities of earlier versions: the sorted checksums of the shards alone."""
 
 
 class RunFolders(ClusterParams, StorageParams):
@@ -29,7 +33,7 @@ class RunFolders(ClusterParams, StorageParams):
 
     DECIDING: tuple[str, ...] = (
         *("model", "optimizer", "loss", "loss_weights", "batch_size", "per_worker_batch_size", "transformation_fn"),
-        *("gradient_clip_norm", "gradient_clip_value", "gradient_compression"),
+        *("gradient_clip_norm", "gradient_clip_value", "gradient_compression", "sync_batch_norm"),
     )
     """Settings that decide the course of a training: checkpoints of one with others are not gone on from."""
     _sets: SharedSets | None = None
@@ -55,7 +59,10 @@ class RunFolders(ClusterParams, StorageParams):
 
     @contextlib.contextmanager
     def _run_folder(self, dataset: Dataset) -> Iterator[tuple[Store, str | None]]:
-        """The folder of this run, and the checkpoint to go on from. It is removed in the end if it is not to last."""
+        """The folder of this run, and the checkpoint to go on from. It is removed in the end if it is not to last.
+
+        Raises: RunTakenError: another driver has it. CheckpointError: its checkpoints cannot be used. StoreError.
+        """
         runs = self._runs()
         if self.getOrDefault("checkpoint_dir") is None:
             with passing_run(runs) as run:
@@ -66,17 +73,19 @@ class RunFolders(ClusterParams, StorageParams):
         if self._sets is not None:  # one of several trainings, each of which goes on where it was
             run_id += f"-{digest([identity, self._described_settings()])}"
         run = runs.sub(run_id)
-        try:
-            if not self.getOrDefault("resume") and run.exists(_IDENTITY):
-                run.delete()
-            resume_from = self._latest_checkpoint(run)
-            if resume_from is not None:
-                self._check_identity(run, identity)
-            else:
-                run.write_bytes(_IDENTITY, json.dumps(identity, indent=1).encode())
-        except OSError as error:
-            raise StoreError(f"checkpoint_dir {runs.url} cannot be used: {error}", url=runs.url) from error
-        yield run, resume_from
+        with contextlib.ExitStack() as lease:
+            try:
+                lease.enter_context(held_run(run, Checkpoints(run.sub(CHECKPOINTS)).newest_token()))
+                if not self.getOrDefault("resume") and (run.exists(_IDENTITY) or run.exists(CHECKPOINTS)):
+                    _delete_all_but_owners(run)
+                resume_from = self._latest_checkpoint(run)
+                if resume_from is not None:
+                    self._check_identity(run, identity, dataset)
+                else:
+                    run.write_bytes(_IDENTITY, json.dumps(identity, indent=1).encode())
+            except OSError as error:
+                raise StoreError(f"checkpoint_dir {runs.url} cannot be used: {error}", url=runs.url) from error
+            yield run, resume_from
 
     def _identity(self, dataset: Dataset) -> dict[str, Any]:
         """What has to be the same for a checkpoint to be gone on from."""
@@ -87,7 +96,7 @@ class RunFolders(ClusterParams, StorageParams):
             ],
             "seed": self.getOrDefault("seed"),
             "shuffle": self.getOrDefault("shuffle"),
-            "content": sorted(shard.crc32 for shard in dataset.manifest.shards if shard.rows),
+            "shards": _content_of(dataset),
             **{name: self._described(name) for name in self.DECIDING if self.isSet(name)},
         }
 
@@ -101,9 +110,20 @@ class RunFolders(ClusterParams, StorageParams):
             self.getOrDefault(name), values=name != "model"
         )  # a checkpoint brings the model's values along
 
-    def _check_identity(self, run: Store, identity: Mapping[str, Any]) -> None:
-        found = json.loads(run.read_bytes(_IDENTITY)) if run.exists(_IDENTITY) else {}
+    def _check_identity(self, run: Store, identity: Mapping[str, Any], dataset: Dataset) -> None:
+        found = _read_identity(run) if run.exists(_IDENTITY) else {}
+        if _OLD_CONTENT in found and "shards" not in found:
+            self._check_old_content(found, dataset)
+            found = {**found, "shards": identity["shards"]}
+            del found[_OLD_CONTENT]
         different = [name for name in {**identity, **found} if found.get(name) != identity.get(name)]
+        if different[:1] == ["shards"]:
+            raise CheckpointError(
+                f"run_id={self.getOrDefault('run_id')!r} has checkpoints of other rows: those that are trained on now "
+                "differ in values, in text or arrays of variable length, or in their order, by which a checkpoint "
+                "knows the rows of its epoch that were used. Train on the set that was written then (dataset_id, "
+                "keep_dataset), choose another run_id, or set resume=False to replace the checkpoints"
+            )
         if different:
             name = different[0]
             raise CheckpointError(
@@ -112,10 +132,52 @@ class RunFolders(ClusterParams, StorageParams):
                 "resume=False to replace them"
             )
 
+    def _check_old_content(self, found: Mapping[str, Any], dataset: Dataset) -> None:
+        """Raises: CheckpointError: the rows are others, or may be."""
+        shards = dataset.manifest.shards
+        checksums = sorted(shard.crc32 for shard in shards if shard.rows)
+        one_a_split = all(len(each) == 1 for each in dataset.manifest.splits.values())
+        if found[_OLD_CONTENT] != checksums or not one_a_split or any(shard.sidecar for shard in shards):
+            raise CheckpointError(
+                f"run_id={self.getOrDefault('run_id')!r} has checkpoints of an earlier version of spark_elastic, which "
+                "did not note the order of the rows and their values of variable length: whether they are the rows of "
+                "now cannot be told. Go on with the version that began it, choose another run_id, or set resume=False "
+                "to replace the checkpoints"
+            )
+
     def _latest_checkpoint(self, run: Store) -> str | None:
         """Raises: CheckpointError."""
         found = Checkpoints(run.sub(CHECKPOINTS)).latest()
         return None if found is None else found.name
+
+
+def _delete_all_but_owners(run: Store) -> None:
+    for entry in run.list():
+        if entry.path != OWNERS:
+            run.delete(entry.path)
+
+
+def _read_identity(run: Store) -> dict[str, Any]:
+    """Raises: CheckpointError: it is not what was written."""
+    try:
+        found = json.loads(run.read_bytes(_IDENTITY))
+        if not isinstance(found, dict):
+            raise ValueError(f"a {type(found).__name__}, not an object")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{run.url}/{_IDENTITY}, which says what the checkpoints beside it are of, is damaged: {error}. Choose "
+            "another run_id, or set resume=False to delete them and start over"
+        ) from error
+    return found
+
+
+def _content_of(dataset: Dataset) -> dict[str, str]:
+    """A digest for each split: of all checksums, those of sidecars too, in the order of the rows."""
+    made = {}
+    for name, shards in dataset.manifest.splits.items():
+        checksums = [[shard.rows, shard.crc32, shard.sidecar_crc32] for shard in shards]
+        made[name] = hashlib.sha256(json.dumps(checksums).encode()).hexdigest()[:32]
+    return made
 
 
 def _short(value: Any) -> str:

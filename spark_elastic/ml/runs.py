@@ -38,14 +38,14 @@ def leased_if_possible(folder: Store) -> Iterator[None]:
 @contextlib.contextmanager
 def passing_run(runs: Store) -> Iterator[Store]:
     """A folder below `runs` for as long as the block runs."""
-    with contextlib.suppress(OSError):  # somebody else's left-overs are no reason not to train
+    with contextlib.suppress(Exception):  # somebody else's left-overs are no reason not to train
         collect_runs(runs, clock.wall())
     run = runs.sub(uuid.uuid4().hex)
     try:
         with leased_if_possible(run):
             yield run
     finally:
-        with contextlib.suppress(OSError):  # a store that is gone is not what the caller has to hear of
+        with contextlib.suppress(Exception):  # a store that is gone is not what the caller has to hear of
             run.delete()
 
 

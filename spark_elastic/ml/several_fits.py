@@ -8,7 +8,7 @@ from typing import Any
 
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
-from spark_elastic.ml.written_sets import remove_unless_used
+from spark_elastic.ml.written_sets import give_back, remove_unless_used
 
 
 class SharedSets:
@@ -29,9 +29,11 @@ class SharedSets:
     def done(self) -> None:
         with self._lock:
             self._left -= 1
-            if self._left == 0 and self._removed:
+            if self._left == 0:
                 for dataset in self._sets.values():
-                    remove_unless_used(dataset)
+                    if self._removed:
+                        remove_unless_used(dataset)
+                    give_back(dataset)
 
 
 class Fits:

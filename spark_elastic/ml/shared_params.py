@@ -14,6 +14,7 @@ RUN_OPTIONS = (
     "start_timeout",
     "elastic_timeout",
     "reset_limit",
+    "crash_limit",
     "cooldown_range",
     "heartbeat_timeout",
     "stall_timeout",
@@ -46,7 +47,7 @@ class FeatureColumns(ElasticParams):
         "feature_cols",
         "columns that are the model's input. Scalar columns alone are stacked into one input [rows, columns]; if there "
         "are arrays or vectors among them, each column is an input of its own. A list of lists: an input for each "
-        "inner list, its columns stacked or put end to end.",
+        "inner list, its columns stacked or put end to end. See input_dtypes for their types.",
         to.grouped_names,
     )
 
@@ -59,6 +60,14 @@ class FeatureParams(FeatureColumns):
         "shape of one row of each input, such as [(1, 28, 28)]. Default: as in its column; [k] for k numbers, [] for a "
         "single column of integers.",
         to.shapes,
+    )
+    input_dtypes: Any = setting(
+        "input_dtypes",
+        "type of each input, as numpy calls it, such as ['int64', 'float32']; None in the list stands for the default: "
+        "int64 for a column, and for an inner list of feature_cols, of integers alone, as embeddings need it; float32 "
+        "for anything else, also for several columns of integers in a flat list. Integers that a type would round, in "
+        "float32 from 2**24 on, are refused.",
+        to.dtypes,
     )
 
 
@@ -103,7 +112,11 @@ class TrainingParams(ElasticParams):
     epochs: Any = setting("epochs", "passes over the training rows.", to.whole(at_least=1), default=1)
     shuffle: Any = setting("shuffle", "whether each epoch has an order of its own.", to.boolean, default=True)
     seed: Any = setting(
-        "seed", "of the order, of the validation rows, and of dropout and the like.", to.whole(at_least=0), default=0
+        "seed",
+        "of the order, of the validation rows, and of dropout and the like, whose random numbers follow from the seed, "
+        "the epoch, the batch and the rank.",
+        to.whole(at_least=0),
+        default=0,
     )
     transformation_fn: Any = setting(
         "transformation_fn",
@@ -123,6 +136,20 @@ class TrainingParams(ElasticParams):
         "'none', or 'fp16' or 'bf16': gradients travel in half precision.",
         to.one_of("none", "fp16", "bf16"),
         default="none",
+    )
+    sync_batch_norm: Any = setting(
+        "sync_batch_norm",
+        "whether batch normalisation takes mean and variance of all workers' rows of a batch, so that the number of "
+        "workers does not matter, for two small reductions a layer and step. False: each worker those of its own rows.",
+        to.boolean,
+        default=True,
+    )
+    allow_nan_loss: Any = setting(
+        "allow_nan_loss",
+        "whether training goes on when the loss of a step is NaN or infinite; otherwise fit ends with a "
+        "LossNotFiniteError.",
+        to.boolean,
+        default=False,
     )
     accumulation_steps: Any = setting(
         "accumulation_steps",
@@ -313,6 +340,14 @@ class OutputParams(ElasticParams):
         "name for a vector column with the probability of each class (softmax or sigmoid of the first output, unless "
         "it has probabilities). Default: none.",
         to.text,
+    )
+    handle_invalid: Any = setting(
+        "handle_invalid",
+        "what transform does with rows that have a null in the model's input, NaN or infinity where fit refuses them "
+        "(see allow_nan), or a NaN output of which no class can be told: 'error', 'skip' (such rows are left out of "
+        "the result) or 'keep' (all columns that are added are null for them).",
+        to.one_of("error", "skip", "keep"),
+        default="error",
     )
     inference_fn: Any = setting(
         "inference_fn",

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from spark_elastic import clock
+from spark_elastic.data import cache
 from spark_elastic.data.cache import is_leased
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.layout import TensorField
+from spark_elastic.data.manifest import FOUND_AGAIN
 from spark_elastic.errors import DatasetError
 from spark_elastic.ml.preparation import numbered
+
+log = logging.getLogger("spark_elastic.ml")
 
 
 def padding_of(dataset: Dataset) -> dict[str, int]:
     """By tensor: the length that ragged arrays were padded to when the set was written."""
     padded: dict[str, int] = dataset.manifest.about.get("settings", {}).get("pad_to", {})
     return padded
+
+
+def nan_of(dataset: Dataset) -> bool | list[str]:
+    """The tensors that NaN was allowed in when the set was written, or whether it was in all."""
+    allowed: bool | list[str] = dataset.manifest.about.get("settings", {}).get("allow_nan", False)
+    return allowed
 
 
 def check_tensors(dataset: Dataset) -> None:
@@ -35,14 +47,30 @@ def check_tensors(dataset: Dataset) -> None:
 def is_found_again(dataset: Any, written: Dataset) -> bool:
     """Whether a later fit can find the rows of this DataFrame where they were written: not if the query is random, or
     passes for it, as everything behind a VectorAssembler does, unless it is cached."""
+    if not written.manifest.about.get(FOUND_AGAIN, True):
+        return False
     names = {"`" + name.replace("`", "``") + "`" for each in written.layout.fields for name in each.columns}
     return bool(dataset.select(*names)._jdf.queryExecution().withCachedData().deterministic())
 
 
+def give_back(dataset: Dataset) -> None:
+    """A fit needs the set no longer: what fits have left may go if it is too much, or too old.
+
+    Raises nothing: a storage that does not answer is no reason to lose what was trained.
+    """
+    try:
+        cache.give_back(dataset.store, cache.Limits.of_environment(os.environ), clock.wall())
+    except Exception as error:  # each filesystem has errors of its own
+        log.warning("the rows in %s could not be given back: %s", dataset.store.url, error)
+
+
 def remove_unless_used(dataset: Dataset) -> None:
-    """Unless somebody uses the set, or has asked to keep it."""
-    if not dataset.store.exists("keep") and not is_leased(dataset.store, clock.wall()):
-        dataset.delete()
+    """Unless somebody uses the set, or has asked to keep it. Raises nothing, as `give_back`."""
+    try:
+        if not dataset.store.exists("keep") and not is_leased(dataset.store, clock.wall()):
+            dataset.delete()
+    except Exception as error:  # each filesystem has errors of its own
+        log.warning("the set in %s could not be deleted: %s", dataset.store.url, error)
 
 
 def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None) -> tuple[TensorField, ...]:

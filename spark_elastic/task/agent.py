@@ -15,6 +15,8 @@ from spark_elastic import clock
 from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.slot_report import SlotReport
 from spark_elastic.core.topology import LaunchId, Place, SlotId
+from spark_elastic.task.memory import in_words, memory_kills
+from spark_elastic.task.probe_port import ProbePort
 from spark_elastic.task.worker_process import WorkerProcess, worker_environment
 from spark_elastic.wire.channel import retry_pause_s
 from spark_elastic.wire.handover import AgentOrder
@@ -77,7 +79,7 @@ class _Agent:
         self._all_gone: asyncio.Event
         self._opened: asyncio.Event
         self._dropped: asyncio.Event
-        self._heartbeat_timeout_s = float("inf")
+        self._silence_limit_s = float("inf")
         self._last_heard = clock.monotonic()
         self._probes: set[asyncio.Task[None]] = set()
 
@@ -88,11 +90,12 @@ class _Agent:
         self._opened = asyncio.Event()
         self._dropped = asyncio.Event()
         guardian_fd = self._watch_guardian()
-        prober = await asyncio.start_server(self._close_probe, "0.0.0.0", 0)
+        nics = self._order.nics
+        prober = ProbePort(address for name, address in self._report.addresses.items() if nics is None or name in nics)
         try:
             self._start_process()
             await self._connect()
-            self._send(self._hello(prober.sockets[0].getsockname()[1]))
+            self._send(self._hello(prober.port))
             await self._over.wait()
             return await self._end()
         finally:
@@ -196,8 +199,9 @@ class _Agent:
     def _received(self, stream: MessageStream, message: Message) -> None:
         self._last_heard = clock.monotonic()
         match message:
-            case AgentWelcome(interval_s, timeout_s):
-                self._heartbeat_timeout_s = timeout_s
+            case AgentWelcome(interval_s, silence_limit_s):
+                self._silence_limit_s = silence_limit_s
+                stream.give_up_unsent_after(silence_limit_s)
                 self._beat(interval_s)
             case StartWorkerProcess(worker):
                 if self._process is None or self._process.worker is not None or not self._process.is_running:
@@ -220,10 +224,11 @@ class _Agent:
         if self._finish is not None:
             return
         silence = clock.monotonic() - self._last_heard
-        if silence > self._heartbeat_timeout_s:
-            self._finished(f"the driver was silent for {silence:.0f} s")
+        if silence > self._silence_limit_s:
+            self._finished(f"the driver was silent for {silence:.0f} s, longer than elastic_timeout")
             return
-        self._send(AgentHeartbeat())
+        process = self._process
+        self._send(AgentHeartbeat(process.worker if process is not None and process.is_seen_running else None))
         asyncio.get_running_loop().call_later(interval_s, self._beat, interval_s)
 
     async def _probe(self, peers: tuple[str, ...]) -> None:
@@ -238,9 +243,6 @@ class _Agent:
 
         answers = await asyncio.gather(*(reachable(peer) for peer in peers))
         self._send(PeersReachable(tuple(peer for peer, yes in zip(peers, answers, strict=True) if yes)))
-
-    async def _close_probe(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.close()
 
     def _send(self, message: Message) -> None:
         if self._stream is not None:
@@ -261,11 +263,14 @@ class _Agent:
 
     def result_stored(self, process: WorkerProcess) -> None:
         if process.worker is not None and process.result is not None:
-            self._send(ResultStored(process.worker, len(process.result), process.in_loop))
+            self._send(ResultStored(process.worker, len(process.result), process.in_loop, process.run))
 
     def exited(self, process: WorkerProcess, exit_code: int) -> None:
         self._running.discard(process)
         if not self._running:
             self._all_gone.set()
         if process.worker is not None:
-            self._send(WorkerExited(process.worker, exit_code, process.stderr_tail))
+            before, now = process.memory_before, memory_kills()
+            kills, _ = now.since(before)
+            told = WorkerExited(process.worker, exit_code, process.stderr_tail, kills, in_words(before, now))
+            self._send(told)

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from spark_elastic import clock
 from spark_elastic.core.topology import WorkerId
+from spark_elastic.core.version import StateVersion
 from spark_elastic.errors import ChannelClosedError, HorovodInternalError, ProtocolError
 from spark_elastic.wire.channel import Channel
 from spark_elastic.wire.messages import (
@@ -27,10 +28,13 @@ from spark_elastic.wire.messages import (
     KvSet,
     KvValues,
     LiveProgress,
+    LoopResult,
     Message,
+    Notice,
     Provisional,
     Raised,
     Ready,
+    RunAgain,
     WorkerHeartbeat,
     WorkerHello,
     WorkerWelcome,
@@ -60,13 +64,19 @@ class ChannelLink:
         self._cut_callback: Callable[[int, str], None] | None = None
         self._replies: dict[int, KvValues] = {}
         self._next_request = 0
-        self._progress: int | None = None
-        self._starts_at: int | None = None
-        """The step that the present world starts from, until this worker has done one in it."""
+        self._version: StateVersion | None = None
+        self._starts_at: StateVersion | None = None
+        """The state that the present world starts from, until this worker has done one in it."""
+        self._begun = 0
+        """The newest round in which this worker has its state."""
         self._blocked_since: float | None = None
         self._in_loop = False
+        self._after_loop = False
+        self._loop_results: dict[int, LoopResult] = {}
+        self._run_again: Callable[[int], None] = _unexpected
         self._ending = False
         self._beat_now = threading.Event()
+        self._stall_timeout_s = 0.0
 
     def start(self) -> None:
         """Say hello and begin to listen and to send heartbeats."""
@@ -85,37 +95,61 @@ class ChannelLink:
         return self._in_loop
 
     def join_at_init(self) -> Assignment | ProvisionalPosition:
-        self._send(Ready(round=0, progress=None, at_init=True))
+        self._send(Ready(round=0, version=None, at_init=True, loop=1))
         with self._changed:
             self._changed.wait_for(lambda: self._assignment is not None or self._provisional is not None)
             position = self._assignment or self._provisional
         assert position is not None
         return position
 
-    def join(self, round: int, progress: int | None) -> Assignment:
-        self._progress = progress
-        self._send(Ready(round=round, progress=progress, at_init=False))
+    def join(self, round: int, version: StateVersion | None, loop: int = 1) -> Assignment | ProvisionalPosition:
+        self._version = version
+        self._send(Ready(round=round, version=version, at_init=False, loop=loop))
         with self._changed:
             while self._newest_round() <= round:
+                if self._provisional is not None and self._provisional.loop > loop:
+                    return self._provisional
                 self._changed.wait()
             assert self._assignment is not None
-            self._starts_at = self._assignment.world.progress
+            self._starts_at = self._assignment.world.version
             return self._assignment
 
-    def report_progress(self, progress: int) -> None:
-        before = self._progress
-        self._progress = progress
-        if self._starts_at is not None and progress > self._starts_at:
+    def report_version(self, version: StateVersion) -> None:
+        before = self._version
+        self._version = version
+        if self._begun < self._newest_round():
+            self._begun = self._newest_round()
+            self._beat_now.set()  # whatever happens next happens to a world that trains
+        if self._starts_at is not None and version.is_steps_after(self._starts_at):
             self._starts_at = None
             self._beat_now.set()  # the pause is over
-        if before is None or (before == 0 and progress > 0):
+        if before is None or (not before.trained and version.trained):
             self._beat_now.set()  # from here on there is a state to lose, and the driver should know
 
     def entered_loop(self) -> None:
         self._in_loop = True
+        self._after_loop = False
+
+    def left_loop(self) -> None:
+        self._after_loop = True
+        self._beat_now.set()
+
+    def offer_loop_result(self, loop: int, problem: str, result: bytes) -> None:
+        self._send(LoopResult(loop, problem, result))
+
+    def loop_result(self, loop: int, timeout_s: float) -> tuple[str, bytes]:
+        with self._changed:
+            if not self._changed.wait_for(lambda: loop in self._loop_results, timeout_s):
+                raise TimeoutError(f"nothing came of loop {loop} within {timeout_s:.0f} s")
+            found = self._loop_results[loop]
+        return found.problem, found.payload
 
     def blocked(self, waiting: bool) -> None:
         self._blocked_since = clock.monotonic() if waiting else None
+
+    @property
+    def stall_timeout_s(self) -> float:
+        return self._stall_timeout_s
 
     def updates_seen(self) -> int:
         return self._updates_seen
@@ -134,7 +168,7 @@ class ChannelLink:
     def derive_key(self, purpose: str) -> bytes:
         return hmac.digest(self._key, f"derived for {purpose}".encode(), "sha256")
 
-    def show(self, what: LiveProgress | EpochEnded) -> bool:
+    def show(self, what: LiveProgress | EpochEnded | Notice) -> bool:
         try:
             self._channel.send(what)
         except (ChannelClosedError, ProtocolError):
@@ -179,9 +213,16 @@ class ChannelLink:
         """Report that the function has to be run again from its start."""
         self._send(Abandoned(why))
 
-    def ending(self) -> None:
-        """The function is over: a closed channel is no reason to hurry any more."""
-        self._ending = True
+    def returned(self, over: bool) -> None:
+        """The function has returned: a closed channel is no reason to hurry any more. False: it is called again."""
+        self._ending = over
+        if not over:
+            self._after_loop = False
+            self._beat_now.set()
+
+    def on_run_again(self, callback: Callable[[int], None]) -> None:
+        """Have `callback(run)` called from the channel thread when the function that returned is to be called again."""
+        self._run_again = callback
 
     # --- threads --------------------------------------------------------------------------------------
 
@@ -190,14 +231,17 @@ class ChannelLink:
 
     def _received(self, message: Message) -> None:
         match message:
-            case WorkerWelcome(interval_s, timeout_s):
-                self._channel.silence_limit(timeout_s)
+            case WorkerWelcome(interval_s, silence_limit_s, stall_timeout_s):
+                self._channel.silence_limit(silence_limit_s)
+                self._stall_timeout_s = stall_timeout_s
                 beats = threading.Thread(target=self._beat, args=(interval_s,), name="spark_elastic-beat", daemon=True)
                 beats.start()
             case Cut(round, why):
                 self._cut(round, why)
             case Goodbye(why):
                 self._closed(why)
+            case RunAgain(run):
+                self._run_again(run)
             case _:
                 with self._changed:
                     self._note(message)
@@ -209,8 +253,10 @@ class ChannelLink:
                 by_worker = {int(worker): address for worker, address in addresses.items()}
                 self._assignment = Assignment(world, self._worker, by_worker, self._updates_seen)
                 self._replies.clear()
-            case Provisional(rank, size):
-                self._provisional = ProvisionalPosition(rank, size)
+            case Provisional(rank, size, loop):
+                self._provisional = ProvisionalPosition(rank, size, loop)
+            case LoopResult(loop):
+                self._loop_results[loop] = message
             case HostsUpdated(sequence):
                 self._updates_seen = max(self._updates_seen, sequence)
             case KvValues(request):
@@ -225,11 +271,11 @@ class ChannelLink:
             callback(round, why)
 
     def _beat(self, interval_s: float) -> None:
-        while not self._ending:
+        while True:
             try:
                 since = self._blocked_since
                 blocked_s = None if since is None else clock.monotonic() - since
-                self._channel.send(WorkerHeartbeat(self._progress, blocked_s))
+                self._channel.send(WorkerHeartbeat(self._version, blocked_s, self._after_loop, self._begun))
             except ChannelClosedError:
                 return  # the reader thread sees it too and acts
             self._beat_now.wait(interval_s)
@@ -244,6 +290,10 @@ class ChannelLink:
     def _closed(self, why: str) -> None:
         if not self._ending:
             exit_now(EXIT_CHANNEL_LOST, f"spark_elastic: worker {self._worker} ends: {why}")
+
+
+def _unexpected(run: int) -> None:
+    """The function has not returned yet, and is not run again before."""
 
 
 def exit_now(code: int, why: str = "") -> NoReturn:

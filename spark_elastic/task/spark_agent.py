@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
+import signal
+import threading
+from collections.abc import Iterator
 
 from spark_elastic.core.outcome import AgentOutcome
 from spark_elastic.core.topology import LaunchId, SlotId
@@ -23,4 +27,23 @@ def run_in_task(slot: SlotId, launch: LaunchId, payload: bytes, function: bytes 
     order: AgentOrder = pickle.loads(payload)
     if function is not None:
         order = dataclasses.replace(order, function=function)
-    return run_agent(order, slot, launch, slot_report(), jvm_pid_in_task())
+    with deaf_to_hangups():
+        return run_agent(order, slot, launch, slot_report(), jvm_pid_in_task())
+
+
+@contextlib.contextmanager
+def deaf_to_hangups() -> Iterator[None]:
+    """Ignore SIGHUP meanwhile.
+
+    Spark replaces the daemon that forks its Python workers when one of them dies while it is made, and the old daemon
+    hangs up all its children, whatever they do. An agent needs no daemon: its own socket leads to the executor's JVM,
+    and it ends when that does.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's to handle
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL if before is None else before)

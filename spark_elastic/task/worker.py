@@ -2,7 +2,8 @@
 
 Started by the agent as ``python -m spark_elastic.task.worker PARENT_PID RESULT_FD [module ...]``. The order and the
 function come through stdin, which afterwards is the lifeline: when it closes, the process ends. The result leaves
-through RESULT_FD.
+through RESULT_FD. The process then waits for its release, or for the order to run the function again: a member of its
+world was lost, and the world is rebuilt from the states that are kept here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import io
 import json
 import logging
 import os
+import queue
 import signal
 import sys
 import threading
@@ -28,11 +30,14 @@ import cloudpickle
 
 from spark_elastic import worker_link
 from spark_elastic.errors import HorovodInternalError, InvalidSettingsError, NotPicklableError
+from spark_elastic.loops import loops
 from spark_elastic.settings import DEVICE_SETTING
 from spark_elastic.task.guard import guard_group
 from spark_elastic.task.link import ChannelLink, exit_now
 from spark_elastic.wire.channel import connect
 from spark_elastic.wire.handover import interpreter
+
+log = logging.getLogger("spark_elastic.task")
 
 EXIT_RAISED = 1
 EXIT_ABANDONED = 75
@@ -44,6 +49,7 @@ def main(argv: list[str]) -> None:
     parent, result_fd, modules = int(argv[0]), int(argv[1]), argv[2:]
     die_with(parent)
     guard_group()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which its agent ignores, and that is inherited
     faulthandler.enable()
     control = _take_stdin()
     for module in modules:
@@ -53,10 +59,9 @@ def main(argv: list[str]) -> None:
     if order is None:
         exit_now(EXIT_ORPHANED)
     function = control.read(order["function_bytes"])
-    returned, released = threading.Event(), threading.Event()
-    hold = threading.Thread(
-        target=_hold, args=(control, returned, released), name="spark_elastic-lifeline", daemon=True
-    )
+    returned = threading.Event()
+    orders: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    hold = threading.Thread(target=_hold, args=(control, returned, orders), name="spark_elastic-lifeline", daemon=True)
     hold.start()
     addresses = [(str(host), int(port)) for host, port in order["driver_addresses"]]
     key = bytes.fromhex(order["key"])
@@ -66,22 +71,31 @@ def main(argv: list[str]) -> None:
     link.start()
     call = _load(link, function, order["made_by"])
     _check_device(link)
-    result = _run(link, call)
-    returned.set()  # before the agent knows: it may close the lifeline as soon as it has the result
-    _hand_over(result_fd, result, link.in_loop)
-    link.ending()
-    _flush()
-    released.wait()
+    link.on_run_again(orders.put)
+    with os.fdopen(result_fd, "wb") as results:
+        run: int | None = 1
+        while run is not None:
+            result = _run(link, call)
+            returned.set()  # before the agent knows: it may close the lifeline as soon as it has the result
+            link.returned(True)
+            _hand_over(results, result, link.in_loop, run)
+            _flush()
+            run = orders.get()
+            if run is not None:
+                returned.clear()
+                link.returned(False)
+                loops.run_again()
+    logging.shutdown()
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()
     exit_now(0)
 
 
-def _hold(lifeline: BinaryIO, returned: threading.Event, released: threading.Event) -> None:
+def _hold(lifeline: BinaryIO, returned: threading.Event, orders: queue.SimpleQueue[int | None]) -> None:
     """Wait for the end of the lifeline; before the function has returned, that means the agent is gone."""
     lifeline.read()
     if returned.is_set():
-        released.set()
+        orders.put(None)
     else:
         exit_now(EXIT_ORPHANED)
 
@@ -137,9 +151,13 @@ def _check_device(link: ChannelLink) -> None:
 
 
 def _run(link: ChannelLink, function: Callable[[], Any]) -> bytes:
-    """Call the user's function; reports and exits if it does not return. Returns: its pickled result."""
+    """Call the user's function until it returns; reports and exits if it does not. Returns: its pickled result.
+
+    A collective that fails after an elastic loop does not undo the loop: the function is called again, and goes on from
+    the state that the loop has left.
+    """
     try:
-        value = function()
+        value = _returned(function)
     except HorovodInternalError as error:
         link.abandoned(f"a collective failed outside of an elastic loop: {error}")
         traceback.print_exc()
@@ -156,19 +174,32 @@ def _run(link: ChannelLink, function: Callable[[], Any]) -> bytes:
         exit_now(EXIT_RAISED, str(problem))
 
 
+def _returned(function: Callable[[], Any]) -> Any:
+    while True:
+        try:
+            return function()
+        except HorovodInternalError as error:
+            if not loops.can_run_again:
+                raise
+            log.info("a collective failed after the elastic loop, what follows the loop is done again: %s", error)
+        loops.run_again()
+
+
 def _users_part(frames: Any) -> Any:
-    """The traceback without this module's own frame."""
-    return frames.tb_next if frames is not None and frames.tb_next is not None else frames
+    """The traceback without this module's own frames."""
+    own = frames
+    while own is not None and own.tb_frame.f_code.co_filename == __file__:
+        own = own.tb_next
+    return frames if own is None else own
 
 
-def _hand_over(fd: int, result: bytes, in_loop: bool) -> None:
-    with os.fdopen(fd, "wb") as pipe:
-        pipe.write(json.dumps({"size": len(result), "in_loop": in_loop}).encode() + b"\n")
-        pipe.write(result)
+def _hand_over(pipe: BinaryIO, result: bytes, in_loop: bool, run: int) -> None:
+    pipe.write(json.dumps({"size": len(result), "in_loop": in_loop, "run": run}).encode() + b"\n")
+    pipe.write(result)
+    pipe.flush()
 
 
 def _flush() -> None:
-    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
 

@@ -13,10 +13,11 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from spark_elastic.core.topology import WorkerId
 from spark_elastic.settings import DEVICE_SETTING
+from spark_elastic.task.memory import memory_kills
 from spark_elastic.wire.handover import AgentOrder
 
 STDERR_TAIL_LINES = 40
@@ -31,6 +32,8 @@ _READ_BYTES = 64 * 1024
 _MOST_IN_A_PIPE = 1024 * 1024
 """Linux's default limit, /proc/sys/fs/pipe-max-size; 64 KiB unless someone asks for more."""
 _POLL_S = 0.02
+_NOT_RUNNING = ("", "T", "t", "Z", "X")
+"""Stopped by a signal or a debugger, ended; empty: not known."""
 
 
 class Watcher(Protocol):
@@ -78,12 +81,16 @@ class WorkerProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
+        self.memory_before = memory_kills()
+        """What had been killed for memory here before it began."""
         self.worker: WorkerId | None = None
         self.result: bytes | None = None
-        """The pickled result, once the function has returned."""
+        """What the function returned last, pickled; None: it has not returned yet."""
         self.in_loop = False
+        self.run = 0
+        """Number of the call of the function that `result` came from."""
         self._result_buffer = bytearray()
-        self._result_size: int | None = None
+        self._result_head: dict[str, Any] | None = None
         self._partial = {"stdout": bytearray(), "stderr": bytearray()}
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
         self._pending_order = b""
@@ -112,6 +119,11 @@ class WorkerProcess:
     @property
     def is_running(self) -> bool:
         return not self._exited
+
+    @property
+    def is_seen_running(self) -> bool:
+        """Whether the process is seen to exist and not to be stopped; False where the system cannot tell."""
+        return not self._exited and process_state(self._process.pid) not in _NOT_RUNNING
 
     def assign(self, worker: WorkerId, order: AgentOrder) -> None:
         """Give the process its id and the function; it connects to the driver and runs it."""
@@ -210,17 +222,22 @@ class WorkerProcess:
             self._watcher.output(self, stream, lines)
 
     def _take_result(self, data: bytes) -> None:
-        self._result_buffer += data
-        if self._result_size is None:
-            head, newline, _ = bytes(self._result_buffer[:4096]).partition(b"\n")
-            if not newline:
+        """Take in results as they come, one after the other; the newest counts."""
+        buffer = self._result_buffer
+        buffer += data
+        while True:
+            if self._result_head is None:
+                end = buffer.find(b"\n")
+                if end < 0:
+                    return
+                self._result_head = json.loads(buffer[:end])
+                del buffer[: end + 1]
+            size = int(self._result_head["size"])
+            if len(buffer) < size:
                 return
-            fields = json.loads(head)
-            self._result_size, self.in_loop = int(fields["size"]), bool(fields["in_loop"])
-            del self._result_buffer[: len(head) + 1]
-        if self.result is None and len(self._result_buffer) >= self._result_size:
-            self.result = bytes(self._result_buffer[: self._result_size])
-            self._result_buffer.clear()
+            head, self._result_head = self._result_head, None
+            self.result, self.in_loop, self.run = bytes(buffer[:size]), bool(head["in_loop"]), int(head["run"])
+            del buffer[:size]
             self._watcher.result_stored(self)
 
     # --- the end ------------------------------------------------------------------------------------
@@ -275,6 +292,15 @@ class WorkerProcess:
                     pipe.close()
                 except OSError:
                     pass
+
+
+def process_state(pid: int) -> str:
+    """The letter that Linux has for what a process does, as `ps` shows it; empty where it cannot be read."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 def worker_environment(

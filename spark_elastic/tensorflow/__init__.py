@@ -28,12 +28,13 @@ from spark_elastic.tensorflow.operations import (
     reducescatter,
     size_op,
 )
-from spark_elastic.tensorflow.tape import DistributedGradientTape
-from spark_elastic.tensorflow.variables import broadcast_variables
+from spark_elastic.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from spark_elastic.tensorflow.variables import broadcast_, broadcast_global_variables, broadcast_variables
 
 # Of the floor above, which itself stands on this package: resolved on first use.
 _ABOVE = {
     "DistributedOptimizer": ("spark_elastic.keras.optimizer", "DistributedOptimizer"),
+    "SyncBatchNormalization": ("spark_elastic.keras.sync_batch_normalization", "SyncBatchNormalization"),
     "elastic": ("spark_elastic.tensorflow.elastic", None),
     "keras": ("spark_elastic.tensorflow.keras", None),
 }
@@ -54,10 +55,14 @@ __all__ = [
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",  # noqa: F405
+    "PartialDistributedGradientTape",
+    "SyncBatchNormalization",  # noqa: F405
     "allgather",
     "allreduce",
     "alltoall",
     "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
     "broadcast_variables",
     "elastic",  # noqa: F405
     "grouped_allgather",

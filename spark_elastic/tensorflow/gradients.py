@@ -13,7 +13,7 @@ from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, ReduceOp
 from spark_elastic.errors import HorovodInternalError
-from spark_elastic.tensorflow.compression import Compression, Compressor
+from spark_elastic.tensorflow.compression import Compression, Compressor, in_graph
 from spark_elastic.tensorflow.host import call_host
 from spark_elastic.tensorflow.tensors import ALIGN_BYTES, Array, array_from, torch_of
 
@@ -75,7 +75,7 @@ class GradientReducer:
             grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
         dense = [at for at, grad in enumerate(grads) if grad is not None and not isinstance(grad, tf.IndexedSlices)]
         sparse = [at for at, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
-        packed = [self._compression.compress(grads[at]) for at in dense]
+        packed = [in_graph(self._compression).compress(grads[at]) for at in dense]
         inputs = [tensor for tensor, _ in packed]
         shapes: list[Any] = [tensor.shape for tensor in inputs]
         for at in sparse:
@@ -97,7 +97,7 @@ class GradientReducer:
         returned = call_host(on_host, inputs, [tensor.dtype for tensor in inputs], shapes)
         out = list(grads)
         for at, tensor, (_, context) in zip(dense, returned, packed, strict=False):
-            out[at] = self._compression.decompress(tensor, context)
+            out[at] = in_graph(self._compression).decompress(tensor, context)
         for number, at in enumerate(sparse):
             values, indices = returned[len(dense) + 2 * number : len(dense) + 2 * number + 2]
             out[at] = tf.IndexedSlices(values, indices, grads[at].dense_shape)
@@ -121,6 +121,7 @@ class GradientReducer:
     def _gathered(self, values: torch.Tensor, indices: torch.Tensor) -> list[Array]:
         """Entries of all members, one after the other; equal indices add up where they are applied."""
         if self._op is Average:
-            values = values / self._process_set.size()
+            whole = not values.dtype.is_floating_point
+            values = torch.div(values, self._process_set.size(), rounding_mode="trunc" if whole else None)
         each = [operations.allgather_async(part, process_set=self._process_set) for part in (values, indices)]
         return [array_from(handle.wait()) for handle in each]

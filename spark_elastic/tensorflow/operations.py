@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+import torch
 
+from spark_elastic.collective import compression as wire_of
 from spark_elastic.collective import operations as on_torch
 from spark_elastic.collective.process import local_rank, local_size
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, ReduceOp, Sum, chosen
-from spark_elastic.errors import UsageError
-from spark_elastic.tensorflow.compression import Compression, Compressor
+from spark_elastic.errors import UnsupportedOperationError
+from spark_elastic.tensorflow.compression import Compression, Compressor, in_graph
 from spark_elastic.tensorflow.host import call_host
 from spark_elastic.tensorflow.tensors import Array, array_from, torch_of
 
@@ -87,15 +89,21 @@ def _reduced(tensors: list[tf.Tensor], how: _How) -> list[tf.Tensor]:
     if not tensors:
         return []
     compression, op, prescale, postscale, process_set = how
-    packed = [compression.compress(tensor) for tensor in tensors]
+    packed = [in_graph(compression).compress(tensor) for tensor in tensors]
 
     def on_host(*arrays: Array) -> list[Array]:
-        sent = [compression.wire.compress(torch_of(array)) for array in arrays]
-        handle = on_torch.grouped_allreduce_async(
-            [each for each, _ in sent], None, None, op, prescale, postscale, process_set
-        )
-        received = zip(handle.wait(), sent, strict=True)
-        return [array_from(compression.wire.decompress(each, context)) for each, (_, context) in received]
+        tensors = [torch_of(array) for array in arrays]
+        around = [wire_of.around_sum(compression.wire, op, process_set.size(), each.dtype) for each in tensors]
+        results: list[Any] = [None] * len(tensors)
+        for operator in dict.fromkeys(each for each, _, _ in around):  # two, if only some are compressed
+            places = [place for place, (other, _, _) in enumerate(around) if other is operator]
+            sent = [compression.wire.compress(_multiplied(tensors[place], around[place][1])) for place in places]
+            handle = on_torch.grouped_allreduce_async(
+                [each for each, _ in sent], None, None, operator, prescale, postscale, process_set
+            )
+            for place, each, (_, context) in zip(places, handle.wait(), sent, strict=True):
+                results[place] = array_from(_multiplied(compression.wire.decompress(each, context), around[place][2]))
+        return results
 
     @tf.custom_gradient
     def reduce(*sent: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
@@ -106,20 +114,34 @@ def _reduced(tensors: list[tf.Tensor], how: _How) -> list[tf.Tensor]:
 
     received = reduce(*(each for each, _ in packed))
     received = list(received) if isinstance(received, (list, tuple)) else [received]
-    return [compression.decompress(each, context) for each, (_, context) in zip(received, packed, strict=True)]
+    decompress = in_graph(compression).decompress
+    return [decompress(each, context) for each, (_, context) in zip(received, packed, strict=True)]
+
+
+def _multiplied(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    return tensor if factor == 1.0 else tensor * factor
 
 
 def _allreduce_slices(
     slices: tf.IndexedSlices, op: ReduceOp, prescale: float, postscale: float, process_set: ProcessSet
 ) -> tf.IndexedSlices:
     if op not in (Average, Sum):
-        raise UsageError(f"IndexedSlices are reduced with op=hvd.Average or op=hvd.Sum, not {op}")
+        raise UnsupportedOperationError(f"IndexedSlices are reduced with op=hvd.Average or op=hvd.Sum, not {op}")
     values = allgather(slices.values, process_set=process_set)
     indices = allgather(slices.indices, process_set=process_set)
-    factor = tf.cast(prescale * postscale, values.dtype)
+    if prescale * postscale != 1.0:
+        values = _times(values, prescale * postscale)
     if op is Average:
-        factor /= tf.cast(_of_process(process_set.size), values.dtype)
-    return tf.IndexedSlices(values * factor, indices, slices.dense_shape)
+        # of integers it is a fraction, which the entries of one index are added up to a whole of
+        values = values / tf.cast(_of_process(process_set.size), values.dtype)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _times(values: tf.Tensor, factor: float) -> tf.Tensor:
+    """Values times a factor, in their own type; integers are rounded towards zero."""
+    if values.dtype.is_floating or float(factor).is_integer():
+        return values * tf.cast(factor, values.dtype)
+    return tf.cast(tf.cast(values, tf.float64) * factor, values.dtype)
 
 
 # --- allgather, broadcast -------------------------------------------------------------------------
@@ -176,7 +198,7 @@ def broadcast(
 ) -> tf.Tensor:
     """The tensor of `root_rank`; type and shape must be the same everywhere.
 
-    Its gradient is the sum over the members on the root, and zero elsewhere.
+    Its gradient is the average over the members on the root, and zero elsewhere, as with Horovod.
     """
 
     def on_host(array: Array) -> list[Array]:
@@ -185,9 +207,9 @@ def broadcast(
     @tf.custom_gradient
     def send(sent: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            total = allreduce(upstream, op=Sum, process_set=process_set)
+            averaged = allreduce(upstream, op=Average, process_set=process_set)
             is_root = tf.equal(_of_process(process_set.rank), root_rank)
-            return tf.where(is_root, total, tf.zeros_like(total))
+            return tf.where(is_root, averaged, tf.zeros_like(averaged))
 
         return call_host(on_host, [sent], [sent.dtype], [sent.shape])[0], gradient
 
@@ -210,31 +232,35 @@ def alltoall(
         equally.
     """
 
+    rows = tf.convert_to_tensor(tensor)
+    given = None if splits is None else tf.cast(tf.convert_to_tensor(splits), tf.int32)
+    received, counts = _exchanged(rows, given, process_set)
+    return received if splits is None else (received, counts)
+
+
+def _exchanged(rows: tf.Tensor, splits: tf.Tensor | None, process_set: ProcessSet) -> tuple[tf.Tensor, tf.Tensor]:
+    """What arrives, and from whom how many rows of it."""
+
     def on_host(array: Array, *sent: Array) -> list[Array]:
-        given = [int(count) for count in sent[0]] if sent else None
-        result = on_torch.alltoall_async(torch_of(array), given, process_set=process_set).wait()
-        if given is None:
-            return [array_from(result)]
-        return [array_from(result[0]), result[1].numpy().astype(np.int32)]
+        rows, size = array.shape[0] if array.ndim else 0, process_set.size()
+        counts = torch.from_numpy(np.array(sent[0] if sent else [rows // size] * size, np.int32))
+        if not sent and (rows % size or not array.ndim):
+            on_torch.alltoall_async(torch_of(array), None, process_set=process_set)  # says what is wrong
+        # the others may have other numbers of rows, which the gradient needs
+        result, received = on_torch.alltoall_async(torch_of(array), counts, process_set=process_set).wait()
+        return [array_from(result), received.numpy().astype(np.int32)]
 
     @tf.custom_gradient
     def exchange(rows: tf.Tensor, *given: tf.Tensor) -> tuple[Any, Callable[..., Any]]:
-        dtypes, shapes = [rows.dtype], [[None, *rows.shape[1:]]]
-        if given:
-            dtypes, shapes = [*dtypes, tf.int32], [*shapes, [None]]
-        returned = call_host(on_host, [rows, *given], dtypes, shapes)
+        returned = call_host(on_host, [rows, *given], [rows.dtype, tf.int32], [[None, *rows.shape[1:]], [None]])
 
         def gradient(upstream: tf.Tensor, *_: tf.Tensor) -> Any:
-            if not given:
-                return alltoall(upstream, process_set=process_set)
-            return alltoall(upstream, returned[1], process_set=process_set)[0], None
+            back, _counts = _exchanged(upstream, returned[1], process_set)
+            return (back, None) if given else back
 
-        return (returned if given else returned[0]), gradient
+        return returned, gradient
 
-    plain = tf.convert_to_tensor(tensor)
-    if splits is None:
-        return exchange(plain)
-    received, counts = exchange(plain, tf.cast(tf.convert_to_tensor(splits), tf.int32))
+    received, counts = exchange(rows) if splits is None else exchange(rows, splits)
     return received, counts
 
 
@@ -250,6 +276,8 @@ def reducescatter(
 ) -> tf.Tensor:
     """Reduce, then keep this rank's part of the rows; the first ranks have one row more if they do not divide.
 
+    The gradient is every member's rows of it, times the size with `op=hvd.Sum`, as with Horovod.
+
     Raises: UsageError: for another operator than Average or Sum.
     """
 
@@ -262,14 +290,14 @@ def reducescatter(
     def scatter(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             factor = tf.cast(prescale_factor * postscale_factor, upstream.dtype)
-            if op is Average:
-                factor /= tf.cast(_of_process(process_set.size), upstream.dtype)
+            if op is Sum:
+                factor *= tf.cast(_of_process(process_set.size), upstream.dtype)
             return allgather(upstream * factor, process_set=process_set)
 
         return call_host(on_host, [rows], [rows.dtype], [[None, *rows.shape[1:]]])[0], gradient
 
-    sent, context = compression.compress(tf.convert_to_tensor(tensor))
-    return compression.decompress(scatter(sent), context)
+    sent, context = in_graph(compression).compress(tf.convert_to_tensor(tensor))
+    return in_graph(compression).decompress(scatter(sent), context)
 
 
 def grouped_reducescatter(

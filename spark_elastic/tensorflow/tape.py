@@ -56,13 +56,30 @@ class _ReducingTape:
         if self._scale_local and len(shared) < len(flat):
             size = size_op(self._process_set)
             for at in set(range(len(flat))) - set(shared):
-                if flat[at] is not None:
-                    flat[at] = flat[at] / tf.cast(size, flat[at].dtype)
+                flat[at] = _divided(flat[at], size)
         return tf.nest.pack_sequence_as(nested, flat, expand_composites=False)
+
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """As `gradient`, in two lists of (source, gradient): of the local sources, and of the others."""
+        wanted = tf.nest.flatten(sources)
+        pairs = list(zip(wanted, self.gradient(target, wanted, output_gradients, **kwargs), strict=True))
+        local = [pair for pair in pairs if _key(pair[0]) in self._local]
+        return local, [pair for pair in pairs if _key(pair[0]) not in self._local]
+
+
+def _divided(grad: Any, size: tf.Tensor) -> Any:
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(_divided(grad.values, size), grad.indices, grad.dense_shape)
+    return None if grad is None else grad / tf.cast(size, grad.dtype)
 
 
 def _key(source: Any) -> Any:
-    return source.ref() if hasattr(source, "ref") else id(source)
+    """A variable of Keras and TensorFlow's that is its value are the same source."""
+    value = getattr(source, "value", source)
+    own = source if callable(value) else value
+    return own.ref() if hasattr(own, "ref") else id(own)
 
 
 def DistributedGradientTape(
@@ -104,3 +121,37 @@ def DistributedGradientTape(
     for source in local_sources:
         tape.register_local_source(source)
     return tape
+
+
+def PartialDistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """As `DistributedGradientTape`, without reducing the gradients of some layers.
+
+    Args:
+        local_layers: a layer or several, whose variables each worker trains by itself. scale_local_gradients: their
+            gradients are divided by the size.
+    """
+    layers = local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]
+    local = [variable for layer in layers if layer is not None for variable in layer.trainable_weights]
+    return DistributedGradientTape(
+        gradtape,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+        local_sources=local,
+    )

@@ -14,10 +14,13 @@ from spark_elastic.collective.operations import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather_async,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    grouped_reducescatter_async,
     reducescatter_async,
+    sparse_allreduce_async,
 )
 from spark_elastic.collective.surface import *  # noqa: F403
 from spark_elastic.torch import elastic
@@ -34,10 +37,12 @@ from spark_elastic.torch.autograd import (
 from spark_elastic.torch.device import device
 from spark_elastic.torch.optimizer import DistributedOptimizer
 from spark_elastic.torch.parameters import broadcast_optimizer_state, broadcast_parameters
+from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Compression",
     "DistributedOptimizer",
+    "SyncBatchNorm",
     "allgather",
     "allgather_async",
     "allreduce",
@@ -55,14 +60,17 @@ __all__ = [
     "device",
     "elastic",
     "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
     "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "poll",
     "reducescatter",
     "reducescatter_async",
+    "sparse_allreduce_async",
     "synchronize",
 ]
 __all__ += surface.__all__

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import Function
 
 from spark_elastic.collective import operations as raw
-from spark_elastic.collective.compression import Compression, Compressor
+from spark_elastic.collective.compression import Compression, Compressor, around_sum
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, ReduceOp, Sum, chosen
 
@@ -17,13 +17,13 @@ from spark_elastic.collective.reduction import Average, ReduceOp, Sum, chosen
 class _Allreduce(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, *how: Any) -> torch.Tensor:
-        ctx.how = how
-        op, prescale, postscale, process_set = how
-        return raw.allreduce_async(tensor, None, None, op, prescale, postscale, process_set).wait()
+        name, *ctx.how = how
+        op, prescale, postscale, process_set = ctx.how
+        return raw.allreduce_async(tensor, None, name, op, prescale, postscale, process_set).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Allreduce.apply(grad, *ctx.how), None, None, None, None
+        return _Allreduce.apply(grad, None, *ctx.how), None, None, None, None, None
 
 
 def allreduce(
@@ -43,21 +43,27 @@ def allreduce(
     Raises:
         HorovodInternalError: a peer is gone.
     """
-    sent, context = compression.compress(tensor)
-    out = _Allreduce.apply(sent, chosen(op, average), prescale_factor, postscale_factor, process_set)
-    return compression.decompress(out, context)
+    how = chosen(op, average)
+    how, before, after = around_sum(compression, how, process_set.size(), tensor.dtype)
+    sent, context = compression.compress(_times(tensor, before))
+    out = _Allreduce.apply(sent, name, how, prescale_factor, postscale_factor, process_set)
+    return _times(compression.decompress(out, context), after)
+
+
+def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    return tensor if factor == 1.0 else tensor * factor
 
 
 class _GroupedAllreduce(Function):
     @staticmethod
     def forward(ctx: Any, how: Any, *tensors: torch.Tensor) -> Any:
-        ctx.how = how
-        op, prescale, postscale, process_set = how
-        return tuple(raw.grouped_allreduce_async(tensors, None, None, op, prescale, postscale, process_set).wait())
+        name, *ctx.how = how
+        op, prescale, postscale, process_set = ctx.how
+        return tuple(raw.grouped_allreduce_async(tensors, None, name, op, prescale, postscale, process_set).wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return (None, *_GroupedAllreduce.apply(ctx.how, *grads))
+        return (None, *_GroupedAllreduce.apply((None, *ctx.how), *grads))
 
 
 def grouped_allreduce(
@@ -71,26 +77,37 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """As `allreduce`, of several tensors at once."""
-    sent = [compression.compress(tensor) for tensor in tensors]
-    how = (chosen(op, average), prescale_factor, postscale_factor, process_set)
-    outs = _GroupedAllreduce.apply(how, *(tensor for tensor, _ in sent))
-    return [compression.decompress(out, context) for out, (_, context) in zip(outs, sent, strict=True)]
+    asked, size = chosen(op, average), process_set.size()
+    around = [around_sum(compression, asked, size, tensor.dtype) for tensor in tensors]
+    results: list[Any] = [None] * len(tensors)
+    for how in dict.fromkeys(how for how, _, _ in around):  # two, if only some of the tensors are compressed
+        places = [place for place, (other, _, _) in enumerate(around) if other is how]
+        sent = [compression.compress(_times(tensors[place], around[place][1])) for place in places]
+        settings = (name, how, prescale_factor, postscale_factor, process_set)
+        outs = _GroupedAllreduce.apply(settings, *(tensor for tensor, _ in sent))
+        for place, out, (_, context) in zip(places, outs, sent, strict=True):
+            results[place] = _times(compression.decompress(out, context), around[place][2])
+    return results
 
 
 class _Allgather(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
-        ctx.shape = tensor.shape
+    def forward(ctx: Any, process_set: ProcessSet, name: str | None, *tensors: torch.Tensor) -> Any:
+        ctx.shapes = [tensor.shape for tensor in tensors]
         ctx.process_set = process_set
-        return raw.allgather_async(tensor, None, process_set).wait()
+        return tuple(raw.grouped_allgather_async(tensors, name, process_set).wait())
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        rows = ctx.shape[0] if len(ctx.shape) else 1
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        rows = [shape[0] if len(shape) else 1 for shape in ctx.shapes]
         counts = raw.allgather_async(torch.tensor([rows]), None, ctx.process_set).wait()
-        start = int(counts[: ctx.process_set.rank()].sum())
-        reduced = allreduce(grad, op=Average, process_set=ctx.process_set)
-        return reduced[start : start + rows].reshape(ctx.shape), None
+        starts = counts[: ctx.process_set.rank()].sum(dim=0).tolist()
+        reduced = grouped_allreduce(grads, op=Average, process_set=ctx.process_set)
+        parts = [
+            whole[start : start + count].reshape(shape)
+            for whole, start, count, shape in zip(reduced, starts, rows, ctx.shapes, strict=True)
+        ]
+        return None, None, *parts
 
 
 def allgather(
@@ -100,26 +117,30 @@ def allgather(
 
     The gradient is the average of the members' gradients for this member's rows.
     """
-    return _Allgather.apply(tensor, process_set)
+    out: torch.Tensor = _Allgather.apply(process_set, name, tensor)[0]
+    return out
 
 
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """As `allgather`, of several tensors."""
-    return [allgather(tensor, name, process_set) for tensor in tensors]
+    return list(_Allgather.apply(process_set, name, *tensors)) if tensors else []
 
 
 class _Broadcast(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, process_set: ProcessSet) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> torch.Tensor:
         ctx.root_rank, ctx.process_set = root_rank, process_set
-        return raw.broadcast_async(tensor, root_rank, None, process_set).wait()
+        return raw.broadcast_async(tensor, root_rank, name, process_set).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         reduced = allreduce(grad, op=Average, process_set=ctx.process_set)
-        return (reduced if ctx.process_set.rank() == ctx.root_rank else torch.zeros_like(reduced)), None, None
+        is_root = ctx.process_set.rank() == ctx.process_set.place_of(ctx.root_rank)
+        return (reduced if is_root else torch.zeros_like(reduced)), None, None, None
 
 
 def broadcast(
@@ -129,22 +150,22 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """The tensor of `root_rank`, as a new tensor. The root's gradient is the average of all members'."""
-    return _Broadcast.apply(tensor, root_rank, process_set)
+    return _Broadcast.apply(tensor, root_rank, name, process_set)
 
 
 class _Alltoall(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, splits: Any, process_set: ProcessSet) -> Any:
-        if splits is None:
+    def forward(ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Any:
+        if splits is None and tensor.dim() and tensor.shape[0] % process_set.size() == 0:
             splits = [tensor.shape[0] // process_set.size()] * process_set.size()
-        out, received = raw.alltoall_async(tensor, splits, None, process_set).wait()
+        out, received = raw.alltoall_async(tensor, splits, name, process_set).wait()
         ctx.received, ctx.process_set = received, process_set
         ctx.mark_non_differentiable(received)
         return out, received
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
-        return alltoall(grad.contiguous(), ctx.received, process_set=ctx.process_set)[0], None, None
+        return alltoall(grad.contiguous(), ctx.received, process_set=ctx.process_set)[0], None, None, None
 
 
 def alltoall(
@@ -158,24 +179,23 @@ def alltoall(
     Raises:
         UsageError: the splits do not add up to the rows, or the rows cannot be divided equally.
     """
-    if splits is None and tensor.shape[0] % process_set.size():
-        raw.alltoall_async(tensor, None, None, process_set)  # says what is wrong
-    out, received = _Alltoall.apply(tensor, splits, process_set)
+    out, received = _Alltoall.apply(tensor, splits, name, process_set)
     return out if splits is None else (out, received)
 
 
 class _Reducescatter(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, *how: Any) -> torch.Tensor:
-        ctx.how = how
-        op, process_set, prescale, postscale = how
-        return raw.reducescatter_async(tensor, None, op, process_set, prescale, postscale).wait()
+    def forward(ctx: Any, how: Any, *tensors: torch.Tensor) -> Any:
+        name, *ctx.how = how
+        op, process_set, prescale, postscale = ctx.how
+        handle = raw.grouped_reducescatter_async(tensors, name, op, process_set, prescale, postscale)
+        return tuple(handle.wait())
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         op, process_set, prescale, postscale = ctx.how
         factor = prescale * postscale * (process_set.size() if op is Sum else 1)
-        return allgather(grad * factor, process_set=process_set), None, None, None, None
+        return None, *grouped_allgather([grad * factor for grad in grads], process_set=process_set)
 
 
 def reducescatter(
@@ -188,9 +208,8 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
     """This rank's rows of the average (or sum) of the members' tensors; the first ranks have a row more if need be."""
-    sent, context = compression.compress(tensor)
-    out = _Reducescatter.apply(sent, op, process_set, prescale_factor, postscale_factor)
-    return compression.decompress(out, context)
+    settings = (compression, op, process_set, prescale_factor, postscale_factor)
+    return grouped_reducescatter([tensor], name, *settings)[0]
 
 
 def grouped_reducescatter(
@@ -203,7 +222,9 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """As `reducescatter`, of several tensors."""
-    return [
-        reducescatter(tensor, name, compression, op, process_set, prescale_factor, postscale_factor)
-        for tensor in tensors
-    ]
+    if not tensors:
+        return []
+    sent = [compression.compress(tensor) for tensor in tensors]
+    how = (name, op, process_set, prescale_factor, postscale_factor)
+    outs = _Reducescatter.apply(how, *(tensor for tensor, _ in sent))
+    return [compression.decompress(out, context) for out, (_, context) in zip(outs, sent, strict=True)]

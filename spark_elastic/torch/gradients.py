@@ -12,10 +12,11 @@ import torch.distributed as dist
 from spark_elastic.collective.buckets import Bucket, partition
 from spark_elastic.collective.compression import Compressor
 from spark_elastic.collective.gloo import GlooGroup
-from spark_elastic.collective.operations import allgather_async
+from spark_elastic.collective.handles import Handle
+from spark_elastic.collective.operations import agree, shaped, start_allgather
 from spark_elastic.collective.process import process
-from spark_elastic.collective.process_sets import ProcessSet
-from spark_elastic.collective.reduction import Average, Max, ReduceOp, Sum, factors
+from spark_elastic.collective.process_sets import ProcessSet, global_process_set
+from spark_elastic.collective.reduction import Average, Max, ReduceOp, Sum
 from spark_elastic.errors import HorovodInternalError, SparkElasticError
 
 
@@ -67,6 +68,8 @@ class GradientReducer:
         self._slots: list[Slot] = []
         self._hooks: list[Any] = []
         self._sparse: set[int] = set()
+        self._made_dense: set[int] = set()
+        """Parameters whose sparse gradients are reduced as dense ones, and sparse again afterwards."""
         self._buckets: list[Bucket] = []
         self._works: list[dist.Work] = []
         self._group: GlooGroup | None = None
@@ -75,10 +78,8 @@ class GradientReducer:
         self._failure: SparkElasticError | None = None
         self._cargo: torch.Tensor | None = None
         self._cargo_width = 0
-        self._before = 1.0
-        self._after = 1.0
-        self.while_waiting: Callable[[], None] = _nothing
-        """Called once everything is sent, before it is waited for: work that costs nothing then."""
+        self.on_reduced: list[Callable[[], None]] = []
+        """Called whenever a step's reduction is complete."""
         self.add(params)
 
     def add(self, params: Iterable[torch.nn.Parameter]) -> None:
@@ -144,12 +145,16 @@ class GradientReducer:
         """The first gradient of a step is due: look at the world it will be reduced in."""
         self._active = True
         try:
-            group = self._process_set.group()
+            group = self._present_group()
         except SparkElasticError as error:  # raised by `finish`, not through autograd
             self._failure = error
             return
         if group is not self._group or (group is not None and not self._buckets):
             self._plan(group)
+
+    def _present_group(self) -> GlooGroup | None:
+        """None if there is nobody to reduce with, or this process is not in the set: it steps by itself then."""
+        return self._process_set.group() if self._process_set.included() else None
 
     def _plan(self, group: GlooGroup | None) -> None:
         self._group = group
@@ -164,10 +169,10 @@ class GradientReducer:
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             bucket = Bucket(part, self._compression, flagged=last, cargo=self._cargo_width if last else 0)
+            bucket.scale(self._op, self._predivide, group.size)
             self._buckets.append(bucket)
             for param in part:
                 by_id[id(param)].bucket = bucket
-        self._before, self._after = factors(self._op, self._predivide, group.size)
 
     def _send_full(self) -> None:
         buckets = self._buckets
@@ -189,7 +194,7 @@ class GradientReducer:
             bucket.cargo.copy_(self._cargo)
         self.launched += 1
         gradients = [param.grad for param in bucket.params]
-        self._works.append(bucket.send(self._group, self._op.gloo, gradients, self._before))
+        self._works.append(bucket.send(self._group, self._op.gloo, gradients))
         for param, view in zip(bucket.params, bucket.views, strict=True):
             param.grad = view
 
@@ -207,18 +212,22 @@ class GradientReducer:
             self.abandon()
             if isinstance(error, HorovodInternalError):
                 error.in_reduction = True  # type: ignore[attr-defined]
+                error.reducer = self  # type: ignore[attr-defined]
             raise
+        for reduced in self.on_reduced:
+            reduced()
 
     def _finish(self) -> None:
         if not self._active:
             self._begin()
         if self._failure is not None:
             raise self._failure
-        group = self._process_set.group()
+        group = self._present_group()
         if group is not self._group:
             raise HorovodInternalError("the world has changed between backward and step")
         if group is None:
-            process.saw_update(process.update_pending)
+            if self._process_set is global_process_set:
+                process.saw_update(process.update_pending)
         else:
             if group is not self._agreed_on:
                 self._agree(group)
@@ -226,13 +235,20 @@ class GradientReducer:
         self._rearm()
 
     def _agree(self, group: GlooGroup) -> None:
+        shapes = "; ".join(shaped(slot.param) for slot in self._slots)
+        settings = f"op={self._op.name}, predivide={self._predivide}, compression={self._compression.__name__}"
+        buckets = [len(part) for part in partition([slot.param for slot in self._slots], self._groups)]
+        settings += f", sparse_as_dense={self._sparse_as_dense}, parameters by bucket {buckets}"
+        agree(group, "DistributedOptimizer", f"{settings}: {shapes}")
         mask = torch.zeros(len(self._slots), dtype=torch.uint8)
-        if not self._sparse_as_dense:
-            for number, slot in enumerate(self._slots):
-                grad = slot.param.grad
-                mask[number] = id(slot.param) in self._sparse or (grad is not None and grad.is_sparse)
-        group.wait(group.allreduce(mask, Max.gloo))
-        self._sparse = {id(slot.param) for slot, sparse in zip(self._slots, mask.tolist(), strict=True) if sparse}
+        known = self._sparse | self._made_dense
+        for number, slot in enumerate(self._slots):
+            grad = slot.param.grad
+            mask[number] = id(slot.param) in known or (grad is not None and grad.is_sparse)
+        if len(mask):
+            group.wait(group.allreduce(mask, Max.gloo))
+        sparse = {id(slot.param) for slot, is_sparse in zip(self._slots, mask.tolist(), strict=True) if is_sparse}
+        self._sparse, self._made_dense = (set(), sparse) if self._sparse_as_dense else (sparse, set())
         self._agreed_on = group
         self._plan(group)
 
@@ -243,21 +259,24 @@ class GradientReducer:
         alone = None
         if cargo is not None and not (self._buckets and self._buckets[-1].cargo is not None):
             alone = group.allreduce(cargo, Sum.gloo)
-        self.while_waiting()
         gathered = [self._gather(slot) for slot in self._slots if id(slot.param) in self._sparse]
         for bucket, work in zip(self._buckets, self._works, strict=True):
             group.wait(work)
             bucket.unpack()
             if bucket.cargo is not None and cargo is not None:
                 cargo.copy_(bucket.cargo)
-            if self._after != 1.0:
-                bucket.flat.mul_(self._after)
-            if bucket.flag is not None:
+            if bucket.after != 1.0:
+                bucket.flat.mul_(bucket.after)
+            if bucket.flag is not None and self._process_set is global_process_set:
                 process.saw_update(bool(bucket.flag.item()))
         if alone is not None:
             group.wait(alone)
         for complete in gathered:
             complete()
+        if self._made_dense:
+            for slot in self._slots:
+                if id(slot.param) in self._made_dense and slot.param.grad is not None:
+                    slot.param.grad = slot.param.grad.to_sparse(1)
 
     def _gather(self, slot: Slot) -> Callable[[], None]:
         """Sparse gradients are the members' entries one after the other; equal indices add up."""
@@ -268,8 +287,10 @@ class GradientReducer:
         grad = grad.coalesce()
         assert self._group is not None
         divisor = self._group.size if self._op is Average else 1
-        indices = allgather_async(grad.indices().t().contiguous(), process_set=self._process_set)
-        values = allgather_async(grad.values() / divisor, process_set=self._process_set)
+        indices, values = (
+            Handle(self._group, *start_allgather(self._group, part))
+            for part in (grad.indices().t().contiguous(), grad.values() / divisor)
+        )
 
         def complete() -> None:
             param.grad = torch.sparse_coo_tensor(indices.wait().t(), values.wait(), param.shape).coalesce()
@@ -297,10 +318,6 @@ class GradientReducer:
         self._rearm()
         for slot in self._slots:
             slot.param.grad = None
-
-
-def _nothing() -> None:
-    """There is nothing to do while waiting."""
 
 
 def _no_entries(param: torch.Tensor) -> torch.Tensor:

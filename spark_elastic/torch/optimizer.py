@@ -22,12 +22,13 @@ class DistributedOptimizerMixin:
     _reducer: GradientReducer
     _inner: torch.optim.Optimizer
 
-    def _wrap(self, inner: torch.optim.Optimizer, reducer: GradientReducer) -> None:
+    def _wrap(self, inner: torch.optim.Optimizer, reducer: GradientReducer, names: dict[torch.Tensor, str]) -> None:
         # The inner optimizer's lists and dictionaries are shared, not copied: a learning rate scheduler made for
         # either works on both. A scheduler leaves a patched `step` on the instance; that one belongs to the inner.
         self.__dict__.update({key: value for key, value in inner.__dict__.items() if key != "step"})
         self._inner = inner
         self._reducer = reducer
+        self._parameter_names = names
         self._should_synchronize = True
         self._synchronized = False
 
@@ -79,8 +80,8 @@ class DistributedOptimizerMixin:
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
-                    "optimizer.step() reduces the gradients again after optimizer.synchronize(); "
-                    "put it inside `with optimizer.skip_synchronize():`",
+                    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): the "
+                    "gradients are reduced again; put it inside `with optimizer.skip_synchronize():`",
                     stacklevel=2,
                 )
             self._reducer.finish()
@@ -191,7 +192,7 @@ def DistributedOptimizer(
     kind = type(optimizer)
     wrapped: Any = type(kind.__name__, (DistributedOptimizerMixin, kind), {"__module__": kind.__module__})
     instance = wrapped.__new__(wrapped)
-    instance._wrap(optimizer, reducer)
+    instance._wrap(optimizer, reducer, {param: names[id(param)] for param in params})
     return instance
 
 

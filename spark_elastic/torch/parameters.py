@@ -42,11 +42,29 @@ def broadcast_optimizer_state(
 ) -> None:
     """Take over the state and the options (learning rate and so on) of the optimizer of `root_rank`.
 
-    An optimizer that never stepped gets its state created from what arrives.
+    An optimizer that never stepped gets its state created from what arrives. If that of the root never stepped either,
+    parameters without a gradient have one of zeros afterwards, as with Horovod.
+
+    Args:
+        model: tells which parameters have sparse gradients.
     """
     from spark_elastic.collective.handled_values import take_over
     from spark_elastic.torch.elastic.handlers import OptimizerStateHandler
 
     if outside_world():
         return
-    take_over({"optimizer": OptimizerStateHandler(optimizer)}, root_rank, process_set=process_set)
+    handlers = {"optimizer": OptimizerStateHandler(optimizer)}
+    if take_over(handlers, root_rank, extra=not optimizer.state, process_set=process_set):
+        _begin_with_zeros(optimizer, model)
+
+
+def _begin_with_zeros(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    layers = () if model is None else (module for module in model.modules() if isinstance(module, embeddings))
+    sparse = {id(layer.weight) for layer in layers if layer.sparse}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                zeros = torch.zeros_like(parameter, requires_grad=False)
+                wants_sparse = isinstance(optimizer, torch.optim.SparseAdam) or id(parameter) in sparse
+                parameter.grad = zeros.to_sparse(1) if wants_sparse else zeros

@@ -71,6 +71,12 @@ def _authenticate(sock: socket.socket, key: bytes) -> Connection:
     return connection
 
 
+def keep_unsent_for(sock: socket.socket, seconds: float) -> None:
+    """Have the kernel repeat what the peer does not acknowledge for so long, whatever its own limit (about 15 min)."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(int(seconds * 1000), 2**31 - 1))
+
+
 class Channel:
     """An authenticated connection to the driver.
 
@@ -92,6 +98,7 @@ class Channel:
     def silence_limit(self, timeout_s: float) -> None:
         """Treat the driver as gone after this long without a byte from it, or with a send that it does not take."""
         self._socket.settimeout(timeout_s)
+        keep_unsent_for(self._socket, timeout_s)
 
     def start(
         self, on_message: Callable[[Message], None], on_closed: Callable[[str], None], *, name: str = "channel"
@@ -139,7 +146,7 @@ class Channel:
                 bodies, _ = self._connection.receive(data)
                 messages = [decode(body) for body in bodies]
             except TimeoutError:
-                return f"the driver was silent for {self._socket.gettimeout():.0f} s"
+                return f"the driver was silent for {self._socket.gettimeout():.0f} s, longer than elastic_timeout"
             except OSError as error:
                 return f"the connection to the driver broke: {error}"
             except ProtocolError as error:

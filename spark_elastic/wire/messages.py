@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spark_elastic.core.topology import Place, World
+from spark_elastic.core.version import StateVersion
 from spark_elastic.errors import ProtocolError
 
 # --- agent -> driver ----------------------------------------------------------------------------
@@ -37,16 +38,21 @@ class AgentHello:
 
 @dataclass(frozen=True, slots=True)
 class AgentHeartbeat:
-    pass
+    """See `core.events.AgentAlive`."""
+
+    running: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """The worker's process is gone. `exit_code` < 0: killed by that signal."""
+    """The worker's process is gone. `exit_code` < 0: killed by that signal. `oom_kills`, `memory`: as in
+    `core.events.WorkerLost`."""
 
     worker: int
     exit_code: int
     stderr_tail: str
+    oom_kills: int
+    memory: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +68,14 @@ class OutputLines:
 class ResultStored:
     """The function returned: the agent holds its result and will return it when the job finishes.
 
-    `in_loop`: whether the worker ever entered the elastic loop.
+    `in_loop`: whether the worker ever entered the elastic loop. `run`: number of the call of the function, see
+    `RunAgain`; the newest result counts.
     """
 
     worker: int
     size: int
     in_loop: bool
+    run: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +90,10 @@ class PeersReachable:
 
 @dataclass(frozen=True, slots=True)
 class AgentWelcome:
+    """`silence_limit_s`: how long the driver may stand still, its connection open, before it counts as dead."""
+
     heartbeat_interval_s: float
-    heartbeat_timeout_s: float
+    silence_limit_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +137,10 @@ class WorkerHello:
 class WorkerHeartbeat:
     """See `core.events.WorkerAlive`."""
 
-    progress: int | None
+    version: StateVersion | None
     blocked_s: float | None
+    after_loop: bool
+    begun: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +148,9 @@ class Ready:
     """See `core.events.WorkerReady`."""
 
     round: int
-    progress: int | None
+    version: StateVersion | None
     at_init: bool
+    loop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +193,13 @@ class EpochEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Notice:
+    """Something about a training that a person should see, and that is kept among the job's changes."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class KvSet:
     """Store `payload` under the key, in the round's own space."""
 
@@ -202,8 +222,11 @@ class KvGet:
 
 @dataclass(frozen=True, slots=True)
 class WorkerWelcome:
+    """`silence_limit_s`: as for agents. `stall_timeout_s`: for how long a collective may be waited for."""
+
     heartbeat_interval_s: float
-    heartbeat_timeout_s: float
+    silence_limit_s: float
+    stall_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +240,14 @@ class WorldAssigned:
 
 @dataclass(frozen=True, slots=True)
 class Provisional:
-    """Leave `init()` with this probable position; the world is joined from the elastic loop."""
+    """Leave `init()` with this probable position; the world is joined from the elastic loop.
+
+    `loop`: the number of the one that the job is in. Who stands in an earlier one leaves that with its `LoopResult`.
+    """
 
     rank: int
     size: int
+    loop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +262,14 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class RunAgain:
+    """The function returned, but its world broke: call it again, with the states that its loops have left."""
+
+    run: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class KvValues:
     """Answer to the `KvGet` with this request number: the values one after the other, `sizes` long each."""
 
@@ -244,6 +279,19 @@ class KvValues:
 
 
 # --- either -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoopResult:
+    """What an elastic loop of the function returned, pickled and sealed by the worker that it comes from.
+
+    Rank 0 sends it as it enters the next loop, the driver as it sends a newcomer on to that. `problem`: why there is
+    none; empty: there is one.
+    """
+
+    loop: int
+    problem: str
+    payload: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +325,7 @@ Message = (
     | Abandoned
     | LiveProgress
     | EpochEnded
+    | Notice
     | KvSet
     | KvGet
     | WorkerWelcome
@@ -284,7 +333,9 @@ Message = (
     | Provisional
     | HostsUpdated
     | Cut
+    | RunAgain
     | KvValues
+    | LoopResult
     | Pong
     | Goodbye
 )
@@ -355,7 +406,10 @@ def _build(cls: type[Any], fields: dict[str, Any], where: str, **ready: Any) -> 
     if missing or unknown:
         raise ProtocolError(f"{where}: missing fields {sorted(missing)}, unknown fields {sorted(unknown)}")
     values = {name: _typed(value, hints[name], f"{where}.{name}") for name, value in fields.items()}
-    return cls(**values, **ready)
+    try:
+        return cls(**values, **ready)
+    except ValueError as error:
+        raise ProtocolError(f"{where}: {error}") from None
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 
 from spark_elastic.errors import ProtocolError
+from spark_elastic.wire.channel import keep_unsent_for
 from spark_elastic.wire.framing import Connection
 from spark_elastic.wire.messages import Message, decode, encode
 
@@ -46,6 +47,9 @@ class MessageStream(asyncio.Protocol):
         self._why = "the peer closed the connection"
         self._open = False
         self._aborted = False
+        self.refusal = ""
+        """Of a connection that did not authenticate: why this side has closed it; "": the other side did."""
+        self._server = server
         self.peer_address = ""
         self.local_address = ""
 
@@ -65,6 +69,11 @@ class MessageStream(asyncio.Protocol):
         self._transport.write(self._connection.send(encode(message)))
         if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.abort("the peer does not read what is sent to it")
+
+    def give_up_unsent_after(self, seconds: float) -> None:
+        """How long the peer may be away, its connection open, before what is sent to it is given up."""
+        if self._transport is not None:
+            keep_unsent_for(self._transport.get_extra_info("socket"), seconds)
 
     def close(self) -> None:
         """Close after what is queued has been sent."""
@@ -92,7 +101,7 @@ class MessageStream(asyncio.Protocol):
         self.peer_address = str(transport.get_extra_info("peername")[0])
         self.local_address = str(transport.get_extra_info("sockname")[0])
         self._handshake_deadline = asyncio.get_running_loop().call_later(
-            HANDSHAKE_TIMEOUT_S, self.abort, "the peer did not authenticate in time"
+            HANDSHAKE_TIMEOUT_S, self._refuse, "the peer did not authenticate in time"
         )
         if greeting := self._connection.start():
             transport.write(greeting)
@@ -107,11 +116,16 @@ class MessageStream(asyncio.Protocol):
                 self._opened()
             messages = [decode(body) for body in bodies]
         except ProtocolError as error:
-            logger.warning("closing the connection from %s: %s", self.peer_address, error)
-            self.abort(f"the peer broke the protocol: {error}")
+            if self._open or not self._server:  # of strangers there may be many: whoever serves them counts
+                logger.warning("closing the connection from %s: %s", self.peer_address, error)
+            self._refuse(f"the peer broke the protocol: {error}")
             return
         for message in messages:
             self._on_message(self, message)
+
+    def _refuse(self, why: str) -> None:
+        self.refusal = why
+        self.abort(why)
 
     def _opened(self) -> None:
         if self._handshake_deadline is not None:

@@ -14,6 +14,7 @@ from spark_elastic.core import events as e
 from spark_elastic.core import timeline as t
 from spark_elastic.core.states import Phase
 from spark_elastic.core.topology import Place, World
+from spark_elastic.core.version import BEGINNING, StateVersion
 from spark_elastic.settings import ElasticSettings
 
 if TYPE_CHECKING:
@@ -38,7 +39,12 @@ class Checker:
         self.on_agent: dict[int, int] = {}  # worker -> agent
         self.gone: set[int] = set()  # workers the machine knows to be gone, or had killed
         self.done: dict[int, bool] = {}  # -> in_loop
-        self.stands: dict[int, tuple[bool, int | None]] = {}  # worker that waits -> (at_init, progress)
+        self.ended: set[int] = set()  # of those, the processes that the machine knows to have ended
+        self.run: dict[int, int] = {}  # worker -> the run whose result counts; 1 where there was one only
+        self.again_in: dict[int, int] = {}  # worker -> the round whose end had it run again last
+        self.after_loop: dict[int, bool] = {}  # as last reported
+        self.in_loop: dict[int, int] = {}  # worker that waits -> the loop it stands in
+        self.stands: dict[int, tuple[bool, StateVersion | None]] = {}  # worker that waits -> (at_init, version)
         self.admitted: set[int] = set()
         self.last_round: dict[int, int] = {}
         self.world: World | None = None
@@ -48,15 +54,27 @@ class Checker:
         self.cut_round = 0
         self.started_at: dict[int, float] = {}
         self.showed_state = False
-        self.furthest = 0  # the most steps that any event reported
+        self.furthest = BEGINNING  # the most advanced version that any event reported
         self.decommissioned: set[str] = set()
         self.hosts: dict[str, int] | None = None
+        self.own_crashes: list[tuple[int, tuple[int, int]]] = []
+        self.excluded: dict[str, float] = {}  # host -> until when it is left alone
         self.slot_failed_at: dict[int, float] = {}
         self.counted: set[int] = set()  # slots whose failure was announced since something was started there
         self.broken_since: float | None = None
         self.shaken = False  # something that breaks a world was part of the event
         self.waiting: t.Waiting | None = None
         self.stats: dict[str, int] = {}
+
+    def crashed(self, exit_code: int) -> None:
+        """A member crashed by itself: is that one too many?"""
+        limit = self.settings.crash_limit
+        if limit is None or exit_code == -9:
+            return
+        self.own_crashes.append(self.cluster.crashes[-1])
+        row = {round for round, at in self.own_crashes if at == self.own_crashes[-1][1]}
+        most = limit * (self.cluster.plan.hosts + 1) + 2
+        require(len(row) <= most, f"{len(row)} worlds crashed at the same step")
 
     def agent_started(self, agent: int, place: Place) -> None:
         self.places[agent] = place
@@ -83,6 +101,8 @@ class Checker:
             for agent in [a for a, place in self.joined.items() if place.executor == event.executor]:
                 self._agent_gone(agent)
         elif isinstance(event, e.WorkerLost):
+            if event.worker in self.done:
+                self.ended.add(event.worker)
             if event.worker not in self.done and event.exit_code == 0:
                 self.exited_well.add(event.worker)  # a Done may be on its way, or it is a loss a little later
             elif event.worker not in self.done:
@@ -95,11 +115,13 @@ class Checker:
         elif isinstance(event, e.WorkerReady):
             self._ready(event)
         elif isinstance(event, e.WorkerAlive):
-            if event.progress is not None and self._is_live(event.worker) and event.worker not in self.done:
-                self.furthest = max(self.furthest, event.progress)
+            self.after_loop[event.worker] = event.after_loop
+            if event.version is not None and self._is_live(event.worker) and event.worker not in self.done:
+                self.furthest = max(self.furthest, event.version)
                 self.showed_state = True
         elif isinstance(event, e.WorkerDone):
-            if self._is_live(event.worker) and event.worker not in self.stands:
+            current = event.run == self.run.get(event.worker, 1)
+            if self._is_live(event.worker) and event.worker not in self.stands and current:
                 self.done.setdefault(event.worker, event.in_loop)
         elif isinstance(event, e.ExecutorDecommissioned):
             self.decommissioned.add(event.executor)
@@ -112,12 +134,17 @@ class Checker:
             return
         if event.at_init and (worker in self.admitted or worker in self.stands):
             return
+        if worker in self.admitted and event.loop <= self.in_loop.get(worker, 0):
+            return
         if worker in self.stands and not self.stands[worker][0]:
             return
-        if event.progress is not None:
-            self.furthest = max(self.furthest, event.progress)
+        if event.version is not None:
+            self.furthest = max(self.furthest, event.version)
             self.showed_state = True
-        self.stands[worker] = (event.at_init, event.progress)
+        self.stands[worker] = (event.at_init, event.version)
+        self.after_loop[worker] = False
+        if not event.at_init:
+            self.in_loop[worker] = event.loop
         if event.round > 0 and self.notified_round != event.round:
             self.shaken = True
 
@@ -175,25 +202,32 @@ class Checker:
         if machine.phase is not Phase.BROKEN:
             self.broken_since = None
         elif self.broken_since is None:
-            self.broken_since = self.cluster.now
+            self.broken_since = self.cluster.driver_now
         else:
             limit_s = self.settings.stall_timeout_s + 10
-            require(self.cluster.now < self.broken_since + limit_s, "the survivors wait for one that does not come")
+            if any(self.after_loop.get(worker) for worker in training):
+                self.broken_since = self.cluster.driver_now  # as long as it lives
+            waited_s = self.cluster.driver_now - self.broken_since
+            require(waited_s < limit_s, "the survivors wait for one that does not come")
         if machine.phase in (Phase.BROKEN, Phase.WAITING):
             assert self.world is not None
-            require(self.cut_round == self.world.round or not training, "the survivors of a broken world are not cut")
-        if machine.phase is Phase.WAITING and self.waiting is not None and "in a row" not in self.waiting.reason:
+            blocked = [worker for worker in training if self.again_in.get(worker) != self.world.round]
+            require(self.cut_round == self.world.round or not blocked, "the survivors of a broken world are not cut")
+        reason = "" if self.waiting is None else self.waiting.reason
+        if machine.phase is Phase.WAITING and not ("in a row" in reason or "waiting for why" in reason):
             standing = sum(1 for at_init, _ in self.stands.values() if not at_init) + len(self._everdone())
             require(standing < self.settings.min_num_proc, f"{standing} workers stand and wait")
         if machine.phase in (Phase.RUNNING, Phase.INTERRUPTED, Phase.BROKEN, Phase.WAITING) and self.showed_state:
             require(not any(at_init for at_init, _ in self.stands.values()), "a newcomer is kept in init()")
         if machine.phase is Phase.BROKEN:
-            require(bool(training), "all survivors stand, and the broken world is not replaced")
+            asked_why = self.waiting is not None and "waiting for why" in self.waiting.reason
+            require(bool(training) or asked_why, "all survivors stand, and the broken world is not replaced")
         if machine.phase is Phase.RUNNING and self.world is not None:
             require(bool(training), "all members are done, and the job is not finished")
             newcomer = any(not at_init and w not in self.world.workers for w, (at_init, _) in self.stands.items())
             limited = self.settings.reset_limit is not None and self.world.round > self.settings.reset_limit
-            if newcomer and not limited:
+            between = any(self.after_loop.get(worker) for worker in training)
+            if newcomer and not limited and not between and self.showed_state:
                 require(bool(self._everdone()), "a newcomer is ignored")
 
     def _everdone(self) -> set[int]:
@@ -225,6 +259,7 @@ class Checker:
         require(not busy, f"agent {command.agent} already has worker {busy}")
         place = self.joined[command.agent]
         require(place.executor not in self.decommissioned, "a worker starts on a decommissioned executor")
+        require(now >= self.excluded.get(place.host, now), f"a worker starts on {place.host}, where all of them crash")
         if self.hosts is not None:
             members = self._members()  # those that have to leave stay until their world can spare them
             started = [w for w, a in self.on_agent.items() if self.places[a].host == place.host]
@@ -241,6 +276,14 @@ class Checker:
 
     def _on_StopWorker(self, command: c.StopWorker, event: e.Event, now: float) -> None:
         require(self.on_agent.get(command.worker) == command.agent, "the worker is not that agent's")
+        if command.why.startswith("silent"):
+            worker = self.cluster.workers[command.worker]
+            reachable = self.cluster.agents[worker.agent].executor.reachable
+            silent = worker.stopped or not worker.alive or not reachable or worker.resumed_at > self.cluster.now - 10
+            require(silent and not worker.busy, f"worker {command.worker} was not silent: {command.why}")
+        if "did not come to the next round" in command.why:
+            at_its_end = self.after_loop.get(command.worker, False)
+            require(not at_its_end, f"worker {command.worker} does what comes after the loop, and is not waited for")
         if command.worker not in self.gone:
             self.shaken = True
         self.gone.add(command.worker)
@@ -249,6 +292,9 @@ class Checker:
         self.stands.pop(command.worker, None)
 
     def _on_DismissAgent(self, command: c.DismissAgent, event: e.Event, now: float) -> None:
+        if command.why.startswith("silent"):
+            agent = self.cluster.agents[command.agent]
+            require(not (agent.alive and agent.executor.reachable), f"agent {command.agent} was not silent")
         if command.agent in self.joined:
             workers = [w for w, a in self.on_agent.items() if a == command.agent and w not in self.gone]
             if not isinstance(event, e.Tick | e.ExecutorLost | e.AgentJoined):
@@ -257,10 +303,25 @@ class Checker:
             self._agent_gone(command.agent)
 
     def _on_AdmitProvisionally(self, command: c.AdmitProvisionally, event: e.Event, now: float) -> None:
-        require(self.stands.get(command.worker, (False, None))[0], "only a worker in init() can be let out of it")
+        at_init, _ = self.stands.get(command.worker, (False, None))
+        behind = self.in_loop.get(command.worker, 1) < command.loop
+        in_loop = any(not waits for waits, _ in self.stands.values())
+        require(at_init or behind, "only a worker in init(), or in an earlier loop, can be let out of it")
+        require(command.loop == max(self.furthest.loop, 1), "a worker is sent to another loop than the job's")
+        require(self.showed_state or in_loop, "a worker is let out of init() before anybody stands in the loop")
         require(0 <= command.rank < command.size <= self.settings.max_num_proc, f"impossible position {command}")
         del self.stands[command.worker]
         self.admitted.add(command.worker)
+
+    def _on_RunAgain(self, command: c.RunAgain, event: e.Event, now: float) -> None:
+        worker = command.worker
+        require(self.done.pop(worker, False), f"worker {worker} is run again, and was not done")
+        require(worker not in self.ended, f"worker {worker} is run again although its process has ended")
+        require(command.run == self.run.get(worker, 1) + 1, "the runs are not consecutive")
+        self.run[worker] = command.run
+        self.after_loop[worker] = False
+        assert self.world is not None
+        self.again_in[worker] = self.world.round
 
     def _on_NotifyHostsUpdated(self, command: c.NotifyHostsUpdated, event: e.Event, now: float) -> None:
         assert self.world is not None
@@ -276,7 +337,7 @@ class Checker:
 
     def _is_leaving(self, worker: int) -> bool:
         place = self.places[self.on_agent[worker]]
-        return place.executor in self.decommissioned or self.hosts is not None
+        return place.executor in self.decommissioned or self.hosts is not None or place.host in self.excluded
 
     def _on_CutPeers(self, command: c.CutPeers, event: e.Event, now: float) -> None:
         assert self.world is not None
@@ -302,13 +363,13 @@ class Checker:
             require(self._is_live(worker), f"worker {worker} is in the world and gone")
             require(worker in self.stands, f"worker {worker} is in a world it does not wait for")
         for worker in self._members():
-            accounted = worker in self.stands or worker in self.done
+            accounted = worker in self.stands or worker in self.done or worker in self.admitted  # to a later loop
             require(accounted, f"worker {worker} still trains in round {world.round - 1}")
         self._check_ranks(world, previous)
         self._check_state(world)
         for worker in workers:
             at_init, _ = self.stands.pop(worker)
-            require(not at_init or world.progress is None, "training waits for a worker that has no model yet")
+            require(not at_init or world.version is None, "training waits for a worker that has no model yet")
             self.last_round[worker] = world.round
             self.admitted.discard(worker)
         self.world = world
@@ -340,27 +401,28 @@ class Checker:
             require({m.cross_size for m in column} == {len(column)}, "cross sizes are wrong")
 
     def _check_state(self, world: World) -> None:
-        progress = {m.worker: self.stands[m.worker][1] for m in world.members}
-        known = [p for p in progress.values() if p is not None]
+        versions = {m.worker: self.stands[m.worker][1] for m in world.members}
+        known = [version for version in versions.values() if version is not None]
         best = max(known, default=None)
-        require(world.progress == best, f"the world starts at {world.progress}, its best member is at {best}")
+        require(world.version == best, f"the world starts at {world.version}, its best member is at {best}")
         if best is None:
-            require(self.furthest == 0, f"the world starts over although step {self.furthest} was applied")
+            require(not self.furthest.trained, f"the world starts over although {self.furthest} was reached")
             require(world.sync, "a first world is not synchronised")
         else:
             root = world.members[world.root].worker
-            require(progress[root] == best, "the root is not the most advanced")
+            require(versions[root] == best, "the root is not the most advanced")
             if self.world is not None:
                 ahead = [
-                    m.worker for m in self.world.members if progress.get(m.worker) == best and m.worker in progress
+                    m.worker for m in self.world.members if versions.get(m.worker) == best and m.worker in versions
                 ]
                 require(root == ahead[0], "the root is not the oldest of the most advanced")
-            require(world.sync == (set(progress.values()) != {best}), f"sync={world.sync} for {progress}")
+            require(world.sync == (set(versions.values()) != {best}), f"sync={world.sync} for {versions}")
         for worker in self.cluster.workers.values():  # the truth
-            if worker.alive and self._is_live(worker.id) and worker.id not in self.done and worker.progress:
-                if worker.id in progress or self.cluster.plan.plain:
+            if worker.alive and self._is_live(worker.id) and worker.id not in self.done and worker.trained:
+                if worker.id in versions or self.cluster.plan.plain:
                     continue
-                require(worker.progress <= (best or 0), f"step {worker.progress} of worker {worker.id} is lost")
+                assert worker.version is not None
+                require(worker.version <= (best or BEGINNING), f"{worker.version} of worker {worker.id} is lost")
 
     def _on_FinishJob(self, command: c.FinishJob, event: e.Event, now: float) -> None:
         members = self._members()
@@ -369,12 +431,21 @@ class Checker:
             require(set(command.workers) == self._everdone(), "results of the wrong workers")
             if self.cluster.plan.plain:
                 require(set(command.workers) == self.world.workers, "a plain function did not run in one world")
+            for worker in command.workers:
+                newest = self.run.get(worker, 1), self.last_round.get(worker, 0)
+                held = self.cluster.results.get(worker)
+                require(held == newest, f"the result of worker {worker} is that of (run, round) {held}, not {newest}")
+            require(set(command.workers) == self.world.workers, "a member of the last world has no result")
             order = [w for w in command.workers if w in self.world.workers]
             require(order == [m for m in members if m in order], "results are not in rank order")
             if not self.cluster.plan.plain:
                 for worker in command.workers:
-                    reached = self.cluster.workers[worker].progress or 0
-                    require(reached >= self.cluster.plan.steps, "the job finishes before its last step")
+                    reached = self.cluster.workers[worker].version or BEGINNING
+                    plan = self.cluster.plan
+                    require(
+                        (reached.loop, reached.steps) >= (plan.loops, plan.steps),
+                        "the job finishes before its last step",
+                    )
         require(bool(command.workers), "a job without results is finished")
 
     def _on_FailJob(self, command: c.FailJob, event: e.Event, now: float) -> None:
@@ -382,7 +453,7 @@ class Checker:
         holders = [
             w
             for w in self.cluster.workers.values()
-            if w.alive and self._is_live(w.id) and w.progress is not None and w.id not in self.done
+            if w.alive and self._is_live(w.id) and w.version is not None and w.id not in self.done
         ]
         if isinstance(error, errors.StateLostError):
             require(not holders, f"the state is not lost: workers {[w.id for w in holders]} hold it")
@@ -393,6 +464,12 @@ class Checker:
         elif isinstance(error, errors.ResetLimitError):
             assert self.world is not None
             require(self.world.round - 1 == self.settings.reset_limit, "the reset limit is not reached")
+        elif isinstance(error, errors.RepeatedCrashError):
+            # one who died before telling may have been further; the step of a death may yet be applied by the others
+            known = (self.furthest.loop, self.furthest.steps - 1)
+            row = {round for round, at in self.cluster.crashes if at >= known}
+            least = 2 if not holders else self.settings.crash_limit or 0
+            require(len(row) >= least > 0, f"given up after worlds {sorted(row)}: {error}")
         elif isinstance(error, errors.WorkerStartError):
             require(plan.boot_crash > 0 or bool(plan.faults) or plan.unlucky > 0, "no worker failed to start")
             require(error.attempts >= self.settings.boot_failure_limit, "too few attempts")
@@ -404,6 +481,9 @@ class Checker:
         record = command.record
         if isinstance(record, t.WorkerLeft) and record.worker in self.exited_well:
             self._worker_gone(record.worker)
+        if isinstance(record, t.HostExcluded):
+            self.excluded[record.host] = record.until
+            require(self.cluster.crashes != [], f"{record.host} is left alone for nothing")
         if isinstance(record, t.Waiting):
             require(record.deadline is not None and record.deadline > now, f"{record.reason!r} has no deadline ahead")
             require(self.waiting != record, "the same reason is announced twice")

@@ -16,6 +16,7 @@ from typing import Any
 from spark_elastic.core import commands as c
 from spark_elastic.core import events as e
 from spark_elastic.core.topology import Place
+from spark_elastic.core.version import StateVersion
 from spark_elastic.settings import ElasticSettings
 from tests.simulation.checker import Checker
 from tests.simulation.training import SimWorker, SimWorld
@@ -48,6 +49,10 @@ class Plan:
     settings: ElasticSettings
     steps: int
     commit_every: int
+    turns: float
+    """How many of the collectives change the state without a step."""
+    loops: int
+    """Elastic loops, one after the other, of `steps` each."""
     plain: bool
     no_init: bool
     """A plain function that never asks for a world."""
@@ -59,8 +64,18 @@ class Plan:
     raises_at: int | None
     boot_crash: float
     boot_hang: float
+    end_s: float
+    """The longest that a worker works alone, before and after each collective that follows the loop."""
+    collectives_at_the_end: int
+    deaths_at_the_end: tuple[float, ...]
+    """When workers are killed, in seconds after the last loop has first returned."""
     unlucky: float
     """How likely a worker is killed right after the driver decided something about it."""
+    poison_at: int | None = None
+    """The step in which a process crashes, each time."""
+    poison_host: str | None = None
+    """Only there; None: anywhere."""
+    poison_exit: int = -11
     limit_s: float = 5000.0
 
 
@@ -70,10 +85,18 @@ class Cluster:
         self.now = 0.0
         self.checker = Checker(plan.settings, self)
         self.ended = False
+        self.deaf_until = 0.0
+        self.away_s = 0.0
+        self._unheard: list[e.Event] = []
+        self.crashes: list[tuple[int, tuple[int, int]]] = []
+        """Members' processes that died while their agents lived, whose functions may have been called again since:
+        in which round, and how far anybody was."""
         self.hosts_apart_until = 0.0
+        self._loop_is_over = False
         self.outcome: c.FinishJob | c.FailJob | None = None
         self.workers: dict[int, SimWorker] = {}
         self.worlds: dict[int, SimWorld] = {}
+        self.results: dict[int, tuple[int, int]] = {}  # worker -> (run, round) of what its agent holds
         self.events = 0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._ids = itertools.count(1)
@@ -103,21 +126,25 @@ class Cluster:
         self.checker.at_end(self)
 
     def tell_driver(self, channel: tuple[str, int], event: e.Event, delay: float | None = None) -> None:
-        """Events of one channel arrive in order; now and then one comes again, later."""
+        """Events of one channel arrive in order; now and then one comes again, later, and the last word more often."""
         delay = self.rng.uniform(0.0005, 0.03) if delay is None else delay
         due = max(self.now + delay, self._channels.get(channel, 0.0))
         self._channels[channel] = due
         self.after(due - self.now, lambda: self._to_machine(event))
-        if channel[0] != "slot" and self.rng.random() < 0.02:
+        again = 0.2 if isinstance(event, e.WorkerDone) else 0.02
+        if channel[0] != "slot" and self.rng.random() < again:
             self.after(due - self.now + self.rng.uniform(0, 2), lambda: self._to_machine(event))
 
     def _to_machine(self, event: e.Event) -> None:
         if self.ended:
             return
+        if self.now < self.deaf_until:
+            self._unheard.append(event)
+            return
         self.events += 1
         self.checker.before(event)
-        commands = self.machine.handle(event, self.now)
-        self.checker.after(event, commands, self.now, self.machine)
+        commands = self.machine.handle(event, self.driver_now)
+        self.checker.after(event, commands, self.driver_now, self.machine)
         for command in commands:
             self._carry_out(command)
         due = self.machine.next_deadline()
@@ -125,7 +152,19 @@ class Cluster:
             self._tick_at = due
             # a driver is not always on time, and sometimes it was stopped for a while
             late = 6.0 if self.rng.random() < 0.005 else self.rng.uniform(0, 0.01)
-            self.after(max(0.0, due - self.now) + late, self._tick)
+            self.after(max(0.0, due - self.driver_now) + late, self._tick)
+
+    @property
+    def driver_now(self) -> float:
+        """The machine's time: it stands still while the driver does."""
+        return self.now - self.away_s
+
+    def _driver_wakes(self, seconds: float) -> None:
+        self.away_s += seconds
+        self.deaf_until = 0.0
+        unheard, self._unheard = self._unheard, []
+        for event in (e.DriverPaused(seconds), *unheard):
+            self._to_machine(event)
 
     def _tick(self) -> None:
         self._tick_at = float("inf")
@@ -166,7 +205,10 @@ class Cluster:
             for member in command.world.members:
                 self._tell_worker(member.worker, lambda w, world=world: w.on_world(world))
         elif isinstance(command, c.AdmitProvisionally):
-            self._tell_worker(command.worker, lambda w: w.on_admitted())
+            self._tell_worker(command.worker, lambda w: w.on_admitted(command.loop))
+        elif isinstance(command, c.RunAgain):
+            self._bad_luck([command.worker], 1.5)
+            self._tell_worker(command.worker, lambda w: w.on_run_again(command.run))
         elif isinstance(command, c.NotifyHostsUpdated):
             self._bad_luck(command.workers, 0.7)
             for worker in command.workers:
@@ -180,6 +222,12 @@ class Cluster:
         if self.rng.random() < self.plan.unlucky:
             victim = self.workers[self.rng.choice(list(workers))]
             self.after(self.rng.uniform(0, within_s), lambda: self.kill(victim, report=True))
+
+    def loop_has_returned(self) -> None:
+        if not self._loop_is_over:
+            self._loop_is_over = True
+            for at in self.plan.deaths_at_the_end:
+                self.after(at, lambda: self.fault("kill worker"))
 
     def bad_luck_at_the_end(self, worker: SimWorker) -> None:
         """One is done; another, or the agent that keeps the result, may die before the job ends."""
@@ -231,7 +279,9 @@ class Cluster:
         if not agent.alive or self.ended:
             return
         if agent.executor.reachable:
-            self.tell_driver(("agent", agent.id), e.AgentAlive(agent.id))
+            worker = agent.worker
+            runs = worker is not None and worker.alive and (worker.busy or not worker.stopped)
+            self.tell_driver(("agent", agent.id), e.AgentAlive(agent.id, worker.id if worker and runs else None))
         self.after(self.plan.settings.heartbeat_interval_s, lambda: self._agent_heartbeat(agent))
 
     def _start(self, agent: SimAgent, worker: SimWorker) -> None:
@@ -249,8 +299,13 @@ class Cluster:
         """The process is gone: its channel closes at once, its agent (if it lives) reports the exit, in any order."""
         if not worker.alive:
             return
-        worker.die()
         agent = self.agents[worker.agent]
+        if worker.world is not None and worker.state != "done" and agent.alive and exit_code != 0:
+            furthest = max(w.version or StateVersion() for w in self.workers.values())
+            self.crashes.append((worker.world.round, (furthest.loop, furthest.steps)))
+            if worker.state == "training":
+                self.checker.crashed(exit_code)
+        worker.die()
         if not agent.executor.reachable:
             return
         if worker.said_hello:
@@ -288,7 +343,12 @@ class Cluster:
     def fault(self, kind: str) -> None:
         live = [w for w in self.workers.values() if w.alive and self.agents[w.agent].executor.reachable]
         executors = [x for x in self.executors if x.alive and x.reachable]
-        if kind in ("kill worker", "stop worker", "hang worker", "kill agent"):
+        if kind == "pause driver":
+            if self.now >= self.deaf_until:
+                seconds = self.rng.choice([3.0, 15.0, 60.0])
+                self.deaf_until = self.now + seconds
+                self.after(seconds, lambda: self._driver_wakes(seconds))
+        elif kind in ("kill worker", "stop worker", "busy worker", "hang worker", "kill agent"):
             if not live:
                 return
             worker = self.rng.choice(live)
@@ -298,6 +358,10 @@ class Cluster:
                 worker.stopped = True
                 if self.rng.random() < 0.5:
                     self.after(self.rng.uniform(0.5, 30), worker.resume)
+            elif kind == "busy worker":
+                if not worker.stopped:
+                    worker.stopped = worker.busy = True
+                    self.after(self.rng.uniform(2, 30), worker.resume)
             elif kind == "hang worker":
                 worker.hung = True
                 # nobody but its user can tell a hang of the only member from work; they would stop it in the end

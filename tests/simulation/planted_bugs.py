@@ -20,6 +20,7 @@ _MODULES = (
     "hosts",
     "deadlines",
     "futility",
+    "crashes",
     "roster",
     "decide",
     "places",
@@ -40,9 +41,29 @@ BUGS = (
     Bug("newcomers go before survivors", "ranking", "newcomer = len(places) + max(", "newcomer = -1 - max("),
     Bug("hosts are mixed", "ranking", "by_host.setdefault(places[worker].host, [])", "by_host.setdefault(worker, [])"),
     Bug("every host counts as a column", "ranking", "cross_size=cross_sizes[local_rank]", "cross_size=len(by_host)"),
-    Bug("the least advanced is the root", "decide", "return -_steps(candidate), old", "return _steps(candidate), old"),
+    Bug(
+        "the least advanced is the root",
+        "decide",
+        "return (-loop, -steps, -marks), old",
+        "return (loop, steps, marks), old",
+    ),
     Bug("the youngest of equals is the root", "decide", "old_rank, candidate.worker", "-old_rank, candidate.worker"),
     Bug("the sync is always skipped", "decide", "sync=not same", "sync=False"),
+    Bug(
+        "equal steps are taken for equal states",
+        "decide",
+        "member.version == best.version",
+        "_standing(member)[:2] == _standing(best)[:2]",
+    ),
+    Bug(
+        "marks are ignored when the root is chosen", "decide", "(-loop, -steps, -marks), old", "(-loop, -steps, 0), old"
+    ),
+    Bug(
+        "the loop is ignored when the root is chosen",
+        "decide",
+        "(-loop, -steps, -marks), old",
+        "(0, -steps, -marks), old",
+    ),
     Bug("a leaving worker takes applied steps along", "decide", "        spared = 1\n", "        spared = 0\n"),
     Bug("leaving workers are never spared", "decide", "minimum - done - len(staying)", "0 * minimum"),
     Bug(
@@ -60,42 +81,86 @@ BUGS = (
     Bug(
         "a loss does not break the world",
         "rounds",
-        "        needed = worker.state is TRAINING",
-        "        needed = worker.state is READY",
+        "        needed = worker.state is TRAINING or",
+        "        needed = worker.state is READY or",
     ),
-    Bug("stalled survivors are waited for", "rounds", 'self._timers.set(("stall", survivor), self._stall_due)', "pass"),
+    Bug(
+        "stalled survivors are waited for", "rounds", "        for survivor in training:", "        for survivor in ():"
+    ),
     Bug(
         "only one member is notified",
         "rounds",
         "(tuple(self._roster.states[TRAINING]), self",
         "(tuple(self._roster.states[TRAINING])[:1], self",
     ),
-    Bug("a lost state goes unnoticed", "rounds", "if self.furthest > 0:", "if self.furthest < 0:"),
+    Bug("a lost state goes unnoticed", "rounds", "if self.furthest.trained:", "if self.furthest.loop < 0:"),
     Bug(
         "one world too many",
         "rounds",
         "if limit is not None and self.round > limit:\n            self.fail",
         "if limit is not None and self.round > limit + 1:\n            self.fail",
     ),
-    Bug("a plain function is not run again", "rounds", "for worker in sorted(self._plain)]", "for worker in ()]"),
+    Bug(
+        "a plain function is not run again",
+        "rounds",
+        "            self.restart(worker, _PLAIN_AGAIN, now)\n        elif",
+        "            pass\n        elif",
+    ),
+    Bug(
+        "a member lost at the end is dropped", "rounds", "worker.state is TRAINING or worker.id in self._done", "False"
+    ),
+    Bug(
+        "a result lost with its agent is dropped",
+        "rounds",
+        "worker.state is TRAINING or worker.id in self._done",
+        "worker.state is TRAINING",
+    ),
+    Bug("a done worker is not run again", "rounds", "for worker in sorted(self._done)]", "for worker in ()]"),
+    Bug(
+        "a worker that finishes in a broken world is not run again",
+        "rounds",
+        "worker.run_again_in != self.round",
+        "worker.run_again_in < 0",
+    ),
+    Bug("an old result counts", "membership", "run == record.run", "run <= record.run"),
+    Bug("a process that has ended is run again", "rounds", "elif worker.exited:", "elif False:"),
+    Bug(
+        "a newcomer of an earlier loop is put into the world",
+        "rounds",
+        "if 0 < worker.loop < self",
+        "if self.round < 0 < self",
+    ),
+    Bug(
+        "one that came before the next loop began is put into its world",
+        "rounds",
+        "        if next_loop:",
+        "        if not self._elastic:",
+    ),
+    Bug(
+        "some do what comes before the loop beside others in it",
+        "rounds",
+        "if any(worker.loop for worker in waiting):",
+        "if not waiting:",
+    ),
+    Bug("one who works after the loop is not waited for", "rounds", "if not worker.after_loop:", "if worker.round:"),
     Bug("the notice has the same number twice", "rounds", "self._notices += 1", "self._notices = 1"),
     Bug("a removed worker's result is kept", "rounds", "self._done.pop(worker.id, None)", "pass"),
     Bug("a message of an older round counts", "membership", "event.round != worker.round or worker", "worker"),
     Bug(
         "a done worker may not exit",
         "membership",
-        "if worker.state is DONE:\n            return  # its result",
-        "if worker is None:\n            return  # its result",
+        "if worker.state is DONE:\n            worker.exited",
+        "if worker is None:\n            worker.exited",
     ),
     Bug("an agent comes back from the dead", "membership", "event.agent <= slot.newest", "event.agent < 0"),
     Bug(
         "newcomers are never let in",
         "membership",
-        "self._rounds.note_progress(event.progress, now)\n        if worker.state is TRAINING",
+        "self._rounds.note_version(event.version, now)\n        if worker.state is TRAINING",
         "if worker.state is TRAINING",
     ),
     Bug("a bug in the function goes unnoticed", "membership", "self._on_worker_raised(event, now)", "pass"),
-    Bug("a silent worker is kept", "membership", 'self._evict(worker_id, f"silent', 'self._evict(-1, f"silent'),
+    Bug("a silent worker is kept", "membership", "self._evict(worker_id, why, now)", "self._evict(-1, why, now)"),
     Bug("one death counts twice", "places", "if slot.excused or agent.retiring:", "if agent.retiring:"),
     Bug("a place is used before it cooled down", "places", "        if due > now:\n", "        if due > now + 1e9:\n"),
     Bug(
@@ -110,8 +175,35 @@ BUGS = (
         "if place.executor in self._decommissioned:",
         "if place.executor in ():",
     ),
-    Bug("the limits of a host are ignored", "places", 'leaving = "" if position < limit else why', 'leaving = ""'),
+    Bug("the limits of a host are ignored", "places", '("" if position < limit else why)', '""'),
     Bug("the cooldown does not grow", "cooldown", "shortest * 2.0 ** min(doublings, 60)", "shortest"),
+    Bug(
+        "a crash that always comes back is never given up",
+        "crashes",
+        "and _worlds(self.row(now)) >= self.limit",
+        "and _worlds(self.row(now)) > 1000",
+    ),
+    Bug(
+        "crashes between which steps were applied are a row", "crashes", "if version.is_steps_after(self._at):", "if 0:"
+    ),
+    Bug(
+        "crashes of one world are counted one by one",
+        "crashes",
+        "return len({death.round for death, _ in row})",
+        "return len(row)",
+    ),
+    Bug(
+        "a host where everything crashes is forgotten at once",
+        "places",
+        'self._excluded[host] = f"host',
+        'self._excluded[""] = f"host',
+    ),
+    Bug(
+        "a busy worker is given up",
+        "membership",
+        "if now - worker.heard_at < self.settings.stall_timeout_s:",
+        "if now < 0:",
+    ),
     Bug("silence never ends", "deadlines", "if heard + self._timeout_s <= now]", "if heard + self._timeout_s <= 0]"),
 )
 

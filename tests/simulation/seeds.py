@@ -13,7 +13,17 @@ FAULTS = (
     + ["kill executor"] * 3
     + ["drain executor"] * 3
     + ["new executor"] * 2
-    + ["kill agent", "stop worker", "stop worker", "hang worker", "cut off executor", "narrow hosts", "hosts apart"]
+    + [
+        "kill agent",
+        "stop worker",
+        "stop worker",
+        "busy worker",
+        "pause driver",
+        "hang worker",
+        "cut off executor",
+        "narrow hosts",
+        "hosts apart",
+    ]
 )
 
 
@@ -34,6 +44,7 @@ def plan_of(rng: random.Random) -> Plan:
         reset_limit=rng.choice([None] * 8 + [0, 3]),
         cooldown_range_s=rng.choice([(0.5, 60.0), (0.5, 60.0), (0.1, 2.0), None]),
         boot_failure_limit=3,
+        crash_limit=rng.choice([2, 3, 3, None]),
     )
     plain = rng.random() < 0.2
     steps = rng.choice([rng.randint(3, 40), rng.randint(20, 120)])
@@ -41,10 +52,15 @@ def plan_of(rng: random.Random) -> Plan:
     faults = [(rng.uniform(0, horizon), rng.choice(FAULTS)) for _ in range(rng.choice([0, 1, 2, 3, 5, 8, 12]))]
     if faults and rng.random() < 0.3:  # bad luck comes in pairs
         faults += [(faults[0][0] + rng.uniform(0, 0.1), "kill worker")]
+    end_s = rng.choice([0.5, 0.5, 5.0, 100.0])
+    deaths_at_the_end = [rng.uniform(0, 2 * end_s) for _ in range(rng.choice([0, 0, 0, 1, 2]))]
+    poison = rng.random() < 0.1 and not plain and settings.crash_limit is not None
     return Plan(
         settings=settings,
         steps=steps,
         commit_every=rng.choice([1, 1, 1, 5]),
+        turns=rng.choice([0.0, 0.2, 0.5]),
+        loops=1 if plain else rng.choice([1, 1, 2]),
         plain=plain,
         no_init=plain and rng.random() < 0.2,
         come_back=rng.choice([1.0, 1.0, 0.5, 0.0]),
@@ -52,9 +68,15 @@ def plan_of(rng: random.Random) -> Plan:
         cores=cores,
         faults=tuple(faults),
         raises_at=rng.randint(1, steps) if rng.random() < 0.05 else None,
+        end_s=end_s,
+        collectives_at_the_end=rng.choice([0, 0, 1, 2]),
+        deaths_at_the_end=tuple(deaths_at_the_end),
         unlucky=rng.choice([0.0, 0.0, 0.1, 0.3]),
         boot_hang=rng.choice([0.0] * 5 + [0.3]),
         boot_crash=rng.choice([0.0] * 9 + [0.3]),
+        poison_at=rng.randint(1, steps) if poison else None,
+        poison_host=rng.choice([None, "host0"]) if poison else None,
+        poison_exit=rng.choice([-11, -9, 3]),
     )
 
 

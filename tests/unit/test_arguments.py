@@ -86,3 +86,17 @@ def test_numbers_of_numpy_become_plain_ones():
 def test_run_and_run_async_take_the_same_arguments_with_the_same_defaults():
     one, other = inspect.signature(spark_elastic.run), inspect.signature(spark_elastic.run_async)
     assert list(one.parameters.values()) == list(other.parameters.values())
+
+
+def test_horovods_names_of_arguments_are_taken_with_a_hint() -> None:
+    with pytest.warns(UserWarning, match="np= is Horovod's name for this; it is called num_proc= here"):
+        assert spark_elastic.run(nothing, np=1, launcher=LocalLauncher(), verbose=0) == [None]
+    with (
+        pytest.warns(UserWarning, match="use_mpi= has no effect"),
+        pytest.raises(InvalidSettingsError, match="min_num_proc=3 is larger than num_proc=2"),
+    ):
+        run_async(nothing, num_proc=2, min_num_proc=3, use_mpi=True, launcher=LocalLauncher())
+    with pytest.raises(InvalidSettingsError, match="min_np=1 and min_num_proc=2 are the same setting"):
+        run_async(nothing, min_np=1, min_num_proc=2, launcher=LocalLauncher())
+    with pytest.raises(TypeError, match="unknown"):
+        run_async(nothing, unknown=1, launcher=LocalLauncher())

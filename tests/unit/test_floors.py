@@ -19,6 +19,7 @@ FLOORS: dict[str, int] = {
     "wire": 2,
     "state": 2,
     "display": 2,
+    "loops": 2,
     "worker_link": 2,
     "data": 2,
     "collective": 2,

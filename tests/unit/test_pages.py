@@ -25,9 +25,11 @@ SOURCES = sorted((ROOT / "spark_elastic").rglob("*.py"))
 INTERNAL = {
     "RowsRefused": "the driver makes a DataError of it",
     "LineError": "the doctor makes a finding of it",
+    "SentOn": "the elastic loop ends with the result that the others had",
     "Stopped": "ends a thread that reads ahead",
     "NotPlain": "what is not plain is kept as an object",
     "_More": "what is not plain is kept as an object",
+    "RefusedError": "a UsageError that is one of TensorFlow's errors, too",
     "ScriptExit": "the command exits with the script's own code",
 }
 """Exceptions that no user sees, and why. Each is caught inside of the package."""

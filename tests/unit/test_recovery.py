@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_elastic.core.recovery import Failure, Recovery, decide, records_to_keep
+from spark_elastic.core.recovery import Failure, Recovery, decide
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,8 @@ from spark_elastic.core.recovery import Failure, Recovery, decide, records_to_ke
         (Failure(steps=[3, 3], in_reduction=True), Recovery.LIVE),
         (Failure(steps=[3, 2], in_reduction=True), Recovery.COMMIT),
         (Failure(steps=[3], in_reduction=False), Recovery.COMMIT),
+        (Failure(steps=[3], in_reduction=True, amid=True), Recovery.COMMIT),
+        (Failure(steps=[0], in_reduction=True, amid=True), Recovery.RESUME_POINT),
         (Failure(steps=[0], in_reduction=True, mid_update=True), Recovery.COMMIT),
         (Failure(steps=[], in_reduction=False), Recovery.COMMIT),
     ],
@@ -38,15 +40,14 @@ def test_nothing_applied_is_ever_given_up_if_only_the_reduction_failed_with_one_
         assert decided is Recovery.COMMIT
 
 
-@pytest.mark.parametrize("passes", [1, 2, 3])
-@pytest.mark.parametrize("steps", [0, 1, 7])
-def test_records_of_the_step_that_is_done_again_are_taken_back_wherever_the_loop_records(passes, steps):
-    before_step = passes * (steps + 1)  # recorded before the optimizer's step
-    after_step = passes * steps + passes - 1  # recorded after it: the last pass's record is still to come
-    assert records_to_keep(before_step, steps, passes) == passes * steps
-    assert records_to_keep(after_step, steps, passes) == passes * steps
-
-
-def test_records_that_do_not_follow_the_steps_are_left_alone():
-    assert records_to_keep(0, 9) == 0
-    assert records_to_keep(50, 9) == 50
+@pytest.mark.parametrize(
+    ("failure", "choice"),
+    [
+        (Failure(steps=[0], in_reduction=True, committed=True), Recovery.COMMIT),
+        (Failure(steps=[0], in_reduction=True, altered=True), Recovery.COMMIT),
+        (Failure(steps=[3], in_reduction=True, committed=True), Recovery.LIVE),
+        (Failure(steps=[3], in_reduction=True, altered=True), Recovery.COMMIT),
+    ],
+)
+def test_a_copy_is_used_where_there_is_one_and_where_the_tensors_are_not_what_they_were(failure, choice):
+    assert decide(failure)[0] is choice

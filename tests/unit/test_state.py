@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 
-from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
-from spark_elastic.state import Entry, ObjectState, State, elastic_loop, independent_copy
+from spark_elastic.core.version import StateVersion
+from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, StateNotMovableError
+from spark_elastic.loops import Loops
+from spark_elastic.state import Entry, ObjectState, SentOn, State, elastic_loop, independent_copy
 
 
 class ScriptedFrontend:
@@ -18,9 +21,11 @@ class ScriptedFrontend:
         self.entries = list(entries)
         self.updates = list(updates)
         self.checks = 0
-        self.rejoined: list[int | None] = []
-        self.progress: list[int] = []
+        self.rejoined: list[StateVersion | None] = []
+        self.versions: list[StateVersion] = []
         self.roots: list[int] = []
+        self.loops = Loops()
+        self.results: list[Any] = []
 
     def rank(self) -> int:
         return 0
@@ -29,6 +34,9 @@ class ScriptedFrontend:
         self.roots.append(root)
         return value
 
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def agree_on_update(self) -> bool:
         self.checks += 1
         return self.checks in self.updates
@@ -36,8 +44,8 @@ class ScriptedFrontend:
     def enter(self, prepare) -> Entry:
         return self._next()
 
-    def rejoin(self, progress: int | None) -> Entry:
-        self.rejoined.append(progress)
+    def rejoin(self, version: StateVersion | None) -> Entry:
+        self.rejoined.append(version)
         return self._next()
 
     def _next(self) -> Entry:
@@ -46,15 +54,22 @@ class ScriptedFrontend:
             raise entry
         return entry
 
-    def report_progress(self, progress: int) -> None:
-        self.progress.append(progress)
+    def finished(self, loop: int, state: State, result: Any) -> None:
+        state.save()
+        self.loops.finish(loop, state, result)
+
+    def result_of(self, loop: int) -> Any:
+        return self.results.pop(0)
+
+    def report_version(self, version: StateVersion) -> None:
+        self.versions.append(version)
 
 
-FIRST = Entry(root=0, progress=None, sync=True, moved=False)
+FIRST = Entry(root=0, version=None, sync=True, moved=False)
 
 
-def next_world(root: int = 0, progress: int = 0, sync: bool = True) -> Entry:
-    return Entry(root=root, progress=progress, sync=sync, moved=True)
+def next_world(root: int = 0, steps: int = 0, sync: bool = True, loop: int = 1) -> Entry:
+    return Entry(root=root, version=StateVersion(loop, steps), sync=sync, moved=True)
 
 
 def counting_to(limit: int, fails_at: int | None = None):
@@ -74,7 +89,7 @@ def counting_to(limit: int, fails_at: int | None = None):
 
 
 def test_a_failure_returns_to_the_last_commit_and_the_callbacks_run_before_the_sync():
-    frontend = ScriptedFrontend(FIRST, next_world(root=1, progress=2))
+    frontend = ScriptedFrontend(FIRST, next_world(root=1, steps=2))
     state = ObjectState(n=0, seen=[])
     state._frontend = frontend
     order = []
@@ -82,17 +97,17 @@ def test_a_failure_returns_to_the_last_commit_and_the_callbacks_run_before_the_s
     assert elastic_loop(counting_to(4, fails_at=3), frontend)(state) == [1, 2, 3, 4]
     assert order == [[0]]  # the second sync, from rank 1, came after it
     assert frontend.roots == [0, 1]
-    assert frontend.rejoined == [2]
+    assert frontend.rejoined == [StateVersion(steps=2)]
     assert state.progress == 4
 
 
 def test_an_update_leaves_the_loop_at_a_commit_without_going_back():
-    frontend = ScriptedFrontend(FIRST, next_world(progress=2, sync=False), updates=(2,))
+    frontend = ScriptedFrontend(FIRST, next_world(steps=2, sync=False), updates=(2,))
     state = ObjectState(n=0, seen=[])
     state._frontend = frontend
     assert elastic_loop(counting_to(4), frontend)(state=state) == [1, 2, 3, 4]
-    assert frontend.rejoined == [2]
-    assert frontend.roots == [0]  # all members stood at the same commit: nothing to take over
+    assert frontend.rejoined == [StateVersion(steps=2)]
+    assert frontend.roots == [0, 0]  # plain values are brought each time
 
 
 def test_a_world_that_breaks_before_the_loop_starts_is_left_for_the_next():
@@ -139,7 +154,7 @@ def test_a_state_of_ones_own_needs_save_restore_and_sync_only():
         def sync(self):
             self.calls.append("sync")
 
-    frontend = ScriptedFrontend(FIRST, next_world(progress=1))
+    frontend = ScriptedFrontend(FIRST, next_world(steps=1))
     state = Mine()
     attempts = []
 
@@ -154,7 +169,38 @@ def test_a_state_of_ones_own_needs_save_restore_and_sync_only():
 
     assert elastic_loop(loop, frontend)(state) == 2
     assert state.calls == ["sync", "restore", "sync"]
-    assert frontend.progress[-1] == 1
+    assert frontend.versions[-1] == StateVersion(steps=1)
+
+
+def test_what_a_state_of_ones_own_has_taken_over_is_what_it_returns_to_before_its_first_commit():
+    class Mine(State):
+        def __init__(self):
+            super().__init__(bcast_object=lambda value: 7)  # the others' value
+            self.value = self.saved = 0
+
+        def save(self):
+            self.saved = self.value
+
+        def restore(self):
+            self.value = self.saved
+
+        def sync(self):
+            self.value = self._bcast_object(self.value)
+
+    frontend = ScriptedFrontend(next_world(steps=3), next_world(root=0, steps=3, sync=False))
+    state = Mine()
+    held = []
+    state.register_reset_callbacks([lambda: held.append(state.value)])
+
+    def loop(state):
+        if not frontend.rejoined:
+            state.value += 1
+            raise HorovodInternalError
+        return state.value
+
+    assert elastic_loop(loop, frontend)(state) == 7
+    assert frontend.rejoined == [StateVersion(steps=3)]
+    assert held == [0, 7]  # it may be the one whose state the next world takes over
 
 
 def test_changing_a_value_in_place_does_not_change_what_was_saved():
@@ -176,3 +222,159 @@ def test_what_cannot_be_copied_is_shared():
 
 def test_the_interrupt_has_horovods_attribute():
     assert HostsUpdatedInterrupt(skip_sync=True).skip_sync is True
+
+
+# --- the function is called again, because its world broke after a loop ------------------------------------
+
+
+def again(frontend: ScriptedFrontend, function):
+    """Call the function, and once more as after a failure at its end. Returns: what each call returned."""
+    out = [function()]
+    frontend.loops.run_again()
+    return [*out, function()]
+
+
+def test_a_loop_that_is_over_takes_up_its_state_when_the_function_is_called_again():
+    after_four = StateVersion(steps=4)
+    frontend = ScriptedFrontend(FIRST, Entry(root=0, version=after_four, sync=False, moved=True))
+    bodies = []
+
+    def function():
+        state = ObjectState(n=0, seen=[])
+        state._frontend = frontend
+
+        def loop(state):
+            bodies.append(state.n)
+            return counting_to(4)(state)
+
+        seen = elastic_loop(loop, frontend)(state)
+        state.seen.append("changed by the end")  # undone, when the end is done again
+        return list(seen), state.version
+
+    first, second = again(frontend, function)
+    assert bodies == [0, 4]
+    assert first == second == ([1, 2, 3, 4, "changed by the end"], after_four)
+    assert frontend.rejoined == [after_four]
+
+
+def test_a_loop_that_had_nothing_left_to_do_returns_what_it_had_returned_before():
+    """A history, say, that the loop keeps in a variable of its own."""
+    frontend = ScriptedFrontend(FIRST, Entry(root=0, version=StateVersion(steps=2), sync=False, moved=True))
+
+    def function():
+        state = ObjectState(n=0)
+        state._frontend = frontend
+
+        def loop(state):
+            history = []
+            while state.n < 2:
+                state.n += 1
+                history.append(state.n)
+                state.commit()
+            return history
+
+        return elastic_loop(loop, frontend)(state)
+
+    assert again(frontend, function) == [[1, 2], [1, 2]]
+
+
+def test_only_the_last_loop_that_is_over_is_entered_again():
+    entries = [FIRST, Entry(0, None, True, False, from_last_loop=True), next_world(steps=2, sync=False, loop=2)]
+    frontend = ScriptedFrontend(*entries)
+    bodies = []
+
+    def function():
+        numbers = []
+        for limit in (3, 2):
+            state = ObjectState(n=0, seen=[])
+            state._frontend = frontend
+
+            def loop(state, limit=limit):
+                bodies.append((limit, state.n))
+                return counting_to(limit)(state)
+
+            numbers.append((elastic_loop(loop, frontend)(state), state.n, state.version))
+        return numbers
+
+    first, second = again(frontend, function)
+    assert first == second
+    assert [version for _, _, version in first] == [StateVersion(steps=3), StateVersion(loop=2, steps=2)]
+    assert bodies == [(3, 0), (2, 0), (2, 2)]
+
+
+def test_what_fails_while_all_come_from_the_loop_before_is_done_again_from_its_end():
+    frontend = ScriptedFrontend(FIRST, HorovodInternalError("the barrier broke"))
+
+    def function():
+        for _ in range(2):
+            state = ObjectState(n=0, seen=[])
+            state._frontend = frontend
+            elastic_loop(counting_to(1), frontend)(state)
+
+    with pytest.raises(HorovodInternalError, match="the barrier broke"):
+        function()
+    assert frontend.rejoined == []
+    assert frontend.loops.last == 1
+
+
+def test_a_newcomer_is_sent_past_a_loop_with_what_the_others_had_returned():
+    entries = [SentOn(), Entry(root=1, version=StateVersion(loop=2, steps=5), sync=True, moved=False)]
+    frontend = ScriptedFrontend(*entries)
+    frontend.results = ["theirs"]
+    states = []
+
+    def loop(state):
+        states.append(state.version)
+        return "own"
+
+    state = ObjectState(n=7)
+    state._frontend = frontend
+    assert elastic_loop(loop, frontend)(state) == "theirs"
+    assert (state.n, states) == (7, [])
+    other = ObjectState(n=8)
+    other._frontend = frontend
+    assert elastic_loop(loop, frontend)(other) == "own"
+    assert states == [StateVersion(loop=2, steps=5)]
+
+
+class Own(State):
+    """A state as Horovod documents it."""
+
+    def __init__(self, value: int, through: bool) -> None:
+        super().__init__(bcast_object=lambda value, root_rank=None: value, get_rank=lambda: 0)
+        self.value, self.saved, self.through = value, value, through
+
+    def save(self) -> None:
+        self.saved = self.value
+
+    def restore(self) -> None:
+        self.value = self.saved
+
+    def sync(self) -> None:
+        if self.through:
+            self.value = self._bcast_object(self.value)
+        self.save()
+
+
+def run_own(frontend: ScriptedFrontend, through: bool) -> tuple[int, int]:
+    state = Own(0, through)
+
+    def loop(state):
+        state.value += 1 if state.value < 3 else 0
+        return state.value if state.value == 3 else loop(state)
+
+    out = elastic_loop(loop, frontend)(state)
+    left = state.value
+    state.value = -1
+    return out, left
+
+
+def test_a_state_of_ones_own_is_carried_over_by_its_sync():
+    frontend = ScriptedFrontend(FIRST, next_world(steps=0, sync=False))
+    assert again(frontend, lambda: run_own(frontend, through=True)) == [(3, 3), (3, 3)]
+
+
+def test_a_state_of_ones_own_that_broadcasts_in_another_way_is_named():
+    frontend = ScriptedFrontend(FIRST)
+    with pytest.raises(StateNotMovableError, match=r"Own\.sync\(\) does not broadcast its values with self\._bcast"):
+        again(frontend, lambda: run_own(frontend, through=False))

@@ -13,8 +13,11 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from spark_elastic import worker_link
+from spark_elastic.core.version import StateVersion
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.worker_link import Assignment, ProvisionalPosition
+
+STALL_TIMEOUT_S = 7200.0
 
 
 class WorldLink:
@@ -22,7 +25,7 @@ class WorldLink:
 
     def __init__(self, connection: Connection, worker: int) -> None:
         self.worker = worker
-        self.progress: int | None = None
+        self.version: StateVersion | None = None
         self._connection = connection
         self._send_lock = threading.Lock()
         self._changed = threading.Condition()
@@ -78,20 +81,33 @@ class WorldLink:
         self.send("ready", 0, None, True)
         return self._next()
 
-    def join(self, round: int, progress: int | None) -> Assignment:
-        self.send("ready", round, progress, False)
+    def join(self, round: int, version: StateVersion | None, loop: int = 1) -> Assignment:
+        self.send("ready", round, version, False)
         answer = self._next()
         assert isinstance(answer, Assignment)
         return answer
 
-    def report_progress(self, progress: int) -> None:
-        self.progress = progress
+    def report_version(self, version: StateVersion) -> None:
+        self.version = version
 
     def entered_loop(self) -> None:
         pass
 
+    def left_loop(self) -> None:
+        pass
+
+    def offer_loop_result(self, loop: int, problem: str, result: bytes) -> None:
+        pass
+
+    def loop_result(self, loop: int, timeout_s: float) -> tuple[str, bytes]:
+        raise NotImplementedError
+
     def blocked(self, waiting: bool) -> None:
         pass
+
+    @property
+    def stall_timeout_s(self) -> float:
+        return STALL_TIMEOUT_S
 
     def updates_seen(self) -> int:
         return self._updates

@@ -17,6 +17,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from spark_elastic.core.topology import Member, Place, World
+from spark_elastic.core.version import StateVersion
 from tests.unit.world_link import worker_main
 
 WAIT_S = 60.0
@@ -206,11 +207,11 @@ class WorldDriver:
         gone = self._evicted | self.done.keys()
         return [self._peers[m.worker] for m in self.world.members if m.worker not in gone]
 
-    def _ready(self, peer: _Peer, round: int, progress: int | None, at_init: bool) -> None:
+    def _ready(self, peer: _Peer, round: int, version: StateVersion | None, at_init: bool) -> None:
         if at_init and self.world is not None:
             self._send(peer, "provisional", self.world.size, self.world.size + 1)
             return
-        peer.ready, peer.joined = (round, progress, at_init), True
+        peer.ready, peer.joined = (round, version, at_init), True
         if self.world is not None and not self._broken and self._updates_due():
             self._updates += 1
             for member in self._members():
@@ -247,10 +248,10 @@ class WorldDriver:
         return (peer.worker - 1) % len(self.hosts)
 
     def _publish(self, order: list[_Peer]) -> None:
-        progresses = [p.ready[1] for p in order if p.ready is not None]
-        held = [p for p in progresses if p is not None]
+        versions = [p.ready[1] for p in order if p.ready is not None]
+        held = [p for p in versions if p is not None]
         best = max(held, default=None)
-        root = progresses.index(best)
+        root = versions.index(best)
         round = (self.world.round if self.world is not None else 0) + 1
         by_host: dict[int, list[_Peer]] = {}
         for peer in order:

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from spark_elastic.errors import UsageError
+from spark_elastic.keras.elastic.fit_callbacks import go_on_with
 from spark_elastic.keras.elastic.state import KerasState
 from spark_elastic.keras.fit_place import Before, note
 
@@ -26,8 +27,6 @@ class FitProgress:
         self.state = state
         self.counts_batches = False
         self.counts_epochs = False
-        self._logs: dict[int, dict[str, Any]] = {}
-        """Of the epochs that earlier calls of `fit` have completed, by their numbers in the state."""
         self.train_begins()
 
     def train_begins(self) -> None:
@@ -45,7 +44,9 @@ class FitProgress:
             self.state.put_running_metrics_back()
             if self.state.reentered:
                 self.state.reentered = False
-                self._go_on_with_history(getattr(model, "history", None))
+                if self.counts_epochs:
+                    logs = self.state.fit_callbacks.logs
+                    go_on_with(getattr(model, "history", None), logs, self.state.epoch, self._offset)
         elif self._ended is not None:
             self._before = 0
         self._ended = self._last = None
@@ -67,21 +68,12 @@ class FitProgress:
             return
         self._ended = epoch
         number = epoch + (self._offset or 0)
-        self._logs[number] = dict(logs or {})
+        self.state.fit_callbacks.logs[number] = dict(logs or {})
         if self.counts_epochs:
             self.state.epoch = number + 1
         if self.counts_batches:
             self.state.batch = 0
             self.state.note_batch()
-
-    def _go_on_with_history(self, history: Any) -> None:
-        """Have the History that `fit` will return begin with the epochs of the calls that were left."""
-        if history is None or not self.counts_epochs:
-            return
-        for epoch in sorted(number for number in self._logs if number < self.state.epoch):
-            history.epoch.append(epoch - (self._offset or 0))
-            for name, value in self._logs[epoch].items():
-                history.history.setdefault(name, []).append(value)
 
 
 def _progress_of(state: KerasState) -> FitProgress:
@@ -95,6 +87,8 @@ def _progress_of(state: KerasState) -> FitProgress:
 class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     counts_batches = False
     counts_epochs = False
+    kept_by_state = True
+    """It has nothing to remember besides the state."""
 
     def __init__(self, state: KerasState) -> None:
         super().__init__()
@@ -105,6 +99,10 @@ class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
                 raise UsageError(f"{type(self).__name__} counts in state.{name}: KerasState(model, {name}=0, ...)")
         self.progress.counts_batches |= self.counts_batches
         self.progress.counts_epochs |= self.counts_epochs
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        self.state.fit_callbacks.attach()
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.progress.train_begins()

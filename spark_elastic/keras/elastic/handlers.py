@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -42,6 +42,9 @@ class VariablesHandler(StateHandler):
     def layout(self) -> Layout:
         described = [values.describe(variable) for variable in self.variables()]
         return [Slice(each, (values.bytes_of(each),), torch.uint8, True) for each in described]
+
+    def identities(self, layout: Layout) -> Sequence[Hashable]:
+        return [(number, *piece.key[1:]) for number, piece in enumerate(layout)]
 
     def tensors(self, layout: Layout) -> list[torch.Tensor]:
         return [values.to_wire(variable) for variable in self.variables()[: len(layout)]]
@@ -154,6 +157,20 @@ class OptimizerHandler(VariablesHandler):
     def built(self) -> bool:
         return bool(self.value.built)
 
+    def light(self) -> float | None:
+        """The learning rate, which callbacks change between steps; None: it follows a schedule."""
+        rate = self._rate()
+        return None if rate is None else float(rate.numpy())
+
+    def set_light(self, light: float | None) -> None:
+        rate = self._rate()
+        if light is not None and rate is not None and light != self.light():
+            rate.assign(light)
+
+    def _rate(self) -> Any:
+        rate = getattr(getattr(self.value, "inner_optimizer", self.value), "_learning_rate", None)
+        return rate if isinstance(rate, keras.Variable) else None
+
     def outline(self) -> list[MadeFor] | None:
         if not self.value.built:
             return None
@@ -196,6 +213,15 @@ class VariableHandler(VariablesHandler):
 
     def variables(self) -> list[Variable]:
         return [self.value]
+
+
+class ListHandler(VariablesHandler):
+    """Several variables."""
+
+    what = "the list of variables"
+
+    def variables(self) -> list[Variable]:
+        return list(self.value)
 
 
 class SeedHandler(VariablesHandler):

@@ -10,10 +10,12 @@ from typing import Any
 from spark_elastic.collective.handled_state import HandledState
 from spark_elastic.collective.handled_values import StateHandler
 from spark_elastic.core.recovery import Recovery
+from spark_elastic.core.version import StateVersion
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.keras import variables as values
 from spark_elastic.keras.backend import BACKEND
 from spark_elastic.keras.elastic.boundary import Boundary, run_on_nothing, wrap_apply, wrap_steps
+from spark_elastic.keras.elastic.fit_callbacks import FitCallbacks
 from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler, handler_for
 from spark_elastic.keras.optimizer import reduces
 
@@ -37,6 +39,8 @@ class KerasState(HandledState):
     optimizer: Any
     batch: Any
     epoch: Any
+    fit_callbacks: FitCallbacks
+    """What the callbacks of `fit` remember."""
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         self._counts: dict[str, int] = {}
@@ -56,7 +60,9 @@ class KerasState(HandledState):
         self.nothing_left = False
         if optimizer is None:
             optimizer = getattr(model, "optimizer", None)
-        super().__init__(model=model, optimizer=optimizer, **kwargs)
+        callbacks = FitCallbacks(lambda: self.__dict__.get("epoch"))
+        callbacks.reentered = lambda: object.__setattr__(self, "reentered", True)
+        super().__init__(model=model, optimizer=optimizer, fit_callbacks=callbacks, **kwargs)
         for name in self._handlers:
             self._replaced(name)
         self._adopt_optimizer()
@@ -117,11 +123,16 @@ class KerasState(HandledState):
     def progress(self) -> int | None:
         """Optimizer steps in this state; None before it was first synchronised."""
         self._count_steps()
-        return self._progress
+        return super().progress
+
+    @property
+    def version(self) -> StateVersion | None:
+        self._count_steps()
+        return super().version
 
     def _count_steps(self) -> None:
         """Take in what the optimizers have counted since the last time."""
-        if self._progress is None:
+        if self._version is None or self._alone:
             return
         taken = 0
         for name, optimizer in self._optimizers().items():
@@ -131,7 +142,7 @@ class KerasState(HandledState):
             self._totals[name] = self._totals.get(name, 0) + max(since, 0)
             taken += max(since, 0)
         if taken:
-            self._set_progress(self._progress + taken)
+            self._set_version(self._version.stepped(taken))
 
     def _distributed(self) -> list[Any]:
         """The parts of optimizers that reduce gradients."""
@@ -171,17 +182,20 @@ class KerasState(HandledState):
 
     def commit_here(self) -> None:
         """Commit without asking for updated hosts; ask later, with `leave_if_updated`."""
-        self.save()
-        self._committed()
-        self.resume_here()
+        if self._may_mark():
+            self._commit_here()
 
     def resume_here(self) -> None:
         """Have the loop go on from here, rather than from the commit, when a collective fails before the next step.
 
         It does nothing between the passes of one step.
         """
-        if self._at_boundary():
+        if self._may_mark():
+            self._count_mark()
             self._mark_resume_point()
+
+    def _may_mark(self) -> bool:
+        return super()._may_mark() and self._at_boundary()
 
     def leave_if_updated(self) -> None:
         """Raises: HostsUpdatedInterrupt: the world is about to change; on every member at the same call."""
@@ -206,6 +220,11 @@ class KerasState(HandledState):
         self._forget_counts()
 
     # --- what the loop calls --------------------------------------------------------------------
+
+    def _take_up_more(self, kept: Any) -> None:
+        self._adopt_optimizer()
+        super()._take_up_more(kept)
+        self._forget_counts()
 
     def _tell(self) -> bool:
         return not all(handler.built() for handler in self._model_handlers())
@@ -235,18 +254,20 @@ class KerasState(HandledState):
             self.save()
 
     def _recover(self, error: HorovodInternalError) -> None:
+        self.fit_callbacks.left()
         self._count_steps()
         super()._recover(error)
         self._drop_gradients()
         self._keep_running_metrics()
 
     def _interrupted(self) -> None:
+        self.fit_callbacks.left()
         self._drop_gradients()
         self._keep_running_metrics()
 
-    def _mark_resume_point(self) -> None:
+    def _mark_resume_point(self, committed: bool = False, called: bool = False) -> None:
         self._count_steps()
-        super()._mark_resume_point()
+        super()._mark_resume_point(committed, called)
         if self._in_loop and not self._wrapped:
             self._wrap_steps()
 
@@ -282,6 +303,7 @@ class KerasState(HandledState):
 
     def _left_loop(self) -> None:
         super()._left_loop()
+        self.fit_callbacks.over()
         for undo in self._unwrap:
             undo()
         self._unwrap, self._wrapped = [], False

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 
 from spark_elastic.errors import CheckpointError
+from spark_elastic.ml import trust
 
 _saving = threading.Lock()
 
@@ -31,8 +32,10 @@ def dumps(model: Any) -> bytes:
 def loads(file: bytes, custom_objects: Mapping[str, Any] | None = None, *, safe: bool = False) -> Any:
     """The model, not compiled. safe: no code of the file is run, which Lambda layers have in them.
 
-    Raises: whatever Keras does.
+    Raises: whatever Keras does. CheckpointError: safe, and this version of Keras is not.
     """
+    if safe:
+        trust.KERAS.check(keras.__version__)
     with _on_disk(file) as path:
         return keras.saving.load_model(path, custom_objects=dict(custom_objects or {}), compile=False, safe_mode=safe)
 

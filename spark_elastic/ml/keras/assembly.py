@@ -7,13 +7,21 @@ from typing import Any, NamedTuple
 
 from spark_elastic.collective.process import local_rank, local_size
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.keras.sync_batch_normalization import convert
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.keras.callbacks import KerasCallbacks, adapted
 from spark_elastic.ml.keras.compiling import CompileArguments
 from spark_elastic.ml.keras.devices import choose_device, choose_threads
 from spark_elastic.ml.keras.engine import KerasEngine
 from spark_elastic.ml.keras.feeding import Feeding, first_rows
-from spark_elastic.ml.keras.objective import Shares, divides_by_weights, for_outputs, row_exact, weigh_by_rows
+from spark_elastic.ml.keras.objective import (
+    Shares,
+    divides_by_weights,
+    for_outputs,
+    metrics_by_row,
+    row_exact,
+    weigh_by_rows,
+)
 from spark_elastic.ml.keras.spec import KerasTraining
 from spark_elastic.ml.keras.state import KerasTrainingState
 from spark_elastic.ml.keras.steps import Steps
@@ -33,6 +41,8 @@ class Prepared(NamedTuple):
     sums: MetricSums
     steps: Steps
     buffers: list[Any]
+    averaged: list[str]
+    """Metrics that are functions and return one number for all rows that they are given."""
 
 
 def prepared(training: KerasTraining) -> Prepared:
@@ -41,9 +51,12 @@ def prepared(training: KerasTraining) -> Prepared:
     Raises: InvalidSettingsError, DataError: model, losses, metrics, optimizer and data do not fit together.
     """
     model, compiled = training.model.open(), training.compiled.open()
+    if training.sync_batch_norm:
+        convert(model)
     shares = Shares()
     weighted = any(field.name == WEIGHT for field in training.dataset.layout.fields)
-    exact = row_exact(for_outputs(compiled, model), shares, weighted)
+    averaged: list[str] = []
+    exact = metrics_by_row(row_exact(for_outputs(compiled, model), shares, weighted), averaged)
     model.compile(
         optimizer=exact.optimizer,
         loss=exact.loss,
@@ -67,14 +80,14 @@ def prepared(training: KerasTraining) -> Prepared:
         buffers=buffers,
         seeds=seeds_of(model),
     )
-    return Prepared(model, compiled, feeding, sums, steps, buffers)
+    return Prepared(model, compiled, feeding, sums, steps, buffers, averaged)
 
 
 def assemble(training: KerasTraining) -> Trainer:
     """Raises: as `prepared`; CheckpointError: `resume_from` cannot be used."""
     choose_threads(training.num_threads, local_size())
     choose_device(training.device, local_rank())
-    model, compiled, feeding, sums, steps, buffers = prepared(training)
+    model, compiled, feeding, sums, steps, buffers, _ = prepared(training)
     given = training.callbacks.open() if training.callbacks is not None else []
     callbacks = [*adapted(given, training, model), *implied(training.checkpoints)]
     check_one_best(callbacks)

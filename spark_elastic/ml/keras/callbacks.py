@@ -16,9 +16,9 @@ import keras
 
 from spark_elastic.collective.objects import broadcast_object
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.keras.kept_values import Kept
 from spark_elastic.ml.callbacks import Callback, Logs, Run
 from spark_elastic.ml.history import FACTS
-from spark_elastic.ml.keras.kept_values import Kept
 from spark_elastic.ml.keras.spec import KerasTraining
 
 _WRITING = ("CSVLogger", "ModelCheckpoint", "OrbaxCheckpoint", "ProgbarLogger", "RemoteMonitor", "TensorBoard")

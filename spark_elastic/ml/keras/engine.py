@@ -14,10 +14,12 @@ from spark_elastic.collective.operations import allreduce_
 from spark_elastic.collective.reduction import Sum
 from spark_elastic.core.permutation import derived_key
 from spark_elastic.data.batch import Batch
+from spark_elastic.errors import CheckpointError
 from spark_elastic.keras import variables as values
+from spark_elastic.keras.sync_batch_normalization import is_synchronised
 from spark_elastic.ml.keras import arrays, weights
 from spark_elastic.ml.keras.callbacks import KerasCallbacks
-from spark_elastic.ml.keras.feeding import Feeding, KerasBatch
+from spark_elastic.ml.keras.feeding import Feeding, KerasBatch, Part
 from spark_elastic.ml.keras.objective import Shares
 from spark_elastic.ml.keras.spec import MODEL_FILE, KerasTraining
 from spark_elastic.ml.keras.steps import Steps
@@ -60,6 +62,7 @@ class KerasEngine:
         self._buffers = list(buffers)
         self._callbacks = callbacks
         self._by_weight = by_weight
+        self._synchronised = is_synchronised(model)
         self._rank, self._size = 0, 1
         self._stepping = False
         """A step has begun and not ended: if it does not end, it has changed what only `put_back` undoes."""
@@ -97,10 +100,18 @@ class KerasEngine:
             # in turns positive numbers of 31 bits, which every type of seeds can hold
             key = derived_key(self._training.seed, at.epoch, batch.start, self._rank)
             self._stepping = True
-            numbers = self._steps.step(batch.parts, shares, [key & 0x3FFFFFFF, key >> 34], stop).numpy()
+            in_halves = [key & 0x3FFFFFFF, key >> 34]
+            numbers = self._steps.step(batch.parts, shares, in_halves, stop, self._stand_ins(batch)).numpy()
             self._stepping = False
         self.stepped()
         return Measured(numbers[:-1], (), bool(numbers[-1]))
+
+    def _stand_ins(self, batch: KerasBatch) -> list[Part]:
+        """Return a row for each pass that others make and this worker has no rows for, where layers wait for that."""
+        if self._size == 1 or not self._synchronised:
+            return []
+        passes = min(self._training.accumulation, -(-batch.global_rows // self._size))
+        return [self._feeding.stand_in()] * (passes - len(batch.parts))
 
     def put_back(self) -> None:
         """A collective has failed: a step that was begun is going to be done again."""
@@ -152,6 +163,15 @@ class KerasEngine:
     def rows(self, sums: Sums) -> int:
         return self._sums.rows(sums)
 
+    def lost(self, sums: Sums) -> float | None:
+        return self._sums.lost(sums)
+
+    def lost_here(self) -> bool:
+        return self._sums.lost(self._steps.read().numpy()) is not None  # a step leaves its own rows in the metrics
+
+    def has_nan(self) -> bool:
+        return any(_has_nan(each.numpy()) for each in self.model.trainable_variables)
+
     def told(self, sums: Sums) -> dict[str, float]:
         return self._sums.told(sums)
 
@@ -183,7 +203,17 @@ class KerasEngine:
         }
         if self.best is not None and at.best_epoch is not None:
             copied |= weights.named(self.best.variables, "best/")
-        return lambda: {ARRAYS: arrays.dumps(copied)}
+        trained = {id(each) for each in self.model.trainable_variables}
+        named = zip((name for name in copied if name.startswith("model/")), self.model.variables, strict=True)
+        names = () if self._training.allow_nan_loss else tuple(name for name, each in named if id(each) in trained)
+
+        def made() -> dict[str, bytes]:
+            for name in names:
+                if _has_nan(copied[name]):  # the loss of the next step will be, and end the training
+                    raise CheckpointError(f"{name} is NaN after step {at.step}")
+            return {ARRAYS: arrays.dumps(copied)}
+
+        return made
 
     def load(self, files: Mapping[str, bytes]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
         found = arrays.loads(files[ARRAYS])
@@ -196,6 +226,10 @@ class KerasEngine:
         return (), ()
 
     def close(self) -> None: ...
+
+
+def _has_nan(array: Any) -> bool:
+    return array.dtype.kind not in "biu" and bool((array != array).any())
 
 
 def _copy(source: Any, target: Any) -> None:

@@ -20,7 +20,8 @@ from spark_elastic.ml.keras.model import ElasticKerasModel
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.params import setting
 from spark_elastic.ml.persistence import Codec
-from spark_elastic.ml.preparation import Tensors, is_list
+from spark_elastic.ml.preparation import FLOAT, Tensors, is_list
+from spark_elastic.ml.training.columns import INPUT
 from spark_elastic.ml.written_sets import model_inputs
 
 if TYPE_CHECKING:
@@ -159,6 +160,11 @@ class ElasticKerasEstimator(ElasticEstimator):
 
         return compile_arguments(self._given("model"), **{name: self._given(name) for name in COMPILED})
 
+    def _takes_float32(self, tensor: str) -> bool:
+        inputs = getattr(self._given("model"), "inputs", None) or []
+        at = int(tensor.removeprefix(INPUT)) if tensor.startswith(INPUT) else len(inputs)
+        return at < len(inputs) and str(inputs[at].dtype) == "float32"
+
     def _losses(self) -> list[Any]:
         """That of each label; [] if the model adds its own."""
         from spark_elastic.ml.keras.compiling import check_losses
@@ -178,6 +184,9 @@ class ElasticKerasEstimator(ElasticEstimator):
         made = super()._tensors(schema)
         if self._given("transformation_fn") is not None:
             return made
+        if self._given("input_dtypes") is None:
+            # Keras casts what it is given to the type of the Input, so that is where integers must not be rounded.
+            made |= Tensors({}, {name: FLOAT for name in made.dtypes if self._takes_float32(name)})
         for name, loss in zip(self._given("label_cols"), self._losses(), strict=False):
             kind = losses.kind(loss)
             if kind is not None and kind.labels == "one-hot" and not is_list(schema[name].dataType):
@@ -255,14 +264,18 @@ class ElasticKerasEstimator(ElasticEstimator):
     def _worker_env(self) -> dict[str, str]:
         return {ENV: NEEDED}
 
-    def _fitted_model(self, training: KerasTraining, fitted: Fitted) -> ElasticKerasModel:
+    def _model_nbytes(self, training: KerasTraining) -> int:
+        return len(training.model)  # its weights are in it
+
+    def _fitted_model(
+        self, training: KerasTraining, fitted: Fitted, trained: Callable[[str], bytes]
+    ) -> ElasticKerasModel:
         from spark_elastic.ml.keras import weights
         from spark_elastic.ml.keras.spec import MODEL_FILE
 
         model = ElasticKerasModel()
-        trained = training.model.open()
-        weights.fill(trained, self._trained(training.store, MODEL_FILE))
-        model._attach(trained, fitted, self._given("custom_objects"))
+        keras_model = weights.fill(training.model.open(), trained(MODEL_FILE))
+        model._attach(keras_model, fitted, self._given("custom_objects"))
         return model
 
     # What is the same training.

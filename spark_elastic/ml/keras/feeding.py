@@ -18,7 +18,7 @@ from spark_elastic.data.batch import Batch
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.keras.compiling import CompileArguments, losses_by_output
 from spark_elastic.ml.keras.spec import KerasTraining
-from spark_elastic.ml.keras.structure import inputs_of, output_names
+from spark_elastic.ml.keras.structure import check_kept, inputs_of, output_names
 from spark_elastic.ml.preparation import WEIGHT, numbered
 from spark_elastic.ml.training.columns import INPUT, LABEL, Columns, cuts, refused
 
@@ -72,6 +72,7 @@ class Feeding:
         ]
         self._dtypes = {name: self._dtype(name, columns[name]) for name in self.names}
         self.specs = [self._spec(name, columns[name]) for name in self.names]
+        self._first: Part | None = None
         self._source: Generator[tuple[Array, ...]] | None = None
         self._dataset: Any = None
         """Made once: making one takes as long as many batches do."""
@@ -200,6 +201,13 @@ class Feeding:
         whole = tuple(self._array(name, spec, columns) for name, spec in zip(self.names, self.specs, strict=True))
         return [tuple(each[start:stop] for each in whole) for start, stop in cuts(batch.rows, parts or self._parts)]
 
+    def stand_in(self) -> Part:
+        """Return the first row of the training set: for a worker that has to call the model and has no rows."""
+        if self._first is None:
+            (arrays,) = self.arrays(first_rows(self._training, 1), parts=1)
+            self._first = Part(tuple(map(tf.constant, arrays)), 1)
+        return self._first
+
     def _array(self, name: str, spec: Any, columns: Mapping[str, Any]) -> Array:
         value = columns.get(name)
         if not isinstance(value, np.ndarray) or value.dtype == object:
@@ -211,6 +219,8 @@ class Feeding:
                 f"{[n if n is not None else '?' for n in spec.shape[1:]]} in the first; rows of all batches must be of "
                 "one type and shape, but along axes that are None in the model's Input"
             )
+        if name.startswith(INPUT):
+            check_kept(self._model, int(name[len(INPUT) :]), name, value)
         return np.ascontiguousarray(value, self._dtypes[name])
 
 

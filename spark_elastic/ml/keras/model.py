@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.keras.backend import check_backend
 from spark_elastic.ml.model import ElasticModel, Fitted
-from spark_elastic.ml.persistence import TRUST, Codec, is_trusted
+from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.serving import SavedPredictor
+from spark_elastic.ml.trust import TRUST, is_trusted
 
 _ARCHIVE = "model.keras"
 _OBJECTS = "custom_objects"
@@ -92,6 +93,9 @@ class ElasticKerasModel(ElasticModel):
 
         names = _of_classes(self._own_names())
         return {_OBJECTS: custom_objects_of(self.keras_model, names, self._custom_objects)} if names else {}
+
+    def _running(self) -> list[str]:
+        return ["Lambda layers"] if LAMBDA in self._own_names() else []
 
     @classmethod
     def _at_hand(cls, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ up to that of the batch. A loss that is a sum, or is divided by the sum of the s
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -85,6 +87,35 @@ def row_exact(compiled: CompileArguments, shares: Shares, weighted: bool) -> Com
         return Scaled(loss, shares) if isinstance(loss, keras.losses.Loss) and loss.reduction in needed else loss
 
     return replace(compiled, loss=each(compiled.loss))
+
+
+def metrics_by_row(compiled: CompileArguments, averaged: list[str]) -> CompileArguments:
+    """With metrics that are functions and return one number for all rows: each of these then counts by its rows.
+
+    averaged: their names are added, once they were called.
+    """
+
+    def each(metric: Any) -> Any:
+        if isinstance(metric, Mapping):
+            return {name: each(one) for name, one in metric.items()}
+        if isinstance(metric, (list, tuple)):
+            return [each(one) for one in metric]
+        return _by_row(metric, averaged) if inspect.isfunction(metric) else metric
+
+    return replace(compiled, metrics=each(compiled.metrics), weighted_metrics=each(compiled.weighted_metrics))
+
+
+def _by_row(function: Any, averaged: list[str]) -> Any:
+    @functools.wraps(function)
+    def values(y_true: Any, y_pred: Any) -> Any:
+        value = keras.ops.convert_to_tensor(function(y_true, y_pred))
+        if len(value.shape):
+            return value
+        if function.__name__ not in averaged:
+            averaged.append(function.__name__)
+        return keras.ops.broadcast_to(value, (keras.ops.shape(y_pred)[0],))
+
+    return values
 
 
 def weigh_by_rows(model: Any, shares: Shares) -> None:

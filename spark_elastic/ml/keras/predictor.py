@@ -69,7 +69,11 @@ class KerasPredictor:
     def __call__(self, inputs: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
         import tensorflow as tf
 
+        from spark_elastic.ml.keras.structure import check_kept
+
         arrays = [_array(name, value) for name, value in inputs.items()]
+        for at, (name, array) in enumerate(zip(inputs, arrays, strict=True)):
+            check_kept(self._model, at, name, array)
         key = tuple((each.dtype.str, each.shape[1:]) for each in arrays)
         if key not in self._traces:
             self._traces[key] = self._trace(arrays)

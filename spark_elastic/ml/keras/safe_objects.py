@@ -18,6 +18,7 @@ import numpy as np
 
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml import callbacks as own_callbacks
+from spark_elastic.ml import trust
 from spark_elastic.ml.keras import archives, sealing
 from spark_elastic.ml.keras.compiling import compile_again, compiled_with, values_of
 from spark_elastic.ml.keras.custom_objects import own_names
@@ -55,8 +56,10 @@ def dumps(value: Any) -> bytes | None:
 def loads(file: bytes) -> Any:
     """What `dumps` was given.
 
-    Raises: CheckpointError: the file is damaged, or names something that is not accepted.
+    Raises: CheckpointError: the file is damaged, names something that is not accepted, or this version of Keras could
+        be made to run code.
     """
+    trust.KERAS.check(keras.__version__)
     try:
         with zipfile.ZipFile(io.BytesIO(file)) as archive:
             return _read(json.loads(archive.read(_TREE)), archive)

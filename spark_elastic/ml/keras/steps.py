@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from spark_elastic.collective.batch_statistics import without_rows
 from spark_elastic.collective.reduction import Sum
 from spark_elastic.ml.keras.feeding import Feeding, Part
 from spark_elastic.ml.keras.objective import Shares
@@ -80,6 +81,7 @@ class Steps:
         self._part = graph(self._gradients, specs, OF_PART)
         self._add, self._finish = graph(_sum), graph(self._finished)
         self._idle = graph(self._idle_step, OF_STEP)
+        self._stand_in = graph(self._standing_in, specs, OF_PART)
         self._reset, self._read = graph(sums.reset), graph(sums.read)
         # Here, because a worker that has no rows of the first batches has to know the others' gradients; and what is
         # traced once and for all is called without a look at what it is called with.
@@ -138,9 +140,17 @@ class Steps:
     def _idle_step(self, of_step: Any) -> Any:
         """Without rows: no forward pass, of which running means and losses would be no numbers."""
         self._begun(of_step)
-        grads = [_nothing(kind) for kind in self._kinds]
-        returned = tf.zeros([len(self._sums.returned[""])], tf.float64)
+        grads, returned = self._of_no_rows()
         return self._finished(grads, returned, tf.zeros([], tf.float64), of_step)
+
+    def _of_no_rows(self) -> tuple[list[Any], Any]:
+        return [_nothing(kind) for kind in self._kinds], tf.zeros([len(self._sums.returned[""])], tf.float64)
+
+    def _standing_in(self, tensors: Any, of_part: Any) -> None:
+        """A pass over rows that do not count, for the collectives in it."""
+        held = self._sums.held()
+        self._gradients(tensors, of_part)
+        self._sums.put_back(held)
 
     def _evaluated(self, tensors: Any, of_part: Any) -> Any:
         rows, share, weight_share = tf.unstack(of_part)
@@ -150,21 +160,34 @@ class Steps:
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def step(self, parts: Sequence[Part], shares: Sequence[Shares], key: Sequence[int], stop: bool) -> Any:
+    def step(
+        self,
+        parts: Sequence[Part],
+        shares: Sequence[Shares],
+        key: Sequence[int],
+        stop: bool,
+        stand_ins: Sequence[Part] = (),
+    ) -> Any:
         """The gradients of all parts, reduced and applied. Returns: float64 tensor, see `MetricSums`, then the stop
         flags. Either all of it happens or, once `put_back` was called, nothing.
 
+        stand_ins: rows that go through the model after the parts and do not count, where layers wait for that.
         Raises: HorovodInternalError, in one of TensorFlow's errors.
         """
         of_step = tf.constant([*key, int(stop)], tf.int64)
-        if not parts:
+        if not parts and not stand_ins:
             return self._idle(of_step)
-        if len(parts) == 1:
+        if len(parts) == 1 and not stand_ins:
             return self._whole(*_arguments(parts[0], shares[0]), of_step)
         self._begin(of_step)
-        grads, returned = self._part(*_arguments(parts[0], shares[0]))
-        for part, share in zip(parts[1:], shares[1:], strict=True):
-            grads, returned = self._add((grads, returned), self._part(*_arguments(part, share)))
+        summed = None
+        for part, share in zip(parts, shares, strict=True):
+            of_part = self._part(*_arguments(part, share))
+            summed = of_part if summed is None else self._add(summed, of_part)
+        with without_rows():
+            for part in stand_ins:
+                self._stand_in(*_arguments(part, Shares(0.0, 0.0)))
+        grads, returned = self._of_no_rows() if summed is None else summed
         rows = tf.constant(float(sum(part.rows for part in parts)), tf.float64)
         return self._finish(grads, returned, rows, of_step)
 

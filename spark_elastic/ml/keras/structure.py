@@ -9,6 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
+
+from spark_elastic.errors import DataError
+
+_MANTISSA = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}
 
 
 def inputs_of(model: Any, flat: Sequence[Any]) -> Any:
@@ -17,6 +22,31 @@ def inputs_of(model: Any, flat: Sequence[Any]) -> Any:
     if isinstance(struct, dict) and len(struct) == len(flat):
         return dict(zip(sorted(struct), flat, strict=True))
     return flat[0] if len(flat) == 1 else list(flat)
+
+
+def check_kept(model: Any, at: int, name: str, values: Any) -> None:
+    """Refuse integers that become others in the type of the model's input, which Keras casts to without a word.
+
+    at: number of the input. values: an array.
+    Raises: DataError
+    """
+    if values.dtype.kind not in "iu" or not values.size:
+        return
+    inputs = getattr(model, "inputs", None) or []
+    known = str(inputs[at].dtype) if at < len(inputs) else ""
+    if known in _MANTISSA:
+        high = 2 << _MANTISSA[known]
+        low = -high
+    elif known.startswith(("int", "uint")) and not np.can_cast(values.dtype, known):
+        low, high = int(np.iinfo(known).min), int(np.iinfo(known).max)
+    else:
+        return
+    if int(values.min()) < low or int(values.max()) > high:
+        wrong = values[(values < low) | (values > high)]
+        raise DataError(
+            f"{name} holds {wrong.reshape(-1)[0]}, and the model's input {inputs[at].name} is of type {known}, which "
+            f"keeps integers up to {high:,} as they are; make it keras.Input(..., dtype='int64')"
+        )
 
 
 def outputs_of(returned: Any) -> list[Any]:

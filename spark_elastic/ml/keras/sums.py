@@ -7,6 +7,7 @@ metrics to be asked for what they come to.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,6 +47,9 @@ class MetricSums:
         model.reset_metrics()
         self._first = [np.array(variable.numpy()) for variable in self._variables]
         self._sizes = [first.size for first in self._first]
+        starts = dict(zip(map(id, self._variables), np.cumsum([0, *self._sizes]).tolist(), strict=False))
+        means = [each for each in _single(model.metrics) if isinstance(each, keras.metrics.Mean)]
+        self._losses = [starts[id(each.total)] for each in means if each.name == "loss"]
         self._steps = {"": model.train_step, "val_": model.test_step}
         self.returned: dict[str, list[str]] = {"": [], "val_": []}
         """Names of what a train_step and a test_step of the model's own return, once it is known."""
@@ -64,6 +68,14 @@ class MetricSums:
     def reset(self) -> None:
         for variable, first in zip(self._variables, self._first, strict=True):
             variable.assign(first)
+
+    def held(self) -> list[Any]:
+        """Return what has come in until now, for `put_back`."""
+        return [variable.value.read_value() for variable in self._variables]
+
+    def put_back(self, values: Sequence[Any]) -> None:
+        for variable, value in zip(self._variables, values, strict=True):
+            variable.assign(value)
 
     def read(self) -> Any:
         """What has come in since `reset`: float64, [n]."""
@@ -129,6 +141,18 @@ class MetricSums:
 
     def rows(self, sums: Sums) -> int:
         return int(sums[-1])
+
+    def lost(self, sums: Sums) -> float | None:
+        """A loss of a training that is NaN or infinite; None: there is none.
+
+        sums: also those of the metrics alone, as `read` gives them.
+        """
+        names = self.returned[""]
+        places = [*self._losses, *([sum(self._sizes) + names.index("loss")] if "loss" in names else [])]
+        for place in places:
+            if place < len(sums) and not math.isfinite(sums[place]):
+                return float(sums[place])
+        return None
 
 
 def _is_kerass(step: Any) -> bool:

@@ -13,6 +13,7 @@ import tensorflow as tf
 from spark_elastic.data.batch import Batch
 from spark_elastic.data.read_order import resolve_order
 from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.keras.sync_batch_normalization import unconverted
 from spark_elastic.ml.callbacks import Callback, check_one_best
 from spark_elastic.ml.estimator import TrialRun
 from spark_elastic.ml.history import FACTS
@@ -30,7 +31,15 @@ from spark_elastic.ml.training.assembly import implied
 from spark_elastic.ml.training.columns import shaped
 from spark_elastic.ml.training.explaining import explained
 from spark_elastic.ml.training.progress import Sums
-from spark_elastic.ml.training.trying import check_followed, check_names, check_states, row_of, travelled
+from spark_elastic.ml.training.trying import (
+    check_followed,
+    check_names,
+    check_states,
+    row_of,
+    say_averaged,
+    tell_unconverted,
+    travelled,
+)
 from spark_elastic.ml.written_sets import model_inputs
 
 log = logging.getLogger("spark_elastic.ml")
@@ -50,8 +59,11 @@ def run_once(training: KerasTraining, inference_fn: Callable[[dict[str, Any]], M
     batch = first_rows(training, ROWS)
     with explained("the model, its loss and its metrics", batch.rows, batch.tensors):
         ready = prepared(training)
+    say_averaged(ready.averaged, "a keras.metrics.Metric (keras.metrics.AUC, ...), whose variables are added up")
     callbacks = adapted(training.callbacks.open() if training.callbacks is not None else [], training, ready.model)
     check_one_best(callbacks)
+    if training.sync_batch_norm:
+        tell_unconverted(unconverted(ready.model), "call", "keras.layers.BatchNormalization")
     sums = _step(ready, batch)
     _check_followed(training, ready, sums, callbacks)
     check_states(callbacks)

@@ -35,6 +35,8 @@ class BatchMaker:
 
     def __init__(self, training: TorchTraining, device: torch.device) -> None:
         self._columns = Columns(training, needs_labels=training.train_fn is None)
+        self._training = training
+        self._first: TorchBatch | None = None
         self._device = device
         self._parts = training.accumulation
 
@@ -52,6 +54,16 @@ class BatchMaker:
         return [
             _batch({name: value[start:stop] for name, value in tensors.items()}, stop - start) for start, stop in edges
         ]
+
+    def stand_in(self) -> TorchBatch:
+        """Return the first row of the training set: for a worker that has to call the model and has no rows."""
+        if self._first is None:
+            training = self._training
+            with training.dataset.reader(
+                "train", batch_size=1, shuffle=False, prefetch=0, cache_dir=training.cache_dir
+            ) as reader:
+                (self._first,) = self.parts(next(iter(reader.epoch(0))), 1)
+        return self._first
 
     def _tensor(self, name: str, value: Any) -> Any:
         if isinstance(value, np.ndarray) and value.dtype != object:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 import spark_elastic.torch as hvd
+from spark_elastic.collective.batch_statistics import without_rows
 from spark_elastic.collective.objects import broadcast_tensors
 from spark_elastic.core.permutation import derived_key
 from spark_elastic.data.batch import Batch
-from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.torch.batches import BatchMaker
 from spark_elastic.ml.torch.metrics import Tally
 from spark_elastic.ml.torch.objective import Objective
@@ -22,6 +23,7 @@ from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
 from spark_elastic.ml.training.engine import Measured
 from spark_elastic.ml.training.passes import gathered
 from spark_elastic.ml.training.progress import Piece, Progress, Sums
+from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
 
 TENSORS = "state.pt"
 
@@ -61,7 +63,10 @@ class TorchEngine:
         self._others = [param for _, param, requires_grad in named if requires_grad and id(param) not in trained]
         """Of no optimizer: their gradients are each worker's own and must not add to anything."""
         self._buffers = list(model.buffers())
+        self._synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
         self._rank, self._size = 0, 1
+        self._own_loss: float | None = None
+        """Of this worker's rows of the last step, if it was no finite number."""
 
     @property
     def keeps_best(self) -> bool:
@@ -123,18 +128,32 @@ class TorchEngine:
         numbers[-1] = stop
         pieces: list[Piece] = []
         share = None
-        for number, part in enumerate(parts):
-            with normalised_alone(model, part.rows):
-                measured = objective.measure(model, part)
-            share = objective.share(measured, batch.global_rows, counts)
-            pieces.append(tally.measure(measured, part.rows, numbers))
-            if number < len(parts) - 1:
+        passes = max(len(parts), self._passes_of_all(batch))
+        for number in range(passes):
+            if number < len(parts):
+                part = parts[number]
+                with normalised_alone(model, part.rows):
+                    measured = objective.measure(model, part)
+                share = objective.share(measured, batch.global_rows, counts)
+                pieces.append(tally.measure(measured, part.rows, numbers))
+            else:
+                with without_rows():
+                    measured = objective.measure(model, self._maker.stand_in())
+                share = objective.share(measured, batch.global_rows, counts) * 0.0
+            if number < passes - 1:
                 share.backward()  # type: ignore[no-untyped-call]
+        self._own_loss = tally.lost(numbers)
         self.optimizer.carry(numbers)
         everyones = gathered(pieces) if tally.gathers else ()
         if share is not None:
             share.backward()  # type: ignore[no-untyped-call]
         return numbers, everyones
+
+    def _passes_of_all(self, batch: Batch) -> int:
+        """Return how often each worker has to call the model for this batch, whatever rows it has; 0: as it likes."""
+        if not any(layer.takes_part for layer in self._synchronised):
+            return 0
+        return min(self._training.accumulation, -(-batch.global_rows // self._size))
 
     def _apply(self) -> None:
         """The optimizer's step, with the gradients of all workers."""
@@ -187,6 +206,15 @@ class TorchEngine:
     def rows(self, sums: Sums) -> int:
         return self._tally.rows(sums)
 
+    def lost(self, sums: Sums) -> float | None:
+        return self._tally.lost(sums)
+
+    def lost_here(self) -> bool:
+        return self._own_loss is not None
+
+    def has_nan(self) -> bool:
+        return any(bool(param.detach().isnan().any()) for param in self._params)
+
     def told(self, sums: Sums) -> dict[str, float]:
         return self._tally.told(sums)
 
@@ -221,7 +249,15 @@ class TorchEngine:
             "pieces": detached(at.pieces, "the metrics"),
             "val_pieces": detached(at.val_pieces, "the metrics"),
         }
-        return lambda: {TENSORS: to_bytes(tensors)}
+        names = () if self._training.allow_nan_loss else tuple(name for name, _, trained in self._named if trained)
+
+        def made() -> dict[str, bytes]:
+            for name in names:
+                if tensors["model"][name].isnan().any():  # the loss of the next step will be, and end the training
+                    raise CheckpointError(f"{name} is NaN after step {at.step}")
+            return {TENSORS: to_bytes(tensors)}
+
+        return made
 
     def load(self, files: Mapping[str, bytes]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
         tensors = from_bytes(files[TENSORS])

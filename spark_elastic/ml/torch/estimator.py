@@ -21,6 +21,7 @@ from spark_elastic.ml.torch import losses, safe_objects, trial, weights
 from spark_elastic.ml.torch.model import ElasticTorchModel
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
 from spark_elastic.ml.torch.training import train
+from spark_elastic.ml.trust import trusted_files
 
 
 class ElasticTorchEstimator(ElasticEstimator):
@@ -169,8 +170,16 @@ class ElasticTorchEstimator(ElasticEstimator):
     def _train_fn(self) -> Callable[[Any], Any]:
         return train
 
-    def _fitted_model(self, training: TorchTraining, fitted: Fitted) -> ElasticTorchModel:
+    def _model_nbytes(self, training: TorchTraining) -> int:
+        weights = training.model.state_dict().values()
+        return sum(each.nbytes for each in weights if isinstance(each, torch.Tensor))
+
+    def _fitted_model(
+        self, training: TorchTraining, fitted: Fitted, trained: Callable[[str], bytes]
+    ) -> ElasticTorchModel:
         model = ElasticTorchModel()
         module = copy.deepcopy(self._given("model")).cpu()
-        model._attach(weights.fill(module, weights.loads(self._trained(training.store, MODEL_FILE))), fitted)
+        with trusted_files():  # our own workers have written it
+            values = weights.loads(trained(MODEL_FILE))
+        model._attach(weights.fill(module, values), fitted)
         return model

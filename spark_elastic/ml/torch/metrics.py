@@ -8,6 +8,7 @@ added up (lists of predictions, maxima) are gathered from all workers instead, w
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,9 +29,12 @@ class _Function:
         self.name = name
         self._function = function
         self._which = which
+        self.averaged = False
+        """It returns one number for all rows that it is given, so its value is a mean of such."""
 
     def update(self, output: Any, label: Any, rows: int) -> list[float]:
         value = self._function(output, label)
+        self.averaged = not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != rows
         if not isinstance(value, torch.Tensor):
             return [float(value) * rows]
         if value.dim() and value.shape[0] == rows:
@@ -202,8 +206,20 @@ class Tally:
             at += metric.width
         return out
 
+    @property
+    def averaged(self) -> list[str]:
+        """The metrics of which the last `measure` was given one number for all rows."""
+        return [metric.name for metric, _ in self._metrics if isinstance(metric, _Function) and metric.averaged]
+
     def rows(self, sums: Sums) -> int:
         return int(sums[2 * len(self.objective)])
+
+    def lost(self, sums: Any) -> float | None:
+        """A loss that is NaN or infinite; None: there is none."""
+        for loss in sums[0 : 2 * len(self.objective) : 2].tolist():
+            if not math.isfinite(loss):
+                return float(loss)
+        return None
 
 
 def _chosen(name: str, outputs: tuple[Any, ...], labels: tuple[Any, ...], which: int | None) -> tuple[Any, Any]:

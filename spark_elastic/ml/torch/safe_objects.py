@@ -19,6 +19,7 @@ import cloudpickle
 import torch
 
 from spark_elastic.errors import CheckpointError
+from spark_elastic.ml import trust
 
 SUFFIX = "pt"
 _CLASSES_OF = ("torch.nn.modules.", "torch.optim.", "spark_elastic.ml.callbacks")
@@ -44,14 +45,16 @@ def dumps(value: Any) -> bytes | None:
 def loads(file: bytes) -> Any:
     """What `dumps` was given.
 
-    Raises: CheckpointError: the file is damaged, or names something that is not accepted.
+    Raises: CheckpointError: the file is damaged, names something that is not accepted, or this version of torch could
+        be made to run code.
     """
+    trust.TORCH.check(torch.__version__)
     try:
         needed = [_accepted(module, name) for module, name in _names_in(file)]
     except (zipfile.BadZipFile, KeyError, StopIteration) as error:
         raise CheckpointError(f"not a file of torch.save: {error}") from None
     try:
-        with _accepting([each for each in needed if each is not None]):
+        with torch.serialization.safe_globals([each for each in needed if each is not None]):
             return torch.load(io.BytesIO(file), weights_only=True, map_location="cpu")
     except CheckpointError:
         raise
@@ -86,24 +89,3 @@ def _accepted(module: str, name: str) -> Any:
     if isinstance(found, type) and home.startswith(_CLASSES_OF):
         return found
     return found if callable(found) and module in _FUNCTIONS_OF and home.startswith(_FUNCTIONS_OF) else None
-
-
-def _accepting(objects: list[Any]) -> Any:
-    if hasattr(torch.serialization, "safe_globals"):
-        return torch.serialization.safe_globals(objects)
-    return _accepting_before_2_5(objects)
-
-
-class _accepting_before_2_5:
-    """torch 2.4 has a list for the process, and no way to take single entries off it."""
-
-    def __init__(self, objects: list[Any]) -> None:
-        self._objects = objects
-
-    def __enter__(self) -> None:
-        self._before = torch.serialization.get_safe_globals()
-        torch.serialization.add_safe_globals(self._objects)
-
-    def __exit__(self, *error: object) -> None:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(self._before)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
+
 
 @contextmanager
 def normalised_alone(model: torch.nn.Module, rows: int) -> Iterator[None]:
@@ -18,6 +20,7 @@ def normalised_alone(model: torch.nn.Module, rows: int) -> Iterator[None]:
     from the number of workers, which may be another by then.
     """
     norms = [each for each in model.modules() if rows == 1 and isinstance(each, _BatchNorm) and each.training]
+    norms = [each for each in norms if not (isinstance(each, SyncBatchNorm) and each.takes_part)]
     handles = [each.register_forward_pre_hook(_choose) for each in norms if each.running_mean is not None]
     try:
         yield

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import CheckpointError
+from spark_elastic.ml import trust
 
 
 def to_bytes(value: Any) -> bytes:
@@ -21,7 +22,8 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Raises: CheckpointError: not tensors and plain values."""
+    """Raises: CheckpointError: not tensors and plain values, or this version of torch could be made to run code."""
+    trust.TORCH.check(torch.__version__)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:

@@ -17,6 +17,7 @@ from spark_elastic.ml.torch.metrics import Tally
 from spark_elastic.ml.torch.objective import Objective
 from spark_elastic.ml.torch.optimizers import Schedule, build_optimizer
 from spark_elastic.ml.torch.spec import TorchTraining
+from spark_elastic.ml.torch.statistics import synchronise
 from spark_elastic.ml.training.assembly import CallbackStates, first_progress, implied, run, settings_of
 from spark_elastic.ml.training.columns import LABEL
 from spark_elastic.ml.training.engine import TrainingState
@@ -67,6 +68,8 @@ class TorchTrainingState(TrainingState, hvd.elastic.TorchState):
 def _assemble(training: TorchTraining) -> Trainer:
     device = hvd.device(training.device)
     model = training.model.to(device)
+    if training.sync_batch_norm:
+        synchronise(model)
     optimizer = build_optimizer(training.optimizer, model)
     if training.compression != "none" and hvd.size() == 1 and not process.provisional:
         log.info("gradient_compression has no effect in a world of one worker")

@@ -33,8 +33,17 @@ from spark_elastic.ml.torch.training import objective_of
 from spark_elastic.ml.training.assembly import implied
 from spark_elastic.ml.training.columns import shaped
 from spark_elastic.ml.training.explaining import explained
-from spark_elastic.ml.training.trying import check_followed, check_names, check_states, row_of, travelled
+from spark_elastic.ml.training.trying import (
+    check_followed,
+    check_names,
+    check_states,
+    row_of,
+    say_averaged,
+    tell_unconverted,
+    travelled,
+)
 from spark_elastic.ml.written_sets import model_inputs
+from spark_elastic.torch.sync_batch_norm import unconverted
 
 log = logging.getLogger("spark_elastic.ml")
 
@@ -53,6 +62,8 @@ def run_once(training: TorchTraining, inference_fn: Callable[[dict[str, Any]], M
             raise InvalidSettingsError(f"{name} of the model is on the meta device, where there are no values to train")
     resolve_order(training.dataset, order=training.order, shuffle=training.shuffle, cache_bytes=training.cache_bytes)
     check_one_best(training.callbacks)
+    if training.sync_batch_norm:
+        tell_unconverted(unconverted(training.model), "forward", "torch.nn.BatchNorm1d, 2d or 3d")
     copied = travelled(training)
     generator = torch.random.get_rng_state()
     try:
@@ -92,6 +103,7 @@ def _step(training: TorchTraining, batch: Batch) -> None:
     with explained("the metrics", part.rows, _seen(part, measured)):
         sums = torch.zeros(tally.width, dtype=torch.float64)
         piece = tally.measure(measured, part.rows, sums)
+    say_averaged(tally.averaged, "a torchmetrics metric (torchmetrics.AUROC, ...), whose states are added up")
     if not share.requires_grad:
         raise InvalidSettingsError(
             "the loss does not depend on any parameter that is trained: all of them are frozen (requires_grad=False), "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import CheckpointError
+from spark_elastic.ml import trust
 
 
 def hollow(module: torch.nn.Module) -> torch.nn.Module:
@@ -41,7 +42,8 @@ def dumps(module: torch.nn.Module) -> bytes:
 
 
 def loads(file: bytes) -> dict[str, Any]:
-    """Raises: CheckpointError: damaged, or more than tensors."""
+    """Raises: CheckpointError: damaged, more than tensors, or this version of torch could be made to run code."""
+    trust.TORCH.check(torch.__version__)
     try:
         weights: dict[str, Any] = torch.load(io.BytesIO(file), weights_only=True, map_location="cpu")
     except Exception as error:

@@ -28,7 +28,16 @@ def run(trainer: Trainer) -> TrainingResult:
     def loop(state: TrainingState) -> TrainingResult:
         trainer.go_on()
         at = state.at
-        return TrainingResult(at.history, at.step, len(at.history), at.stopped, trainer.restored)
+        return TrainingResult(
+            at.history,
+            at.step,
+            len(at.history),
+            at.stopped,
+            trainer.restored,
+            at.diverged,
+            trainer.lost_here,
+            trainer.unsaved,
+        )
 
     try:
         return elastic_loop(loop, frontend)(trainer.state)

@@ -85,6 +85,15 @@ class Engine(Protocol):
 
     def rows(self, sums: Sums) -> int: ...
 
+    def lost(self, sums: Sums) -> float | None:
+        """A loss among the sums of a step that is NaN or infinite; None: there is none. For next to nothing."""
+
+    def lost_here(self) -> bool:
+        """Whether the losses of this worker's own rows of the last step have one."""
+
+    def has_nan(self) -> bool:
+        """Whether a weight that is trained is NaN. Looks at all of them."""
+
     def told(self, sums: Sums) -> dict[str, float]:
         """Of what `logs` gives: what can be told from any thread at any moment, for next to nothing."""
 
@@ -124,11 +133,11 @@ class Engine(Protocol):
 
 
 class TrainingState(HandledState):
-    """With turns: changes that count as progress without being a step, so that those who are ahead are followed."""
+    """With turns: changes that are no step, but after which those who are ahead are followed."""
 
+    _only_optimizers_act = True
     at: Progress
 
     def turn_done(self) -> None:
         """`at` has changed after a collective that some may have missed."""
-        self._advance()
         self.check_host_updates()

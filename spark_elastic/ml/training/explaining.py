@@ -27,7 +27,8 @@ class explained:
         said = str(error) if isinstance(error, SparkElasticError) else f"{type(error).__name__}: {error}"
         raise DataError(
             f"{self._what} cannot deal with the first {self._rows} rows: {said}\nThe tensors were: {seen}. What does "
-            "not fit can be changed by input_shapes, label_shapes, the columns' types or a transformation_fn"
+            "not fit can be changed by input_dtypes, input_shapes, label_shapes, the columns' types or a "
+            "transformation_fn"
         ) from error
 
 

@@ -3,55 +3,87 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from spark_elastic.collective.operations import barrier
-from spark_elastic.errors import CheckpointError, StoreError
-from spark_elastic.ml.training.progress import Phase
+import torch
+
+from spark_elastic.collective.operations import allreduce_, barrier
+from spark_elastic.collective.reduction import Max
+from spark_elastic.errors import CheckpointError
+from spark_elastic.ml.training.progress import Diverged, Phase
+from spark_elastic.ml.training.reporting import notify
+from spark_elastic.ml.training.saving import Saving
 from spark_elastic.ml.training.spec import HISTORY_FILE
 
 if TYPE_CHECKING:
-    from spark_elastic.data.store import Store
     from spark_elastic.ml.training.trainer import Trainer
 
 log = logging.getLogger("spark_elastic.ml")
 
-WRITE_PAUSES_S = (0.5, 2.0)
-"""Before what a whole training has come to is tried to be written again: a storage may be busy."""
+POLL_S = 0.5
+"""How long a worker keeps the others waiting at a time: the end may take minutes, and none of them is stuck."""
 
 
 def finish(trainer: Trainer) -> None:
     """Write the model. Who is rank 0 now does it, again if the last rank 0 is gone, and all wait for it."""
     state, engine = trainer.state, trainer.engine
+    if state.at.diverged is not None:
+        _leave(trainer)
+        return
     engine.finish()
     for callback in trainer.callbacks:
         callback.on_fit_end(trainer.run)
     if trainer.run.wants_restore and engine.keeps_best and state.at.best_epoch is not None:
         engine.use_best()
-    if trainer.rank == 0:
-        store = trainer.training.store
-        _write(store, *engine.model_file())
-        _write(store, HISTORY_FILE, state.at.history.dumps().encode())
-        try:
-            trainer.lasting.drain()
-        except CheckpointError as error:  # the model is there; what is missing is only what it could go on from
-            log.warning("%s", error)
-    barrier()
+    if not trainer.training.allow_nan_loss and engine.has_nan():  # the weights are the same on all workers
+        at = state.at
+        state.at = replace(at, diverged=Diverged(at.step - 1, at.epoch - 1, None))
+        _leave(trainer)
+        return
+    if trainer.rank == 0 and trainer.saving is None:
+        trainer.saving = _saving(trainer)
+    _until_all(trainer)
     state.at = replace(state.at, phase=Phase.DONE, serial=state.at.serial + 1)
 
 
-def _write(store: Store, file: str, data: bytes) -> None:
-    """Raises: StoreError: the store would not have it, several times."""
-    for pause in WRITE_PAUSES_S:
+def _leave(trainer: Trainer) -> None:
+    """End without a model; what was written before stays."""
+    if trainer.rank == 0:
         try:
-            store.write_bytes(file, data)
-            return
-        except Exception as error:  # each kind of storage has its own
-            log.warning("%s could not be written to %s and is tried again: %s", file, store.url, error)
-            time.sleep(pause)
-    try:
-        store.write_bytes(file, data)
-    except Exception as error:
-        raise StoreError(f"the training is done, but {file} cannot be written to {store.url}: {error}") from error
+            trainer.lasting.drain()
+        except CheckpointError as error:
+            log.warning("%s", error)
+    barrier()
+    state = trainer.state
+    state.at = replace(state.at, phase=Phase.DONE, serial=state.at.serial + 1)
+
+
+def _until_all(trainer: Trainer) -> None:
+    """Wait until the files are written, and all hosts have compared the rows with their checksums.
+
+    Raises: DatasetError: rows were damaged. RunTakenError: another driver has the run. HorovodInternalError.
+    """
+    waiting = True
+    while waiting:
+        mine = trainer.saving is None or trainer.saving.over(POLL_S)
+        mine = trainer.rows_checked(POLL_S if mine else 0.0) and mine
+        waiting = bool(allreduce_(torch.tensor([float(not mine)]), op=Max).item())
+
+
+def _saving(trainer: Trainer) -> Saving:
+    training, engine, history = trainer.training, trainer.engine, trainer.state.at.history
+    name, model = engine.model_file()
+
+    def files() -> dict[str, bytes]:
+        try:
+            trainer.lasting.drain()
+        except CheckpointError as error:  # what is missing is only what it could go on from
+            log.warning("%s", error)
+        return {name: model, HISTORY_FILE: history.dumps().encode()}
+
+    def check() -> None:
+        if training.fence is not None:
+            training.fence.check()
+
+    return Saving(training.store, files, check, notify, try_s=trainer.save_s)

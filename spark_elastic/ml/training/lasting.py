@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from spark_elastic import clock
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints, CheckpointWriter, Contents
+from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints, CheckpointWriter, Contents, name_of
 from spark_elastic.ml.training.engine import Engine
 from spark_elastic.ml.training.progress import Progress
+from spark_elastic.ml.training.reporting import notify
 from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan, Training
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ class Lasting:
         self._plan = training.checkpoints or CheckpointPlan(every_epochs=None, keep=1)
         self._verbose = training.verbose > 1
         self._settings = dict(settings)
-        self.checkpoints = Checkpoints(training.store.sub(CHECKPOINTS))
-        self._writer = CheckpointWriter(self.checkpoints, self._plan.keep)
+        self.checkpoints = Checkpoints(training.store.sub(CHECKPOINTS), training.fence)
+        self._writer = CheckpointWriter(self.checkpoints, self._plan.keep, notify)
         self.begin()
 
     def begin(self) -> None:
@@ -55,14 +56,17 @@ class Lasting:
             self._write(trainer, trainer.run.best_of)
 
     def _write(self, trainer: Trainer, best_of: Sequence[str] = ()) -> None:
-        """Copy the state and have it written."""
+        """Copy the state and have it written. Raises: RunTakenError: another driver has the run."""
         if trainer.rank != 0:
             return
+        if self._writer.fenced is not None:
+            raise self._writer.fenced
         self._last = clock.monotonic()
         at = trainer.state.at
         make = trainer.engine.copies(at)
         document = {"at": at.to_json(), "callbacks": callback_states(trainer.callbacks), "settings": self._settings}
-        facts = CheckpointFacts(f"{at.serial:012d}", at.step, at.epoch, at.position, tuple(best_of))
+        token = self.checkpoints.token
+        facts = CheckpointFacts(name_of(at.serial, token), at.step, at.epoch, at.position, tuple(best_of), token)
         self._writer.submit(lambda: Contents(facts, document, make()))
         if self._verbose:
             print(f"a checkpoint of step {at.step} is being written", flush=True)

@@ -14,7 +14,7 @@ from spark_elastic import clock
 from spark_elastic.collective.objects import allgather_object
 from spark_elastic.collective.operations import allreduce_
 from spark_elastic.collective.reduction import Sum
-from spark_elastic.ml.training.progress import Phase, Piece, added
+from spark_elastic.ml.training.progress import Diverged, Phase, Piece, added
 
 if TYPE_CHECKING:
     from spark_elastic.ml.training.trainer import Trainer
@@ -47,6 +47,9 @@ def _step(trainer: Trainer, batch: Any, last: bool) -> None:
     for call in trainer.on_batch_begin:
         call(run)
     measured = trainer.engine.step(batch, at, bool(run.why))
+    if not trainer.training.allow_nan_loss and (loss := trainer.engine.lost(measured.sums)) is not None:
+        _end(trainer, loss)
+        return
     phase, stopped = Phase.TRAIN, at.stopped
     if measured.stop:
         stopped = run.why or "a callback of another worker has asked for it"
@@ -65,6 +68,17 @@ def _step(trainer: Trainer, batch: Any, last: bool) -> None:
     for call in trainer.on_batch_end:
         call(run)
     trainer.lasting.after_step(trainer)
+    state.check_host_updates()
+
+
+def _end(trainer: Trainer, loss: float) -> None:
+    """The loss of a step is no finite number, on all workers alike: it came out of their reduction.
+
+    Nothing is written any more, and no callback is called.
+    """
+    state, at = trainer.state, trainer.state.at
+    trainer.lost_here = trainer.engine.lost_here()
+    state.at = replace(at, phase=Phase.FINISH, serial=at.serial + 1, diverged=Diverged(at.step, at.epoch, loss))
     state.check_host_updates()
 
 

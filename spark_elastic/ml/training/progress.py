@@ -33,6 +33,16 @@ def _nothing() -> Sums:
     return np.zeros(0)
 
 
+@dataclass(frozen=True, slots=True)
+class Diverged:
+    """Why a training has ended that has come to nothing: the loss of a step, or a weight after the last, is no finite
+    number. step, epoch: as of `Progress`, before the step. loss: None: it was finite."""
+
+    step: int
+    epoch: int
+    loss: float | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Progress:
     """The plain part of the state; the tensors are in the model and the optimizer.
@@ -41,6 +51,7 @@ class Progress:
     by age. sums, pieces: of this epoch's training, as the engine measures them. val_*: of the validation under way.
     began: the epoch's start, in seconds since 1970 by the clock of whoever was rank 0; None: not begun. stopped: why
     this is the last epoch, if it is not that by number. best_epoch: the one whose weights are kept as the best.
+    diverged: it ends at once, without a model. Never in a checkpoint.
     """
 
     phase: Phase = Phase.TRAIN
@@ -57,6 +68,7 @@ class Progress:
     history: History = field(default_factory=History)
     stopped: str = ""
     best_epoch: int | None = None
+    diverged: Diverged | None = None
 
     def __deepcopy__(self, memo: Any) -> Progress:
         return self  # the state is copied after every step; nothing in here is ever changed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 from typing import TYPE_CHECKING
@@ -10,12 +11,15 @@ from typing import TYPE_CHECKING
 from spark_elastic import worker_link
 from spark_elastic.ml.history import FACTS, Row
 from spark_elastic.ml.training.progress import Phase, Progress
-from spark_elastic.wire.messages import EpochEnded, LiveProgress
+from spark_elastic.wire.messages import EpochEnded, LiveProgress, Notice
 from spark_elastic.worker_link import WorkerLink
 
 if TYPE_CHECKING:
     from spark_elastic.ml.training.trainer import Trainer
 
+log = logging.getLogger("spark_elastic.ml")
+
+MAX_NOTICE = 1000
 INTERVAL_S = 0.25
 """Between two looks at the training. A person sees no more, and a look costs well below a millisecond."""
 LAST_WORDS_S = 1.0
@@ -78,6 +82,14 @@ class Reporter:
         values = self._trainer.engine.told(at.sums) if at.sums.size else {}
         shown = {name: value for name, value in values.items() if math.isfinite(value)}
         self._link.show(LiveProgress(at.epoch, epochs, at.phase.value, min(rows, total), total, shown))
+
+
+def notify(text: str) -> None:
+    """Say something to people: in the log here, and by the driver, as a line and as one of the job's changes."""
+    log.warning("%s", text)
+    link = worker_link.current()
+    if link is not None:
+        link.show(Notice(text[:MAX_NOTICE]))
 
 
 def reporter_of(trainer: Trainer) -> Reporter | None:

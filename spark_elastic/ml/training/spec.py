@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.history import History
+from spark_elastic.ml.training.progress import Diverged
 
 if TYPE_CHECKING:
     from spark_elastic.data.dataset import Dataset
     from spark_elastic.data.store import Store
+    from spark_elastic.ml.run_lease import Fence
 
 HISTORY_FILE = "history.json"
 CHECKPOINTS = "checkpoints"
@@ -53,7 +55,8 @@ class Training:
     Tensors of the dataset are named "features_0", ...; "label_0", ...; "sample_weight".
 
     dataset: what to train on; its split "validation" is evaluated after every epoch, if it is there.
-    store: the folder of this run: the trained model, the history and the checkpoints go there.
+    store: the folder of this run: the trained model, the history and the checkpoints go there. fence: of the driver
+        that has it; None: nobody else can have it.
     transformation_fn: of the columns of a batch, {name: array or list}, to those that are trained on, with as many
         rows.
     batch_size: rows of a global batch, which is one optimizer step; workers share it. per_worker_batch_size instead of
@@ -64,10 +67,12 @@ class Training:
         rank): the same again if the step is done again, other ones in other worlds.
     clip_norm, clip_value: bounds of the reduced gradient's norm, or of each of its values.
     compression: of gradients on the wire: "none", "fp16", "bf16".
+    sync_batch_norm: whether batch normalisation takes the statistics of all workers' rows of a batch.
     checkpoints: None: none but those that callbacks ask for. resume_from: one that `Checkpoints.latest` has found.
     num_threads: of the framework in each worker. None: the workers of a host share its cores.
     input_shapes, label_shapes: of one row, for each tensor; None: as stored.
     prefetch: batches that are read ahead.
+    allow_nan_loss: the training goes on where the loss is not finite; otherwise it ends, without a model.
     verbose: 0: silent; 1: rank 0 prints a line for each epoch; 2: and for checkpoints.
     """
 
@@ -84,8 +89,10 @@ class Training:
     clip_norm: float | None = None
     clip_value: float | None = None
     compression: str = "none"
+    sync_batch_norm: bool = True
     checkpoints: CheckpointPlan | None = None
     resume_from: str | None = None
+    fence: Fence | None = None
     device: str | None = None
     num_threads: int | None = None
     input_shapes: Sequence[Sequence[int] | None] | None = None
@@ -93,6 +100,7 @@ class Training:
     prefetch: int = 3
     cache_dir: str | None = None
     cache_bytes: int | None = None
+    allow_nan_loss: bool = False
     verbose: int = 1
 
     def __post_init__(self) -> None:
@@ -120,7 +128,9 @@ class TrainingResult:
     """What a training returns in each worker; equal in all of them but for the clock.
 
     steps: optimizer steps. epochs: that were done. stopped: why before the last epoch; "" otherwise. restored: the
-    epoch whose weights the trained model has, if not those of the last step.
+    epoch whose weights the trained model has, if not those of the last step. diverged: why there is no trained model.
+    lost_here: this worker's own rows had the loss that ended the training; not equal in all. unsaved: files by name
+    that rank 0 could not write to the store.
     """
 
     history: History
@@ -128,3 +138,6 @@ class TrainingResult:
     epochs: int
     stopped: str = ""
     restored: int | None = None
+    diverged: Diverged | None = None
+    lost_here: bool = False
+    unsaved: Mapping[str, bytes] = field(default_factory=dict)

@@ -8,6 +8,7 @@ change.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 from spark_elastic.collective.process import process
@@ -22,6 +23,7 @@ from spark_elastic.ml.training.passes import train, validate
 from spark_elastic.ml.training.progress import Phase
 from spark_elastic.ml.training.reporting import reporter_of
 from spark_elastic.ml.training.run_view import RunView
+from spark_elastic.ml.training.saving import Saving, timeout_s
 from spark_elastic.ml.training.spec import Training
 
 PHASES: dict[Phase, Callable[[Trainer], None]] = {
@@ -53,9 +55,14 @@ class Trainer:
         self.on_batch_begin = overridden(self.callbacks, "on_batch_begin")
         self.on_batch_end = overridden(self.callbacks, "on_batch_end")
         self.rank, self.size = 0, 1
+        self.lost_here = False
+        """Whether the rows of this worker had the loss that ended the training."""
         self._readers: dict[str, BatchReader] = {}
         self.reporter = reporter_of(self)
         self._begun = False
+        self.save_s = timeout_s(os.environ)
+        self.saving: Saving | None = None
+        """Of what the training has come to; None: this worker was not rank 0 then."""
         self.reader("train").bring()  # here, and not in the first step, for which all the others would wait
 
     def go_on(self) -> None:
@@ -65,6 +72,9 @@ class Trainer:
         """
         position = process.require()
         self.rank, self.size = position.rank, position.size
+        at = self.state.at
+        if at.phase is Phase.DONE:
+            return  # a worker was lost after the end: the others have taken up what they had come to
         self.engine.use_threads(threads_for(self.training.num_threads, host_cores(), position.local_size))
         self.engine.enter(self.rank, self.size)
         self.run.forget()
@@ -89,7 +99,18 @@ class Trainer:
     def restored(self) -> int | None:
         return self.state.at.best_epoch if self.run.wants_restore else None
 
+    @property
+    def unsaved(self) -> dict[str, bytes]:
+        """Files that the store would not have."""
+        return self.saving.left if self.saving is not None and self.rank == 0 else {}
+
+    def rows_checked(self, timeout_s: float) -> bool:
+        """Whether the rows that this worker has read are known to be those that were written, see `BatchReader`."""
+        return all(reader.checked(timeout_s) for reader in self._readers.values())
+
     def close(self) -> None:
+        if self.saving is not None:
+            self.saving.close()
         if self.reporter is not None:
             self.reporter.close()
         for reader in self._readers.values():

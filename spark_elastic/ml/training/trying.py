@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import TypeVar
@@ -15,7 +16,11 @@ from spark_elastic.ml.history import FACTS
 from spark_elastic.ml.training.lasting import callback_states
 from spark_elastic.ml.training.spec import Training
 
+log = logging.getLogger("spark_elastic.ml")
+
 T = TypeVar("T", bound=Training)
+
+log = logging.getLogger("spark_elastic.ml")
 
 
 def travelled(training: T) -> T:
@@ -45,6 +50,18 @@ def check_names(metrics: Iterable[str]) -> None:
             raise InvalidSettingsError(f"a metric cannot be called {name!r}: the history has a column of that name")
 
 
+def say_averaged(metrics: Sequence[str], instead: str) -> None:
+    """Say what becomes of metrics that are functions which return one number for all rows that they are given."""
+    if metrics:
+        log.warning(
+            "the metric %s returns one number for the rows that it is given, which are a worker's share of a batch; "
+            "these numbers are averaged, each by its rows. That is right for a mean over rows, such as an accuracy, "
+            "and wrong for what is not one: AUC, F1, a root of a mean. Return a value for each row, or take %s",
+            ", ".join(metrics),
+            instead,
+        )
+
+
 def row_of(training: Training, logs: Mapping[str, float]) -> dict[str, float]:
     """A row of the history, as far as its columns go. logs: of training, without what is known of each epoch."""
     row = dict.fromkeys(FACTS, 1.0) | dict(logs)
@@ -69,3 +86,15 @@ def check_states(callbacks: Sequence[Callback]) -> None:
                 f"the training's state cannot be written: state_dict() of {type(callback).__name__} is not for JSON: "
                 f"{error}"
             ) from error
+
+
+def tell_unconverted(layers: Sequence[str], method: str, instead: str) -> None:
+    """Warn of layers whose batch statistics will be those of each worker's own rows."""
+    if layers:
+        log.warning(
+            "batch statistics of %s are not synchronised, because the class has a %s of its own: what is learnt will "
+            "depend on the number of workers. Use %s, or set sync_batch_norm=False to accept it",
+            ", ".join(layers),
+            method,
+            instead,
+        )

@@ -10,15 +10,8 @@ import tensorflow as tf
 
 from spark_elastic.collective.handled_values import StateHandler
 from spark_elastic.errors import UsageError
-from spark_elastic.keras.elastic.handlers import VariablesHandler
+from spark_elastic.keras.elastic.handlers import ListHandler
 from spark_elastic.keras.elastic.state import KerasState
-
-
-class _ListHandler(VariablesHandler):
-    what = "the list of variables"
-
-    def variables(self) -> list[Any]:
-        return list(self.value)
 
 
 class TensorFlowState(KerasState):
@@ -49,4 +42,4 @@ class TensorFlowState(KerasState):
         super().__init__(variables=kept, **kwargs)
 
     def _handler_for(self, value: Any) -> StateHandler | None:
-        return _ListHandler(value) if value is self._kept else super()._handler_for(value)
+        return ListHandler(value) if value is self._kept else super()._handler_for(value)

@@ -19,16 +19,23 @@ class ModelStateHandler(StateHandler):
     def __init__(self, value: Any) -> None:
         super().__init__(value)
         self._buffers: list[torch.Tensor] = []
+        self._parameters: list[torch.Tensor] | None = None
+        self._modules: list[torch.nn.Module] | None = None
         plain = torch.nn.Module.get_extra_state
         self._has_extra = any(type(module).get_extra_state is not plain for module in value.modules())
 
-    def begin_save(self) -> None:
-        super().begin_save()
+    def save(self) -> None:
+        self._modules = None
+        super().save()
         buffers = self.buffers()
         if [b.shape for b in self._buffers] != [b.shape for b in buffers]:
             self._buffers = [buffer.detach().clone() for buffer in buffers]
         else:
             copy_all(self._buffers, buffers)
+
+    def set_value(self, value: Any) -> None:
+        self._parameters = None
+        super().set_value(value)
 
     def restore(self) -> None:
         super().restore()
@@ -38,11 +45,11 @@ class ModelStateHandler(StateHandler):
         return dict(self.value.state_dict(keep_vars=True))
 
     def layout(self) -> Layout:
-        return [
-            Slice(key, tuple(tensor.shape), tensor.dtype, False)
-            for key, tensor in self._own().items()
-            if isinstance(tensor, torch.Tensor)
-        ]
+        return self.present()[0]
+
+    def present(self) -> tuple[Layout, list[torch.Tensor]]:
+        own = {key: value for key, value in self._own().items() if isinstance(value, torch.Tensor)}
+        return [Slice(key, tuple(value.shape), value.dtype, False) for key, value in own.items()], list(own.values())
 
     def tensors(self, layout: Layout) -> list[torch.Tensor]:
         own = self._own()
@@ -68,9 +75,18 @@ class ModelStateHandler(StateHandler):
         if light:
             self.value.load_state_dict(light, strict=False)
 
+    def versions(self) -> list[int]:
+        """Return torch's counters of in-place changes, of each parameter."""
+        if self._parameters is None:
+            self._parameters = list(self.value.parameters())
+        return [0 if param.is_inference() else param._version for param in self._parameters]
+
     def buffers(self) -> list[torch.Tensor]:
-        """What a forward pass may change: running means and the like."""
-        return list(self.value.buffers())
+        """What a forward pass may change: running means and the like. Asked for after each step, so that the tree of
+        modules is walked at commits only."""
+        if self._modules is None:
+            self._modules = list(self.value.modules())
+        return [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
 
 
 class OptimizerStateHandler(StateHandler):
@@ -80,14 +96,17 @@ class OptimizerStateHandler(StateHandler):
         return [param for group in self.value.param_groups for param in group["params"]]
 
     def layout(self) -> Layout:
+        return self.present()[0]
+
+    def present(self) -> tuple[Layout, list[torch.Tensor]]:
+        layout, tensors = [], []
         state = self.value.state
-        return [
-            Slice((index, name), tuple(value.shape), value.dtype, value.device != param.device)
-            for index, param in enumerate(self._params())
-            if param in state
-            for name, value in state[param].items()
-            if isinstance(value, torch.Tensor)
-        ]
+        for index, param in enumerate(self._params()):
+            for name, value in state[param].items() if param in state else ():
+                if isinstance(value, torch.Tensor):
+                    layout.append(Slice((index, name), tuple(value.shape), value.dtype, value.device != param.device))
+                    tensors.append(value)
+        return layout, tensors
 
     def tensors(self, layout: Layout) -> list[torch.Tensor]:
         params = self._params()

@@ -11,7 +11,6 @@ import numpy as np
 import torch.utils.data
 
 from spark_elastic.collective.process import process
-from spark_elastic.core.recovery import records_to_keep
 from spark_elastic.core.sampling import EpochOrder, Indices, needs_padding, rows_done, share
 
 _CHUNK = 8192
@@ -44,6 +43,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.batch_size = batch_size
+        self._before_step = 0
         self.epoch = 0
         self._done = 0
         self._drops_last = False
@@ -55,6 +55,11 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     @property
     def processed_num(self) -> int:
         """Rows of this epoch that are done, on all ranks together."""
+        if self._drops_last:
+            # shares are equal, and rows that fill no batch of their share are left out: all ranks see that alike
+            if self._taken and self._taken + (self.batch_size or 1) > self._share:
+                return self._rows
+            return self._base + self._taken * self.num_replicas
         return rows_done(self._rows, self._base, self._taken, self.rank, self.num_replicas, self._padded)
 
     @property
@@ -116,6 +121,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._taken = 0
         self._deal()
         self.records = 0
+        self._at_step = 0
         self._history: deque[tuple[int, int]] = deque([(0, 0)], maxlen=_HISTORY)
 
     def _deal(self) -> None:
@@ -134,12 +140,20 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     def start_counting(self) -> None:
         """Count records from here: the state stands at a resume point."""
         self.records = 0
+        self._at_step = 0
         self._history.clear()
         self._history.append((0, self._taken))
 
-    def drop_records_beyond(self, steps: int, passes: int = 1) -> None:
-        """Take back the records that belong to the optimizer step after `steps`, counted as the records are."""
-        keep = records_to_keep(self.records, steps, passes)
+    def learn_records_before_step(self) -> None:
+        """The first step since counting began is entered: what was recorded so far, the loop records before a step."""
+        self._before_step = self.records
+
+    def step_applied(self) -> None:
+        self._at_step = self.records
+
+    def drop_records_of_step(self) -> None:
+        """Take back the records that belong to the step that is done again."""
+        keep = self._at_step = max(self._at_step, self.records - self._before_step)
         if keep == self.records:
             return
         for number, taken in self._history:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from spark_elastic.collective.handled_state import HandledState
 from spark_elastic.collective.handled_values import StateHandler, copy_all
+from spark_elastic.core.plain_values import same
 from spark_elastic.core.recovery import Recovery
+from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.torch.elastic.handlers import (
     ModelStateHandler,
     OptimizerStateHandler,
     SamplerStateHandler,
+    StateDictHandler,
     handler_for,
 )
+from spark_elastic.torch.elastic.sampler import ElasticSampler
 from spark_elastic.torch.optimizer import DistributedOptimizerMixin
 
 
@@ -37,6 +42,12 @@ class TorchState(HandledState):
         self._counted: dict[str, Any] = {}
         self._buffer_copies: dict[str, list[torch.Tensor]] = {}
         self._put_off = 0
+        self._at_mark: list[int] = []
+        self._at_call: list[int] | None = None
+        self._acts_before_step = False
+        self._first_to_step: str | None = None
+        self._at_first_step: Any = None
+        self._counts_rarely = False
         super().__init__(model=model, optimizer=optimizer, **kwargs)
         for name in self._handlers:
             self._replaced(name)
@@ -52,6 +63,82 @@ class TorchState(HandledState):
 
     # --- what the loop calls --------------------------------------------------------------------
 
+    def _mark_resume_point(self, committed: bool = False, called: bool = False) -> None:
+        if not self._only_optimizers_act and not committed:
+            self._at_mark = self._parameter_versions()
+        super()._mark_resume_point(committed, called)
+
+    def _call_begins(self) -> None:
+        if not self._only_optimizers_act:
+            self._at_call = self._at_mark
+            self._first_to_step = None
+            self._at_first_step = None
+            light = {name: self._handlers[name].light() for name in self._stateful()}
+            self._follow.begin({**self._plain_values(), **light})
+
+    def _enters_step(self, optimizer: str) -> None:
+        if self._only_optimizers_act or not self._in_loop:
+            return
+        if self._at_call is not None:
+            self._acts_before_step |= self._at_call != self._parameter_versions()
+            self._at_call = None
+            for sampler in self._samplers():
+                sampler.learn_records_before_step()
+        if self._first_to_step is None:
+            self._first_to_step = optimizer
+            self._at_first_step = self._counts()
+        elif optimizer == self._first_to_step and self._at_first_step is not None:
+            self._counts_rarely |= self._has_not_counted()
+            self._at_first_step = None
+        self._follow.entering(self._value_of)
+
+    def _counts(self) -> dict[str, Any]:
+        """Return what tells the loop how far it has come."""
+        light = {
+            name: handler.light()
+            for name, handler in self._handlers.items()
+            if isinstance(handler, (StateDictHandler, SamplerStateHandler))
+        }
+        return {**self._plain_values(), **light}
+
+    def _has_not_counted(self) -> bool:
+        return bool(self._at_first_step) and same(self._at_first_step, self._counts())
+
+    def _amid(self, error: HorovodInternalError) -> bool:
+        if self._only_optimizers_act:
+            return False
+        failed = getattr(error, "reducer", None)
+        distributed = self._distributed()
+        first = distributed.get(self._first_to_step or "")
+        if len(distributed) > 1 and first is not None and failed is not None and failed is not first._reducer:
+            return True
+        return self._counts_rarely or self._has_not_counted()
+
+    def _samplers(self) -> list[ElasticSampler]:
+        return [handler.value for handler in self._handlers.values() if isinstance(handler, SamplerStateHandler)]
+
+    def _altered(self, stepped: bool) -> bool:
+        if self._only_optimizers_act:
+            return False
+        return self._acts_before_step if stepped else self._at_mark != self._parameter_versions()
+
+    def _parameter_versions(self) -> list[int]:
+        """Return numbers that grow when something changes a parameter in place."""
+        modules = [handler for handler in self._handlers.values() if isinstance(handler, ModelStateHandler)]
+        return [number for handler in modules for number in handler.versions()]
+
+    def _stateful(self) -> list[str]:
+        return [name for name, handler in self._handlers.items() if isinstance(handler, StateDictHandler)]
+
+    def _value_of(self, name: str) -> Any:
+        handler = self._handlers.get(name)
+        return getattr(self, name) if handler is None else handler.light()
+
+    def _put_back(self, values: dict[str, Any]) -> None:
+        for name in values.keys() & self._handlers.keys():
+            self._handlers[name].set_light(values[name])
+        super()._put_back({name: value for name, value in values.items() if name not in self._handlers})
+
     def _start_counting(self) -> None:
         super()._start_counting()
         for handler in self._handlers.values():
@@ -59,12 +146,23 @@ class TorchState(HandledState):
                 handler.value.start_counting()
         self._save_buffers()
 
-    def _may_leave(self) -> bool:
-        """Not between the backward passes of one step, whose gradients would be lost; unless the loop only ever checks
-        there: then the passes since the last step are given up."""
+    def _may_mark(self) -> bool:
+        """Not between `backward` and the optimizer's step, nor between the passes of one step: the batches would count
+        as done, and their gradients would be lost."""
+        if not super()._may_mark():
+            return False
         passes = [o.backward_passes_per_step for o in self._distributed().values() if o._reducer.accumulating]
         self._put_off = self._put_off + 1 if passes else 0
-        return not passes or self._put_off > 2 * max(passes)
+        if passes and self._put_off > 2 * max(passes):
+            raise UsageError(
+                f"the last {self._put_off} calls of state.commit() or state.check_host_updates() came between "
+                "loss.backward() and optimizer.step(), where a training cannot be resumed; call them after "
+                "optimizer.step()"
+            )
+        return not passes
+
+    def _may_leave(self) -> bool:
+        return not any(o._reducer.accumulating for o in self._distributed().values())
 
     def _interrupted(self) -> None:
         self._drop_gradients()
@@ -74,11 +172,8 @@ class TorchState(HandledState):
             for name, copies in self._buffer_copies.items():
                 copy_all(self._handlers[name].buffers(), copies)  # type: ignore[attr-defined]
         if choice is Recovery.LIVE:
-            steps = max(self._steps.values())
-            passes = max((o.backward_passes_per_step for o in self._distributed().values()), default=1)
-            for handler in self._handlers.values():
-                if isinstance(handler, SamplerStateHandler):
-                    handler.value.drop_records_beyond(steps, passes)
+            for sampler in self._samplers():
+                sampler.drop_records_of_step()
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
@@ -110,20 +205,22 @@ class TorchState(HandledState):
             if state is not None:
                 state._stepped(name)
 
-        def finish_save(*_: Any) -> None:
+        def entering(*_: Any) -> None:
             state = owner()
             if state is not None:
-                state._finish_save()
+                state._enters_step(name)
 
-        self._counted[name] = [
-            optimizer.register_step_pre_hook(finish_save),
-            optimizer.register_step_post_hook(stepped),
-        ]
-        if isinstance(optimizer, DistributedOptimizerMixin):
-            optimizer._reducer.while_waiting = finish_save
+        if isinstance(optimizer, DistributedOptimizerMixin):  # before what a loop does between reduction and step
+            before: Any = _Watch(optimizer._reducer.on_reduced, entering)
+        else:
+            before = optimizer.register_step_pre_hook(entering)
+        self._counted[name] = [before, optimizer.register_step_post_hook(stepped)]
 
     def _stepped(self, optimizer: str) -> None:
         super()._stepped(optimizer)
+        self._follow.stepped()
+        for sampler in self._samplers():
+            sampler.step_applied()
         if self._buffer_copies:
             self._save_buffers()
 
@@ -140,6 +237,17 @@ class TorchState(HandledState):
                 self._buffer_copies[name] = [buffer.detach().clone() for buffer in buffers]
             else:
                 copy_all(copies, buffers)
+
+
+class _Watch:
+    """A function in a list of those to call, until it is removed."""
+
+    def __init__(self, watchers: list[Callable[[], None]], watcher: Callable[[], None]) -> None:
+        self._watchers, self._watcher = watchers, watcher
+        watchers.append(watcher)
+
+    def remove(self) -> None:
+        self._watchers.remove(self._watcher)
 
 
 def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:

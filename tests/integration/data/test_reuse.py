@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import fsspec
 import numpy as np
 import pytest
 from pyspark.sql import functions as F
 
-from spark_elastic.data import cache
+from spark_elastic.data import cache, materialization
 from spark_elastic.data.cache import SETS, clear_cache, delete_unkept
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
@@ -21,6 +26,7 @@ from spark_elastic.errors import DatasetError
 from tests.integration.data.conftest import Rows
 from tests.integration.processes import wait_until
 
+ROOT = Path(__file__).resolve().parents[3]
 X = {"x": "x"}
 
 
@@ -110,6 +116,36 @@ def test_functions_of_the_user_are_told_apart(spark, store):
     second = materialize(frame.select(triple("id").alias("x")), X, store=store)
     assert sorted(Rows(first)["x"].tolist()) == [2, 4]
     assert sorted(Rows(second)["x"].tolist()) == [3, 6]
+
+
+def program(folder):
+    """What another program says of the queries on these tables, see `finding_again`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.data.finding_again", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_kept_set_is_found_again_by_another_program_and_only_by_the_same_query(spark, tmp_path):
+    frame = spark.range(0, 100, 1, 2).select(F.col("id").alias("x"), (F.col("id") % 5).cast("double").alias("v"))
+    for name in ("table", "other"):
+        frame.write.parquet(str(tmp_path / name))
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "a.csv").write_text("x,text\n1,a\n")
+    first, second = program(tmp_path), program(tmp_path)
+    assert first["set"] == second["set"]
+    assert first["rows"] == 89
+    same = [name for name, key in first["keys"].items() if key is not None and key == second["keys"][name]]
+    assert same == [name for name in first["keys"] if not name.startswith(("session: ", "never: "))]
+    assert [name for name, key in first["keys"].items() if key is None] == [n for n in first["keys"] if "never" in n]
+    known = [key for key in first["keys"].values() if key is not None]
+    assert len(set(known)) == len(known), "queries that differ are told apart within a program"
 
 
 def test_a_name_finds_the_set_whatever_became_of_the_query(spark, store):
@@ -254,7 +290,7 @@ def test_of_two_processes_that_write_at_once_one_commits_and_both_read_it(spark,
 
     request = module.Request(X, {}, {}, {}, (), {}, False, None, 0, 1 << 20, None)
     racing = frame.select(commit_meanwhile("x").alias("x"))
-    ours = module._write(racing, request, theirs.store, theirs.manifest.key, {}, False, 0)
+    ours = module._write(racing, request, theirs.store, theirs.manifest.key, {}, False, 0, findable=True)
     assert ours.manifest == theirs.manifest
     runs = {entry.path for entry in ours.store.list() if entry.is_dir} - {"leases"}
     assert len(runs) == 1  # nothing of the slower one is left
@@ -282,6 +318,21 @@ def test_a_set_that_another_fit_reads_stays(spark, store, table):
         assert Dataset.open(dataset.store) == dataset
     assert clear_cache(store) == [dataset.store.url.rpartition("/")[2]]
     assert store.list(SETS) == []
+
+
+def test_a_set_that_is_looked_at_is_not_taken_by_a_fit_that_ends_beside(spark, store, table, monkeypatch):
+    query = spark.read.parquet(table)
+    first = materialize(query, X, store=store)
+    cache.give_back(first.store, cache.Limits(nbytes=1 << 30), 0.0)
+    find = materialization._find
+
+    def find_and_wait(*asked):
+        found = find(*asked)
+        assert cache.collect_unkept(cache.Limits(nbytes=0), time.time()) == []
+        return found
+
+    monkeypatch.setattr(materialization, "_find", find_and_wait)
+    assert len(Rows(materialize(query, X, store=store))["x"]) == 100
 
 
 def test_the_rows_set_aside_are_a_share_drawn_by_the_seed(spark, store):

@@ -13,12 +13,14 @@ def rank_and_size():
     return assignment.world.member(assignment.worker).rank, assignment.world.size
 
 
-def steps(folder, until):
+def steps(folder, until, before_step=None):
     """Count to `until` together: a step is applied when every member of the world has said it; returns the count.
 
-    Writes `pid-RANK-ROUND` at each new world and `step-N` at each applied step, so that a test can wait for them.
+    Calls `before_step(rank, step)`. Writes `pid-RANK-ROUND` at each new world and `step-N` at each applied step, so
+    that a test can wait for them.
     """
     from spark_elastic import worker_link
+    from spark_elastic.core.version import StateVersion
     from spark_elastic.errors import HorovodInternalError
     from spark_elastic.worker_link import Assignment
 
@@ -35,14 +37,16 @@ def steps(folder, until):
             link.kv_set(world.round, f"state-{rank}", str(done).encode())
             held = link.kv_get(world.round, [f"state-{r}" for r in range(world.size)], 30)
             done = int(held[world.root])
-            link.report_progress(done)
+            link.report_version(StateVersion(steps=done))
             Path(folder, f"pid-{rank}-{world.round}").write_text(str(os.getpid()))
             while done < until:
+                if before_step is not None:
+                    before_step(rank, done)
                 seen = "1" if link.updates_seen() > position.updates_seen else ""
                 link.kv_set(world.round, f"{rank}-{done}", seen.encode())
                 said = link.kv_get(world.round, [f"{r}-{done}" for r in range(world.size)], 30)
                 done += 1
-                link.report_progress(done)
+                link.report_version(StateVersion(steps=done))
                 Path(folder, f"step-{done}").touch()
                 if any(said):
                     break
@@ -51,4 +55,4 @@ def steps(folder, until):
                 return done
         except HorovodInternalError:
             pass
-        position = link.join(world.round, done)
+        position = link.join(world.round, StateVersion(steps=done))

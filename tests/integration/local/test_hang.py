@@ -1,4 +1,4 @@
-"""A worker that is alive, sends heartbeats, and never comes to the collective."""
+"""Workers that are alive: one that sends heartbeats and never comes to the collective, one that cannot send them."""
 
 from pathlib import Path
 
@@ -31,6 +31,27 @@ def train_and_hang(folder):
         return state.step, model.weight.tolist()
 
     return loop(state)
+
+
+def train_with_a_long_call(hold_s):
+    import ctypes
+
+    import torch
+
+    import spark_elastic.torch as hvd
+
+    hvd.init()
+    for step in range(3):
+        if step == 1 and hvd.rank() == 1:
+            ctypes.PyDLL(None).usleep(int(hold_s * 1e6))  # PyDLL: the interpreter's lock is kept during the call
+        total = hvd.allreduce(torch.ones(1), op=hvd.Sum)
+    return total.item()
+
+
+def test_a_call_that_holds_the_interpreters_lock_costs_no_worker(start_job):
+    job = start_job(train_with_a_long_call, (6.0,), num_proc=2, heartbeat_timeout=2.0, preimport=("torch",))
+    assert job.result(120) == [2.0, 2.0]
+    assert not [record for record in job.events() if isinstance(record, WorkerLeft)]
 
 
 def test_a_worker_that_spins_is_removed_after_the_stall_timeout(start_job, tmp_path):

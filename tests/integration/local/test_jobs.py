@@ -17,6 +17,7 @@ from spark_elastic.errors import (
     UserFunctionError,
     WorkerStartError,
 )
+from spark_elastic.ml.training.reporting import notify
 from tests.integration.local import loops
 from tests.integration.processes import GONE_S, wait_until
 
@@ -41,6 +42,16 @@ def wait_for_round(job, round, size):
 
 def test_results_come_by_rank(start_job):
     assert start_job(loops.rank_and_size, num_proc=3).result(60) == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_what_a_worker_has_to_say_to_people_is_one_of_the_changes(start_job):
+    def speak():
+        loops.rank_and_size()
+        notify("the disk is full")
+
+    job = start_job(speak, num_proc=1)
+    job.result(60)
+    assert [str(change) for change in job.changes() if change.kind == "notice"] == ["rank 0: the disk is full"]
 
 
 def test_a_big_result_comes_whole(start_job):
@@ -84,6 +95,8 @@ def test_a_killed_agent_takes_its_worker_along_and_is_replaced(start_job, tmp_pa
     os.kill(agent, signal.SIGKILL)
     wait_for_round(job, 3, 2)
     assert job._driver._launcher.agent_pids()[slot] != agent
+    lost = [change for change in job.changes() if change.kind == "lost"]
+    assert [change.reason for change in lost] == ["its agent was killed by signal 9 (SIGKILL)"]
 
 
 def test_a_stopped_worker_is_removed_after_the_heartbeat_timeout(start_job, tmp_path):

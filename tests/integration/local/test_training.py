@@ -26,8 +26,9 @@ def undisturbed(data, tmp_path_factory):
     return trainings.alone(trainings.make_training(data, folder)), trainings.weights(folder)
 
 
-def train_with_kills(data, folder, kills):
-    """kills: [(event, count, rank)]; each happens once in the whole job, whoever has that rank then."""
+def train_with_kills(data, folder, kills, ends=()):
+    """kills: [(event, count, rank)], ends: ranks that die while they return the model; each happens once in the whole
+    job, whoever has that rank then."""
     import spark_elastic.torch as hvd
 
     def kill(number, rank):
@@ -40,7 +41,10 @@ def train_with_kills(data, folder, kills):
         trainings.At(event, count, lambda number=number, rank=rank: kill(number, rank))
         for number, (event, count, rank) in enumerate(kills)
     ]
-    return trainings.outcome(trainings.make_training(data, folder, callbacks=callbacks))
+    result = trainings.outcome(trainings.make_training(data, folder, callbacks=callbacks))
+    for number, rank in enumerate(ends, start=len(kills)):
+        kill(number, rank)
+    return result
 
 
 def sizes(job):
@@ -70,3 +74,15 @@ def test_an_error_in_the_training_ends_the_job_with_its_message(start_job, data,
 
     with pytest.raises(Exception, match="the metric wrong is neither a function of"):
         start_job(wrong, (str(tmp_path),), num_proc=2, preimport=PREIMPORT).result(60)
+
+
+@pytest.mark.parametrize("ends", [[0], [2], [0, 0]], ids=["rank 0", "the last rank", "rank 0 and the one after it"])
+def test_a_worker_that_dies_while_it_returns_the_model_takes_nothing_along(
+    start_job, data, tmp_path, undisturbed, ends
+):
+    job = start_job(train_with_kills, (data, str(tmp_path), [], ends), num_proc=3, min_num_proc=1, preimport=PREIMPORT)
+    results = job.result(120)
+    assert len(list(tmp_path.glob("killed-*"))) == len(ends)
+    assert len(results) == sizes(job)[-1]
+    for result in results:
+        assert_as_undisturbed(result, tmp_path, undisturbed)

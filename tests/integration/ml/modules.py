@@ -26,6 +26,18 @@ class Logging(nn.Module):
         return x.sum(dim=1)
 
 
+class Ids(nn.Module):
+    """Of integers [rows, 2] and a number [rows, 1]: the integers again, which it learns nothing about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.price = nn.Linear(1, 1)
+
+    def forward(self, ids: torch.Tensor, price: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert ids.dtype == torch.int64
+        return self.price(price).squeeze(1), ids
+
+
 class TwoInputs(nn.Module):
     """Of numbers [rows, 3] and a word's number [rows]: two outputs."""
 

@@ -19,12 +19,13 @@ from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationS
 from pyspark.sql import functions as F
 from torch import nn
 
-from spark_elastic import ElasticTorchEstimator
+from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
 from spark_elastic.data.cache import delete_unkept
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, DataError
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.persistence import trusted_files
+from tests.integration.ml.modules import Ids
 from tests.integration.processes import wait_until
 from tests.unit.ml.torch.estimators import HereEstimator, make_set, weights_of
 from tests.unit.ml.torch.estimators import estimator as small_estimator
@@ -215,9 +216,35 @@ def test_rows_that_cannot_be_trained_on_are_named_before_any_worker_starts(
     assert not hasattr(estimator, "training")
 
 
+def test_integers_reach_the_model_as_they_are_or_are_refused_when_rows_are_written(spark: Any, tmp_path: Path) -> None:
+    rows = [(20_000_001 + index, 2**40 + index, float(index)) for index in range(8)]
+    df = spark.createDataFrame(rows, "user long, item long, price double").withColumn("label", F.col("price"))
+    made = HereEstimator(
+        model=Ids(),
+        optimizer=adam,
+        loss=nn.MSELoss(),
+        feature_cols=[["user", "item"], ["price"]],
+        label_cols=["label"],
+        validation=0.3,
+        verbose=0,
+    )
+    made.fit(df).save(str(tmp_path / "model"))
+    loaded = ElasticTorchModel.load(str(tmp_path / "model"), trusted=True)
+    for row in loaded.transform(df).collect():
+        assert row.output_1 == [row.user, row.item]
+    with pytest.raises(DataError, match=r"'user': .* integers such as 2000000\d .* float32 holds exactly") as caught:
+        made.setFeatureCols([["user", "price"], ["item"]]).fit(df)
+    assert "input_dtypes=[...]" in str(caught.value)
+    whole = df.withColumn("user", F.col("user").cast("decimal(38, 0)"))
+    with pytest.raises(DataError, match=r"'user': .* integers such as"):
+        made.setFeatureCols([["user", "price"], ["item"]]).fit(whole)
+
+
 def test_nan_is_allowed_where_data_options_say_so(digits: Any) -> None:
     df = prepared(digits[0]).withColumn("p1", F.when(F.col("p20") > 0.5, float("nan")).otherwise(0.0))
-    estimator = HereEstimator(**digit_settings(feature_cols=PIXELS, epochs=1, data_options={"allow_nan": True}))
+    estimator = HereEstimator(
+        **digit_settings(feature_cols=PIXELS, epochs=1, data_options={"allow_nan": True}, allow_nan_loss=True)
+    )
     assert len(estimator.fit(df).history) == 1
 
 

@@ -11,7 +11,7 @@ import torch
 from pyspark.errors import PythonException
 from pyspark.ml import PipelineModel
 from pyspark.ml.evaluation import BinaryClassificationEvaluator, RegressionEvaluator
-from pyspark.ml.linalg import Vectors
+from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import functions as F
 from torch import nn
 
@@ -22,6 +22,7 @@ from spark_elastic.ml.history import History
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.outputs import OutputShape
 from spark_elastic.ml.persistence import trusted_files
+from spark_elastic.ml.trust import TRUST_VARIABLE
 from tests.integration.ml.modules import Logging, TwoInputs
 
 JOINED = TensorField("features_0", ("a", "v"), "<f4", (3,))
@@ -105,6 +106,23 @@ def test_a_null_is_an_error_that_names_the_column(rows: Any) -> None:
         model.transform(rows.withColumn("a", F.when(F.col("id") != 5, F.col("a")))).collect()
 
 
+def test_rows_without_a_value_are_refused_left_out_or_get_null_in_all_added_columns(rows: Any, tmp_path: Path) -> None:
+    vectors = F.udf(lambda v, i: Vectors.dense([float("nan"), 1.0]) if i == 9 else v, VectorUDT())
+    bad = rows.withColumn("a", F.when(F.col("id") != 5, F.col("a"))).withColumn("v", vectors("v", "id"))
+    settings = {"rule": "argmax", "output_type": "vector", "probability_col": "probability"}
+    module = nn.Linear(3, 2)
+    model_of(module, [JOINED], OutputShape("<f4", (2,)), **settings).save(str(tmp_path / "model"))
+    model = ElasticTorchModel.load(str(tmp_path / "model"))
+    with pytest.raises(PythonException, match=r"hold (null|NaN).*handle_invalid='skip'"):
+        model.transform(bad).collect()
+    added = ["output", "prediction", "probability"]
+    kept = model.setHandleInvalid("keep").transform(bad).orderBy("id").select("id", *added).collect()
+    assert [row.id for row in kept if row[1:] == (None, None, None)] == [5, 9]
+    assert all(None not in row for row in kept if row.id not in (5, 9))
+    left = model.setHandleInvalid("skip").transform(bad).orderBy("id").select("id", *added).collect()
+    assert left == [row for row in kept if row.id not in (5, 9)]
+
+
 def test_what_cannot_be_done_is_said_when_transform_is_called(rows: Any) -> None:
     model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
     with pytest.raises(DataError, match="needs a column 'v', which the DataFrame does not have"):
@@ -150,9 +168,9 @@ def test_copies_of_a_model_send_it_to_executors_once(rows: Any) -> None:
 
 
 def test_it_works_on_a_stream(spark: Any, rows: Any, tmp_path: Path) -> None:
-    rows.write.parquet(str(tmp_path / "rows"))
+    rows.withColumn("a", F.when(F.col("id") != 5, F.col("a"))).write.parquet(str(tmp_path / "rows"))
     stream = spark.readStream.schema(rows.schema).parquet(str(tmp_path / "rows"))
-    model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
+    model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()), handle_invalid="skip")
     query = (
         model.transform(stream)
         .writeStream.format("memory")
@@ -162,7 +180,7 @@ def test_it_works_on_a_stream(spark: Any, rows: Any, tmp_path: Path) -> None:
         .start()
     )
     assert query.awaitTermination(120)
-    assert spark.table("scored").count() == 30
+    assert spark.table("scored").count() == 29
     assert spark.table("scored").where("prediction is null").count() == 0
 
 
@@ -191,7 +209,9 @@ def test_a_saved_model_comes_back_with_settings_history_and_events_and_gives_the
     model.write().overwrite().save(str(tmp_path / "model"))
 
 
-def test_a_module_of_ones_own_class_needs_trust_or_the_module_itself(rows: Any, tmp_path: Path) -> None:
+def test_a_module_of_ones_own_class_needs_trust_or_the_module_itself(
+    rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = str(tmp_path / "model")
     model = model_of(TwoInputs(), [JOINED, WORD], OutputShape("<f4", (4,)), OutputShape("<f4", ()), rule="argmax")
     PipelineModel([model]).write().overwrite().save(path)
@@ -199,6 +219,12 @@ def test_a_module_of_ones_own_class_needs_trust_or_the_module_itself(rows: Any, 
         PipelineModel.load(path)
     with trusted_files():
         loaded = PipelineModel.load(path)
+    monkeypatch.setenv(TRUST_VARIABLE, f"{tmp_path}/other, file://{tmp_path}/../{tmp_path.name}/model")
+    assert len(PipelineModel.load(path).stages) == 1
+    model.save(str(tmp_path / "elsewhere"))
+    with pytest.raises(CheckpointError, match="architecture in"):
+        ElasticTorchModel.load(str(tmp_path / "elsewhere"))
+    monkeypatch.delenv(TRUST_VARIABLE)
     expected = sorted(model.transform(rows).collect())
     assert sorted(loaded.transform(rows).collect()) == expected
 

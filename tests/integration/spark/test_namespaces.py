@@ -30,7 +30,7 @@ def test_hosts_with_addresses_of_their_own_train_and_recover(jobs, cluster):
 
 
 def test_a_host_whose_link_is_down_is_left_behind_and_ends_its_worker_itself(jobs, cluster):
-    job, diary = jobs.train(2, heartbeat_timeout=4)
+    job, diary = jobs.train(2, heartbeat_timeout=4, elastic_timeout=12)  # the latter for a driver that may be paused
     world = diary.wait_for_world(2)
     cut_off = world[0]
     host = next(m.place.host for m in job._driver._world.members if m.rank == 0)

@@ -84,7 +84,8 @@ def test_an_executor_that_dies_before_the_start_in_a_sync_and_at_the_end(jobs, c
     diary.wait_for("end", 1)
     cluster.kill_executor(executor_of(cluster, last))
     results = job.result(60)
-    assert [result["rank"] for result in results] == [1]
+    # the survivor has done again what follows the loop, alone or with a replacement
+    assert [result["rank"] for result in results] == list(range(len(results)))
     diary.check(job)
 
 

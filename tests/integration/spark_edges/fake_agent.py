@@ -16,10 +16,12 @@ WAIT_S = 60.0
 
 
 def fake_agent(slot: int, launch: int, payload: bytes) -> AgentOutcome:
-    """Payload "verb argument": return TEXT | big BYTES | raise TEXT | exit CODE | missing MODULE | stay FOLDER."""
+    """Payload "verb argument": return TEXT, pid, big BYTES, raise TEXT, exit CODE, missing MODULE, stay FOLDER."""
     verb, _, argument = payload.decode().partition(" ")
     if verb == "return":
         return AgentOutcome(slot, argument.encode(), "done")
+    if verb == "pid":
+        return AgentOutcome(slot, str(os.getpid()).encode(), "done")
     if verb == "big":
         return AgentOutcome(slot, bytes(int(argument)), "done")
     if verb == "raise":

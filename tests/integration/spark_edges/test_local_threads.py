@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from spark_elastic.driver.preflight import check_spark
 from spark_elastic.driver.spark_discovery import SparkHostDiscovery
-from spark_elastic.driver.spark_launcher import SparkLauncher
+from spark_elastic.driver.spark_launcher import SparkLauncher, kills_reused_workers
 from spark_elastic.errors import JobCancelledError, NoSparkContextError, NotEnoughSlotsError, NotPicklableError
 from spark_elastic.task.spark_task import slot_report
 from tests.integration.clusters import local
@@ -51,6 +52,26 @@ def test_outcome_of_an_agent_comes_back_with_its_result(launch):
     launcher.launch(2)
     [(slot, why, outcome, _)] = ends.wait_for(1)
     assert (slot, why, outcome.worker, outcome.result) == (2, "done", 2, b"forty-two")
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_agents_that_are_kept_apart_run_in_no_python_worker_that_ran_anything_before(cluster, launch, apart):
+    others = set(cluster.sc.parallelize(range(8), 4).map(lambda _: os.getpid()).collect())
+    launcher, ends = launch("pid")
+    launcher._apart = apart
+    pids = []
+    for count in (1, 2):
+        launcher.launch(0)
+        pids.append(int(ends.wait_for(count)[-1][2].result))
+    assert len(set(pids) - others) == (2 if apart else 0)
+
+
+@pytest.mark.parametrize(
+    ("version", "kills"),
+    [("3.5.3", True), ("4.0.0", True), ("4.2.0.dev1", True), ("4.3.0", False), ("4.10.1", False), ("5.0", False)],
+)
+def test_versions_of_spark_that_may_kill_reused_workers_are_known(version, kills):
+    assert kills_reused_workers(version) is kills
 
 
 @pytest.mark.parametrize(
@@ -185,11 +206,24 @@ def test_probe_reports_the_driver_as_executor(cluster):
     assert probe.reports[0].addresses["lo"] == "127.0.0.1"
 
 
+class MayGrow(SparkHostDiscovery):
+    """Of a cluster that other executors may join."""
+
+    def most_slots(self):
+        return None
+
+
+def test_more_slots_than_there_can_ever_be_are_refused_at_once(cluster):
+    with pytest.raises(NotEnoughSlotsError, match=r"5 slots are needed, and master local\[4\] has 4 slots") as caught:
+        SparkHostDiscovery(cluster.sc, slot_report).wait_for_slots(5, 600.0)
+    assert (caught.value.have, caught.value.need) == (4, 5)
+
+
 def test_too_few_slots_are_reported_with_the_numbers_after_the_timeout(cluster):
     said: list[str] = []
-    discovery = SparkHostDiscovery(cluster.sc, slot_report)
+    discovery = MayGrow(cluster.sc, slot_report)
     with pytest.raises(NotEnoughSlotsError, match="4 of 5 slots were available after 0 s") as caught:
-        discovery.wait_for_slots(5, 0.3, on_wait=said.append)
+        discovery.wait_for_slots(5, 0.3, on_wait=lambda reason, until: said.append(reason))
     assert "1 executor with 4 slots in all (spark.task.cpus=1)" in str(caught.value)
     assert said == ["4 of 5 slots; waiting up to 0 s for more executors"]
 
@@ -207,7 +241,7 @@ def test_waits_end_when_told_to_stop(cluster):
     stop = threading.Event()
     stop.set()
     with pytest.raises(JobCancelledError):
-        SparkHostDiscovery(cluster.sc, slot_report).wait_for_slots(9, 60.0, stop=stop)
+        MayGrow(cluster.sc, slot_report).wait_for_slots(9, 60.0, stop=stop)
 
 
 def test_watch_of_local_mode_starts_no_thread(cluster):

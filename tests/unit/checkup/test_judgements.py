@@ -56,7 +56,7 @@ def test_another_version_of_the_package_is_a_problem():
     [
         ({"python": "3.12.1"}, PROBLEM),
         ({"python": "3.11.9"}, OK),
-        ({"packages": {**look()["packages"], "torch": "2.4.0"}}, WARNING),
+        ({"packages": {**look()["packages"], "torch": "2.6.0"}}, WARNING),
         ({"packages": {"numpy": "2.1.0", "cloudpickle": "3.1", "pyspark": "4.0.0"}}, PROBLEM),
     ],
 )
@@ -66,8 +66,8 @@ def test_versions_that_differ_matter_by_what_they_are(changes, level):
 
 
 def test_an_old_torch_on_the_driver_is_a_problem():
-    findings = machine.packages_here(look(packages={**look()["packages"], "torch": "2.3.1"}))
-    assert any(f.level == PROBLEM and "torch>=2.4" in f.fix for f in findings)
+    findings = machine.packages_here(look(packages={**look()["packages"], "torch": "2.5.1"}))
+    assert any(f.level == PROBLEM and "torch>=2.6" in f.fix for f in findings)
 
 
 def test_torch_that_does_not_import_is_named_with_its_reason():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 
 import numpy as np
@@ -12,10 +13,13 @@ import pytest
 from spark_elastic.data.cache import (
     LEASE_S,
     SETS,
+    Limits,
     clear_cache,
     collect_orphans,
+    collect_unkept,
     delete_unkept,
     folder_of,
+    give_back,
     is_leased,
     leased,
     mark_used,
@@ -23,6 +27,7 @@ from spark_elastic.data.cache import (
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.packing import pack
 from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidSettingsError
 
 HOUR, DAY = 3600.0, 86_400.0
 
@@ -148,6 +153,79 @@ def test_sets_of_this_process_go_with_it_unless_kept_since(store):
     assert names(store) == ["kept later"]
 
 
+def fits(store, *sets, limits, at=None):
+    """As many fits, each on rows of its own or on those of an earlier one. Returns: what is left after each."""
+    left = []
+    for number, name in enumerate(sets):
+        folder = folder_of(store, name)
+        if not folder.exists("manifest.json"):
+            pack({"x": np.arange(1000)}, folder)
+        mark_used(folder, keep=False)
+        give_back(folder, limits, time.time() + number if at is None else at[number])
+        left.append("".join(names(store)))
+    return left
+
+
+def test_fits_leave_no_more_than_the_limit_and_the_least_recently_used_go_first(store):
+    limits = Limits(nbytes=20_000)  # two sets of 8,000 bytes and what is beside them
+    assert fits(store, *"abacd", limits=limits) == ["a", "ab", "ab", "ac", "cd"]
+    assert fits(store, *map(str, range(40)), limits=limits)[-1] == "3839"
+    delete_unkept()
+
+
+def test_sets_that_no_fit_has_used_for_long_go(store):
+    now = time.time()
+    limits = Limits(nbytes=1 << 30, ttl_s=HOUR)
+    assert fits(store, *"abac", limits=limits, at=[now, now + 1, now + 2000, now + 4000]) == ["a", "ab", "ab", "ac"]
+    assert collect_unkept(limits, now + 9000) == [folder_of(store, name).url for name in "ac"]
+
+
+def test_a_limit_of_nothing_leaves_nothing(store):
+    assert fits(store, *"ab", limits=Limits(nbytes=0)) == ["", ""]
+
+
+def test_neither_limit_nor_time_take_what_is_in_use(store):
+    limits, later = Limits(nbytes=0, ttl_s=0), time.time() + 10 * DAY
+    held = make(store, "held", keep=False)  # by whoever has called materialize
+    make(store, "kept", keep=True)
+    leased_by_another = make(store, "leased", keep=False)
+    with leased(leased_by_another.store):
+        assert give_back(leased_by_another.store, limits, time.time()) == []
+    mark_used(held.store, keep=False)  # a fit on it, beside
+    assert give_back(held.store, limits, later) == [leased_by_another.store.url]
+    assert names(store) == ["held", "kept"]
+    delete_unkept()
+
+
+def test_a_local_store_is_given_a_quarter_of_its_disk_and_a_remote_one_a_fixed_size(store):
+    free = shutil.disk_usage(store.local_path()).free
+    assert Limits().bytes_in(store, 0) == pytest.approx(free / 4, rel=0.2)
+    assert Limits().bytes_in(Store.create("memory://limits"), 0) == 100 << 30
+
+
+@pytest.mark.parametrize(
+    ("limit", "ttl", "expected"),
+    [
+        ("", "", (None, DAY)),
+        ("500", "0", (500, 0)),
+        ("20g", "90.5", (20 << 30, 90.5)),
+        ("3 TB", "", None),
+        ("64Mb", "", (64 << 20, DAY)),
+        ("-1", "", None),
+        ("", "soon", None),
+        ("", "-1", None),
+        ("", "nan", None),
+    ],
+)
+def test_the_environment_can_set_limit_and_time(limit, ttl, expected):
+    environment = {"SPARK_ELASTIC_ROWS_LIMIT": limit, "SPARK_ELASTIC_ROWS_TTL": ttl}
+    if expected is None:
+        with pytest.raises(InvalidSettingsError, match=r"SPARK_ELASTIC_ROWS_(LIMIT|TTL) must be"):
+            Limits.of_environment(environment)
+    else:
+        assert Limits.of_environment(environment) == Limits(*expected)
+
+
 def test_a_forked_child_deletes_nothing(store):
     make(store, "set", keep=False)
     child = os.fork()
@@ -198,7 +276,7 @@ def test_a_set_that_cannot_be_deleted_does_not_keep_the_others(store, caplog):
         mark_used(gone, keep=False)
     from spark_elastic.data import cache
 
-    cache._unkept[gone.url] = (gone, os.getpid())
+    cache._unkept[gone.url] = cache._Unkept(gone, os.getpid())
     make(store, "set", keep=False)
     delete_unkept()
     assert names(store) == []

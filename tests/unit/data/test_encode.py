@@ -87,6 +87,54 @@ def test_rows_are_counted_over_the_batches_of_a_partition():
     assert (fault.column, fault.rows, fault.row) == ("n", 2, 4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype", "fine", "rounded"),
+    [
+        ("int64", "<f4", [2**24, -(2**24), 20_000_002], [20_000_001, -(2**24) - 1, 2**63 - 1]),
+        ("int32", "<f4", [2**24, -(2**31)], [2**24 + 1, 2**31 - 1]),
+        ("int64", "<f8", [2**53, 2**62], [2**53 + 1]),
+        ("int16", "<f2", [2048], [2049]),
+    ],
+)
+def test_integers_that_a_float_would_round_are_refused(kind, dtype, fine, rounded):
+    tensor = Tensor("n", (Column("n", "scalar", np.dtype(kind).str),), dtype, Kind.DENSE, True, None, None, True)
+    batch = lambda values: pa.RecordBatch.from_arrays([pa.array(values, kind)], ["n"])  # noqa: E731
+    assert Encoder((tensor,)).encode(batch(fine)).records["n"][:, 0].tolist() == fine
+    for value in rounded:
+        with pytest.raises(RowsRefused) as caught:
+            Encoder((tensor,)).encode(batch([*fine, value, 1]))
+        (fault,) = caught.value.faults
+        assert (fault.rows, fault.row, fault.setting) == (1, len(fine), "dtypes")
+        assert fault.found == f"integers such as {value}"
+        assert "all integers up to" in fault.expected
+
+
+def test_whole_decimals_are_not_rounded_either_and_those_with_fractions_are_as_ever():
+    for whole in (True, False):
+        column = Column("d", "scalar", "<f8", whole=whole)
+        tensor = Tensor("d", (column,), "<f4", Kind.DENSE, True, None, None, True)
+        encoder = Encoder((tensor,))
+        encoder.encode(pa.RecordBatch.from_pydict({"d": [1.0, 2.0**24]}))
+        batch = pa.RecordBatch.from_pydict({"d": [20_000_001.0]})
+        if not whole:
+            assert encoder.encode(batch).records["d"].tolist() == [[20_000_000.0]]
+            continue
+        with pytest.raises(RowsRefused):
+            encoder.encode(batch)
+
+
+@pytest.mark.parametrize("dtype", ["<i8", "<f8"])
+def test_decimals_that_a_double_has_rounded_on_their_way_are_refused(dtype):
+    tensor = Tensor("d", (Column("d", "scalar", "<f8", whole=True),), dtype, Kind.DENSE, True, None, None, False)
+    encoder = Encoder((tensor,))
+    known = [float(2**53 - 1), -float(2**53 - 1)]
+    assert encoder.encode(pa.RecordBatch.from_pydict({"d": known})).records["d"][:, 0].tolist() == known
+    with pytest.raises(RowsRefused) as caught:
+        encoder.encode(pa.RecordBatch.from_pydict({"d": [1.0, float(2**53 + 1)]}))
+    (fault,) = caught.value.faults
+    assert (fault.rows, fault.row) == (1, 3)
+
+
 def test_a_partition_that_is_refused_leaves_no_file(tmp_path):
     from spark_elastic.data.store import Store
 

@@ -9,6 +9,8 @@ import zlib
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.layout import Kind
@@ -188,8 +190,18 @@ def test_files_are_on_the_disk_before_the_manifest_that_lists_them(tmp_path, mon
     dataset = pack({**table(100), "text": ["abc"] * 100}, tmp_path, shards=2)
     shards = dataset.manifest.splits["train"]
     files = {os.path.basename(file) for shard in shards for file in (shard.file, shard.sidecar)}
-    assert set(synced[:-1]) == files
-    assert "manifest.json" in synced[-1]
+    folder = os.path.basename(tmp_path)
+    manifest = next(number for number, name in enumerate(synced) if "manifest.json" in name)
+    assert set(synced[:manifest]) - {folder} >= files
+    assert synced[manifest - 1] != folder, "the shards' own folder comes before it"
+    assert synced[manifest + 1 :] == [folder]
+
+
+def unsealed(text):
+    """A manifest of an earlier version, which has no checksum."""
+    document = json.loads(text)
+    document.pop("checksum", None)
+    return json.dumps(document).encode()
 
 
 def changed(**entries):
@@ -210,15 +222,15 @@ def edited(find, replace):
         (lambda text: b"", "not JSON"),
         (lambda text: text[: len(text) // 2], "not JSON"),
         (lambda text: b"\xff\xfe", "not JSON"),
-        (lambda text: b"[1, 2]", "not a manifest of spark_elastic.data"),
+        (lambda text: b"[1, 2]", "not JSON of an object"),
         (changed(format="parquet"), "not a manifest of spark_elastic.data"),
         (changed(version=2), "format version 2; this is version 1"),
         (changed(layout={"version": 9}), "layout version 9"),
-        (changed(layout=None), "not a manifest"),
-        (changed(splits=[1]), "not a manifest"),
-        (changed(splits={"train": [{"file": "x"}]}), "not a manifest"),
+        (changed(layout=None), "layout is a NoneType"),
+        (changed(splits=[1]), r"splits is \[1\], not of dict"),
+        (changed(splits={"train": [{"file": "x"}]}), r"splits\.train\[0\] is .*, not a shard"),
         (edited(b'"rows": 100', b'"rows": 99'), "bytes for 99 rows"),
-        (edited(b'"rows": 100', b'"rows": "a"'), "sizes of"),
+        (edited(b'"rows": 100', b'"rows": "a"'), r"splits\.train\[0\]\.rows is 'a'"),
         (edited(b'"file": "', b'"file": "/etc/'), "not a file of this set"),
         (edited(b'"file": "', b'"file": "../'), "not a file of this set"),
         (edited(b'"offset": 0', b'"offset": 4'), "offsets or stride"),
@@ -227,6 +239,87 @@ def edited(find, replace):
 def test_rubbish_in_the_manifest_is_named(tmp_path, edit, complaint):
     pack(table(100), tmp_path)
     path = tmp_path / MANIFEST_NAME
-    path.write_bytes(edit(path.read_bytes()))
-    with pytest.raises(DatasetError, match=complaint):
+    path.write_bytes(edit(unsealed(path.read_bytes())))
+    with pytest.raises(DatasetError, match=f"{MANIFEST_NAME}: .*{complaint}"):
         Dataset.open(tmp_path)
+
+
+def test_a_manifest_without_a_checksum_is_read(tmp_path):
+    dataset = pack(table(100), tmp_path)
+    path = tmp_path / MANIFEST_NAME
+    path.write_bytes(unsealed(path.read_bytes()))
+    assert Dataset.open(tmp_path) == dataset
+
+
+def test_a_flipped_bit_anywhere_in_the_manifest_is_found(tmp_path):
+    dataset = pack({"x": np.arange(4.0)}, tmp_path)
+    path = tmp_path / MANIFEST_NAME
+    written = path.read_bytes()
+    found = 0
+    for at in range(len(written)):
+        changed = bytearray(written)
+        changed[at] ^= 4
+        path.write_bytes(changed)
+        try:
+            assert Dataset.open(tmp_path) == dataset  # between two values it does not matter how many spaces there are
+        except DatasetError:
+            found += 1
+    assert found > len(written) / 2
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(1 << 60, 1 << 70)
+    | st.floats()
+    | st.text(max_size=9)
+    | st.sampled_from(["O", "<f4", "S0", "V9", "f4,f4", "(2,2)f4", "<M8[s]", "train", "string", "a/../b", "\0"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def places(document, path=()):
+    """The paths of all values in it."""
+    yield from [path] if path else []
+    entries = document.items() if isinstance(document, dict) else enumerate(document)
+    for key, value in entries if isinstance(document, (dict, list)) else ():
+        if isinstance(value, (dict, list)):
+            yield from places(value, (*path, key))
+        else:
+            yield (*path, key)
+
+
+@given(data=st.data())
+@settings(max_examples=250)
+def test_no_manifest_raises_anything_but_its_own_error(tmp_path_factory, data):
+    folder = tmp_path_factory.getbasetemp() / "fuzzed set"
+    if not folder.exists():
+        pack({**table(8), "text": ["abc"] * 8}, folder, validation=table(4) | {"text": ["d"] * 4})
+        (folder / "written").write_bytes((folder / MANIFEST_NAME).read_bytes())
+    document = json.loads(unsealed((folder / "written").read_bytes()))
+    for path in data.draw(st.sets(st.sampled_from(sorted(places(document), key=str)), min_size=1, max_size=2)):
+        parent = document
+        try:
+            for key in path[:-1]:
+                parent = parent[key]
+            if data.draw(st.booleans()):
+                parent[path[-1]] = data.draw(PLAIN)
+            else:
+                del parent[path[-1]]
+        except (KeyError, IndexError, TypeError):  # its parent was changed before it
+            continue
+    (folder / MANIFEST_NAME).write_text(json.dumps(document))
+    try:
+        dataset = Dataset.open(folder)
+        for split in dataset.splits:
+            assert dataset.rows(split) >= 0
+            with dataset.reader(split, batch_size=3) as reader:
+                for _ in reader.epoch(0):
+                    pass
+    except DatasetError as error:
+        complaint = str(error)
+    else:
+        return
+    assert str(folder) in complaint

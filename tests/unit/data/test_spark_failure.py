@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from spark_elastic.data.materialization import WRITES, write_again_if_order_is_lost
 from spark_elastic.data.spark_failure import reason_of
 from spark_elastic.errors import DataError, StoreError
 
@@ -58,3 +59,48 @@ def test_of_nested_errors_of_the_jvm_the_innermost_counts():
     error = RuntimeError("An error occurred while calling o1.collect")
     error.java_exception = Java("SparkException: Job aborted", Java("IOException: disk is gone\n\tat x"))
     assert reason_of(error) == (DataError, "IOException: disk is gone")
+
+
+# What the scheduler of Spark 3.5, 4.0 and 4.3 says.
+LOST_ORDER = [
+    "org.apache.spark.SparkException: Job aborted due to stage failure: A shuffle map stage with indeterminate output "
+    "was failed and retried. However, Spark cannot rollback the ResultStage 3 to re-process the input data, and has to "
+    "fail this job. Please eliminate the indeterminacy by checkpointing the RDD before repartition and try again.",
+    "rolling back due to indeterminate output of shuffle map stage 4",
+    "cannot rollback a running result stage, please re-run the query to ensure data correctness",
+    "Task with indeterminate results from old attempt succeeded, aborting the stage 3",
+]
+
+
+class Query:
+    """Fails so many times with a text."""
+
+    def __init__(self, times, text):
+        self.times, self.text, self.runs, self.cleared = times, text, 0, 0
+
+    def write(self):
+        self.runs += 1
+        if self.runs <= self.times:
+            raise RuntimeError(self.text)
+        return [self.runs]
+
+    def clear(self):
+        self.cleared += 1
+
+
+@pytest.mark.parametrize("text", LOST_ORDER)
+def test_rows_whose_order_was_lost_with_an_executor_are_written_again(text):
+    query = Query(2, text)
+    assert write_again_if_order_is_lost(query.write, query.clear) == [3]
+    assert query.cleared == 2
+
+
+def test_rows_are_not_written_again_for_ever_nor_for_another_reason():
+    query = Query(1000, LOST_ORDER[0])
+    with pytest.raises(RuntimeError, match="indeterminate output"):
+        write_again_if_order_is_lost(query.write, query.clear)
+    assert (query.runs, query.cleared) == (WRITES, WRITES - 1)
+    other = Query(1, "ExecutorLostFailure (executor 1 exited caused by one of the running tasks)")
+    with pytest.raises(RuntimeError):
+        write_again_if_order_is_lost(other.write, other.clear)
+    assert (other.runs, other.cleared) == (1, 0)

@@ -57,6 +57,34 @@ def test_what_is_written_can_be_read_listed_and_deleted(store):
     assert not store.exists()
 
 
+@pytest.mark.parametrize("only_if_absent", [False, True])
+def test_a_durable_file_has_its_name_on_the_disk_too(tmp_path, monkeypatch, only_if_absent):
+    """After a power cut the file is there whole: its contents, its name, and the names of the folders above it."""
+    done = []
+
+    def noted(name):
+        real = getattr(os, name)
+
+        def call(*args):
+            where = os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else str(args[-1])
+            done.append((name, os.path.relpath(where, tmp_path)))
+            return real(*args)
+
+        return call
+
+    for name in ("fsync", "replace", "link"):
+        monkeypatch.setattr(os, name, noted(name))
+    Store.create(tmp_path).write_bytes("run/one/state.pt", b"x" * 100, only_if_absent=only_if_absent)
+    folders, (contents, named, folder) = done[:-3], done[-3:]
+    assert {path for _, path in folders} == {".", "run"}, "those that new folders were made in"
+    assert contents[1].endswith(".partial")
+    assert named == ("link" if only_if_absent else "replace", "run/one/state.pt")
+    assert folder == ("fsync", "run/one")
+    done.clear()
+    Store.create(tmp_path).write_bytes("run/one/lease", b"x", durable=False)
+    assert [name for name, _ in done] == ["replace"]
+
+
 def test_streams_write_and_read_parts(store):
     with store.open_output("deep/rows.gz") as stream:  # the name must not lead to compression
         stream.write(b"0123")

@@ -52,7 +52,12 @@ class Served:
         sock = socket.create_server(("127.0.0.1", 0))
         self.address = sock.getsockname()
         self.server = RendezvousServer(
-            self.key, self.listener, heartbeat_interval_s=1.0, heartbeat_timeout_s=5.0, max_unauthenticated=LIMIT
+            self.key,
+            self.listener,
+            heartbeat_interval_s=1.0,
+            silence_limit_s=5.0,
+            stall_timeout_s=60.0,
+            max_unauthenticated=LIMIT,
         )
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
@@ -115,7 +120,7 @@ def test_a_worker_that_nobody_started_is_turned_away(served):
 def test_a_second_connection_of_the_same_worker_is_turned_away(served):
     served.listener.expected.add(5)
     _, first = served.client(wire.WorkerHello(5, 1))
-    first.wait_for("message", wire.WorkerWelcome(1.0, 5.0))
+    first.wait_for("message", wire.WorkerWelcome(1.0, 5.0, 60.0))
     _, second = served.client(wire.WorkerHello(5, 1))
     second.wait_for("closed")
     assert not any(told[0] == "closed" for told in first.told)
@@ -158,10 +163,13 @@ def test_a_peer_without_the_key_gets_nothing_but_the_greeting(served):
     assert served.listener.told == []
 
 
-def test_a_connection_over_the_budget_is_dropped_while_all_others_are_new(served):
+def test_connections_over_the_budget_wait_for_the_place_of_the_oldest(served):
     strangers = [socket.create_connection(served.address) for _ in range(LIMIT + 1)]
-    strangers[-1].settimeout(4)  # less than the handshake's own deadline
-    assert is_closed(strangers[-1])
+    strangers[0].settimeout(4)  # less than the handshake's own deadline
+    assert is_closed(strangers[0])
+    strangers[-1].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        strangers[-1].recv(1)
     for stranger in strangers:
         stranger.close()
 

@@ -21,10 +21,11 @@ from spark_elastic.core import events as e
 from spark_elastic.core import timeline as t
 from spark_elastic.core.membership import Membership
 from spark_elastic.core.topology import Place, World
+from spark_elastic.core.version import StateVersion
 from spark_elastic.settings import ElasticSettings
 
 _NAMES = {"num": "num_proc", "min": "min_num_proc", "max": "max_num_proc"}
-_WHOLE = {"num_proc", "min_num_proc", "max_num_proc", "reset_limit", "boot_failure_limit"}
+_WHOLE = {"num_proc", "min_num_proc", "max_num_proc", "reset_limit", "boot_failure_limit", "crash_limit"}
 
 _EVENTS: list[tuple[str, Callable[..., e.Event]]] = [
     (r"job starts", lambda: e.JobStarted()),
@@ -32,27 +33,59 @@ _EVENTS: list[tuple[str, Callable[..., e.Event]]] = [
     (r"agent (\d+) joins slot (\d+) on (\w+)/(\w+)", lambda a, s, h, x: e.AgentJoined(int(a), Place(h, x, int(s)))),
     (r"agent (\d+) is lost: (.*)", lambda a, why: e.AgentLost(int(a), why)),
     (r"agent (\d+) is alive", lambda a: e.AgentAlive(int(a))),
+    (r"agent (\d+) is alive and sees worker (\d+) run", lambda a, w: e.AgentAlive(int(a), int(w))),
+    (r"slot (\d+) cannot be submitted: (.*)", lambda s, why: e.SlotEnded(int(s), why, submitted=False)),
     (r"slot (\d+) ends: (.*)", lambda s, why: e.SlotEnded(int(s), why)),
     (r"worker (\d+) is ready at init", lambda w: e.WorkerReady(int(w), 0, None, at_init=True)),
-    (r"worker (\d+) is ready, round (\d+), no state", lambda w, r: e.WorkerReady(int(w), int(r), None)),
-    (r"worker (\d+) is ready, round (\d+), step (\d+)", lambda w, r, p: e.WorkerReady(int(w), int(r), int(p))),
+    (
+        r"worker (\d+) is ready, round (\d+), no state(?: in loop (\d+))?",
+        lambda w, r, loop: e.WorkerReady(int(w), int(r), None, loop=int(loop or 1)),
+    ),
+    (
+        r"worker (\d+) is ready, round (\d+), (?:loop (\d+), )?step (\d+)(?:, mark (\d+))?(?: in loop (\d+))?",
+        lambda w, r, *at: e.WorkerReady(int(w), int(r), _version(*at[:3]), loop=int(at[3] or at[0] or 1)),
+    ),
     (r"worker (\d+) is alive", lambda w: e.WorkerAlive(int(w))),
-    (r"worker (\d+) is alive at step (\d+)", lambda w, p: e.WorkerAlive(int(w), int(p))),
+    (
+        r"worker (\d+) is alive at (?:loop (\d+), )?step (\d+)(?:, mark (\d+))?( after the loop)?",
+        lambda w, *at: e.WorkerAlive(int(w), _version(*at[:3]), after_loop=at[3] is not None),
+    ),
+    (
+        r"worker (\d+) is alive at step (\d+), blocked for (\d+) s",
+        lambda w, step, s: e.WorkerAlive(int(w), StateVersion(steps=int(step)), float(s)),
+    ),
+    (
+        r"worker (\d+) begins round (\d+) at step (\d+)",
+        lambda w, r, step: e.WorkerAlive(int(w), StateVersion(steps=int(step)), begun=int(r)),
+    ),
+    (
+        r"worker (\d+) exits with (-?\d+), killed for memory: (.*)",
+        lambda w, code, told: e.WorkerLost(int(w), "process exited", int(code), "", 1, told),
+    ),
     (
         r"worker (\d+) exits with (-?\d+): (.*)",
         lambda w, code, tail: e.WorkerLost(int(w), "process exited", int(code), tail),
     ),
     (r"worker (\d+) is lost: (.*)", lambda w, why: e.WorkerLost(int(w), why)),
     (r"worker (\d+) abandons: (.*)", lambda w, why: e.WorkerAbandoned(int(w), why)),
-    (r"worker (\d+) is done", lambda w: e.WorkerDone(int(w), in_loop=True)),
+    (r"worker (\d+) is done(?:, run (\d+))?", lambda w, run: e.WorkerDone(int(w), in_loop=True, run=int(run or 1))),
     (r"worker (\d+) is done without a loop", lambda w: e.WorkerDone(int(w), in_loop=False)),
     (r"worker (\d+) raises (\w+): (.*)", lambda w, kind, text: e.WorkerRaised(int(w), kind, text, "Traceback ...")),
     (r"executor (\w+) is decommissioned", lambda x: e.ExecutorDecommissioned(x)),
     (r"executor (\w+) is lost: (.*)", lambda x, why: e.ExecutorLost(x, why)),
     (r"hosts are observed: (.*)", lambda text: e.HostsObserved(_hosts(text))),
     (r"any host may be used", lambda: e.HostsObserved(None)),
+    (r"the driver stood still for (\d+) s", lambda s: e.DriverPaused(float(s))),
     (r"cancelled: (.*)", lambda why: e.CancelRequested(why)),
 ]
+
+
+def step_at(steps: int, *, loop: int = 1, marks: int = 0) -> StateVersion:
+    return StateVersion(loop, steps, marks)
+
+
+def _version(loop: str | None, steps: str, marks: str | None) -> StateVersion:
+    return step_at(int(steps), loop=int(loop or 1), marks=int(marks or 0))
 
 
 def replay(script: str) -> str:
@@ -109,7 +142,7 @@ def _given(machine: Membership, line: str, now: float) -> Iterator[str]:
     script += [e.AgentJoined(i, Place(host, f"e{i}", i - 1)) for i, host in enumerate(hosts, 1)]
     script += [e.WorkerReady(i, 0, None, at_init=True) for i in range(1, len(hosts) + 1)]
     if step is not None:
-        script += [e.WorkerAlive(i, int(step)) for i in range(1, len(hosts) + 1)]
+        script += [e.WorkerAlive(i, _version(None, step, None)) for i in range(1, len(hosts) + 1)]
     for event in script:
         for command in machine.handle(event, now):
             if isinstance(command, c.PublishWorld):
@@ -133,12 +166,12 @@ def _world(world: World) -> str:
     for member in world.members:
         hosts.setdefault(member.place.host, []).append(f"w{member.worker}")
     ranks = " ".join(f"{host}[{' '.join(workers)}]" for host, workers in hosts.items())
-    if world.progress is None:
+    if world.version is None:
         state = "no state yet"
     elif world.sync:
-        state = f"step {world.progress} from w{world.members[world.root].worker}"
+        state = f"{world.version} from w{world.members[world.root].worker}"
     else:
-        state = f"all at step {world.progress}"
+        state = f"all at {world.version}"
     return f"world {world.round}: {ranks}, {state}"
 
 
@@ -152,8 +185,10 @@ def _told(command: c.Command) -> str | None:
             return f"start worker {worker} on agent {agent}"
         case c.StopWorker(agent, worker, why):
             return f"stop worker {worker} on agent {agent}: {why}"
-        case c.AdmitProvisionally(worker, rank, size):
-            return f"admit w{worker} as rank {rank} of {size}"
+        case c.AdmitProvisionally(worker, rank, size, loop):
+            return f"admit w{worker} as rank {rank} of {size}" + (f", to loop {loop}" if loop > 1 else "")
+        case c.RunAgain(worker, run):
+            return f"run the function of w{worker} again (run {run})"
         case c.PublishWorld(world):
             return _world(world)
         case c.NotifyHostsUpdated(workers, sequence):
@@ -168,10 +203,14 @@ def _told(command: c.Command) -> str | None:
             return f"fail with {type(error).__name__}: {str(error).splitlines()[0]}"
         case c.Announce(t.Waiting(_, reason, deadline)):
             return f"- {reason} (until {deadline:g})"
+        case c.Announce(t.HostExcluded(_, host, why, until)):
+            return f"- host {host} is left alone until {until:g}: {why}"
         case c.Announce(t.PlaceCooledDown(_, kind, name, failures, until)):
             return f"- {kind} {name} failed ({failures}), cools down until {until:g}"
         case c.Announce(t.WorkerLeft(_, worker, _, _, why, _)):
             return f"- w{worker} left: {why}"
+        case c.Announce(t.DriverStoodStill(_, seconds)):
+            return f"- the driver stood still for {seconds:g} s"
         case c.Announce(t.WorldBroken(_, round, _, why)):
             return f"- round {round} broke: {why}"
     return None

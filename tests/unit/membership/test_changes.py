@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.core import events as e
-from spark_elastic.core.changes import Chronicle, is_vague, plain_reason
+from spark_elastic.core.changes import MOST_NOTICES, Chronicle, is_vague, plain_reason
 from spark_elastic.core.commands import Announce
 from spark_elastic.core.membership import Membership
 from spark_elastic.core.topology import Place
 from spark_elastic.settings import ElasticSettings
+from tests.unit.membership.script import step_at
 
 
 class Job:
@@ -25,7 +26,7 @@ class Job:
         for number in range(size):
             self.tell(2.0, e.WorkerReady(number + 1, 0, None, at_init=True))
         for number in range(size):
-            self.tell(3.0, e.WorkerAlive(number + 1, 10))
+            self.tell(3.0, e.WorkerAlive(number + 1, step_at(10)))
 
     def tell(self, now: float, event: e.Event) -> None:
         commands = self.machine.handle(event, now)
@@ -36,7 +37,7 @@ class Job:
 
     def ready(self, now: float, *workers: int, step: int = 10) -> None:
         for worker in workers:
-            self.tell(now, e.WorkerReady(worker, self.machine.world.round, step))
+            self.tell(now, e.WorkerReady(worker, self.machine.world.round, step_at(step)))
 
     @property
     def said(self) -> list[str]:
@@ -84,7 +85,7 @@ def test_several_losses_of_one_kind_are_told_together():
 
 def test_steps_that_the_survivors_went_back_are_counted():
     job = Job(2)
-    job.tell(4.0, e.WorkerAlive(1, 57))
+    job.tell(4.0, e.WorkerAlive(1, step_at(57)))
     job.tell(5.0, e.WorkerLost(2, "killed by SIGKILL", -9))
     job.ready(5.1, 1, step=50)
     assert job.said[-1].endswith("2 -> 1 worker, 0.10 s, 7 steps lost")
@@ -114,6 +115,17 @@ def test_a_round_that_broke_without_a_loss_says_why():
     assert job.said[-1] == "round 1 broken (a collective failed for rank 0 on h0): 2 workers, 0.30 s, no step lost"
 
 
+def test_what_a_worker_has_to_say_is_a_change_and_no_flood_of_them_fills_the_memory():
+    job = Job(2)
+    job.chronicle.notice(2, "a checkpoint could not be written", 4.0)
+    job.chronicle.notice(99, "who is this", 4.0)
+    assert job.said[1:] == ["rank 1: a checkpoint could not be written", "a worker: who is this"]
+    for _ in range(2 * MOST_NOTICES):
+        job.chronicle.notice(1, "again", 5.0)
+    assert len(job.said) == 1 + MOST_NOTICES
+    assert job.said[-1].startswith("rank 0: again (what else")
+
+
 def test_processes_of_this_machine_are_told_by_their_ranks():
     job = Job(2, executors="driver")
     job.tell(5.0, e.WorkerLost(1, "killed by SIGKILL", -9))
@@ -135,8 +147,8 @@ def test_the_pause_is_over_with_the_first_step_of_the_new_world():
     job.ready(5.05, 1, 3)
     lost = next(change for change in job.chronicle.changes if change.kind == "lost")
     assert (lost.open, round(lost.pause_s, 2)) == (True, 0.05)
-    job.tell(5.10, e.WorkerAlive(1, 10))  # it has only heard of the new world
-    job.tell(5.25, e.WorkerAlive(1, 11))
+    job.tell(5.10, e.WorkerAlive(1, step_at(10)))  # it has only heard of the new world
+    job.tell(5.25, e.WorkerAlive(1, step_at(11)))
     assert job.said[-1].endswith("3 -> 2 workers, 0.25 s, no step lost")
 
 

@@ -41,6 +41,7 @@ from spark_elastic.core.timeline import PlaceCooledDown, Waiting
 from spark_elastic.core.topology import Place
 from spark_elastic.errors import JobCancelledError, UserFunctionError
 from spark_elastic.settings import ElasticSettings
+from tests.unit.membership.script import step_at
 
 
 def at(slot: int, host: str = "host") -> Place:
@@ -57,7 +58,7 @@ def training(size: int, step: int | None = 10, **settings: object) -> Membership
     for i in range(1, size + 1):
         machine.handle(WorkerReady(i, 0, None, at_init=True), 0.0)
     for i in range(1, size + 1):
-        machine.handle(WorkerAlive(i, step), 0.0)
+        machine.handle(WorkerAlive(i, None if step is None else step_at(step)), 0.0)
     assert machine.phase is Phase.RUNNING
     return machine
 
@@ -158,7 +159,7 @@ def test_a_second_newcomer_joins_the_stop_that_is_under_way() -> None:
         assert only(AdmitProvisionally, machine.handle(WorkerReady(i, 0, None, at_init=True), 2.0))
     assert machine.handle(WorkerReady(2, 0, None), 3.0)[0] == NotifyHostsUpdated((1,), 1)
     assert only(NotifyHostsUpdated, machine.handle(WorkerReady(3, 0, None), 3.1)) == []
-    (publish,) = only(PublishWorld, machine.handle(WorkerReady(1, 1, 11), 3.2))
+    (publish,) = only(PublishWorld, machine.handle(WorkerReady(1, 1, step_at(11)), 3.2))
     assert isinstance(publish, PublishWorld)
     assert publish.world.workers == {1, 2, 3}
 
@@ -169,7 +170,7 @@ def test_two_updates_in_the_same_second_are_two() -> None:
         machine.handle(AgentJoined(i, at(i - 1)), 1.0)
         machine.handle(WorkerReady(i, 0, None, at_init=True), 2.0)
     machine.handle(WorkerReady(2, 0, None), 3.0)
-    machine.handle(WorkerReady(1, 1, 11), 3.1)
+    machine.handle(WorkerReady(1, 1, step_at(11)), 3.1)
     assert only(NotifyHostsUpdated, machine.handle(WorkerReady(3, 0, None), 3.2)) == [NotifyHostsUpdated((1, 2), 2)]
 
 
@@ -185,12 +186,12 @@ def test_newcomers_stay_in_init_until_somebody_shows_a_state() -> None:
     machine = training(1, step=None)
     machine.handle(AgentJoined(2, at(1)), 1.0)
     assert only(AdmitProvisionally, machine.handle(WorkerReady(2, 0, None, at_init=True), 2.0)) == []
-    assert machine.handle(WorkerAlive(1, 0), 3.0) == [AdmitProvisionally(2, rank=1, size=2)]
+    assert machine.handle(WorkerAlive(1, step_at(0)), 3.0) == [AdmitProvisionally(2, rank=1, size=2)]
 
 
 def test_one_that_was_not_asked_and_stops_has_all_others_cut() -> None:
     machine = training(4)
-    assert only(CutPeers, machine.handle(WorkerReady(2, 1, 11), 1.0)) == [
+    assert only(CutPeers, machine.handle(WorkerReady(2, 1, step_at(11)), 1.0)) == [
         CutPeers((1, 3, 4), 1, "a collective failed for rank 1 on host")
     ]
 
@@ -218,7 +219,7 @@ def test_a_slot_whose_task_does_not_end_is_withdrawn() -> None:
     machine.handle(AgentLost(1, "channel closed"), 1.0)
     for now in (5.0, 10.9):
         machine.handle(AgentAlive(2), now)
-        machine.handle(WorkerAlive(2, 11), now)
+        machine.handle(WorkerAlive(2, step_at(11)), now)
     assert machine.next_deadline() == 11.0
     assert [c.slot for c in machine.handle(Tick(), 11.0) if isinstance(c, WithdrawSlot)] == [0]
     assert only(LaunchSlot, machine.handle(SlotEnded(0, "withdrawn"), 11.5)) == [LaunchSlot(0)]
@@ -255,11 +256,11 @@ def test_a_thousand_workers_are_cheap() -> None:
         now += 2.0
         for i in range(1, size + 1):
             machine.handle(AgentAlive(i), now)
-            machine.handle(WorkerAlive(i, 10), now)
+            machine.handle(WorkerAlive(i, step_at(10)), now)
             machine.next_deadline()
     machine.handle(WorkerLost(1, "channel closed"), now)
     for i in range(2, size + 1):
-        machine.handle(WorkerReady(i, 1, 11), now)
+        machine.handle(WorkerReady(i, 1, step_at(11)), now)
         machine.next_deadline()
     assert machine.world is not None
     assert machine.world.size == size - 1
@@ -275,7 +276,7 @@ def test_a_thousand_changes_leave_nothing_behind() -> None:
         assert machine.world is not None
         round = machine.world.round
         machine.handle(AgentLost(agent, "killed"), now)
-        machine.handle(WorkerReady(1, round, change + 11), now)
+        machine.handle(WorkerReady(1, round, step_at(change + 11)), now)
         machine.handle(SlotEnded(1, "killed"), now)
         machine.handle(Tick(), now + 0.1)
         agent = change + 3
@@ -284,7 +285,7 @@ def test_a_thousand_changes_leave_nothing_behind() -> None:
         worker = started[0].worker
         machine.handle(WorkerReady(worker, 0, None, at_init=True), now + 0.3)
         machine.handle(WorkerReady(worker, 0, None), now + 0.4)
-        machine.handle(WorkerReady(1, round + 1, change + 11), now + 0.5)
+        machine.handle(WorkerReady(1, round + 1, step_at(change + 11)), now + 0.5)
         machine.handle(AgentAlive(1), now + 0.5)
     assert machine.world is not None
     assert machine.world.round == 2001
@@ -298,10 +299,10 @@ def test_a_thousand_changes_leave_nothing_behind() -> None:
 
 def test_worker_that_the_others_wait_for_too_long_in_a_collective_is_removed() -> None:
     machine = training(3, stall_timeout_s=60.0)
-    machine.handle(WorkerAlive(2, 10, blocked_s=None), 70.0)
-    machine.handle(WorkerAlive(3, 10, blocked_s=59.0), 70.0)
+    machine.handle(WorkerAlive(2, step_at(10), blocked_s=None), 70.0)
+    machine.handle(WorkerAlive(3, step_at(10), blocked_s=59.0), 70.0)
     assert machine.phase is Phase.RUNNING
-    commands = machine.handle(WorkerAlive(1, 10, blocked_s=60.0), 71.0)
+    commands = machine.handle(WorkerAlive(1, step_at(10), blocked_s=60.0), 71.0)
     assert [command.worker for command in commands if isinstance(command, StopWorker)] == [2]
     (cut,) = [command for command in commands if isinstance(command, CutPeers)]
     assert set(cut.workers) == {1, 3}
@@ -310,8 +311,8 @@ def test_worker_that_the_others_wait_for_too_long_in_a_collective_is_removed() -
 
 def test_when_all_wait_for_each_other_nobody_is_removed_but_all_are_cut() -> None:
     machine = training(2, stall_timeout_s=60.0)
-    machine.handle(WorkerAlive(1, 10, blocked_s=58.0), 70.0)
-    commands = machine.handle(WorkerAlive(2, 10, blocked_s=61.0), 71.0)
+    machine.handle(WorkerAlive(1, step_at(10), blocked_s=58.0), 70.0)
+    commands = machine.handle(WorkerAlive(2, step_at(10), blocked_s=61.0), 71.0)
     assert not any(isinstance(command, StopWorker) for command in commands)
     (cut,) = [command for command in commands if isinstance(command, CutPeers)]
     assert set(cut.workers) == {1, 2}
@@ -319,4 +320,4 @@ def test_when_all_wait_for_each_other_nobody_is_removed_but_all_are_cut() -> Non
 
 def test_worker_that_waits_in_a_collective_for_less_than_the_limit_is_left_alone() -> None:
     machine = training(2, stall_timeout_s=60.0)
-    assert machine.handle(WorkerAlive(1, 10, blocked_s=59.9), 70.0) == []
+    assert machine.handle(WorkerAlive(1, step_at(10), blocked_s=59.9), 70.0) == []

@@ -4,6 +4,7 @@ import pytest
 
 from spark_elastic.core.events import Event, WorkerAbandoned, WorkerDone, WorkerLost, WorkerReady
 from spark_elastic.driver.registry import RecordedState, WorkerStateRegistry
+from tests.unit.membership.script import step_at
 from tests.unit.membership.test_membership import training
 
 READY, SUCCESS, FAILURE = RecordedState.READY, RecordedState.SUCCESS, RecordedState.FAILURE
@@ -39,7 +40,9 @@ def test_a_worker_that_failed_is_not_counted_twice() -> None:
 
 
 def test_a_round_is_kept_as_it_was_when_the_next_begins() -> None:
-    registry = registry_after(WorkerLost(2, "channel closed"), WorkerReady(1, 1, 11), WorkerReady(3, 1, 11))
+    registry = registry_after(
+        WorkerLost(2, "channel closed"), WorkerReady(1, 1, step_at(11)), WorkerReady(3, 1, step_at(11))
+    )
     assert (registry.round, registry.resets, registry.resets_left) == (2, 1, 4)
     assert counts(registry) == (2, 0, 0)
     assert counts(registry, round=1) == (2, 0, 1)

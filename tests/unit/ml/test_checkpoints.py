@@ -6,6 +6,8 @@ import json
 import threading
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError
@@ -61,15 +63,126 @@ def test_a_changed_byte_is_found(checkpoints, tmp_path):
     data = bytearray(changed.read_bytes())
     data[5000] ^= 1
     changed.write_bytes(data)
-    assert checkpoints.latest() is None
     with pytest.raises(CheckpointError, match=r"state\.pt is not what was written"):
         checkpoints.load("000000000012")
 
 
+def flip(path, at=0.5):
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 1
+    path.write_bytes(data)
+
+
+def test_where_all_are_damaged_it_says_what_was_found(checkpoints, tmp_path):
+    for number in (110, 120):
+        checkpoints.write(contents(number))
+        flip(tmp_path / "checkpoints" / f"{number:012d}" / "state.pt")
+    with pytest.raises(CheckpointError, match=r"000000000120 .*state\.pt is not what.*000000000110 .*resume=False"):
+        checkpoints.latest()
+
+
+def test_one_whose_write_did_not_end_is_no_reason_not_to_begin(checkpoints):
+    checkpoints.store.write_bytes("000000000001/state.pt", b"half of it")
+    assert checkpoints.latest() is None
+
+
+def test_a_damaged_one_does_not_count_among_those_that_are_kept(checkpoints, tmp_path):
+    for number in (1, 2, 3):
+        checkpoints.write(contents(number))
+    flip(tmp_path / "checkpoints" / "000000000003" / "state.pt")
+    checkpoints.keep(1)
+    assert checkpoints.latest().step == 2
+    checkpoints.write(contents(4))
+    checkpoints.keep(1)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["000000000004"]
+
+
+def test_each_one_is_read_back_once(checkpoints, monkeypatch):
+    read = []
+    real = Store.checksum
+
+    def checksum(store, path):
+        read.append(path)
+        return real(store, path)
+
+    monkeypatch.setattr(Store, "checksum", checksum)
+    for number in (1, 2, 3):
+        checkpoints.write(contents(number))
+        checkpoints.keep(2)
+    assert read == [f"{number:012d}/{file}" for number in (1, 2, 3) for file in ("state.pt", "more")]
+
+
+def test_a_flipped_bit_anywhere_in_the_manifest_is_found(checkpoints, tmp_path):
+    checkpoints.write(contents(1))
+    checkpoints.write(contents(2))
+    manifest = tmp_path / "checkpoints" / "000000000002" / MANIFEST
+    written = manifest.read_bytes()
+    for at in range(len(written)):
+        changed = bytearray(written)
+        changed[at] ^= 4
+        manifest.write_bytes(changed)
+        try:
+            # between two values there are spaces, of which it does not matter how many there are
+            assert checkpoints.load("000000000002") == contents(2)
+        except CheckpointError:
+            assert checkpoints.latest().step == 1
+
+
+def test_one_of_an_earlier_version_has_no_checksum_and_no_token_and_is_read(checkpoints):
+    checkpoints.write(contents(1))
+    manifest = f"000000000001/{MANIFEST}"
+    document = json.loads(checkpoints.store.read_bytes(manifest))
+    assert document.pop("checksum")
+    assert document.pop("token") == 0
+    checkpoints.store.write_bytes(manifest, json.dumps(document).encode())
+    assert checkpoints.load("000000000001") == contents(1)
+    checkpoints.store.write_bytes(manifest, json.dumps({**document, "checkxum": 1}).encode())
+    with pytest.raises(CheckpointError, match="checkxum"):
+        checkpoints.load("000000000001")
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(data=st.data())
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_manifest_raises_anything_but_its_own_error(checkpoints, data):
+    """Those without a checksum, which could be anything: it says in which file, and nothing is made of it."""
+    manifest, intact = f"000000000001/{MANIFEST}", "written.json"
+    if not checkpoints.store.exists(intact):
+        checkpoints.write(contents(1))
+        checkpoints.store.write_bytes(intact, checkpoints.store.read_bytes(manifest))
+    document = json.loads(checkpoints.store.read_bytes(intact))
+    del document["checksum"]
+    for field in data.draw(st.sets(st.sampled_from(sorted(document)), min_size=1, max_size=2)):
+        if data.draw(st.booleans()):
+            document[field] = data.draw(PLAIN)
+        else:
+            del document[field]
+    checkpoints.store.write_bytes(manifest, json.dumps(document).encode(), durable=False)
+    try:
+        checkpoints.load("000000000001")
+        checkpoints.latest()
+        checkpoints.keep(1)
+    except CheckpointError as error:
+        complaint = str(error)
+    else:
+        return
+    assert "000000000001" in complaint
+
+
 @pytest.mark.parametrize("text", [b"[]", b"{}", b'{"format": "something else"}'])
 def test_another_json_is_no_checkpoint(checkpoints, text):
-    checkpoints.store.write_bytes(f"000000000001/{MANIFEST}", text)
-    assert checkpoints.latest() is None
+    checkpoints.write(contents(2))
+    checkpoints.store.write_bytes(f"000000000003/{MANIFEST}", text)
+    assert checkpoints.latest().step == 2
+    with pytest.raises(CheckpointError, match="000000000003"):
+        checkpoints.load("000000000003")
 
 
 @pytest.mark.parametrize(
@@ -143,6 +256,20 @@ def test_the_writer_is_busy_until_all_is_written(checkpoints):
     writer.drain()
     assert not writer.busy
     writer.close()
+
+
+def test_people_are_told_once_that_checkpoints_cannot_be_written_and_once_that_they_can_again(checkpoints):
+    said = []
+
+    def fails():
+        raise OSError("the disk is full\n(and more)")
+
+    writer = CheckpointWriter(checkpoints, 2, said.append)
+    for make in (lambda: contents(1), fails, fails, lambda: contents(2), lambda: contents(3), fails):
+        writer.submit(make)
+    writer.close()
+    first = "a checkpoint could not be written (OSError: the disk is full); training goes on"
+    assert said == [first, "checkpoints can be written again", first]
 
 
 def test_a_failed_write_is_told_at_the_end_unless_a_later_one_succeeds(checkpoints):

@@ -46,7 +46,7 @@ def test_settings_are_keywords_alone() -> None:
         ("featuresCol", "here it is 'feature_cols'"),
         ("random_seed", "here it is 'seed'"),
         ("batch_sise", "did you mean 'batch_size'"),
-        ("zzz", "it has accumulation_steps, batch_size"),
+        ("zzz", "it has accumulation_steps, allow_nan_loss, batch_size"),
     ],
 )
 def test_a_name_that_does_not_exist_is_answered_with_the_one_that_does(name: str, hint: str) -> None:

@@ -50,6 +50,10 @@ SCHEMA = StructType(
         (["image", "a"], {"features_0": "image", "features_1": ("a",)}, ["<f4", "<f4"]),
         ([["a", "price"], ["id"]], {"features_0": ("a", "price"), "features_1": "id"}, ["<f4", "<i8"]),
         ([["vector", "flag"]], {"features_0": ("vector", "flag")}, ["<f4"]),
+        ([["id", "b"], ["a"]], {"features_0": ("id", "b"), "features_1": ("a",)}, ["<i8", "<f4"]),
+        ([["id", "words"]], {"features_0": ("id", "words")}, ["<i8"]),
+        ([["id", "a"]], {"features_0": ("id", "a")}, ["<f4"]),
+        (["id", "b"], {"features_0": ("id", "b")}, ["<f4"]),
     ],
 )
 def test_scalars_are_stacked_and_arrays_stand_alone_unless_lists_say_otherwise(
@@ -73,6 +77,21 @@ def test_shapes_go_to_the_inputs_in_their_order() -> None:
 def test_a_number_of_shapes_that_is_not_that_of_the_inputs_is_refused() -> None:
     with pytest.raises(InvalidSettingsError, match=r"1 input_shapes for 2 inputs \(image, words\)"):
         preparation.features(SCHEMA, ["image", "words"], [[2, 3]])
+
+
+def test_the_type_of_each_input_can_be_set_and_none_stands_for_the_default() -> None:
+    made = preparation.features(SCHEMA, [["id", "b"], ["a"], ["b"]], None, ["float64", None, "float32"])
+    assert list(made.dtypes.values()) == ["<f8", "<f4", "<f4"]
+    assert made.columns["features_2"] == ("b",), "a column of numbers has an axis"
+    assert dict(preparation.features(SCHEMA, ["id", "b"], None, ["int64"]).dtypes) == {"features_0": "<i8"}
+    assert preparation.features(SCHEMA, ["a"], None, ["int32"]).columns == {"features_0": "a"}
+
+
+def test_types_that_do_not_go_with_the_inputs_are_refused() -> None:
+    with pytest.raises(InvalidSettingsError, match=r"1 input_dtypes for 2 inputs \(id\+b, a\)"):
+        preparation.features(SCHEMA, [["id", "b"], ["a"]], None, ["int64"])
+    with pytest.raises(InvalidSettingsError, match="input_dtypes has 'int64' for 'text', which is string"):
+        preparation.features(SCHEMA, ["text"], None, ["int64"])
 
 
 def test_labels_keep_integers_unless_the_loss_wants_numbers_and_the_other_way_round() -> None:

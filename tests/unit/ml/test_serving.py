@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql.types import ArrayType, DecimalType, DoubleType, StringType, StructField, StructType
 
+from spark_elastic.data.arrow_values import missing_rows
 from spark_elastic.data.layout import Kind, TensorField
 from spark_elastic.errors import DataError
 from spark_elastic.ml.features import FeatureReader, tensors_for
@@ -50,9 +51,9 @@ def batch(a: Any, v: Any) -> pa.RecordBatch:
 
 def serving(log: Any, key: str = "one", **more: Any) -> Serving:
     added = (AddedColumn("sum", "raw", 0, "", OutputShape("<f4", ())),)
-    settings: dict[str, Any] = {"batch_size": 2, **more}
+    settings: dict[str, Any] = {"inputs": tensors_for(SCHEMA, [JOINED], {}), "batch_size": 2, **more}
     payload = Broadcast(cloudpickle.dumps(Adding(str(log))))
-    return Serving(key, payload, tensors_for(SCHEMA, [JOINED], {}), added, **settings)
+    return Serving(key, payload, added=added, **settings)
 
 
 def test_outputs_follow_the_input_columns_row_by_row_also_over_several_parts(tmp_path: Any) -> None:
@@ -147,3 +148,62 @@ def test_columns_that_come_under_other_names_are_told_by_their_places(tmp_path: 
 def test_text_where_there_were_numbers_is_an_error_that_names_the_column() -> None:
     with pytest.raises(DataError, match="column 'a' is of type string, and the model was trained on values of <f4"):
         tensors_for(StructType([StructField("a", StringType()), SCHEMA["v"]]), [JOINED], {})
+
+
+NAN, INF = float("nan"), float("inf")
+BAD = [
+    batch([1, None, 3, 4, NAN, 6], [[1, 1], [2, 2], None, [None, 4], [5, 5], [6, 6]]),
+    batch([7, INF, 9], [[7, 7], [8, 8], [9, NAN]]),
+    batch([None, NAN], [[1, 1], [2, 2]]),
+]
+
+
+def test_rows_without_a_value_are_an_error_left_out_or_get_null(tmp_path: Any) -> None:
+    log = tmp_path / "log"
+    made = list(serving(log, handle_invalid="skip")(BAD))
+    assert [each.column("sum").to_pylist() for each in made] == [[3, 18], [21], []]
+    assert [each.column("a").to_pylist() for each in made] == [[1, 6], [7], []]
+    made = list(serving(log, handle_invalid="keep")(BAD))
+    assert [each.column("sum").to_pylist() for each in made] == [[3, *[None] * 4, 18], [21, None, None], [None] * 2]
+    assert made[0].column("v").equals(BAD[0].column("v"))
+    assert all(each.schema.field("sum").nullable for each in made)
+    for bad, said in ((BAD[0], "column 'a': 1 of 6 rows looked at hold null"), (BAD[1], "hold NaN or infinity")):
+        with pytest.raises(DataError, match=f"{said}.*handle_invalid='skip'"):
+            list(serving(log)([bad]))
+    allowed = serving(log, handle_invalid="skip", inputs=tensors_for(SCHEMA, [JOINED], {}, ["features_0"]))
+    assert [each.num_rows for each in allowed(BAD)] == [3, 3, 1]
+
+
+def nan_for_two(features: dict[str, Any]) -> dict[str, Any]:
+    return {"features_0": np.where(features["features_0"] == 2, NAN, features["features_0"])}
+
+
+def test_a_row_whose_output_is_nan_gets_no_class(tmp_path: Any) -> None:
+    column = AddedColumn("class", "prediction", 0, "binary_logit", OutputShape("<f8", ()))
+    settings = {"added": (column,), "inference_fn": nan_for_two, "batch_size": 1}
+    given = batch([1, 2, 3], [[1, 1], [2, 2], [3, 3]])
+
+    def classes(**more: Any) -> Any:
+        work = replace(serving(tmp_path / "log"), **settings, **more)
+        return [row for each in work([given]) for row in each.column("class").to_pylist()]
+
+    assert classes(handle_invalid="skip") == [1.0, 1.0]
+    assert classes(handle_invalid="keep") == [1.0, None, 1.0]
+    with pytest.raises(DataError, match=r"first output is NaN for 1 of 3 rows.*handle_invalid"):
+        classes()
+
+
+def test_vectors_and_text_without_a_value_are_found() -> None:
+    rows = [
+        {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0]},
+        {"type": 0, "size": 2, "indices": [1], "values": [NAN]},
+        None,
+        {"type": 0, "size": 2, "indices": [], "values": []},
+    ]
+    vectors = pa.array(rows, to_arrow(VectorUDT()))
+    assert missing_rows(vectors, allow_nan=False).tolist() == [False, True, True, False]
+    assert missing_rows(vectors[1:], allow_nan=True).tolist() == [False, True, False]
+    assert missing_rows(pa.array(["a", None]), allow_nan=False).tolist() == [False, True]
+    nested = pa.array([[[1.0], [NAN]], None, [[None], [1.0]], [[2.0], [3.0]]])
+    assert missing_rows(nested, allow_nan=False).tolist() == [True, True, True, False]
+    assert missing_rows(nested[2:], allow_nan=False).tolist() == [True, False]

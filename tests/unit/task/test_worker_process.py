@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 
-from spark_elastic.task.worker_process import WorkerProcess, worker_environment
+from spark_elastic.task.worker_process import WorkerProcess, process_state, worker_environment
 from spark_elastic.wire.handover import AgentOrder
 
 WAIT_S = 20.0
@@ -67,7 +67,52 @@ def test_nor_does_one_that_left_the_group_and_cannot_be_ended_with_it(tmp_path):
     assert code == -signal.SIGKILL
 
 
+def test_a_stopped_process_is_not_seen_running():
+    order = AgentOrder("job", (), b"", b"", 1.0, "", preimport=())
+
+    async def live():
+        watcher = Watcher()
+        process = WorkerProcess(order, dict(os.environ), watcher)
+        seen = [process.is_seen_running]
+        for number, letter in ((signal.SIGSTOP, "T"), (signal.SIGCONT, "RS"), (signal.SIGKILL, "Z")):
+            os.kill(process.pid, number)
+            while process_state(process.pid) not in (letter if number != signal.SIGKILL else ("Z", "")):
+                await asyncio.sleep(0.01)
+            seen.append(process.is_seen_running)
+        await watcher.exit_code
+        return seen
+
+    assert asyncio.run(asyncio.wait_for(live(), WAIT_S)) == [True, False, True, False]
+
+
 def test_a_worker_s_threads_do_not_spin_on_cores_that_others_need_unless_that_is_asked_for():
     order = AgentOrder("job", (), b"", b"", 1.0, "")
     assert worker_environment(order, {}, [], 2, ())["OMP_WAIT_POLICY"] == "passive"
     assert worker_environment(order, {"OMP_WAIT_POLICY": "active"}, [], 2, ())["OMP_WAIT_POLICY"] == "active"
+
+
+def test_of_several_results_the_newest_counts(tmp_path):
+    (tmp_path / "twice.py").write_text("""
+import os, sys
+fd = int(sys.argv[2])
+first, second = b"1" * 100_000, b"22\\n"
+for run, data in ((1, first), (2, second)):
+    os.write(fd, b'{"size": %d, "in_loop": true, "run": %d}\\n' % (len(data), run))
+    while data:
+        data = data[os.write(fd, data[:70_000]):]
+os._exit(0)
+""")
+    order = AgentOrder("job", (), b"", b"", 1.0, "", preimport=("twice",))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ".")])}
+
+    async def live():
+        watcher = Watcher()
+        stored = []
+        watcher.result_stored = lambda process: stored.append((process.run, len(process.result)))
+        process = WorkerProcess(order, env, watcher)
+        await asyncio.wait_for(watcher.exit_code, WAIT_S)
+        return stored, process.result, process.run
+
+    stored, result, run = asyncio.run(asyncio.wait_for(live(), WAIT_S))
+    assert stored == [(1, 100_000), (2, 3)]
+    assert (result, run) == (b"22\n", 2)

@@ -52,6 +52,8 @@ def reductions():
     slices = tf.IndexedSlices(tf.fill([1, 2], float(r + 1)), tf.constant([r]), tf.constant([n, 2]))
     dense = tf.convert_to_tensor(hvd.allreduce(slices, op=hvd.Sum))
     checks["slices"] = dense.numpy()[:, 0].tolist() == [k + 1 for k in ranks]
+    whole = tf.IndexedSlices(tf.fill([1, 2], r + 2), tf.constant([r]), tf.constant([n, 2]))
+    checks["average of whole slices"] = np.allclose(hvd.allreduce(whole).values[:, 0], [(k + 2) / n for k in ranks])
     halved = tf.convert_to_tensor(hvd.allreduce(slices))
     checks["average of slices"] = np.allclose(halved.numpy()[:, 0], [(k + 1) / n for k in ranks])
     return checks
@@ -79,6 +81,8 @@ def movements():
     for how, exchange in zip(("eager", "graph"), both_ways(lambda t, s: hvd.alltoall(t, s)), strict=True):
         received, counts = exchange(tf.repeat(tf.range(n), 2), tf.fill([n], 2))
         checks[f"alltoall {how}"] = received.numpy().tolist() == [r] * (2 * n) and counts.numpy().tolist() == [2] * n
+    uneven = hvd.alltoall(tf.zeros([0]) if r == 1 else tf.fill([n], float(r)), [int(r != 1)] * n)
+    checks["alltoall, one sends nothing"] = uneven[1].numpy().tolist() == [int(k != 1) for k in ranks]
     checks["equal alltoall"] = hvd.alltoall(tf.range(n)).numpy().tolist() == [r] * n
     for how, scatter in zip(("eager", "graph"), both_ways(lambda t: hvd.reducescatter(t, op=hvd.Sum)), strict=True):
         mine = scatter(tf.range(n + 1, dtype=tf.float32)).numpy().tolist()
@@ -87,6 +91,12 @@ def movements():
     variables = [tf.Variable(tf.fill([3], float(r))), tf.Variable(r, dtype=tf.int64), tf.Variable(tf.zeros([0]))]
     large = tf.Variable(tf.fill([3_000_000], float(r)))
     hvd.broadcast_variables([*variables, large], root_rank=1)
+    traced = [tf.Variable(tf.fill([3], float(r))), tf.Variable(r, dtype=tf.int64), tf.Variable(r == 1)]
+    first = tf.function(lambda: hvd.broadcast_variables(traced, root_rank=1))
+    first()
+    checks["variables in a graph"] = [v.numpy().tolist() for v in traced] == [[1.0] * 3, 1, True]
+    inside = tf.function(lambda: hvd.broadcast_(traced[:1], 0))()
+    checks["values that were broadcast"] = inside[0].numpy().tolist() == [1.0] * 3
     checks["variables"] = variables[0].numpy().tolist() == [1.0] * 3 and variables[1].numpy() == 1
     checks["large variable"] = float(tf.reduce_min(large)) == float(tf.reduce_max(large)) == 1.0
     checks["object"] = hvd.broadcast_object({"rank": r}, root_rank=1) == {"rank": 1}
@@ -100,6 +110,33 @@ def movements():
 def test_rows_arrive_where_they_are_sent():
     for checks in together(movements, 2):
         assert [name for name, right in checks.items() if not right] == []
+
+
+def as_in_torch(r, n):
+    """The same derivatives on both sides."""
+    import torch
+
+    import spark_elastic.torch as in_torch
+
+    checks = {}
+    calls = {
+        "broadcast": lambda hvd, t: hvd.broadcast(t, 1),
+        "reducescatter": lambda hvd, t: hvd.reducescatter(t, op=hvd.Sum),
+        "reducescatter of averages": lambda hvd, t: hvd.reducescatter(t, op=hvd.Average, prescale_factor=0.5),
+        "alltoall": lambda hvd, t: hvd.alltoall(t),
+        "allgather": lambda hvd, t: hvd.allgather(t),
+        "allreduce": lambda hvd, t: hvd.allreduce(t),
+    }
+    for name, call in calls.items():
+        values = np.arange(1.0, 2 * n + 1, dtype="f4") * (r + 1)
+        here = tf.Variable(values)
+        with tf.GradientTape() as tape:
+            out = call(hvd, here)
+            loss = tf.reduce_sum(tf.square(out) * (r + 2.0))
+        there = torch.tensor(values, requires_grad=True)
+        (call(in_torch, there).square() * (r + 2.0)).sum().backward()
+        checks[f"{name} as in torch"] = np.allclose(tape.gradient(loss, here).numpy(), there.grad.numpy())
+    return checks
 
 
 def derivatives():
@@ -122,11 +159,21 @@ def derivatives():
         run = wrap(lambda t: slope(hvd.allgather, t))
         checks[f"allgather {how}"] = np.allclose(run(mine).numpy(), [weights / n] * 2)
         run = wrap(lambda t: slope(lambda v: hvd.broadcast(v, 0), t))
-        checks[f"broadcast {how}"] = run(mine).numpy().tolist() == [weights if r == 0 else 0.0] * 2
+        # Horovod's is the average of the members' gradients; the derivative of the sum of their losses is n times that
+        checks[f"broadcast {how}"] = run(mine).numpy().tolist() == [weights / n if r == 0 else 0.0] * 2
         run = wrap(lambda t: slope(hvd.alltoall, t))
         checks[f"alltoall {how}"] = run(tf.ones([n])).numpy().tolist() == [k + 1.0 for k in range(n)]
-        run = wrap(lambda t: slope(lambda v: hvd.reducescatter(v, op=hvd.Sum), t))
-        checks[f"reducescatter {how}"] = run(tf.ones([n])).numpy().tolist() == [k + 1.0 for k in range(n)]
+        # rank r sends r + 1 rows to each: row j of those that it sends to k is weighted by k + 1
+        uneven = run(tf.ones([n * (r + 1)])).numpy().tolist()
+        checks[f"alltoall, unequal rows {how}"] = uneven == [k + 1.0 for k in range(n) for _ in range(r + 1)]
+        run = wrap(lambda t: slope(lambda v: hvd.alltoall(v, [1, 2] if r == 0 else [3, 0])[0], t))
+        expected = [1.0, 2.0, 2.0] if r == 0 else [1.0] * 3
+        checks[f"alltoall with splits {how}"] = n != 2 or run(tf.ones([3])).numpy().tolist() == expected
+        for op, scale in ((hvd.Sum, n), (hvd.Average, 1)):
+            run = wrap(lambda t, op=op: slope(lambda v: hvd.reducescatter(v, op=op), t))
+            expected = [(k + 1.0) * scale for k in range(n)]
+            checks[f"reducescatter {op} {how}"] = run(tf.ones([n])).numpy().tolist() == expected
+    checks |= as_in_torch(r, n)
     return checks
 
 
@@ -156,7 +203,11 @@ def test_what_cannot_be_reduced_is_refused():
             hvd.allreduce(slices, op=hvd.Max)
         with pytest.raises(UsageError, match="string"):
             hvd.allgather(tf.constant(["a"]))
-        with pytest.raises(Exception, match=r"outside of tf\.function"):  # AutoGraph makes its own of it
-            tf.function(lambda: hvd.broadcast_variables([], 0))()
+        with pytest.raises(NotImplementedError):
+            hvd.allreduce(slices, op=hvd.Min)
+        with pytest.raises(NotImplementedError, match="Adasum"):
+            hvd.grouped_allreduce([slices, tf.ones([1])], op=hvd.Adasum)
+        with pytest.raises(RuntimeError, match="broadcast_variables"):
+            hvd.broadcast_global_variables(0)
     finally:
         hvd.shutdown()

@@ -160,21 +160,78 @@ def test_two_newcomers_at_the_same_time_are_both_taken_in():
     assert len({str(result["model"]) for result in results}) == 1
 
 
-def outside_the_loop():
+def train_in_reset_callbacks():
     hvd.init()
-    out = []
-    if hvd.size() == 1:
-        model, optimizer = build()
-    else:
-        model, optimizer = build()
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        out.append(hvd.broadcast_object("mine"))
-        hvd.barrier()
-        try:
-            hvd.allreduce(torch.ones(1))
-        except hvd.OutsideLoopError as error:
-            out.append("elastic.run" in str(error))
+    model, optimizer = build()
+    sizes: list[tuple[int, float]] = []
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+
+    def step(rows):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        optimizer.step()
+
+    def on_reset():
+        sizes.append((hvd.size(), hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item()))
+        progress = state.progress
+        step(torch.full((2, 6), float(1 + hvd.rank())))
+        state.commit()
+        assert state.progress == progress
+
+    state.register_reset_callbacks([on_reset])
+
+    @hvd.elastic.run
+    def loop(state):
+        tell("in loop", hvd.size())
+        left = 3
+        while left:
+            step(torch.ones(2, 6))
+            state.step += 1
+            left -= hvd.size() == 3
+            state.commit()
+        return hvd.allgather_object((state.step, state.progress, fingerprint(model)))
+
+    return sizes, loop(state)
+
+
+def test_steps_and_collectives_of_reset_callbacks_wait_for_nobody_and_count_as_none():
+    with WorldDriver(start_with=2) as driver:
+        driver.start(train_in_reset_callbacks, count=2)
+        driver.wait(lambda: len(driver.told("in loop")) == 2)
+        driver.start(train_in_reset_callbacks)
+        results = driver.results(3)
+    assert [sizes for sizes, _ in results] == [[(3, 1.0)], [(3, 1.0)], []]
+    for _, gathered in results:
+        assert gathered == [gathered[0]] * 3
+        assert gathered[0][0] == gathered[0][1]
+
+
+def steps_before_the_loop():
+    """As in Horovod's Keras example: one step before the loop, so that the optimizer has its slots."""
+    hvd.init()
+    model, optimizer = build()
+    newcomer = hvd.size() > 1
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    model(torch.full((1, 6), float(1 + newcomer))).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    own = torch.full((2,), 3.0)
+    alone = {
+        "object": hvd.broadcast_object("mine"),
+        "mean": hvd.allreduce(own).tolist(),
+        "sum": hvd.allreduce(own, op=hvd.Sum, prescale_factor=2.0).tolist(),
+        "grouped": [t.tolist() for t in hvd.grouped_allreduce([own, own])],
+        "gathered": hvd.allgather(own).tolist(),
+        "objects": hvd.allgather_object("mine"),
+        "scattered": hvd.reducescatter(own).tolist(),
+        "exchanged": hvd.alltoall(own).tolist(),
+        "position": (hvd.rank(), hvd.size()),
+    }
+    hvd.barrier()
+    if newcomer:
+        with pytest.raises(hvd.OutsideLoopError, match="rows for 2 ranks before the elastic loop"):
+            hvd.alltoall(own, splits=[1, 1])
     state = hvd.elastic.TorchState(model, optimizer, n=0)
 
     @hvd.elastic.run
@@ -182,17 +239,34 @@ def outside_the_loop():
         tell("in loop")
         while hvd.size() < 2:
             state.commit()
-        return hvd.size()
+        for _ in range(3):
+            model(torch.ones(1, 6)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return hvd.allreduce(torch.tensor([float(hvd.rank())])).item()
 
-    return loop(state), out
+    return loop(state), alone, {name: value.tolist() for name, value in model.state_dict().items()}
 
 
-def test_a_newcomer_may_broadcast_before_the_loop_and_is_told_not_to_reduce():
+def test_a_newcomer_steps_alone_before_the_loop_and_takes_the_state_there():
     with WorldDriver(start_with=1) as driver:
-        driver.start(outside_the_loop)
+        driver.start(steps_before_the_loop)
         driver.wait(lambda: driver.told("in loop"))
-        driver.start(outside_the_loop)
-        assert driver.results(2) == [(2, []), (2, ["mine", True])]
+        driver.start(steps_before_the_loop)
+        (first, _, weights), (second, alone, same) = driver.results(2)
+    assert (first, second) == (0.5, 0.5)
+    assert same == weights
+    assert alone == {
+        "object": "mine",
+        "mean": [3.0, 3.0],
+        "sum": [6.0, 6.0],
+        "grouped": [[3.0, 3.0], [3.0, 3.0]],
+        "gathered": [3.0, 3.0],
+        "objects": ["mine"],
+        "scattered": [3.0, 3.0],
+        "exchanged": [3.0, 3.0],
+        "position": (1, 2),
+    }
 
 
 def train_past_a_stopped_peer():
@@ -287,3 +361,43 @@ def test_a_root_that_dies_during_the_sync_leaves_the_others_with_a_whole_state()
         assert driver.worlds[-1].size == 2
         results = driver.results(2)
     assert results[0] == results[1]
+
+
+def differs_before_a_loss(kind: str):
+    """Rank 1's state is changed behind everybody's back, then worker 3 dies; the versions are equal."""
+    hvd.init()
+    model, optimizer = build(batch_norm=True)
+    state = hvd.elastic.TorchState(model, optimizer, step=0, note=0)
+    entered = []
+
+    @hvd.elastic.run
+    def loop(state):
+        everything = [round(v.double().sum().item(), 9) for v in model.state_dict().values()]
+        entered.append((everything, len(optimizer.state), optimizer.param_groups[0]["lr"], state.note, state.version))
+        while state.step < STEPS:
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            if state.step == 7 and hvd.size() == 3:
+                if hvd.rank() == 1 and kind == "tensors":
+                    model[0].weight.data.add_(1.0)
+                elif hvd.rank() == 1:
+                    optimizer.state.clear()
+                    optimizer.param_groups[0]["lr"] = 0.5
+                    state.note = 1
+                elif link().worker == 3:
+                    die()
+            optimizer.step()
+            state.step += 1
+
+    loop(state)
+    return entered, fingerprint(model)
+
+
+@pytest.mark.parametrize("kind", ["tensors", "light part and missing optimizer state"])
+def test_after_a_loss_all_members_hold_the_same_state_also_where_versions_are_equal(kind):
+    with WorldDriver(start_with=3) as driver:
+        driver.start(differs_before_a_loss, kind, count=3)
+        (one, weights), (other, other_weights) = driver.results(2)
+    assert one[1:] == other[1:]
+    assert len(one) == 2
+    assert weights == other_weights

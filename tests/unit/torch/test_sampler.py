@@ -127,16 +127,26 @@ def test_get_indices_gives_the_rows_of_one_batch():
     assert sampler.get_indices(3, 4) == []
 
 
-def test_records_of_a_step_that_is_done_again_are_taken_back():
-    (sampler,) = samplers(20, 1, None)
-    sampler.record_batch(0, 4)
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("before", [True, False])
+def test_records_of_a_step_that_is_done_again_are_taken_back_wherever_the_loop_records(passes, before):
+    (sampler,) = samplers(100, 1, None)
     sampler.start_counting()
-    sampler.record_batch(1, 4)
-    sampler.record_batch(2, 4)
-    sampler.drop_records_beyond(steps=1)
-    assert sampler.processed_num == 8
-    sampler.drop_records_beyond(steps=1)
-    assert sampler.processed_num == 8
+    recorded = passes if before else passes - 1  # on the way to a step; the last pass is recorded after it
+    for step in range(4):
+        for _ in range(recorded):
+            sampler.record_batch(0, 4)
+        if step == 0:
+            sampler.learn_records_before_step()
+        if step != 2:  # a gradient scaler skips that one
+            sampler.step_applied()
+        for _ in range(passes - recorded):
+            sampler.record_batch(0, 4)
+    for _ in range(recorded):
+        sampler.record_batch(0, 4)
+    for _ in range(2):
+        sampler.drop_records_of_step()
+        assert sampler.processed_num == 4 * 4 * passes
 
 
 def test_a_sampler_of_ten_million_rows_costs_no_memory_to_reset():
@@ -154,3 +164,26 @@ def test_a_sampler_of_ten_million_rows_costs_no_memory_to_reset():
 def test_torch_is_content_with_it(alone):
     loader = DataLoader(torch.arange(9), batch_size=2, sampler=ElasticSampler(range(9)))
     assert sorted(torch.cat(list(loader)).tolist()) == list(range(9))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), rows=st.integers(1, 300), batch=st.integers(1, 13))
+def test_ranks_that_drop_the_last_batch_agree_on_the_rows_that_are_done(data, rows, batch):
+    state, seen = None, []
+    while True:
+        ranks = samplers(rows, data.draw(st.integers(1, 5)), state, seed=7)
+        loaders = [DataLoader(range(rows), batch_size=batch, sampler=sampler, drop_last=True) for sampler in ranks]
+        batches = [list(loader) for loader in loaders]
+        assert {len(b) for b in batches} == {len(loaders[0])}
+        if not batches[0]:
+            break
+        steps = data.draw(st.integers(1, len(batches[0])))
+        for sampler, own in zip(ranks, batches, strict=True):
+            for number, rows_of_batch in enumerate(own[:steps]):
+                sampler.record_batch(number, batch)
+                seen += rows_of_batch.tolist()
+        states = [sampler.state_dict() for sampler in ranks]
+        assert all(s == states[0] for s in states), states
+        assert (states[0]["processed_num"] == rows) == (steps == len(batches[0]))
+        state = states[0]
+    assert len(seen) == len(set(seen))

@@ -150,8 +150,8 @@ def different_sizes():
 
 def test_tensors_that_do_not_match_are_a_usage_error():
     for message in together(different_sizes, 2):
-        assert "12 bytes of torch.float32" in message
-        assert "16 bytes of torch.float32" in message
+        assert "rank 0: float32 [3]" in message
+        assert "rank 1: float32 [4]" in message
 
 
 # --- peers that are gone --------------------------------------------------------------------------

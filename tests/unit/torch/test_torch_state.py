@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import pytest
 import torch
 
 import spark_elastic.torch as hvd
+from spark_elastic.collective.handled_values import digest
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.torch.elastic import StateHandler, TorchState, get_handler_registry, register_handler
 from tests.unit.torch.test_collectives import together
@@ -41,7 +45,7 @@ def test_restore_returns_models_optimizers_schedulers_and_values_to_the_last_sav
     stepped(other, second)
     state.n = 1
     state.commit()
-    want = values(model), values(other), optimizer.state_dict(), state.progress
+    want = values(model), values(other)
     steps = [s["step"].item() for s in optimizer.state.values()]
     stepped(model, optimizer, 3)
     stepped(other, second, 2)
@@ -49,9 +53,9 @@ def test_restore_returns_models_optimizers_schedulers_and_values_to_the_last_sav
     state.sampler.record_batch(0, 1)
     state.n = 7
     state.restore()
-    assert (values(model), values(other)) == want[:2]
+    assert (values(model), values(other)) == want
     assert [s["step"].item() for s in optimizer.state.values()] == steps
-    assert (state.n, state.progress, optimizer.param_groups[0]["lr"]) == (1, 2, 0.1)
+    assert (state.n, optimizer.param_groups[0]["lr"]) == (1, 0.1)
     assert (scheduler.last_epoch, state.sampler.processed_num) == (0, 0)
 
 
@@ -246,6 +250,30 @@ def broadcast_optimizers():
     return values(model), optimizer.param_groups[0]["lr"], [float(s["exp_avg"].sum()) for s in optimizer.state.values()]
 
 
+def zeros_before_the_first_step(root_has_stepped):
+    hvd.init()
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 3, sparse=not root_has_stepped), torch.nn.Linear(3, 1))
+    model[1].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if root_has_stepped and hvd.rank() == 0:
+        model(torch.tensor([1])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=model)
+    grads = [None if p.grad is None else float(p.grad.to_dense().abs().sum()) for p in model.parameters()]
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    model(torch.tensor([1])).sum().backward()
+    return grads, model[0].weight.grad.is_sparse, values(model)
+
+
+@pytest.mark.parametrize("root_has_stepped", [False, True])
+def test_gradients_are_zeros_after_the_broadcast_of_an_optimizer_that_never_stepped(root_has_stepped):
+    first, second = together(partial(zeros_before_the_first_step, root_has_stepped), 2)
+    assert first == second
+    assert first[0] == ([None] * 3 if root_has_stepped else [0.0, 0.0, None])
+    assert first[1] is not root_has_stepped, "gradients of the embedding stay sparse"
+
+
 def test_gradients_of_the_world_before_are_not_added_to(alone):
     model = torch.nn.Linear(3, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -263,3 +291,121 @@ def test_gradients_of_the_world_before_are_not_added_to(alone):
         return stale
 
     assert loop(state) is None
+
+
+def test_a_commit_is_a_snapshot_whatever_changes_the_tensors_afterwards(alone):
+    model, average = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = TorchState(model, optimizer, average=average, n=0)
+    seen = []
+
+    @hvd.elastic.run
+    def loop(state):
+        seen.append((values(model), values(average), state.n, state.version))
+        if len(seen) == 1:
+            stepped(model, optimizer)
+            state.n += 1
+            average.weight.data.mul_(3.0)
+            state.commit()
+            seen[0] = values(model), values(average), state.n, state.version
+            average.weight.data.mul_(3.0)
+            model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+            raise HorovodInternalError("a collective of the loop's own")
+
+    loop(state)
+    assert seen[1] == seen[0]
+
+
+def test_a_state_without_an_optimizer_returns_to_the_version_of_its_commit(alone):
+    state = TorchState(torch.nn.Linear(1, 1), n=0)
+    versions = []
+
+    @hvd.elastic.run
+    def loop(state):
+        versions.append(state.version)
+        while state.n < 3:
+            state.n += 1
+            state.commit()
+            if state.n == 2 and len(versions) == 1:
+                versions.append(state.version)
+                raise HorovodInternalError("a peer is gone")
+
+    loop(state)
+    assert versions[2] == versions[1]
+    assert state.progress == 3
+
+
+def test_what_the_user_synchronises_is_committed(alone):
+    state = TorchState(torch.nn.Linear(1, 1), n=0)
+    state.n = 5
+    state.sync()
+    state.n = 6
+    state.restore()
+    assert state.n == 5
+
+
+@pytest.mark.parametrize("change", ["no_grad", "none"])
+def test_parameters_that_are_changed_by_hand_before_the_step_are_changed_once(alone, change):
+    model, average = torch.nn.Linear(3, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(average.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = TorchState(model, optimizer, average=average, n=0)
+    entered = []
+
+    @hvd.elastic.run
+    def loop(state):
+        entered.append(state.n)
+        while state.n < 6:
+            if change == "no_grad":
+                with torch.no_grad():
+                    average.weight.add_(1)
+            if state.n == 4 and len(entered) == 1:
+                error = HorovodInternalError("a peer is gone")
+                error.in_reduction = True
+                raise error
+            stepped(model, optimizer)
+            state.n += 1
+            if state.n == 2:
+                state.commit()
+
+    loop(state)
+    assert entered == ([0, 2] if change == "no_grad" else [0, 4])
+    assert average.weight.item() == (6 if change == "no_grad" else 0)
+
+
+def test_commits_that_only_ever_come_between_backward_and_step_are_refused(alone):
+    model = torch.nn.Linear(3, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = TorchState(model, optimizer, n=0)
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.n < 9:
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            state.n += 1
+            state.commit()
+            optimizer.step()
+
+    with pytest.raises(UsageError, match=r"call them after optimizer\.step"):
+        loop(state)
+    assert state.n == 3
+
+
+def test_a_digest_tells_what_training_changes():
+    torch.manual_seed(0)
+    table = torch.eye(300)
+    others = [
+        table[torch.randperm(300)],  # rows in another order have the same sums
+        table[:, torch.randperm(300)],
+        table.flip(0),
+        table.double().float().add_(torch.zeros(300, 300).index_fill_(0, torch.tensor([7]), 1e-7)),
+        table.roll(1, 0),
+    ]
+    digests = {digest(tensor) for tensor in [table, *others]}
+    assert len(digests) == 6
+    assert digest(table.clone()) == digest(table) == digest(table.t().contiguous())
+    moved = torch.empty(300 * 300 + 1)[1:].copy_(table.reshape(-1)).view(300, 300)  # at another address
+    assert digest(moved) == digest(table)
+    for small in (torch.tensor(3), torch.tensor([True]), torch.zeros(0), torch.ones(3, dtype=torch.complex64)):
+        assert digest(small) == digest(small.clone())

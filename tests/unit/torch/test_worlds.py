@@ -16,7 +16,7 @@ from spark_elastic.collective.process import Position, Process, process
 from spark_elastic.core.topology import Member, Place, World
 from spark_elastic.worker_link import Assignment
 from tests.leftovers import threads_settle
-from tests.unit.world_link import link, tell
+from tests.unit.world_link import STALL_TIMEOUT_S, link, tell
 from tests.unit.worlds import WorldDriver
 
 
@@ -80,6 +80,18 @@ def test_a_cut_ends_a_blocked_collective_and_refuses_every_later_one():
         for first, second in driver.results(2):
             assert "worker 3 is gone" in first  # the cut ended it, and no timeout
             assert "worker 3 is gone" in second
+
+
+def limits_of_gloo():
+    hvd.init()
+    group = process.group("global")
+    return group.pg.options._timeout.total_seconds()
+
+
+def test_gloos_own_timeout_leaves_the_driver_time_to_act_at_a_stall():
+    with WorldDriver(start_with=2) as driver:
+        driver.start(limits_of_gloo, count=2)
+        assert min(driver.results(2)) > STALL_TIMEOUT_S
 
 
 def stops_before_connecting():
@@ -157,7 +169,7 @@ def test_a_cut_on_the_way_into_a_group_is_not_missed(monkeypatch):
     subject.link = object()
     subject.position = Position(rank=0, size=2)
     place = Place("a", "e1", 0)
-    world = World(1, (Member(1, place, 0, 0, 2, 0, 1), Member(2, place, 1, 1, 2, 0, 1)), 0, True, None)
+    world = World(1, (Member(1, place, 0, 0, 2, 0, 1), Member(2, place, 1, 1, 2, 0, 1)), 0, None, True)
     subject.assignment = Assignment(world, 1, {1: "127.0.0.1", 2: "127.0.0.1"})
     monkeypatch.setattr("spark_elastic.collective.process.Group", CutWhileItIsMade)
     with pytest.raises(hvd.HorovodInternalError, match="too late"):

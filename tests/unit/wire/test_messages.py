@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_elastic.core.topology import Member, Place, World
+from spark_elastic.core.version import StateVersion
 from spark_elastic.errors import ProtocolError
 from spark_elastic.wire import messages as wire
 
@@ -13,10 +14,12 @@ WORLD = World(4, (Member(7, PLACE, 0, 0, 1, 0, 1),), 0, None, True)
 
 EXAMPLES = [
     wire.AgentHello(PLACE, 3, 42, {"eth0": "10.0.0.1"}, 4711, 2, ("0", "1"), "3.11.7"),
-    wire.WorkerExited(7, -9, "Traceback é\n"),
+    wire.WorkerExited(7, -9, "Traceback é\n", 1, "1 process was killed for memory"),
     wire.OutputLines(7, "stdout", ("a", "", "b")),
-    wire.Ready(3, None, False),
-    wire.Ready(3, 12, True),
+    wire.Ready(3, None, False, 0),
+    wire.Ready(3, StateVersion(2, 12, 1), True, 2),
+    wire.LoopResult(2, "", b"sealed"),
+    wire.RunAgain(2, "rank 0 is gone"),
     wire.KvSet(3, "key", b'\x00\n{"binary":1}'),
     wire.KvValues(9, (0, 3), b"abc"),
     wire.WorldAssigned(WORLD, {"7": "10.0.0.1"}),
@@ -43,9 +46,15 @@ def test_a_whole_number_is_accepted_where_seconds_are_expected():
         (b"{", "not JSON"),
         (b'{"type":"Nope"}', "unknown message type 'Nope'"),
         (b'{"type":"Pong","more":1}', "unknown fields"),
-        (b'{"type":"Ready","round":1,"progress":null}', "missing fields"),
-        (b'{"type":"Ready","round":"1","progress":null,"at_init":false}', "expected int, got str"),
-        (b'{"type":"Ready","round":true,"progress":null,"at_init":false}', "expected int, got bool"),
+        (b'{"type":"Ready","round":1,"version":null}', "missing fields"),
+        (b'{"type":"Ready","round":"1","version":null,"at_init":false,"loop":1}', "expected int, got str"),
+        (b'{"type":"Ready","round":true,"version":null,"at_init":false,"loop":1}', "expected int, got bool"),
+        (b'{"type":"Ready","round":1,"version":3,"at_init":false,"loop":1}', "expected an object"),
+        (
+            b'{"type":"Ready","round":1,"version":{"loop":1,"steps":-1,"marks":0},"at_init":false,"loop":1}',
+            "steps >= 0",
+        ),
+        (b'{"type":"Ready","round":1,"version":{"loop":0,"steps":1,"marks":0},"at_init":false,"loop":1}', "loop >= 1"),
         (b'{"type":"OutputLines","worker":1,"stream":"stdout","lines":"x"}', "expected a list"),
         (b'{"type":"KvSet","round":1,"key":"k","payload":"x"}', "payload in the head"),
         (b"[" * 100_000, "not JSON"),

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.keras.kept_values import Kept
 from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.keras import arrays
-from spark_elastic.ml.keras.kept_values import Kept
 from spark_elastic.ml.keras.spec import MODEL_FILE
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.test_training_worlds import close

@@ -54,6 +54,16 @@ def test_it_has_the_settings_of_the_estimator_for_torch_but_those_of_torch_alone
     assert names - torchs == {"weighted_metrics", "custom_objects"}
 
 
+def test_integers_are_written_as_the_models_input_takes_them_so_that_what_it_would_round_is_refused_then() -> None:
+    schema = StructType([StructField("id", LongType()), StructField("other", LongType()), StructField("y", LongType())])
+    for kind, stored in (("float32", "<f4"), ("int64", "<i8")):
+        net = keras.Sequential([keras.Input((2,), dtype=kind), keras.layers.Embedding(5, 3), keras.layers.Flatten()])
+        made = ElasticKerasEstimator(feature_cols=[["id", "other"]], label_cols=["y"], **settings(model=net))
+        assert made._tensors(schema).dtypes["features_0"] == stored
+    made.setInputDtypes(["int32"])
+    assert made._tensors(schema).dtypes["features_0"] == "<i4"
+
+
 def compiled(**more: Any) -> Any:
     net = make_net()
     net.compile("adam", **more)

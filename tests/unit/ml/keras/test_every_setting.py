@@ -23,13 +23,13 @@ from tests.unit.ml.torch.estimators import make_set  # noqa: E402
 
 TESTED_ELSEWHERE = {  # with Spark, or in test_estimator_settings
     *("feature_cols", "label_cols", "sample_weight_col", "validation", "dataset_id", "keep_dataset", "data_options"),
-    *("device", "storage_options", "num_threads"),
+    *("device", "storage_options", "num_threads", "input_dtypes", "allow_nan_loss", "handle_invalid"),
 }
 TESTED_BELOW = {
     *("model", "metrics", "weighted_metrics", "epochs", "callbacks", "custom_objects", "verbose", "store"),
     *("checkpoint_dir", "checkpoint_interval", "checkpoint_seconds", "keep_checkpoints", "checkpoint_best_of"),
     *("checkpoint_best_mode", "run_id", "resume", "input_shapes", "label_shapes", "accumulation_steps"),
-    *("num_proc", "min_num_proc", "max_num_proc", "run_options", "gradient_compression"),
+    *("num_proc", "min_num_proc", "max_num_proc", "run_options", "sync_batch_norm", "gradient_compression"),
     *("output_cols", "output_type", "prediction", "prediction_col", "probability_col", "inference_fn"),
     *("transform_batch_size", "transform_threads", "transform_device"),
 }
@@ -143,6 +143,28 @@ def test_accumulation_and_compression_change_nothing_in_a_world_of_one(dataset: 
     made = estimator(accumulation_steps=4, gradient_compression="bf16")
     assert np.allclose(weights_of(made.from_dataset_path(dataset)), weights_of(plain), atol=1e-5)
     assert (made.training.compression, made.training.accumulation) == ("bf16", 4)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Scaled(keras.layers.BatchNormalization):
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        return 2 * super().call(inputs, training)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_sync_batch_norm_leaves_ordinary_layers_in_the_fitted_model_and_names_what_it_cannot_do(
+    wanted: bool, dataset: Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = keras.layers
+    norms = [layers.BatchNormalization(name="norm"), Scaled(name="own")]
+    net = keras.Sequential([keras.Input((6,)), layers.Dense(4), *norms, layers.Dense(3)])
+    made = estimator(model=net, epochs=1, sync_batch_norm=wanted)
+    model = made.from_dataset_path(dataset)
+    assert made.training.sync_batch_norm == wanted
+    assert [type(each) for each in model.keras_model.layers] == [type(each) for each in net.layers]
+    said = [record.getMessage() for record in caplog.records if "batch statistics" in record.getMessage()]
+    assert len(said) == wanted
+    assert all("own (Scaled)" in each for each in said)
 
 
 def test_input_shapes_and_label_shapes_are_those_that_the_model_sees(dataset: Dataset) -> None:

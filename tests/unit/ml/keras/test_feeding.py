@@ -12,6 +12,7 @@ from spark_elastic.data.packing import pack
 from spark_elastic.errors import DataError
 from spark_elastic.ml.keras.compiling import CompileArguments
 from spark_elastic.ml.keras.feeding import Feeding
+from spark_elastic.ml.keras.predictor import KerasPredictor
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import alone, make_net, make_training
 
@@ -69,6 +70,23 @@ def test_other_types_stay_as_they_are(tmp_path):
     columns = {"features_0": numbers(6, dtype=np.uint8), "label_0": numbers(dtype=np.int32)}
     feed, _ = feeding(tmp_path, columns)
     assert [spec.dtype for spec in feed.specs] == [tf.uint8, tf.int32]
+
+
+@pytest.mark.parametrize(("kind", "most"), [("float32", 2**24), ("int32", 2**31 - 1), ("int64", 2**62)])
+def test_integers_that_the_models_input_would_change_are_refused(kind, most, tmp_path):
+    model = keras.Sequential([keras.Input((1,), dtype=kind), keras.layers.Lambda(lambda x: x)])
+    given = np.full((ROWS, 1), most)
+    feed, training = feeding(tmp_path / "1", {"features_0": given, "label_0": numbers(dtype=np.int64)}, model)
+    assert KerasPredictor(model)({"features_0": given})[0].astype(int).tolist() == given.tolist()
+    assert len(list(fed(feed, training))) == 2
+    if kind == "int64":
+        return
+    said = f"features_0 holds {most + 1}, and the model's input .* is of type {kind}.*dtype='int64'"
+    feed, training = feeding(tmp_path / "2", {"features_0": given + 1, "label_0": numbers(dtype=np.int64)}, model)
+    with pytest.raises(DataError, match=said):
+        list(fed(feed, training))
+    with pytest.raises(DataError, match=said):
+        KerasPredictor(model)({"features_0": given + 1})
 
 
 def test_inputs_are_a_tensor_a_list_or_a_dict_as_the_model_takes_them(tmp_path):

@@ -11,10 +11,21 @@ from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import BestCheckpoint, EarlyStopping
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.keras import arrays, weights
+from spark_elastic.ml.keras.spec import MODEL_FILE
 from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.test_training_worlds import assert_as_undisturbed, close
-from tests.unit.ml.keras.trainings import EPOCHS, TheEnd, alone, dense, ending, in_float64, make_net, make_training
+from tests.unit.ml.keras.trainings import (
+    EPOCHS,
+    OwnStep,
+    TheEnd,
+    alone,
+    dense,
+    ending,
+    in_float64,
+    make_net,
+    make_training,
+)
 
 
 def latest_in(folder):
@@ -35,6 +46,24 @@ def stop_and_resume(data, folder, event, count, plan, make=dict):
     callbacks = [*again.pop("callbacks", []), ending(event, 1 << 30)]  # the same callbacks as before
     training = make_training(data, folder, checkpoints=plan, callbacks=callbacks, resume_from=latest.name, **again)
     return alone(training), latest
+
+
+def no_number(y_true, y_pred):
+    return keras.ops.mean(y_pred, axis=-1) * float("nan")
+
+
+@pytest.mark.parametrize("kind", ["Keras's own step", "a train_step of one's own"])
+def test_a_loss_that_is_no_number_ends_the_training_without_a_model(kind, data, tmp_path):
+    with in_float64():
+        model = make_net() if kind.startswith("Keras") else make_net(kind=OwnStep)
+    result = alone(make_training(data, tmp_path, model=model, loss=no_number))
+    assert np.isnan(result["diverged"].pop("loss"))
+    assert (result["diverged"], result["history"]) == ({"step": 0, "epoch": 0}, [])
+    assert result["lost_here"] == kind.startswith("Keras")
+    assert not (tmp_path / MODEL_FILE).exists()
+    assert latest_in(tmp_path) is None
+    result = alone(make_training(data, tmp_path, loss=no_number, allow_nan_loss=True))
+    assert (result["diverged"], len(result["history"])) == (None, EPOCHS)
 
 
 def moving():

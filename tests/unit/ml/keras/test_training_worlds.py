@@ -96,6 +96,20 @@ def test_a_worker_that_is_killed_changes_nothing(victim, kill, data, tmp_path, u
         assert len(driver.worlds) >= 2
 
 
+@pytest.mark.parametrize("count", [9, 10], ids=["forward", "backward"])
+def test_a_worker_that_is_killed_within_batch_normalisation_changes_nothing(count, data, tmp_path):
+    with trainings.in_float64():
+        net = trainings.make_net(norm=True)
+    single = trainings.make_training(data, tmp_path / "alone", model=net)
+    expected = trainings.alone(single), trainings.weights(tmp_path / "alone")
+    with WorldDriver(start_with=3) as driver:
+        plan = {3: ("in a layer's reduction", count)}
+        driver.start(in_worker, data, tmp_path / "three", plan, {"norm": True}, count=3)
+        for result in driver.results(2):
+            assert_as_undisturbed(result, tmp_path / "three", expected)
+        assert len(driver.worlds) >= 2
+
+
 def test_newcomers_take_over_everything_and_change_nothing(data, tmp_path, undisturbed):
     with WorldDriver(start_with=1) as driver:
         driver.start(in_worker_slowly, data, tmp_path)

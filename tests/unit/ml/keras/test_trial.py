@@ -127,6 +127,24 @@ def test_a_loss_that_is_no_number_is_told_and_no_error(tmp_path, caplog):
     assert "the loss of the first rows is not a number" in caplog.text
 
 
+def by_row(y_true, y_pred):
+    return keras.ops.max(y_pred, axis=-1)
+
+
+def of_all_rows(y_true, y_pred):
+    return keras.ops.mean(by_row(y_true, y_pred))
+
+
+def test_a_metric_that_is_one_number_for_all_rows_is_said_to_be_averaged_and_counts_by_rows(data, tmp_path, caplog):
+    metrics = ["accuracy", by_row, of_all_rows]
+    run_once(data, tmp_path, metrics=metrics)
+    assert "the metric of_all_rows returns one number for the rows" in caplog.text
+    result = trainings.alone(make_training(data, tmp_path, metrics=metrics))
+    for row in result["history"]:
+        assert row["of_all_rows"] == pytest.approx(row["by_row"], rel=1e-9)
+        assert row["val_of_all_rows"] == pytest.approx(row["val_by_row"], rel=1e-9)
+
+
 def test_a_model_that_transform_cannot_call_says_why(data, tmp_path, caplog):
     net = keras.Sequential([keras.Input((5,)), dense(3, 2)])
     found = run_once(data, tmp_path, model=net, transformation_fn=small)

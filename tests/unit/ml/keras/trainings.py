@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,8 @@ def outcome(training: KerasTraining) -> dict[str, Any]:
         "steps": result.steps,
         "stopped": result.stopped,
         "restored": result.restored,
+        "diverged": result.diverged and asdict(result.diverged),
+        "lost_here": result.lost_here,
         "size": hvd.size(),
     }
 
@@ -299,6 +302,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "metrics": {"kind": ["accuracy"], "size": ["mae"]},
     },
     "a batch larger than the set": {"batch_size": 1000},
+    "batch normalisation": {"model": lambda: make_net(norm=True), "metrics": ["accuracy"]},
+    "batch normalisation, fewer rows than workers": {
+        "model": lambda: make_net(norm=True),
+        "batch_size": (ROWS - 2) // 3,
+        "clip_norm": 0.5,
+    },
     "batches of two rows, fewer than workers": {
         "batch_size": 2,
         "epochs": 1,
@@ -347,10 +356,12 @@ def _nothing() -> None: ...
 def _die_within(kind: str, count: int) -> None:
     """Have this process end at the `count`-th time."""
     from spark_elastic.collective.fused import FusedReduction
+    from spark_elastic.keras import tensorflow_statistics
     from spark_elastic.ml.keras.engine import KerasEngine
     from tests.unit.world_link import die
 
     place, name = {
+        "in a layer's reduction": (tensorflow_statistics, "add_up"),
         "before a reduction": (FusedReduction, "__call__"),
         "after a reduction": (FusedReduction, "__call__"),
         "in a validation": (KerasEngine, "measure"),

@@ -17,14 +17,18 @@ from spark_elastic.errors import CheckpointError, InvalidSettingsError, StoreErr
 from spark_elastic.ml.callbacks import Callback, EarlyStopping
 from tests.unit.ml.torch.estimators import estimator, make_net, make_set, weights_of
 
-TESTED_WITH_SPARK = {"feature_cols", "label_cols", "sample_weight_col", "validation", "dataset_id", "keep_dataset"}
+TESTED_WITH_SPARK = {
+    *("feature_cols", "label_cols", "sample_weight_col", "validation", "dataset_id", "keep_dataset"),
+    *("input_dtypes", "handle_invalid"),
+}
 TESTED_BELOW = {
     *("model", "metrics", "epochs", "callbacks", "device", "num_threads", "verbose", "store", "storage_options"),
     *("checkpoint_dir", "checkpoint_interval", "checkpoint_seconds", "keep_checkpoints", "checkpoint_best_of"),
     *("checkpoint_best_mode", "run_id", "resume", "input_shapes", "label_shapes", "data_options"),
     *("num_proc", "min_num_proc", "max_num_proc", "run_options", "gradient_compression", "accumulation_steps"),
+    "sync_batch_norm",
     *("output_cols", "output_type", "prediction", "prediction_col", "probability_col", "inference_fn"),
-    *("transform_batch_size", "transform_threads", "transform_device", "scheduler_monitor"),
+    *("transform_batch_size", "transform_threads", "transform_device", "scheduler_monitor", "allow_nan_loss"),
 }
 
 
@@ -156,6 +160,39 @@ def test_gradient_compression_and_accumulation_steps_reach_the_workers(dataset: 
     made = estimator(gradient_compression="bf16", accumulation_steps=4)
     made.from_dataset_path(dataset)
     assert (made.training.compression, made.training.accumulation) == ("bf16", 4)
+
+
+def with_norm(norm: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), norm, nn.Linear(8, 3))
+
+
+def test_sync_batch_norm_is_on_and_the_fitted_model_has_ordinary_layers(dataset: Dataset) -> None:
+    net = with_norm(nn.BatchNorm1d(8))
+    made = estimator(model=net)
+    model = made.from_dataset_path(dataset)
+    assert made.training.sync_batch_norm
+    assert (
+        [type(each) for each in model.module] == [type(each) for each in net] == [nn.Linear, nn.BatchNorm1d, nn.Linear]
+    )
+    assert int(model.module[1].num_batches_tracked) == 12
+    made = estimator(model=net, sync_batch_norm=False)
+    made.from_dataset_path(dataset)
+    assert not made.training.sync_batch_norm
+
+
+class Scaled(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_layer_that_cannot_be_synchronised_is_named(
+    wanted: bool, dataset: Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    estimator(model=with_norm(Scaled(8)), sync_batch_norm=wanted).from_dataset_path(dataset)
+    said = [record.getMessage() for record in caplog.records if "batch statistics" in record.getMessage()]
+    assert len(said) == wanted
+    assert all("1 (Scaled)" in each for each in said)
 
 
 def shapes(model: nn.Module, batch: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,25 @@ from torch import nn
 
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.packing import pack
-from spark_elastic.errors import CheckpointError, InvalidSettingsError, StateLostError, StoreError
+from spark_elastic.data.store import Store
+from spark_elastic.errors import (
+    CheckpointError,
+    InvalidSettingsError,
+    LossNotFiniteError,
+    RunTakenError,
+    StateLostError,
+    StoreError,
+)
+from spark_elastic.ml.callbacks import LambdaCallback
+from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.describing import described
 from spark_elastic.ml.persistence import _decode
+from spark_elastic.ml.run_lease import OWNERS, Owner, Process, lease_of
 from spark_elastic.ml.torch import safe_objects
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.torch.training import train
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_set, settings, weights_of
+from tests.unit.ml.torch.trainings import NanFrom
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +59,57 @@ def test_checkpoints_of_a_training_with_other_settings_are_refused(
     with pytest.raises(CheckpointError, match=f"another training: {next(iter(changes))} was"):
         estimator(**{**common, **changes}).from_dataset_path(dataset)
     estimator(**common, verbose=0, num_threads=1).from_dataset_path(dataset)
+
+
+def test_a_fit_whose_loss_is_no_number_fails_with_what_to_look_at_and_leaves_its_checkpoints(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    common: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "run_id": "a", "epochs": 3}
+    said = r"the loss of step 14 is nan .*epoch 3, .*rank 0.*allow_nan_loss=True"
+    with pytest.raises(LossNotFiniteError, match=said) as caught:
+        estimator(**common, loss=NanFrom(14 + 2 * 2)).from_dataset_path(dataset)
+    error = caught.value
+    assert (error.step, error.epoch, error.ranks, error.size) == (14, 2, (0,), 1)
+    assert error.checkpoints in pickle.loads(pickle.dumps(error)).message
+    latest = Checkpoints(Store.create(tmp_path / "a" / "checkpoints")).latest()
+    assert latest is not None
+    assert latest.step == 12
+    loss = NanFrom(14 + 2 * 2)
+    assert len(estimator(loss=loss, epochs=3, allow_nan_loss=True).from_dataset_path(dataset).history) == 3
+
+
+def test_rows_in_another_order_or_with_other_text_are_other_rows(dataset: Dataset, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "run_id": "a", "optimizer": sgd(0.1)}
+    estimator(**common).from_dataset_path(dataset)
+    first, second = dataset.manifest.splits["train"]
+    swapped = {**dataset.manifest.splits, "train": (second, first)}
+    texts = {**dataset.manifest.splits, "train": (first, dataclasses.replace(second, sidecar_crc32=7))}
+    for splits in (swapped, texts):
+        other = Dataset(dataset.store, dataclasses.replace(dataset.manifest, splits=splits))
+        with pytest.raises(CheckpointError, match=r"checkpoints of other rows.*in their order.*resume=False"):
+            estimator(**common).from_dataset_path(other)
+    estimator(**common, epochs=3).from_dataset_path(dataset)
+
+
+def test_checkpoints_of_a_version_that_did_not_note_the_order_are_taken_where_it_is_certain(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    alone = pack({"features_0": np.ones((8, 6), np.float32), "label_0": np.arange(8) % 3}, tmp_path / "one")
+    for number, rows in enumerate((alone, dataset)):
+        common: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "run_id": f"{number}", "optimizer": sgd(0.1)}
+        estimator(**common).from_dataset_path(rows)
+        file = tmp_path / str(number) / "run.json"
+        identity = json.loads(file.read_text())
+        del identity["shards"]
+        identity["content"] = sorted(shard.crc32 for shard in rows.manifest.shards)
+        file.write_text(json.dumps(identity))
+        if rows is alone:
+            made = estimator(**common, epochs=3)
+            made.from_dataset_path(rows)
+            assert made.training.resume_from is not None
+            file.write_text(json.dumps({**identity, "content": [1]}))
+        with pytest.raises(CheckpointError, match=r"of an earlier version .* Go on with the version that began it"):
+            estimator(**common, epochs=4).from_dataset_path(rows)
 
 
 def test_functions_are_told_apart_by_what_they_do_and_what_they_have_captured() -> None:
@@ -74,6 +139,56 @@ def test_a_fit_that_lost_all_workers_goes_on_from_its_checkpoint_by_itself(datas
     assert weights_of(model) == weights_of(estimator(epochs=3).from_dataset_path(dataset))
     with pytest.raises(StateLostError, match="with checkpoint_dir, fit goes on"):
         LosesItsWorkers(**settings()).from_dataset_path(dataset)
+
+
+def test_damaged_checkpoints_are_neither_passed_over_nor_replaced(dataset: Dataset, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "run_id": "a", "epochs": 1}
+    estimator(**common).from_dataset_path(dataset)
+    (state,) = (tmp_path / "a").glob("checkpoints/*/state.pt")
+    damaged = state.read_bytes()[:-1]
+    state.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints.*state\.pt is not what was written"):
+        estimator(**common).from_dataset_path(dataset)
+    assert state.read_bytes() == damaged
+    estimator(**common, resume=False).from_dataset_path(dataset)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff"])
+def test_a_damaged_file_of_what_the_run_is_says_so(text: bytes, dataset: Dataset, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "run_id": "a", "epochs": 1}
+    estimator(**common).from_dataset_path(dataset)
+    (tmp_path / "a" / "run.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match=r"a/run\.json.* is damaged.*resume=False"):
+        estimator(**common).from_dataset_path(dataset)
+
+
+def test_a_run_that_another_driver_takes_over_meanwhile_is_left_to_it(dataset: Dataset, tmp_path: Path) -> None:
+    run = Store.create(tmp_path / "a")
+
+    def take_over(view: Any, row: Any) -> None:
+        if view.epoch == 0:
+            lease = lease_of(run)
+            assert lease is not None
+            token = lease.fence.token + 1
+            elsewhere = Process("host-b", "host-b:boot", 42, 1, "train.py")
+            other = Owner(token, f"{token:06d}-{'f' * 32}.json", elsewhere, 1.0, 0, 1.0)
+            run.write_bytes(f"{OWNERS}/{other.name}", other.dumps())
+
+    changes: dict[str, Any] = {"epochs": 3, "callbacks": [LambdaCallback(on_epoch_end=take_over)]}
+    with pytest.raises(RunTakenError, match="taken over by the driver with pid 42 on host-b"):
+        estimator(**changes, checkpoint_dir=str(tmp_path), run_id="a").from_dataset_path(dataset)
+    assert not run.exists("model.pt")
+    assert [entry.path for entry in run.list("checkpoints")] == []
+
+
+def test_a_model_that_cannot_be_written_is_returned_all_the_same(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SPARK_ELASTIC_SAVE_TIMEOUT", "0")
+    (tmp_path / "a" / "model.pt" / "in the way").mkdir(parents=True)
+    model = estimator(checkpoint_dir=str(tmp_path), run_id="a").from_dataset_path(dataset)
+    assert weights_of(model) == weights_of(estimator().from_dataset_path(dataset))
+    assert f"model.pt could not be written to {tmp_path / 'a'} and came with the results" in caplog.text
 
 
 @pytest.mark.parametrize("run_id", ["../evil", "/a/b", ".", "..", "", "a b"])
@@ -127,3 +242,32 @@ def test_nothing_but_a_pickle_that_is_trusted_is_ever_unpickled(prefix: str, tmp
         with pytest.raises(CheckpointError, match="damaged"):
             _decode(stored, files, safe_objects, True, "path")
     assert not (tmp_path / "evil").exists()
+
+
+class Away(HereEstimator):
+    """Its storage goes away when the training is done, and the model has come with the results."""
+
+    def _run_job(self, training: TorchTraining, context: Any, *events: Any) -> list[Any]:
+        (result,) = super()._run_job(training, context, *events)
+        self.patch.setattr(Store, "list", self.refuse)
+        return [dataclasses.replace(result, unsaved={"model.pt": training.store.read_bytes("model.pt")})]
+
+    patch: pytest.MonkeyPatch
+
+    def refuse(self, *_: Any, **__: Any) -> Any:
+        raise TimeoutError("the storage is away")
+
+
+def test_a_storage_that_is_still_away_at_the_end_does_not_cost_the_model_that_came_with_the_results(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Away(**settings(checkpoint_dir=str(tmp_path), run_id="a"))
+    made.patch = monkeypatch
+    assert len(made.from_dataset_path(dataset).history) == 2
+
+
+def test_starting_anew_needs_no_note_of_what_was_there(dataset: Dataset, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "run_id": "a"}
+    estimator(**common, epochs=2).from_dataset_path(dataset)
+    (tmp_path / "a" / "run.json").unlink()  # by one that was killed while it deleted the old run
+    assert len(estimator(**common, epochs=1, resume=False).from_dataset_path(dataset).history) == 1

@@ -10,21 +10,26 @@ import numpy as np
 import pytest
 import torch
 
+import spark_elastic.torch as hvd
 from spark_elastic.data.batch import Batch
 from spark_elastic.data.files import LocalSource
 from spark_elastic.data.packing import pack
 from spark_elastic.data.reader import BatchReader
-from spark_elastic.errors import DataError, InvalidSettingsError, StoreError
+from spark_elastic.data.store import Store
+from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.callbacks import LambdaCallback
+from spark_elastic.ml.checkpoints import Checkpoints
+from spark_elastic.ml.torch import weights
 from spark_elastic.ml.torch.batches import BatchMaker
 from spark_elastic.ml.torch.optimizers import build_optimizer
-from spark_elastic.ml.torch.training import objective_of
-from spark_elastic.ml.training import finish, passes
+from spark_elastic.ml.torch.spec import MODEL_FILE
+from spark_elastic.ml.torch.training import objective_of, train
+from spark_elastic.ml.training import passes
 from spark_elastic.ml.training.cores import host_cores, threads_for
-from spark_elastic.ml.training.spec import CheckpointPlan
+from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan
 from spark_elastic.ml.training.trainer import Trainer
 from tests.unit.ml.torch import trainings
-from tests.unit.ml.torch.trainings import STEPS, alone, make_net, make_training
+from tests.unit.ml.torch.trainings import EPOCHS, STEPS, alone, make_net, make_training
 
 CPU = torch.device("cpu")
 
@@ -171,17 +176,40 @@ class Busy:
         return self._store.write_bytes(path, data, **options)
 
 
-@pytest.mark.parametrize("times", [2, 3])
-def test_a_store_that_is_busy_is_asked_again_before_a_training_is_lost(times, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(finish, "WRITE_PAUSES_S", (0, 0))
+def result_of(training):
+    try:
+        return train(training)
+    finally:
+        hvd.shutdown()
+
+
+def test_a_store_that_is_busy_is_asked_again(data, tmp_path):
     training = make_training(data, tmp_path, epochs=1)
-    training = replace(training, store=Busy(training.store, times))
-    if times == 2:
-        alone(training)
-        assert (tmp_path / "model.pt").exists()
-    else:
-        with pytest.raises(StoreError, match=r"model\.pt cannot be written to .*503"):
-            alone(training)
+    result = result_of(replace(training, store=Busy(training.store, 1)))
+    assert result.unsaved == {}
+    assert (tmp_path / "model.pt").exists()
+
+
+def test_what_a_store_refuses_for_good_comes_with_the_result(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARK_ELASTIC_SAVE_TIMEOUT", "0")
+    training = make_training(data, tmp_path / "refused", epochs=1)
+    result = result_of(replace(training, store=Busy(training.store, 1 << 30)))
+    alone(make_training(data, tmp_path / "written", epochs=1))
+    assert not (tmp_path / "refused" / "model.pt").exists()
+    assert (tmp_path / "refused" / "history.json").exists()
+    assert list(result.unsaved) == ["model.pt"]
+    expected = weights.loads((tmp_path / "written" / "model.pt").read_bytes())
+    for name, value in weights.loads(result.unsaved["model.pt"]).items():
+        assert torch.equal(value, expected[name])
+
+
+def test_a_time_to_save_that_is_none_is_refused_before_the_first_step(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARK_ELASTIC_SAVE_TIMEOUT", "5m")
+    called = []
+    training = make_training(data, tmp_path, callbacks=[LambdaCallback(on_batch_begin=called.append)])
+    with pytest.raises(InvalidSettingsError, match="must be seconds"):
+        result_of(training)
+    assert called == []
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -227,8 +255,49 @@ def test_what_a_loss_holds_goes_to_the_device(data, tmp_path):
     assert loss.weight.is_meta
 
 
-def test_a_loss_that_is_no_number_is_said_once(data, tmp_path, caplog):
-    alone(make_training(data, tmp_path, loss=lambda output, label: output.mean() * float("nan")))
+def test_a_loss_that_is_no_number_ends_the_training_at_its_step_without_a_model(data, tmp_path):
+    called = []
+    watch = LambdaCallback(on_batch_end=lambda run: called.append(run.step), on_fit_end=called.append)
+    result = alone(make_training(data, tmp_path, loss=trainings.NanFrom(3), callbacks=[watch]))
+    loss = result["diverged"].pop("loss")
+    assert loss != loss
+    assert (result["diverged"], result["lost_here"], result["history"]) == ({"step": 2, "epoch": 0}, True, [])
+    assert called == [1, 2]
+    assert not (tmp_path / MODEL_FILE).exists()
+    assert alone(make_training(data, tmp_path / "inf", loss=lambda output, label: output.mean() * float("inf")))[
+        "diverged"
+    ] in ({"step": 0, "epoch": 0, "loss": sign * float("inf")} for sign in (1, -1))
+
+
+def test_a_weight_that_is_no_number_after_the_last_step_is_no_model(data, tmp_path):
+    result = alone(make_training(data, tmp_path, loss=NanGradient(STEPS)))
+    assert result["diverged"] == {"step": STEPS - 1, "epoch": EPOCHS - 1, "loss": None}
+    assert not (tmp_path / MODEL_FILE).exists()
+
+
+def test_weights_that_are_no_numbers_are_not_written_to_a_checkpoint(data, tmp_path):
+    result = alone(make_training(data, tmp_path, loss=NanGradient(2 * STEPS // EPOCHS)))
+    assert (result["diverged"]["step"], len(result["history"])) == (2 * STEPS // EPOCHS, 2)
+    latest = Checkpoints(Store.create(tmp_path).sub(CHECKPOINTS)).latest()
+    assert latest is not None
+    assert latest.step == STEPS // EPOCHS, "that of the second epoch would have held weights that are NaN"
+
+
+class NanGradient:
+    """A loss that is finite, and whose gradient is none in the `count`-th step."""
+
+    def __init__(self, count):
+        self.count, self.calls = count, 0
+
+    def __call__(self, output, label):
+        loss = torch.nn.functional.cross_entropy(output, label)
+        self.calls += torch.is_grad_enabled()
+        return loss + torch.sqrt(output.sum() * 0) if self.calls == self.count else loss
+
+
+def test_a_loss_that_is_no_number_is_said_once_where_it_is_allowed(data, tmp_path, caplog):
+    loss = lambda output, label: output.mean() * float("nan")  # noqa: E731
+    assert alone(make_training(data, tmp_path, loss=loss, allow_nan_loss=True))["diverged"] is None
     assert [record.getMessage() for record in caplog.records if "not a number" in record.getMessage()] == [
         "the loss of epoch 1 is not a number; training goes on"
     ]

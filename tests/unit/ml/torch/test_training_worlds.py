@@ -62,6 +62,53 @@ def test_no_setting_makes_the_result_depend_on_the_number_of_workers(
     assert (expected[1] == close(undisturbed[1])) == (variant in changes_nothing)
 
 
+def test_statistics_of_parts_are_taken_by_all_workers_together(data, tmp_path):
+    """Shares of 2 and 1 rows in up to 3 parts: some workers have fewer parts than others."""
+    with WorldDriver(start_with=3) as driver:
+        driver.start(in_worker, data, tmp_path, {}, "batch normalisation of parts", count=3)
+        one, *others = driver.results(3)
+    assert one["steps"] == EPOCHS * 51
+    assert all(other["history"] == one["history"] for other in others)
+
+
+def test_statistics_of_each_workers_rows_are_an_option(data, tmp_path):
+    variant = "batch normalisation of each worker's rows"
+    single = trainings.make_training(data, tmp_path / "alone", **trainings.variant_of(variant))
+    expected = trainings.alone(single)
+    with WorldDriver(start_with=2) as driver:
+        driver.start(in_worker, data, tmp_path / "two", {}, variant, count=2)
+        for result in driver.results(2):
+            assert result["history"][-1]["loss"] != pytest.approx(expected["history"][-1]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("variant", "kill"),
+    [
+        ("batch normalisation", ("forward", 7)),
+        ("batch normalisation", ("backward", STEPS_AN_EPOCH + 2)),
+        ("batch normalisation, a last batch of two rows", ("forward", 4)),
+        ("batch normalisation, a last batch of one row", ("forward", 3)),
+    ],
+)
+def test_a_worker_that_is_killed_changes_nothing_of_the_statistics(variant, kill, data, tmp_path):
+    single = trainings.make_training(data, tmp_path / "alone", **trainings.variant_of(variant))
+    expected = trainings.alone(single), trainings.weights(tmp_path / "alone")
+    with WorldDriver(start_with=3) as driver:
+        driver.start(in_worker, data, tmp_path / "three", {2: kill}, variant, count=3)
+        for result in driver.results(2):
+            assert_as_undisturbed(result, tmp_path / "three", expected)
+
+
+def test_a_loss_that_is_no_number_on_one_worker_ends_all_of_them_at_the_same_step(data, tmp_path):
+    with WorldDriver(start_with=3) as driver:
+        driver.start(trainings.in_worker_that_diverges, data, tmp_path, count=3)
+        results = driver.results(3)
+    for result in results:
+        assert (result["diverged"]["step"], result["diverged"]["epoch"]) == (STEPS_AN_EPOCH + 2, 1)
+        assert len(result["history"]) == 1
+    assert sorted(result["lost_here"] for result in results) == [False, False, True]
+
+
 KILLS = {
     "in the forward pass": ("forward", 7),
     "in the backward pass": ("backward", STEPS_AN_EPOCH + 2),

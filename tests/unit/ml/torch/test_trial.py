@@ -219,3 +219,19 @@ def test_several_outputs_become_several_columns(dataset: Dataset) -> None:
     ]
     with pytest.raises(InvalidSettingsError, match="1 output_cols for the 2 outputs"):
         model.setOutputCols(["one"])._added()
+
+
+def test_a_metric_that_is_one_number_for_all_rows_is_said_to_be_averaged(
+    dataset: Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    def share(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return (output.argmax(1) == label).float().mean()
+
+    def by_row(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return (output.argmax(1) == label).float()
+
+    estimator(metrics={"right": by_row}, epochs=1).from_dataset_path(dataset)
+    assert "returns one number" not in caplog.text
+    model = estimator(metrics={"share": share, "right": by_row}, epochs=1).from_dataset_path(dataset)
+    assert "the metric share returns one number for the rows that it is given" in caplog.text
+    assert model.history["share"] == pytest.approx(model.history["right"])

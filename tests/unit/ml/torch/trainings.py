@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def label_sum(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 def make_training(data: Path, folder: Path, **changes: Any) -> TorchTraining:
-    net = changes.pop("model", None) or make_net()
+    net = changes.pop("model", None) or make_net(norm=changes.pop("norm", False))
     settings: dict[str, Any] = {
         "model": net,
         "optimizer": torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
@@ -84,6 +84,8 @@ def outcome(training: TorchTraining) -> dict[str, Any]:
         "steps": result.steps,
         "stopped": result.stopped,
         "restored": result.restored,
+        "diverged": result.diverged and asdict(result.diverged),
+        "lost_here": result.lost_here,
         "size": hvd.size(),
     }
 
@@ -234,12 +236,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no prefetch": {"prefetch": 0},
     "a batch larger than the set": {"batch_size": 1000},
     "batches of two rows, fewer than workers": {"batch_size": 2, "epochs": 1},
+    "batch normalisation": {"norm": True},
+    "batch normalisation, a last batch of one row": {"norm": True, "batch_size": 101},
+    "batch normalisation, a last batch of two rows": {"norm": True, "batch_size": 67, "epochs": 2},
+    "batch normalisation with class weights": {
+        "norm": True,
+        "batch_size": 4,
+        "loss": torch.nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)),
+    },
 }
 """Settings under which the result must not depend on the world."""
 
 WORLDLY: dict[str, dict[str, Any]] = {
     "a batch for each worker": {"batch_size": None, "per_worker_batch_size": BATCH},
     "compressed": {"compression": "bf16"},
+    "batch normalisation of parts": {"norm": True, "batch_size": 4, "accumulation": 3},
+    "batch normalisation of each worker's rows": {"norm": True, "sync_batch_norm": False},
 }
 """And settings under which it does."""
 
@@ -315,7 +327,8 @@ def in_worker_with_best(data: Path, folder: Path) -> Any:
 
 def in_worker_with_norm(data: Path, folder: Path) -> Any:
     net = make_net(norm=True)
-    return outcome(make_training(data, folder, model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return outcome(make_training(data, folder, model=net, optimizer=optimizer, sync_batch_norm=False))
 
 
 def in_worker_with_a_head(data: Path, folder: Path) -> Any:
@@ -333,6 +346,23 @@ def in_worker_that_stops(data: Path, folder: Path) -> Any:
             run.stop("rank 1 has seen enough")
 
     return outcome(make_training(data, folder, callbacks=[LambdaCallback(on_batch_end=enough)]))
+
+
+class NanFrom:
+    """A loss that is NaN from the `count`-th call on, in the worker of this rank."""
+
+    def __init__(self, count: int, rank: int = 0) -> None:
+        self.count, self.rank, self.calls = count, rank, 0
+
+    def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        loss = torch.nn.functional.cross_entropy(output, label)
+        return loss * float("nan") if self.calls >= self.count and hvd.rank() == self.rank else loss
+
+
+def in_worker_that_diverges(data: Path, folder: Path) -> Any:
+    """Rank 1 alone has a loss that is no number, in the third step of the second epoch."""
+    return outcome(make_training(data, folder, loss=NanFrom(13 + 5 + 3, rank=1)))
 
 
 def in_worker_that_tells(data: Path, folder: Path) -> Any:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 _ATOMS = (bool, int, float, str, type(None))
-_OWN = frozenset({"model", "_model", "params", "validation_data", "append", "append_header"})
-"""Attributes that belong to the process: the training that it does, and files that it has found."""
+_OWN = frozenset({"model", "_model", "params", "validation_data", "append", "append_header", "min_delta"})
+"""Attributes that belong to the process: the training that it does, files that it has found, and a setting whose sign
+Keras turns when it first looks up which way the monitored metric is better, which each process does for itself."""
 
 
 class NotPlain(Exception):
@@ -36,19 +37,10 @@ class Kept:
 
     @classmethod
     def of(cls, callback: Any, begun: bool) -> Kept:
-        values = {}
-        for name, value in vars(callback).items():
-            if name in _OWN:
-                continue
-            try:
-                values[name] = _copied(value)
-            except NotPlain:
-                continue
-        return cls(begun, values)
+        return cls(begun, plain_values(callback))
 
     def put_into(self, callback: Any) -> None:
-        for name, value in self.values.items():
-            vars(callback)[name] = copy.deepcopy(value)
+        put_values(callback, self.values)
 
     # --- in files ---------------------------------------------------------------------------------
 
@@ -84,6 +76,50 @@ class Kept:
 
         values = {name: read(value) for name, value in document["values"].items()}
         return cls(bool(document["begun"]), values)
+
+
+def plain_values(callback: Any, longest: int | None = None, instead: Any = None) -> dict[str, Any]:
+    """Copies of the plain values and arrays among the attributes of a callback, by name.
+
+    longest: of a list, set or dictionary with more items, and of an array with more, there is `instead` in its place.
+    """
+    values = {}
+    for name, value in vars(callback).items():
+        if name in _OWN:
+            continue
+        if longest is not None and _items(value) > longest:
+            values[name] = instead
+            continue
+        try:
+            values[name] = _copied(value)
+        except NotPlain:
+            continue
+    return values
+
+
+def put_values(callback: Any, values: Mapping[str, Any]) -> None:
+    """Give a callback the attributes of this name and value; it gets copies."""
+    for name, value in values.items():
+        vars(callback)[name] = copy.deepcopy(value)
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two plain values are equal for certain; arrays never are."""
+    if type(one) in _ATOMS:
+        return type(one) is type(other) and (one == other or (one != one and other != other))
+    if type(one) is not type(other) or isinstance(one, np.ndarray) or len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(key in other and same_value(value, other[key]) for key, value in one.items())
+    if isinstance(one, set):
+        return bool(one == other)
+    return all(map(same_value, one, other))
+
+
+def _items(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return int(value.size)
+    return len(value) if type(value) in (list, tuple, set, dict) else 0
 
 
 def _copied(value: Any) -> Any:

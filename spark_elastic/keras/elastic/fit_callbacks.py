@@ -1,0 +1,321 @@
+"""What the callbacks of `model.fit` remember, kept while `fit` is left and entered again, and brought to newcomers.
+
+Keras calls `on_train_begin` each time that `fit` is entered, where EarlyStopping and others start anew and CSVLogger
+empties its file. Here the values that a callback has changed since its training began are put back before the first
+epoch that `fit` runs in the next world. Callbacks are matched by their class and their place among those of it, so
+they may be made anew each time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from spark_elastic.errors import UsageError
+from spark_elastic.keras.kept_values import plain_values, put_values, same_value
+
+_ABOVE = 6
+"""Frames between `CallbackList.set_model` and a callback's own, at most."""
+_LONGEST = 1000
+"""Items of a list that is copied after each batch. A longer one is copied when `fit` is left."""
+_LIVE = "live"
+"""Stands for a value that was too long to be copied."""
+_REFUSED = {
+    "BackupAndRestore": "it would put the weights of its file over those of the state each time that a worker is lost; "
+    "a KerasState keeps them, and ModelCheckpoint writes files",
+    "SwapEMAWeights": "an epoch may be left and gone on with, which would swap the weights twice; use_ema=True in the "
+    "optimizer gives the trained model the averages",
+}
+_KEPT_ELSEWHERE = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
+_BATCH_EVENTS = (
+    *("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end"),
+    *("on_test_batch_begin", "on_test_batch_end"),
+)
+
+Values = dict[str, Any]
+
+
+class Snapshot:
+    """The changed values of all callbacks at some moment, by callback. Shared, never copied.
+
+    begun: whether a call of `fit` has begun an epoch. ended: whether it has returned. stopped_at: the state's epoch
+    then, if a callback has ended it. logs: of completed epochs, by their numbers in the state.
+    """
+
+    def __init__(
+        self,
+        begun: bool = False,
+        ended: bool = False,
+        stopped_at: int | None = None,
+        logs: Mapping[int, Any] | None = None,
+        values: Mapping[str, Values] | None = None,
+    ) -> None:
+        self.begun = begun
+        self.ended = ended
+        self.stopped_at = stopped_at
+        self.logs = dict(logs or {})
+        self.values = dict(values or {})
+
+    def __deepcopy__(self, memo: Any) -> Snapshot:
+        return self
+
+
+class _Watched:
+    """One callback of the `fit` that runs."""
+
+    def __init__(self, callback: Any) -> None:
+        self.callback = callback
+        self.at_begin = plain_values(callback)
+        self.acts_on_batches = any(not hasattr(getattr(callback, event), "_is_default") for event in _BATCH_EVENTS)
+        self.copied: tuple[int, Values] | None = None
+        """The values at some event of an epoch, by its number; None: none were copied."""
+
+
+class FitCallbacks:
+    """A value of a `KerasState`: the memory of the callbacks that `fit` is called with.
+
+    Args:
+        epoch: gives the state's epoch; None: it counts none.
+    """
+
+    def __init__(self, epoch: Callable[[], int | None]) -> None:
+        self.logs: dict[int, dict[str, Any]] = {}
+        """Of the epochs that earlier calls of `fit` have completed, by their numbers in the state."""
+        self.reentered: Callable[[], None] = lambda: None
+        """Called when the values of another moment have arrived, for the next `fit` to go on with."""
+        self._epoch = epoch
+        self._attached: Any = None
+        self._watched: dict[str, _Watched] = {}
+        self._changing: dict[str, set[str]] = {}
+        """The names of the values that a callback has changed since its training began."""
+        self._kept = Snapshot()
+        """What the next `fit` goes on with; while one runs, what it has gone on with."""
+        self._running = False
+        """`fit` was entered and has not returned."""
+        self._begun = False
+        """It has begun an epoch."""
+        self._resuming = False
+        """The loop was entered again, and no epoch has begun since."""
+        self._events = 0
+        self._taken: list[Snapshot] = []
+        """Snapshots that were taken since the last batch ended; what later callbacks do at its end belongs to them."""
+
+    # --- what a state calls -----------------------------------------------------------------------
+
+    def state_dict(self) -> Snapshot:
+        if not self._begun:
+            return self._kept
+        taken = Snapshot(True, logs=self.logs, values=self._values(_LONGEST))
+        self._taken.append(taken)
+        return taken
+
+    def load_state_dict(self, snapshot: Snapshot) -> None:
+        """Have the values of this moment be those that `fit` goes on with."""
+        values = dict(self._kept.values) if snapshot.begun else {}
+        for key, told in snapshot.values.items():
+            live = values.get(key, {})
+            values[key] = {**live, **_without_live(told, live)}
+            watched = self._watched.get(key)
+            for name in self._changing.setdefault(key, set()) - set(told):
+                if watched is not None and name in watched.at_begin:  # it has changed for the first time since then
+                    values[key][name] = watched.at_begin[name]
+            self._changing[key] |= set(told)
+        self.logs = dict(snapshot.logs)
+        self._kept = Snapshot(snapshot.begun, snapshot.ended, snapshot.stopped_at, snapshot.logs, values)
+        if self._begun:
+            self._put()
+        elif snapshot.begun:
+            self._resuming = True
+            self.reentered()
+
+    def left(self) -> None:
+        """The loop was left, perhaps in the middle of `fit`."""
+        if self._begun:
+            values = {**self._kept.values, **self._values(None)}
+            self._kept = Snapshot(True, logs=self.logs, values=values)
+        self._running = self._begun = False
+        self._resuming = self._kept.begun
+
+    def over(self) -> None:
+        """The loop has ended: nothing is gone on with any more."""
+        self._running = self._begun = self._resuming = False
+
+    # --- what `fit` calls ---------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Called by a callback of ours when it is given its model: watch the list that it is in.
+
+        Raises: UsageError: a callback is in it that cannot be used in an elastic loop.
+        """
+        callbacks = _list_above()
+        if callbacks is None or callbacks is self._attached:
+            return
+        for callback in callbacks.callbacks:
+            for name, why in _REFUSED.items():
+                if isinstance(callback, getattr(keras.callbacks, name, ())):
+                    raise UsageError(f"the callback {name} cannot be used in an elastic loop: {why}")
+        self._attached = callbacks
+        around = {
+            "on_train_begin": self._train_begins,
+            "on_train_end": self._train_ends,
+            "on_epoch_begin": self._epoch_begins,
+            "on_train_batch_end": self._batch_ends,
+            **dict.fromkeys(("on_epoch_end", "on_test_begin", "on_test_end"), self._event),
+        }
+        for name, function in around.items():
+            setattr(callbacks, name, _around(getattr(callbacks, name), function, callbacks))
+
+    def _train_begins(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+        self._running, self._begun = True, False
+        self._watched = {}
+        for callback in callbacks.callbacks:
+            if self._resuming and isinstance(getattr(callback, "append", None), bool):
+                callback.append = True  # what was written before is not to be lost
+        plain(*args)
+        self._watched = {key: _Watched(callback) for key, callback in _by_key(callbacks.callbacks)}
+        if self._resuming and self._kept.stopped_at is not None and self._kept.stopped_at == self._epoch():
+            self._put()
+            callbacks.model._initial_epoch = sys.maxsize  # a callback has ended this call before: no epoch is left
+
+    def _epoch_begins(self, callbacks: Any, plain: Callable[..., Any], epoch: int, *args: Any) -> None:
+        if not self._begun:
+            self._begun = True
+            going_on = self._resuming and not self._kept.ended
+            self._resuming = False
+            if going_on:
+                self._put()
+                for watched in self._watched.values():
+                    if isinstance(watched.callback, keras.callbacks.CSVLogger) and epoch == self._epoch():
+                        drop_rows_from(Path(watched.callback.filename), watched.callback.sep, epoch)
+            else:
+                self._kept = Snapshot()
+                self._changing = {}
+        self._event(callbacks, plain, epoch, *args)
+
+    def _batch_ends(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+        self._taken.clear()
+        plain(*args)
+        for snapshot in self._taken:
+            snapshot.values.update(self._values(_LONGEST, only_of_batches=True))
+        self._taken.clear()
+
+    def _event(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+        self._events += 1
+        plain(*args)
+        self._events += 1
+
+    def _train_ends(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+        stopped = self._begun and callbacks.model.stop_training
+        if callbacks.model._initial_epoch == sys.maxsize:
+            callbacks.model._initial_epoch = None
+        self._event(callbacks, plain, *args)
+        if self._begun:
+            at = self._epoch() if stopped else None
+            self._kept = Snapshot(True, True, at, self.logs, self._values(None))
+        elif self._resuming:
+            go_on_with(getattr(callbacks.model, "history", None), self.logs, self._epoch(), 0)
+        self._running = self._begun = False
+
+    # --- values -------------------------------------------------------------------------------------
+
+    def _values(self, longest: int | None, only_of_batches: bool = False) -> dict[str, Values]:
+        """Those that have changed, of each callback. longest: longer ones are only mentioned."""
+        found = {}
+        for key, watched in self._watched.items():
+            if only_of_batches and not watched.acts_on_batches:
+                continue
+            if watched.copied is None or watched.acts_on_batches or watched.copied[0] != self._events:
+                short = longest if watched.acts_on_batches else None
+                watched.copied = self._events, self._changed(key, watched, short)
+            found[key] = watched.copied[1]
+        return found
+
+    def _changed(self, key: str, watched: _Watched, longest: int | None) -> Values:
+        values = plain_values(watched.callback, longest, _LIVE)
+        changing = self._changing.setdefault(key, set())
+        for name, value in values.items():
+            if name not in changing and not same_value(value, watched.at_begin.get(name, _LIVE)):
+                changing.add(name)
+        return {name: values[name] for name in changing if name in values}
+
+    def _put(self) -> None:
+        for key, watched in self._watched.items():
+            put_values(watched.callback, _without_live(self._kept.values.get(key, {}), {}))
+            watched.copied = None
+
+
+def _without_live(values: Values, live: Values) -> Values:
+    """Those that were copied; in place of the others what is in `live`."""
+    found = {name: live.get(name, _LIVE) if _is_live(value) else value for name, value in values.items()}
+    return {name: value for name, value in found.items() if not _is_live(value)}
+
+
+def _is_live(value: Any) -> bool:
+    return isinstance(value, str) and value == _LIVE
+
+
+def _around(plain: Callable[..., Any], function: Callable[..., None], callbacks: Any) -> Callable[..., None]:
+    def called(*args: Any, **kwargs: Any) -> None:
+        function(callbacks, plain, *args, *kwargs.values())
+
+    return called
+
+
+def _list_above() -> Any:
+    """The CallbackList that is giving its callbacks their model."""
+    frame: Any = sys._getframe(2)
+    for _ in range(_ABOVE):
+        if frame is None:
+            return None
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, keras.callbacks.CallbackList):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def _by_key(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Each callback that is to be watched, with a name that is the same on every member and in every call of `fit`."""
+    counts: dict[str, int] = {}
+    found = []
+    for callback in callbacks:
+        if isinstance(callback, _KEPT_ELSEWHERE) or getattr(callback, "kept_by_state", False):
+            continue
+        kind = f"{type(callback).__module__}.{type(callback).__qualname__}"
+        counts[kind] = counts.get(kind, 0) + 1
+        found.append((f"{kind}#{counts[kind]}", callback))
+    return found
+
+
+def go_on_with(history: Any, logs: Mapping[int, Mapping[str, Any]], epoch: int | None, offset: int) -> None:
+    """Have the History that `fit` will return begin with the epochs of the calls that were left.
+
+    epoch: the state's; those before it are done. offset: its numbers less those of Keras.
+    """
+    if history is None or epoch is None:
+        return
+    for number in sorted(number for number in logs if number < epoch):
+        history.epoch.append(number - offset)
+        for name, value in logs[number].items():
+            history.history.setdefault(name, []).append(value)
+
+
+def drop_rows_from(path: Path, separator: str, epoch: int) -> None:
+    """Cut a file of CSVLogger off before the row of this epoch: it ends once more."""
+    if not path.is_file():
+        return
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            first = line.partition(separator.encode())[0].strip()
+            if first.isdigit() and int(first) >= epoch:
+                break
+            end += len(line)
+        else:
+            return
+    with path.open("rb+") as file:
+        file.truncate(end)

@@ -1,0 +1,83 @@
+"""Collectives on single values with Keras, on whichever backend it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from spark_elastic.collective.process_sets import ProcessSet, global_process_set
+from spark_elastic.collective.reduction import Average, ReduceOp
+from spark_elastic.errors import UnsupportedOperationError
+from spark_elastic.keras.backend import BACKEND
+from spark_elastic.keras.compression import Compression
+
+if BACKEND == "tensorflow":
+    from spark_elastic.tensorflow import operations as _operations
+else:
+    from spark_elastic.torch import autograd as _operations  # type: ignore[no-redef]
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: ReduceOp | None = None,
+    compression: Any = Compression.none,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The average (or `op`) of the members' values, as a tensor of the backend.
+
+    Args:
+        value: a number, an array or a tensor.
+
+    Raises: HorovodInternalError: a peer is gone.
+    """
+    return _operations.allreduce(
+        keras.ops.convert_to_tensor(value),
+        average=average,
+        op=op,
+        compression=compression,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )
+
+
+def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """The members' values, concatenated along the first dimension in rank order, as a tensor of the backend.
+
+    Raises: HorovodInternalError: a peer is gone.
+    """
+    return _operations.allgather(keras.ops.convert_to_tensor(value), process_set=process_set)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """The value of `root_rank`, as a tensor of the backend.
+
+    Raises: HorovodInternalError: a peer is gone.
+    """
+    return _operations.broadcast(keras.ops.convert_to_tensor(value), root_rank, process_set=process_set)
+
+
+def reducescatter(
+    value: Any, name: str | None = None, op: ReduceOp = Average, process_set: ProcessSet = global_process_set
+) -> Any:
+    """This member's rows of the average (or sum) of the members' values, as a tensor of the backend.
+
+    Raises: HorovodInternalError: a peer is gone.
+    """
+    return _operations.reducescatter(keras.ops.convert_to_tensor(value), op=op, process_set=process_set)
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """Raise an error: Keras 3 keeps no list of all variables.
+
+    Raises: UnsupportedOperationError: always.
+    """
+    raise UnsupportedOperationError(
+        "broadcast_global_variables needs the global variables of TensorFlow 1, which Keras 3 does not have; put "
+        "BroadcastGlobalVariablesCallback(0) among the callbacks of model.fit"
+    )

@@ -1,0 +1,364 @@
+"""Who may write in the folder of a run: one driver at a time, which gives a sign of life now and then.
+
+::
+
+    <run>/owners/<token>-<id>.json    who, since when, and a count that grows with each sign of life
+
+Each driver that takes the run has a larger token than all before it, and checkpoints carry it. A driver whose lease was
+taken over (it stood still for too long) finds a larger token, and so do its workers before they write.
+
+A lease is taken by writing one's own file and listing the others afterwards: who finds a rival of the same token or a
+larger one withdraws. Of two at the same moment the later to write sees both, so not both of them get through: on
+local folders, HDFS and object stores whose listings show what was written (S3, GCS, ABFS), without any atomic rename. A
+write that was checked just before a take-over may still arrive after it: such a checkpoint has a name of its own and
+counts as older than all of the new driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import re
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from spark_elastic import clock
+from spark_elastic.data.store import Store
+from spark_elastic.errors import RunTakenError
+
+OWNERS = "owners"
+BEAT_S = 10.0
+LEASE_S = 60.0
+"""Without a sign of life for so long, a driver may be replaced."""
+WATCH_S = 2.5 * BEAT_S
+"""How long a lease is watched at least before it is taken over, whatever the clocks of two hosts say."""
+_LOOK_S = 0.5
+_TRIES = 8
+_KINDS = {"float": ("float", "int")}
+_FILE = re.compile(r"(\d{6,})-([0-9a-f]{32})\.json")
+
+log = logging.getLogger("spark_elastic.ml")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process, told apart from all others. machine: boot and process namespace of a host. started: in clock ticks
+    since the boot, as /proc has it; a number that is used again comes with another one."""
+
+    host: str
+    machine: str
+    pid: int
+    started: int
+    program: str
+
+    @classmethod
+    def this(cls) -> Process:
+        host = socket.gethostname()
+        machine = ":".join([host, _text("/proc/sys/kernel/random/boot_id"), _link("/proc/self/ns/pid")])
+        return cls(host, machine, os.getpid(), started_of(os.getpid()), sys.argv[0] if sys.argv else "")
+
+    def is_dead(self, seen_from: Process) -> bool:
+        """Whether this process is known to be gone; only its own machine can tell."""
+        return self.machine == seen_from.machine and started_of(self.pid) != self.started
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """What is known of a driver that has taken the run. since, beat_at: seconds since 1970 by its clock."""
+
+    token: int
+    name: str
+    process: Process
+    since: float
+    beat: int
+    beat_at: float
+    released: bool = False
+
+    def dumps(self) -> bytes:
+        return json.dumps(asdict(self), indent=1).encode()
+
+    @classmethod
+    def loads(cls, text: bytes) -> Owner:
+        """Raises: ValueError."""
+        try:
+            document = json.loads(text)
+            owner = cls(**{**document, "process": Process(**document["process"])})
+        except (TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"not an owner: {error!r}") from error
+        for one in (owner, owner.process):
+            for field in fields(one):
+                if type(getattr(one, field.name)).__name__ not in _KINDS.get(str(field.type), (str(field.type),)):
+                    raise ValueError(f"{field.name} is {getattr(one, field.name)!r:.40}")
+        return owner
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        program = f" ({self.process.program})" if self.process.program else ""
+        return f"the driver with pid {self.process.pid} on {self.process.host}{program}, since {since}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """A driver's place in the order of those that have had the run. Can be pickled: workers look before they write."""
+
+    run: Store
+    token: int
+    name: str
+
+    def check(self) -> None:
+        """Raises: RunTakenError: another driver has taken the run since. Others: the storage cannot be asked."""
+        names = _names(self.run)
+        later = [name for name in names if _token(name) >= self.token and name != self.name]
+        if not later and self.name in names:
+            return
+        taken = _read(self.run, later[-1]) if later else None
+        by = f"was taken over by {taken}" if taken else "was taken over" if later else "is gone: its folder was deleted"
+        raise RunTakenError(
+            f"this driver's lease on the run in {self.run.url} {by}; this driver gave no sign of life for more than "
+            f"{LEASE_S:.0f} s (paused, or cut off from the storage), and stops here so that it overwrites nothing. The "
+            "run goes on with the other driver; start this one again once that has ended"
+        )
+
+
+class RunLease:
+    """The lease of this process on a run; made by `held_run`."""
+
+    def __init__(self, run: Store, owner: Owner, beat_s: float) -> None:
+        self.fence = Fence(run, owner.token, owner.name)
+        self._run = run
+        self._owner = owner
+        self._beat_s = beat_s
+        self._lock = threading.Lock()
+        self._lost: RunTakenError | None = None
+        self._on_lost: Callable[[str], None] | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep_beating, name="spark_elastic run lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises: RunTakenError: another driver has taken the run since."""
+        if self._lost is not None:
+            raise self._lost
+        self.fence.check()
+
+    @contextmanager
+    def told(self, on_lost: Callable[[str], None]) -> Iterator[None]:
+        """While the block runs, `on_lost(why)` is called once another driver has taken the run.
+
+        Raises: RunTakenError: that in place of what the block raises, if it has happened.
+        """
+        with self._lock:
+            self._on_lost = on_lost
+            lost = self._lost
+        if lost is not None:
+            on_lost(str(lost))
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # of a storage that does not answer: the error itself counts then
+                try:
+                    self.check()
+                except RunTakenError as taken:
+                    raise taken from error
+            raise
+        finally:
+            with self._lock:
+                self._on_lost = None
+
+    def beat(self, now: float) -> None:
+        """Give a sign of life. Raises: RunTakenError: another driver has taken the run since."""
+        self.fence.check()
+        self._owner = replace(self._owner, beat=self._owner.beat + 1, beat_at=now)
+        _write(self._run, self._owner)
+
+    def give_back(self) -> None:
+        """End the lease; the file stays, so that the next token is larger."""
+        self._stop.set()
+        self._thread.join()
+        if self._lost is None:
+            try:
+                self.fence.check()
+                _write(self._run, replace(self._owner, released=True))
+            except Exception as error:  # it runs out by itself; and this process knows that it is over
+                log.info("the lease on %s could not be given back: %s", self._run.url, error)
+        _live.discard(self._owner.name)
+
+    def _keep_beating(self) -> None:
+        while not self._stop.wait(self._beat_s):
+            try:
+                self.beat(clock.wall())
+            except RunTakenError as error:
+                with self._lock:
+                    self._lost, told = error, self._on_lost
+                log.warning("%s", error)
+                if told is not None:
+                    told(str(error))
+                return
+            except Exception as error:  # tried again in a moment
+                log.warning("the lease on the run in %s could not be renewed: %s", self._run.url, error)
+
+
+_held: dict[str, RunLease] = {}
+_live: set[str] = set()
+"""Names of the leases of this process that are not over, whatever their files say."""
+
+
+def lease_of(run: Store) -> RunLease | None:
+    """Return the lease that this process has on a run; None: none, its folder is nobody else's."""
+    return _held.get(run.url)
+
+
+@contextmanager
+def held_run(run: Store, known_token: int = 0) -> Iterator[RunLease]:
+    """Have the run to ourselves while the block runs.
+
+    known_token: the largest in the run's checkpoints.
+    Raises: RunTakenError: another driver has it, with who that is.
+    """
+    lease = RunLease(run, acquire(run, known_token), BEAT_S)
+    _held[run.url] = lease
+    try:
+        yield lease
+    finally:
+        _held.pop(run.url, None)
+        lease.give_back()
+
+
+def acquire(
+    run: Store,
+    known_token: int = 0,
+    *,
+    me: Process | None = None,
+    wall: Callable[[], float] = clock.wall,
+    monotonic: Callable[[], float] = clock.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+) -> Owner:
+    """Take the run, once nobody has it or whoever had it gives no sign of life.
+
+    Raises: RunTakenError: another driver has it, or takes it at the same moment.
+    """
+    me = Process.this() if me is None else me
+    watched: dict[str, tuple[Owner | None, float]] = {}
+    rivals = 0
+    while True:
+        name = next(reversed(_names(run)), None)
+        if name is not None:
+            found = _read(run, name)
+            if not _is_free(name, found, me, watched, wall(), monotonic(), run):
+                pause(_LOOK_S)
+                continue
+        token = max(known_token, 0 if name is None else _token(name)) + 1
+        mine = Owner(token, f"{token:06d}-{uuid.uuid4().hex}.json", me, wall(), 0, wall())
+        _live.add(mine.name)
+        try:
+            _write(run, mine)
+            others = [other for other in _names(run) if other != mine.name]
+            if all(_token(other) < token for other in others):
+                for other in others:
+                    run.delete(f"{OWNERS}/{other}")
+                return mine
+            run.delete(f"{OWNERS}/{mine.name}")
+        except BaseException:
+            _live.discard(mine.name)
+            raise
+        _live.discard(mine.name)
+        rivals += 1
+        if rivals == _TRIES:
+            raise RunTakenError(f"several drivers try to take the run in {run.url} at the same time; start one of them")
+        pause(random.uniform(0.1, 2.0))
+
+
+def _is_free(
+    name: str,
+    found: Owner | None,
+    me: Process,
+    watched: dict[str, tuple[Owner | None, float]],
+    wall: float,
+    monotonic: float,
+    run: Store,
+) -> bool:
+    """Whether the newest lease is over. Raises: RunTakenError: its owner is alive."""
+    if found is not None and (found.released or found.process.is_dead(me)):
+        return True
+    if found is not None and (found.process.machine, found.process.pid) == (me.machine, me.pid):
+        if name not in _live:  # it is over, and the storage would not have that written down
+            return True
+        raise _taken(run, found, wall)
+    if name not in watched:
+        watched[name] = (found, monotonic)
+        log.warning(
+            "the run in %s was taken by %s; waiting up to %.0f s for a sign of life before it is taken over",
+            run.url,
+            found or "another driver",
+            _patience_s(found, wall),
+        )
+    first, since = watched[name]
+    if found is not None and first is not None and found.beat != first.beat:
+        raise _taken(run, found, wall)
+    return monotonic - since >= _patience_s(first, wall - (monotonic - since))
+
+
+def _patience_s(found: Owner | None, wall: float) -> float:
+    """Seconds that a lease is to be watched which was found at `wall`."""
+    return LEASE_S if found is None else max(WATCH_S, min(LEASE_S, LEASE_S - (wall - found.beat_at)))
+
+
+def _taken(run: Store, owner: Owner, wall: float) -> RunTakenError:
+    return RunTakenError(
+        f"the run in {run.url} is held by {owner}, last heard of {max(0.0, wall - owner.beat_at):.0f} s ago. Wait for "
+        "it to end, or end it, and start again; or give another run_id, which trains beside it. A driver that has died "
+        f"is replaced at once by one on its host, and after {LEASE_S:.0f} s by any other"
+    )
+
+
+def _names(run: Store) -> list[str]:
+    """Of the files of all owners, the newest last."""
+    names = [entry.path.rpartition("/")[2] for entry in run.list(OWNERS) if not entry.is_dir]
+    return sorted((name for name in names if _FILE.fullmatch(name)), key=lambda name: (_token(name), name))
+
+
+def _token(name: str) -> int:
+    return int(name.partition("-")[0])
+
+
+def _read(run: Store, name: str) -> Owner | None:
+    """None: it cannot be told."""
+    try:
+        return Owner.loads(run.read_bytes(f"{OWNERS}/{name}"))
+    except (ValueError, FileNotFoundError):
+        return None
+
+
+def _write(run: Store, owner: Owner) -> None:
+    run.write_bytes(f"{OWNERS}/{owner.name}", owner.dumps(), durable=False)
+
+
+def started_of(pid: int) -> int:
+    """When a process began, in ticks since the boot; 0: there is none, or this system does not tell."""
+    stat = _text(f"/proc/{pid}/stat")
+    after_name = stat.rpartition(")")[2].split()
+    return int(after_name[19]) if len(after_name) > 19 else 0
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""

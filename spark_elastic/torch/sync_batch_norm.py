@@ -1,0 +1,287 @@
+"""SyncBatchNorm: batch normalisation with the mean and variance of all ranks' rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from spark_elastic.collective.batch_statistics import add_up, excluded, group_of
+from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.process_sets import ProcessSet, global_process_set
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation over the rows of all ranks, for inputs of shape [rows, channels, ...].
+
+    In training, mean and variance are those of all members' rows, weighted by their numbers, which may differ between
+    ranks and may be 0; gradients flow through them. All members must call the layer equally often, and its backward as
+    well. In eval mode, and in a world of one, it is exactly `torch.nn.BatchNorm1d`, 2d or 3d. The members are those of
+    the world at the time of each call.
+
+    Args:
+        num_features: channels.
+        eps: added to the variance.
+        momentum: of the running statistics; None: their cumulative average.
+        affine: whether there are a weight and a bias.
+        track_running_stats: whether running statistics are kept, which eval mode uses.
+        process_set: the processes whose rows are normalised together.
+
+    Raises (forward):
+        HorovodInternalError: a peer is gone. Running statistics are what they were before this call.
+        ValueError: all ranks together have one value per channel, which has no variance.
+    """
+
+    _process_set: ProcessSet | None = None
+    """None: all of them."""
+    single_value_is_normalised = False
+    """Take the running statistics, where they are kept, for one value per channel, instead of raising."""
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_set: ProcessSet = global_process_set,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self._process_set = None if process_set is global_process_set else process_set
+
+    @classmethod
+    def convert_sync_batchnorm(
+        cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
+    ) -> torch.nn.Module:
+        """Make the batch normalisation layers in a module synchronised ones, in place.
+
+        Parameters, buffers and hooks stay what they are, so an optimizer on the parameters stays valid and
+        `state_dict` keeps its keys; a layer remains an instance of its former class. Layers whose class has a `forward`
+        of its own cannot be converted, see `unconverted`, and are left as they are.
+
+        Returns: the module.
+        """
+        chosen = None if process_set is global_process_set else process_set
+        layer: Any
+        for layer in module.modules():
+            if _is_convertible(layer):
+                layer.__class__ = _synchronised(type(layer))
+                layer._process_set = chosen
+        return module
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether the layer would take the statistics of other ranks now."""
+        return self.training and self._group() is not None
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of at least 2 dimensions, [rows, channels, ...]; got {input.dim()}")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        group = self._group() if self.training else None
+        if group is None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        counts = not excluded()
+        count, mean, var = _statistics(group, input.detach(), counts)
+        if count == 1 and self.single_value_is_normalised and self.running_mean is not None:
+            return _in_eval(self, input)
+        if count == 1:
+            raise ValueError(
+                f"expected more than 1 value per channel when training; all {group.size} ranks together have 1, and "
+                f"this rank's input is of shape {tuple(input.shape)}"
+            )
+        if self.track_running_stats and self.running_mean is not None and count:
+            self._follow(count, mean, var)
+        return _Normalise.apply(input, self.weight, self.bias, mean, var, count, self.eps, group, counts)
+
+    def _group(self) -> GlooGroup | None:
+        return group_of(self._process_set or global_process_set)
+
+    def _follow(self, count: int, mean: torch.Tensor, var: torch.Tensor) -> None:
+        """Update the running statistics."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        factor = self.momentum
+        if factor is None:
+            factor = 1.0 / float(self.num_batches_tracked or 1)
+        with torch.no_grad():
+            self.running_mean.mul_(1 - factor).add_(mean.to(self.running_mean.dtype), alpha=factor)
+            unbiased = (var.double() * (count / (count - 1))).to(self.running_var.dtype)
+            self.running_var.mul_(1 - factor).add_(unbiased, alpha=factor)
+
+
+def unconverted(module: torch.nn.Module) -> list[str]:
+    """Return the names of layers with batch statistics that `convert_sync_batchnorm` leaves as they are."""
+    return [
+        f"{name or 'the model itself'} ({type(each).__name__})"
+        for name, each in module.named_modules()
+        if not isinstance(each, SyncBatchNorm)
+        and (isinstance(each, _BatchNorm) or str(getattr(each, "original_name", "")).startswith("BatchNorm"))
+        and not _is_convertible(each)
+    ]
+
+
+# --- conversion -----------------------------------------------------------------------------------
+
+
+def _is_convertible(layer: torch.nn.Module) -> bool:
+    kind = type(layer)
+    if not isinstance(layer, _BatchNorm) or isinstance(layer, (SyncBatchNorm, LazyModuleMixin)):
+        return False
+    own_forward = kind.forward is not _BatchNorm.forward or "forward" in layer.__dict__
+    return kind is torch.nn.SyncBatchNorm or not own_forward
+
+
+def _synchronised(kind: type[Any]) -> type[SyncBatchNorm]:
+    """Return the subclass of `SyncBatchNorm` and a batch normalisation class."""
+    known = _classes.get(kind)
+    if known is None:
+
+        def reduced(self: SyncBatchNorm, protocol: Any) -> Any:  # the class is not where pickle would look for it
+            return _empty, (kind,), self.__dict__
+
+        body = {
+            "_check_input_dim": kind._check_input_dim,
+            "__reduce_ex__": reduced,
+            "__module__": kind.__module__,
+            "__doc__": f"A `{kind.__name__}` that was converted.",
+        }
+        known = _classes[kind] = type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), body)
+    return known
+
+
+def _empty(kind: type[Any]) -> SyncBatchNorm:
+    made = _synchronised(kind)
+    return made.__new__(made)
+
+
+class SyncBatchNorm1d(SyncBatchNorm, BatchNorm1d):
+    """A `BatchNorm1d` that was converted."""
+
+    _check_input_dim = BatchNorm1d._check_input_dim
+
+
+class SyncBatchNorm2d(SyncBatchNorm, BatchNorm2d):
+    """A `BatchNorm2d` that was converted."""
+
+    _check_input_dim = BatchNorm2d._check_input_dim
+
+
+class SyncBatchNorm3d(SyncBatchNorm, BatchNorm3d):
+    """A `BatchNorm3d` that was converted."""
+
+    _check_input_dim = BatchNorm3d._check_input_dim
+
+
+_classes: dict[type, type[SyncBatchNorm]] = {
+    BatchNorm1d: SyncBatchNorm1d,
+    BatchNorm2d: SyncBatchNorm2d,
+    BatchNorm3d: SyncBatchNorm3d,
+    torch.nn.SyncBatchNorm: SyncBatchNorm,
+}
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+
+def _statistics(group: GlooGroup, input: torch.Tensor, counts: bool) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Return the values per channel of all members, and their mean and biased variance, shape (channels,).
+
+    The variances of the members' rows are about their own means, and are merged in float64. That is exact enough for
+    inputs of fewer bits. For inputs of float64, deviations are taken from the common mean, which needs two reductions.
+    """
+    channels = input.shape[1]
+    own = input.numel() // channels if counts and input.numel() else 0
+    values = _wide(input)
+    mean = var = torch.zeros(channels, dtype=torch.float64, device=input.device)
+    if own:
+        # much faster on a CPU than torch.var_mean, and what batch_norm itself calls
+        mean, var = (each.double() for each in torch.ops.aten.batch_norm_update_stats(values, None, None, 0.0))
+    count = torch.full((1,), float(own), dtype=torch.float64, device=input.device)
+    if values.dtype == torch.float64:
+        total, sums = add_up(group, torch.cat([count, mean * own])).split([1, channels])
+        common = sums / total.clamp(min=1)
+        squares = add_up(group, (var + (mean - common).square()) * own)
+        merged = squares / total.clamp(min=1)
+    else:
+        numbers = torch.cat([count, mean * own, (var + mean.square()) * own])
+        total, sums, squares = add_up(group, numbers).split([1, channels, channels])
+        common = sums / total.clamp(min=1)
+        merged = (squares / total.clamp(min=1) - common.square()).clamp_(min=0)
+    return int(total.item()), common.to(values.dtype), merged.to(values.dtype)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _in_eval(layer: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.batch_norm(
+        input, layer.running_mean, layer.running_var, layer.weight, layer.bias, False, 0.0, layer.eps
+    )
+
+
+class _Normalise(Function):
+    """Normalisation by statistics that depend on the input of all members."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor,
+        var: torch.Tensor,
+        count: int,
+        eps: float,
+        group: GlooGroup,
+        counts: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input, weight, mean, var)
+        ctx.rest = count, eps, group, counts
+        if not input.numel():
+            return torch.empty_like(input)
+        scale, shift = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
+        return torch.nn.functional.batch_norm(_wide(input), mean, var, scale, shift, False, 0.0, eps).to(input.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        input, weight, mean, var = ctx.saved_tensors
+        count, eps, group, counts = ctx.rest
+        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+        values, given = _wide(input), _wide(grad)
+        of_input = given
+        of_weight = of_bias = torch.zeros_like(mean)
+        if input.numel():
+            of_input, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+                given, values, scale, mean, var, None, None, False, eps, [ctx.needs_input_grad[0], True, True]
+            )
+        if not counts:  # whatever stands in for rows has no gradient
+            of_input, of_weight, of_bias = torch.zeros_like(of_input), torch.zeros_like(mean), torch.zeros_like(mean)
+        if ctx.needs_input_grad[0]:
+            sums = add_up(group, torch.cat([of_bias, of_weight]).double())
+            if counts and input.numel():
+                of_bias_all, of_weight_all = sums.div_(count).chunk(2)
+                inverse = (var.double() + eps).rsqrt()
+                slope = -scale * inverse.square() * of_weight_all
+                level = -scale * inverse * of_bias_all
+                shape = (1, -1) + (1,) * (input.dim() - 2)
+                mean, slope, level = (each.to(mean.dtype).view(shape) for each in (mean, slope, level))
+                of_input = of_input.addcmul_(values - mean, slope).add_(level)
+            of_input = of_input.to(input.dtype)
+        of_parameters = (
+            each.to(weight.dtype) if needed else None
+            for each, needed in zip((of_weight, of_bias), ctx.needs_input_grad[1:3], strict=True)
+        )
+        return (of_input if ctx.needs_input_grad[0] else None, *of_parameters, *(None,) * 6)

@@ -1,0 +1,16 @@
+"""An agent on a host without any interface that others reach: as `spark_elastic.task.local_agent` otherwise."""
+
+import os
+import pickle
+import platform
+import sys
+
+from spark_elastic.core.slot_report import SlotReport
+from spark_elastic.task.agent import run_agent
+from spark_elastic.task.worker import die_with
+
+if __name__ == "__main__":
+    die_with(os.getppid())
+    order, slot, host, cores = pickle.load(sys.stdin.buffer)
+    outcome = run_agent(order, slot, 0, SlotReport(host, f"local-{slot}", {}, cores, (), platform.python_version()))
+    pickle.dump(outcome, sys.stdout.buffer)

@@ -1,0 +1,155 @@
+"""Workers that die before the elastic loop, between two loops and after the loop, under the real driver."""
+
+import os
+import signal
+
+import pytest
+
+from spark_elastic.core.states import WorkerState
+from spark_elastic.core.timeline import WorldStarted
+from tests.integration.local import ends
+from tests.integration.processes import wait_until
+
+PREIMPORT = ("torch", "torch._dynamo", "spark_elastic.torch")
+WAIT_S = 90
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Weights after 10 steps: all ranks train on the same rows, so that how many there are changes nothing."""
+    model, optimizer = ends.make()
+    loop, state = ends.train_for(model, optimizer, 10)
+    loop(state)
+    return pytest.approx(ends.weights(model), abs=1e-6)
+
+
+def sizes(job):
+    return [record.size for record in job.events() if isinstance(record, WorldStarted)]
+
+
+def check(results, undisturbed):
+    size = len(results)
+    for rank, result in enumerate(results):
+        assert result == (rank, size, list(range(size)), "10 steps", 10, 10, undisturbed)
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [("save", 0), ("save", 0)],
+        [("gathered", 2)],
+        [("init", 1), ("saved", 1)],
+    ],
+    ids=lambda deaths: ", ".join(f"rank {rank} at {place}" for place, rank in deaths),
+)
+def test_a_worker_that_dies_outside_of_the_loop_takes_no_result_along(start_job, tmp_path, undisturbed, deaths):
+    job = start_job(ends.with_an_end, (str(tmp_path), deaths), num_proc=3, min_num_proc=1, preimport=PREIMPORT)
+    results = job.result(WAIT_S)
+    assert len(list(tmp_path.glob("death-*"))) == len(deaths)
+    check(results, undisturbed)
+    assert sizes(job)[-1] == len(results)
+    assert any("saved by" in line for line in ends.diary(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def after_two_loops():
+    model, optimizer = ends.make()
+    loop, state = ends.train_for(model, optimizer, 6)
+    loop(state)
+    for _ in range(8):
+        ends.one_step(model, optimizer, value=2.0)
+    return pytest.approx(ends.weights(model), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "members"),
+    [
+        ([("in second", 1)], 2),
+        ([("between", 0), ("second entered", 1)], 0),
+        ([("before second", 2), ("after second", 0)], 0),
+    ],
+    ids=[
+        "a newcomer comes to the second loop",
+        "between and at the entry of the second",
+        "before and after the second",
+    ],
+)
+def test_two_loops_in_one_function(start_job, tmp_path, after_two_loops, deaths, members):
+    job = start_job(
+        ends.two_loops, (str(tmp_path), deaths, members), num_proc=members or 3, min_num_proc=1, preimport=PREIMPORT
+    )
+    results = job.result(WAIT_S)
+    assert len(list(tmp_path.glob("death-*"))) == len(deaths)
+    size = len(results)
+    assert size >= members
+    for rank, result in enumerate(results):
+        assert result == (rank, size, float(size), "6 steps", "8 more", 8, 8, after_two_loops)
+
+
+def test_a_finished_workers_result_that_is_lost_with_its_agent_is_made_again(start_job, tmp_path):
+    job = start_job(
+        ends.done_one_after_the_other,
+        (str(tmp_path),),
+        num_proc=2,
+        min_num_proc=1,
+        preimport=PREIMPORT,
+        cooldown_range=None,
+    )
+    wait_until(lambda: job._driver._machine.worker_states().get(2) is WorkerState.DONE, WAIT_S, "worker 2 is done")
+    pids = job._driver._launcher.agent_pids()
+    os.kill(pids[job._driver._machine.place_of(2).slot], signal.SIGKILL)
+    wait_until(lambda: "round 1 broke" in job.status().waiting_for, WAIT_S, "the loss is seen")
+    assert "after the loop" in job.status().waiting_for
+    (tmp_path / "go").touch()
+    results = job.result(WAIT_S)
+    assert [(rank, step) for rank, step, _, _ in results] == [(rank, 10) for rank in range(len(results))]
+    survivor = next(line for line in ends.diary(tmp_path) if line.startswith("rank 0"))
+    assert results[0][3] is False, "it was called again"
+    assert f"process {results[0][2]} " in survivor, "in the same process"
+
+
+def test_a_finished_worker_is_run_again_in_its_process_when_another_dies(start_job, tmp_path):
+    job = start_job(
+        ends.done_one_after_the_other,
+        (str(tmp_path),),
+        num_proc=2,
+        min_num_proc=1,
+        preimport=PREIMPORT,
+        cooldown_range=None,
+    )
+    wait_until(lambda: job._driver._machine.worker_states().get(2) is WorkerState.DONE, WAIT_S, "worker 2 is done")
+    entries = dict(line.split(" process ") for line in ends.diary(tmp_path))
+    first, second = (int(entries[f"rank {rank}"].split()[0]) for rank in range(2))
+    (tmp_path / "go").touch()
+    os.kill(first, signal.SIGKILL)
+    results = job.result(WAIT_S)
+    assert [(rank, step) for rank, step, _, _ in results] == [(rank, 10) for rank in range(len(results))]
+    assert (results[0][2], results[0][3]) == (second, False)
+
+
+def check_fit(results, members):
+    size = len(results)
+    assert size >= members
+    for rank, result in enumerate(results):
+        assert result[:6] == (rank, size, "3 epochs", size, 3, results[0][5])
+        assert result[6] == results[0][6], "the same weights on every rank"
+
+
+@pytest.mark.parametrize(
+    ("deaths", "members"),  # two in the second epoch: one alone would take the state along
+    [([("epoch 1", 1)], 2), ([("before", 0), ("save", 0)], 1)],
+    ids=["a newcomer builds its optimizer alone", "before the loop and while the model is saved"],
+)
+def test_keras_fit_before_the_loop_and_a_death(start_job, tmp_path, deaths, members):
+    pytest.importorskip("tensorflow")
+    job = start_job(
+        ends.fit_before_and_after,
+        (str(tmp_path), deaths, 2),
+        num_proc=2,
+        min_num_proc=1,
+        preimport=("torch", "tensorflow", "keras"),
+    )
+    results = job.result(2 * WAIT_S)  # three times, TensorFlow is imported
+    assert len(list(tmp_path.glob("death-*"))) == len(deaths)
+    check_fit(results, members)
+    assert (tmp_path / "model.keras").exists()

@@ -1,0 +1,138 @@
+"""Files of a local set are compared with the manifest's checksums: all, and once for all processes of a host."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spark_elastic.data.cache import clear_cache, folder_of, mark_used
+from spark_elastic.data.packing import pack
+from spark_elastic.data.store import Store
+from spark_elastic.errors import DatasetError, InvalidSettingsError
+from tests.leftovers import nothing_left
+
+
+def make(folder, rows=3000):
+    return pack({"x": np.arange(rows), "text": ["word"] * rows}, folder, shards=3)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("which", ["file", "sidecar"])
+def test_a_bit_that_was_flipped_ends_the_epoch_with_an_error(tmp_path, which):
+    dataset = make(tmp_path)
+    damaged = getattr(dataset.manifest.splits["train"][1], which)
+    flip(tmp_path / damaged)
+    with (
+        nothing_left(),
+        dataset.reader(batch_size=100) as reader,
+        pytest.raises(DatasetError, match=f"{damaged} has the checksum .* the manifest says .*write it again"),
+    ):
+        for _ in reader.epoch(0):
+            pass
+
+
+def test_whoever_does_not_read_to_the_end_of_an_epoch_can_ask(tmp_path):
+    dataset = make(tmp_path)
+    flip(tmp_path / dataset.manifest.splits["train"][2].file)
+    with dataset.reader(batch_size=3000) as reader:
+        with pytest.raises(DatasetError):
+            reader.checked()
+        with pytest.raises(DatasetError):
+            next(reader.epoch(1))
+
+
+def checked(dataset):
+    with dataset.reader(batch_size=1000) as reader:
+        assert reader.checked()
+
+
+def read_by(dataset, monkeypatch):
+    """The files of the set that are read from one end to the other for their checksums."""
+    read = []
+    real = Path.open
+
+    def opened(path, *args, **kwargs):
+        if path.suffix in (".rows", ".side"):
+            read.append(str(path.relative_to(dataset.store.local_path())))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", opened)
+    return read
+
+
+def test_files_are_compared_once_and_again_when_somebody_has_written_to_one(tmp_path, monkeypatch):
+    dataset = make(tmp_path)
+    read = read_by(dataset, monkeypatch)
+    checked(dataset)
+    assert sorted(read) == sorted(dataset.manifest.files)
+    read.clear()
+    checked(dataset)
+    assert read == []
+    written_to = dataset.manifest.splits["train"][0].file
+    (tmp_path / written_to).write_bytes((tmp_path / written_to).read_bytes())
+    read.clear()
+    checked(dataset)
+    assert read == [written_to]
+
+
+def test_the_processes_of_a_host_share_the_work(tmp_path):
+    dataset = make(tmp_path)
+    program = f"""
+import pathlib, sys
+from spark_elastic.data.dataset import Dataset
+read, real = [], pathlib.Path.open
+def opened(path, *args, **kwargs):
+    read.append(path) if path.suffix in (".rows", ".side") else None
+    return real(path, *args, **kwargs)
+pathlib.Path.open = opened
+dataset = Dataset.open({str(tmp_path)!r})
+sys.stdin.readline()
+with dataset.reader(batch_size=1000) as reader:
+    reader.checked()
+print(len(read))
+"""
+    others = [
+        subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    for other in others:
+        other.stdin.write("go\n")
+        other.stdin.flush()
+    assert sum(int(other.communicate(timeout=60)[0]) for other in others) == len(dataset.manifest.files)
+
+
+def test_the_notes_go_with_the_set(tmp_path):
+    store = Store.create(tmp_path)
+    dataset = make(folder_of(store, "set"))
+    mark_used(dataset.store, keep=True)
+    checked(dataset)
+    assert dataset.store.list("checked")
+    assert clear_cache(store) == ["set"]
+
+
+def test_a_set_that_cannot_be_written_to_is_compared_as_well(tmp_path):
+    dataset = make(tmp_path)
+    (tmp_path / "checked").write_text("in the way of the notes")
+    checked(dataset)
+    flip(tmp_path / dataset.manifest.splits["train"][0].file)
+    with pytest.raises(DatasetError):
+        checked(dataset)
+
+
+def test_it_can_be_left_out(tmp_path, monkeypatch):
+    dataset = make(tmp_path)
+    flip(tmp_path / dataset.manifest.splits["train"][0].file)
+    monkeypatch.setenv("SPARK_ELASTIC_CHECK_ROWS", "off")
+    checked(dataset)
+    monkeypatch.setenv("SPARK_ELASTIC_CHECK_ROWS", "no")
+    with pytest.raises(InvalidSettingsError, match="must be 'on' or 'off', not 'no'"):
+        checked(dataset)

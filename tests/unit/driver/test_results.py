@@ -1,0 +1,56 @@
+"""What finished workers and finished loops returned."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.core.outcome import AgentOutcome
+from spark_elastic.driver.results import LoopResults, Results
+from spark_elastic.errors import ResultError
+from spark_elastic.wire.messages import LoopResult
+
+
+def arrived(of: dict[int, bytes], lost: dict[int, str]) -> Results:
+    """Workers 5, 6, 7 of slots 0, 1, 2 had finished, with ranks in that order."""
+    out = Results()
+    out.expect((5, 6, 7), {0: 5, 1: 6, 2: 7})
+    for slot, result in of.items():
+        out.slot_ended(slot, "returned", AgentOutcome(5 + slot, result, "returned"))
+    for slot, why in lost.items():
+        out.slot_ended(slot, why, None)
+    return out
+
+
+def test_results_come_by_rank():
+    assert arrived({2: b"c", 0: b"a", 1: b"b"}, {}).in_rank_order() == [b"a", b"b", b"c"]
+
+
+def test_a_result_that_is_lost_on_its_way_is_an_error_and_not_a_shorter_list():
+    with pytest.raises(ResultError, match="the results of ranks 0, 2 were lost on their way: executor 3 was killed"):
+        arrived({1: b"b"}, {0: "executor 3 was killed", 2: "executor 3 was killed"}).in_rank_order()
+
+
+def test_results_that_are_all_lost_are_an_error():
+    with pytest.raises(ResultError, match="none of their results arrived: its slot did not end in time"):
+        arrived({}, {}).in_rank_order()
+
+
+def test_who_is_sent_on_gets_the_results_of_the_loops_before_also_of_one_that_comes_late():
+    loops = LoopResults()
+    first, second, third = (LoopResult(number, "", b"r%d" % number) for number in (1, 2, 3))
+    assert loops.offered(first) == []
+    assert loops.for_newcomer(8, 1) == []
+    assert loops.for_newcomer(9, 3) == [first]
+    assert loops.offered(second) == [9]
+    assert loops.offered(third) == []
+    loops.joined([9])
+    assert loops.offered(second) == []
+
+
+def test_results_of_loops_do_not_fill_the_driver():
+    loops = LoopResults()
+    loops.offered(LoopResult(1, "", bytes(40 << 20)))
+    loops.offered(LoopResult(2, "", bytes(40 << 20)))
+    (one, two) = loops.for_newcomer(4, 3)
+    assert (one.problem, two.payload) == ("", b"")
+    assert "larger than 64 MiB together" in two.problem

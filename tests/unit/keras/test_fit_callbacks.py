@@ -1,0 +1,279 @@
+"""What the callbacks of `fit` remember when a world breaks or grows: real processes, real kills."""
+
+from __future__ import annotations
+
+import csv
+import time
+from pathlib import Path
+
+import keras
+import pytest
+
+import spark_elastic.keras as hvd
+from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
+from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
+from spark_elastic.keras.elastic.fit_callbacks import drop_rows_from
+from tests.unit.keras.test_fit import BATCH, At, compiled, data
+from tests.unit.world_link import die, link, tell
+from tests.unit.worlds import WorldDriver
+
+EPOCHS, PATIENCE = 20, 4
+BATCHES = 10
+
+
+def small():
+    keras.utils.set_random_seed(7)
+    layers = [keras.layers.Input((5,)), keras.layers.Dense(3)]
+    return compiled(keras.Sequential(layers), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+
+
+class Losses(keras.callbacks.Callback):
+    """As many users write it: a list that begins anew with each training."""
+
+    def on_train_begin(self, logs=None):
+        self.rank = hvd.rank()
+        self.epochs, self.batches = [], 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches += 1
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs.append(epoch)
+
+
+class Flat(keras.callbacks.Callback):
+    """Has the loss be the same in every epoch."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["loss"] = 1.0
+
+
+def train(folder, dies, made_anew, phase="begin", where="first"):
+    hvd.init()
+    model = small()
+    state = KerasState(model, batch=0, epoch=0)
+    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    mine = dies.get(link().worker)
+    file = Path(folder, "log.csv")
+
+    def callbacks():
+        own = [
+            keras.callbacks.EarlyStopping("loss", patience=PATIENCE, min_delta=1e-6),
+            keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=2, min_delta=1e-6),
+            keras.callbacks.ModelCheckpoint(str(Path(folder, f"{link().worker}.keras")), "loss", save_best_only=True),
+            Losses(),
+        ]
+        return own + ([keras.callbacks.CSVLogger(str(file))] if hvd.rank() == 0 else [])
+
+    kept = callbacks()
+
+    @hvd.elastic.run
+    def loop(state):
+        own = callbacks() if made_anew else kept
+        first = [At(state, {mine: die}, phase)] if where == "first" else []
+        last = [At(state, {mine: die}, phase)] if where == "last" else []
+        average = hvd.callbacks.MetricAverageCallback()
+        flat = Flat()
+        everything = [*first, own[-1], flat, average, *own[:-1], ElasticCallback(state), *last]
+        history = model.fit(dataset, initial_epoch=state.epoch, epochs=EPOCHS, verbose=0, callbacks=everything)
+        return own, history
+
+    own, history = loop(state)
+    stopping, plateau, checkpoint, losses = own[:4]
+    return {
+        "place": (state.epoch, state.batch),
+        "stopped": stopping.stopped_epoch,
+        "rate": float(model.optimizer.learning_rate),
+        "wait": (stopping.wait, plateau.wait),
+        "best": checkpoint.best,
+        "losses": (losses.epochs, losses.batches, losses.rank == hvd.rank()),
+        "history": (history.epoch, len(history.history["loss"])),
+    }
+
+
+def rows_of(file):
+    with open(file) as read:
+        return list(csv.reader(read))
+
+
+def check(results):
+    for result in results:
+        # the first epoch is the best; four more without a better one
+        assert result["place"] == (PATIENCE + 1, 0)
+        assert result["stopped"] == PATIENCE
+        assert result["rate"] == pytest.approx(0.1 / 4)
+        assert result["best"] == 1.0
+        assert result["losses"] == (list(range(PATIENCE + 1)), BATCHES * (PATIENCE + 1), True)
+        assert result["history"] == (list(range(PATIENCE + 1)), PATIENCE + 1)
+
+
+@pytest.mark.parametrize("made_anew", [False, True])
+@pytest.mark.parametrize(
+    ("phase", "where", "at"),
+    [
+        ("begin", "first", (3, 4)),  # in the middle of an epoch
+        ("epoch", "first", (2, BATCHES)),  # the others wait in MetricAverageCallback, one has had callbacks before it
+        ("epoch", "last", (3, 0)),  # they have begun the next epoch
+    ],
+)
+def test_callbacks_go_on_with_what_they_remember_after_a_loss(tmp_path, made_anew, phase, where, at):
+    with WorldDriver(start_with=3) as driver:
+        driver.start(train, str(tmp_path), {3: at}, made_anew, phase, where, count=3)
+        results = driver.results(2)
+    check(results)
+    written = rows_of(tmp_path / "log.csv")
+    assert [row[0] for row in written] == ["epoch", *map(str, range(PATIENCE + 1))]
+
+
+def grow(folder):
+    hvd.init()
+    newcomer = hvd.size() == 1
+    model = small()
+    state = KerasState(model, batch=0, epoch=0)
+    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    stopping = keras.callbacks.EarlyStopping("loss", patience=12, min_delta=1e-6, restore_best_weights=True)
+    first = {}
+
+    class Tells(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            tell("step", (state.epoch, hvd.size()))
+
+        def on_epoch_begin(self, epoch, logs=None):
+            first.setdefault("wait", stopping.wait)
+            first.setdefault("epoch", epoch)
+            while epoch == 5 and hvd.size() == 2 and not link().updates_seen():
+                time.sleep(0.01)  # the two would end without the newcomer
+
+    @hvd.elastic.run
+    def loop(state):
+        callbacks = [Flat(), Tells(), stopping, ElasticCallback(state)]
+        return model.fit(dataset, initial_epoch=state.epoch, epochs=10_000, verbose=0, callbacks=callbacks)
+
+    history = loop(state)
+    return {
+        "newcomer": newcomer,
+        "first": first,
+        "stopped": stopping.stopped_epoch,
+        "wait": stopping.wait,
+        "history": history.epoch,
+        "best": [float(weights.sum()) for weights in stopping.best_weights],
+    }
+
+
+def test_a_newcomers_callbacks_go_on_with_what_the_others_remember(tmp_path):
+    with WorldDriver(start_with=2) as driver:
+        driver.start(grow, str(tmp_path), count=2)
+        driver.wait(lambda: any(epoch >= 2 for epoch, _ in driver.told("step")))
+        driver.start(grow, str(tmp_path))
+        results = driver.results(3)
+        assert len(driver.worlds) == 2
+    joined = results[2]["first"]
+    assert joined["epoch"] >= 2
+    assert joined["wait"] == joined["epoch"] - 1
+    for result in results:
+        assert result["stopped"] == result["wait"] == 12
+        assert result["history"] == list(range(13))
+        assert result["best"] == results[0]["best"]
+
+
+def leaves(state):
+    """Has the loop be left at its next question, as for a world that changes."""
+
+    def leave():
+        del state.leave_if_updated
+        raise HostsUpdatedInterrupt
+
+    state.leave_if_updated = leave
+
+
+def test_a_fit_that_a_callback_has_ended_is_not_gone_on_with_when_the_loop_is_left_after_it(alone):
+    model = small()
+    state = KerasState(model, batch=0, epoch=0)
+    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    left, histories = [], []
+
+    @hvd.elastic.run
+    def loop(state):
+        stopping = keras.callbacks.EarlyStopping("loss", patience=2, min_delta=1e-6)
+        callbacks = [Flat(), stopping, ElasticCallback(state)]
+        histories.append(model.fit(dataset, initial_epoch=state.epoch, epochs=9, verbose=0, callbacks=callbacks))
+        if not left:
+            left.append(state.epoch)
+            raise HostsUpdatedInterrupt  # in a metric of one's own, say
+        model.fit(*data(), epochs=2, verbose=0)
+
+    loop(state)
+    assert left == [3]
+    assert state.epoch == 3
+    assert [history.epoch for history in histories] == [[0, 1, 2]] * 2
+    assert int(model.optimizer.iterations) == 3 * BATCHES + 2 * -(-90 // 32)
+
+
+def test_a_second_fit_in_the_loop_begins_with_nothing_of_the_first(alone):
+    model = small()
+    state = KerasState(model, batch=0, epoch=0)
+    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    waits = []
+
+    class Leaves(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 4 and len(waits) == 1:
+                leaves(state)
+
+    @hvd.elastic.run
+    def loop(state):
+        for until in (3, 6):
+            stopping = keras.callbacks.EarlyStopping("loss", patience=4, min_delta=1e-6)
+            callbacks = [Flat(), stopping, ElasticCallback(state), Leaves()]
+            model.fit(dataset, initial_epoch=state.epoch, epochs=until, verbose=0, callbacks=callbacks)
+            waits.append(stopping.wait)
+
+    loop(state)
+    assert state.epoch == 6
+    # the first; the first again, without an epoch; the second, which was left after two of its three epochs
+    assert waits == [2, 0, 2]
+
+
+def test_what_an_epoch_end_has_changed_is_undone_when_it_comes_again(alone):
+    model = small()
+    state = KerasState(model, batch=0, epoch=0)
+    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
+    failed = []
+
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 3 and not failed:
+                failed.append(float(model.optimizer.learning_rate))
+                raise HorovodInternalError("a collective of this callback's own")
+
+    @hvd.elastic.run
+    def loop(state):
+        plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=3, min_delta=1e-6)
+        losses = Losses()
+        callbacks = [Flat(), plateau, losses, Fails(), ElasticCallback(state)]
+        model.fit(dataset, initial_epoch=state.epoch, epochs=5, verbose=0, callbacks=callbacks)
+        return losses
+
+    losses = loop(state)
+    assert failed == [pytest.approx(0.05)]
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.05)
+    assert losses.epochs == list(range(5))
+    assert losses.batches == 5 * BATCHES
+
+
+@pytest.mark.parametrize("name", ["BackupAndRestore", "SwapEMAWeights"])
+def test_a_callback_that_would_bring_other_weights_is_refused(alone, tmp_path, name):
+    model = small()
+    state = KerasState(model, batch=0, epoch=0)
+    callback = getattr(keras.callbacks, name)(*[str(tmp_path)] * (name == "BackupAndRestore"))
+    with pytest.raises(UsageError, match=name):
+        model.fit(*data(), verbose=0, callbacks=[callback, ElasticCallback(state)])
+
+
+def test_rows_of_an_epoch_that_is_done_again_are_cut_off(tmp_path):
+    file = tmp_path / "log.csv"
+    file.write_text("epoch;loss\n0;3.0\n1;2.0\n2;1.0\n")
+    drop_rows_from(file, ";", 2)
+    assert file.read_text() == "epoch;loss\n0;3.0\n1;2.0\n"
+    drop_rows_from(file, ";", 2)
+    assert file.read_text() == "epoch;loss\n0;3.0\n1;2.0\n"

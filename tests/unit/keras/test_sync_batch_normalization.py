@@ -1,0 +1,306 @@
+"""Batch statistics of all ranks' rows in Keras: how rows are shared out changes neither outputs nor gradients."""
+
+from __future__ import annotations
+
+import os
+from itertools import accumulate
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import spark_elastic.keras as hvd
+import spark_elastic.tensorflow as hvd_of_tensorflow
+from spark_elastic.collective.batch_statistics import without_rows
+from spark_elastic.keras.elastic import ElasticCallback, KerasState
+from spark_elastic.keras.sync_batch_normalization import convert, unconverted
+from tests.unit.keras.test_backends import in_a_process
+from tests.unit.world_link import die, link, tell
+from tests.unit.worlds import WorldDriver
+
+ROWS = 8
+
+
+def build(sync=True, conv=True):
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((5, 5, 2)),
+            layers.Conv2D(4, 3) if conv else layers.Dense(4),
+            layers.BatchNormalization(momentum=0.9),
+            layers.ReLU(),
+            layers.Flatten(),
+            layers.Dense(6),
+            layers.BatchNormalization(scale=False),
+            layers.Dense(3),
+        ]
+    )
+    if sync:
+        convert(model)
+    return model
+
+
+def rows():
+    generator = np.random.default_rng(2)
+    x = (generator.normal(size=(ROWS, 5, 5, 2)) * 3 + 5).astype("float32")
+    return x, np.arange(ROWS) % 3
+
+
+def in_worker(cases):
+    """The gradients of each case, eagerly and in a graph."""
+    hvd.init()
+    return [[gradients(*case, graph) for graph in (False, True)] for case in cases]
+
+
+def gradients(counts, sync, conv, graph):
+    """Of a loss that is the mean over all rows. counts: the rows of each rank."""
+    model = build(sync, conv)
+    x, y = rows()
+    edges, rank = [0, *accumulate(counts)], hvd.rank() if hvd.is_initialized() else 0
+    mine = slice(edges[rank], edges[rank + 1])
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
+            loss = tf.reduce_sum(losses) / ROWS
+        if len(counts) > 1:
+            tape = hvd_of_tensorflow.DistributedGradientTape(tape, op=hvd.Sum)
+        return tape.gradient(loss, model.trainable_variables)
+
+    run = tf.function(step) if graph else step
+    found = run(tf.constant(x[mine]), tf.constant(y[mine]))
+    return [each.numpy().tolist() for each in found], [each.numpy().tolist() for each in model.non_trainable_variables]
+
+
+def distance(found, expected):
+    one, other = (np.concatenate([np.ravel(each) for each in nested]) for nested in (found, expected))
+    return float(np.linalg.norm(one - other) / np.linalg.norm(other))
+
+
+@pytest.fixture(scope="module")
+def of_one_process():
+    """With and without a convolution: of no rows, TensorFlow makes none."""
+    return {conv: gradients([ROWS], False, conv, False) for conv in (True, False)}
+
+
+CASES = {
+    1: [([8], True, True)],
+    2: [([4, 4], True, True), ([7, 1], True, True), ([8, 0], True, False), ([4, 4], False, True)],
+    4: [([2, 2, 2, 2], True, True), ([3, 1, 0, 4], True, False)],
+}
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_gradients_are_those_of_one_process_with_the_same_rows(size, of_one_process):
+    cases = CASES[size]
+    with WorldDriver(start_with=size) as driver:
+        driver.start(in_worker, cases, count=size)
+        results = driver.results(size)
+    for rank, of_cases in enumerate(results):
+        for (counts, sync, conv), both_ways in zip(cases, of_cases, strict=True):
+            expected, buffers = of_one_process[conv]
+            for found, running in both_ways:
+                off = distance(found, expected)
+                print(f"{counts}, {'synchronised' if sync else 'each its own'}, rank {rank}: off by {off:.1e}")
+                assert (off < 3e-6) == sync
+                assert (distance(running, buffers) < 3e-6) == sync
+
+
+def with_a_mask():
+    hvd.init()
+    x = np.arange(24, dtype="float32").reshape(4, 3, 2)
+    mask = np.array([[1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]], bool)
+    layer = hvd.SyncBatchNormalization(momentum=0.5)
+    layer.build(x.shape)
+    mine = slice(hvd.rank(), None, 2)
+    layer(x[mine], mask=mask[mine], training=True)
+    kept = x[mask]
+    return [
+        np.abs(layer.moving_mean.numpy() - 0.5 * kept.mean(0)).max(),
+        np.abs(layer.moving_variance.numpy() - 0.5 - 0.5 * kept.var(0)).max(),
+    ]
+
+
+def test_masked_rows_do_not_count():
+    with WorldDriver(start_with=2) as driver:
+        driver.start(with_a_mask, count=2)
+        for errors in driver.results(2):
+            assert max(errors) < 1e-4
+
+
+def with_stand_ins():
+    hvd.init()
+    return [with_a_stand_in(graph) for graph in (False, True)]
+
+
+def with_a_stand_in(graph):
+    model = build()
+    x, y = rows()
+
+    def step(x, y, share):
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
+            loss = tf.reduce_mean(losses) * share
+        return tape.gradient(loss, model.trainable_variables)
+
+    run = tf.function(step) if graph else step
+    if hvd.rank():
+        with without_rows():
+            found = run(tf.constant(x[:1] * 1e3), tf.constant(y[:1]), tf.constant(0.0))
+    else:
+        found = run(tf.constant(x), tf.constant(y), tf.constant(1.0))
+    return [each.numpy().tolist() for each in found], [each.numpy().tolist() for each in model.non_trainable_variables]
+
+
+def test_rows_that_stand_in_count_for_nothing(of_one_process):
+    with WorldDriver(start_with=2) as driver:
+        driver.start(with_stand_ins, count=2)
+        for (real, running), (nothing, same) in zip(*driver.results(2), strict=True):
+            assert distance(real, of_one_process[True][0]) < 3e-6
+            assert distance(running, of_one_process[True][1]) < 3e-6
+            assert running == same
+            assert max(np.abs(each).max() for each in nothing) == 0.0
+
+
+STEPS = 20
+
+
+def fit(dies):
+    """dies: (worker, step): it kills itself within the forward pass."""
+    hvd.init()
+    keras.utils.set_random_seed(3)
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(4 * STEPS, 6)).astype("float32")
+    y = generator.integers(0, 3, len(x))
+
+    def forward_of(step):
+        if dies == (link().worker, step):
+            tell("dying")
+            die()
+        return np.float32(0)
+
+    class Deadly(keras.layers.Layer):
+        def call(self, inputs, training=False):
+            if training:
+                (zero,) = tf.numpy_function(lambda: [forward_of(int(optimizer.iterations))], [], [tf.float32])
+                zero.set_shape([])
+                return inputs + zero
+            return inputs
+
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(5),
+            hvd.SyncBatchNormalization(momentum=0.5),
+            Deadly(),
+            keras.layers.Dense(4),
+            hvd.SyncBatchNormalization(),
+            keras.layers.Dense(3),
+        ]
+    )
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    state = KerasState(model, batch=0, epoch=0)
+    steps = []
+
+    class Noting(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            steps.append(int(optimizer.iterations))
+
+    def batches():
+        for step in range(state.batch, STEPS):
+            part = np.array_split(np.arange(step * 4, step * 4 + 4), hvd.size())[hvd.rank()]
+            yield x[part], y[part]
+
+    @hvd.elastic.run
+    def loop(state):
+        signature = (tf.TensorSpec((None, 6)), tf.TensorSpec((None,), tf.int64))
+        data = tf.data.Dataset.from_generator(batches, output_signature=signature)
+        callbacks = [Noting(), ElasticCallback(state)]
+        model.fit(data, epochs=1, initial_epoch=state.epoch, callbacks=callbacks, verbose=0)
+
+    loop(state)
+    return steps, [each.numpy().tolist() for each in model.weights]
+
+
+def test_a_worker_that_dies_within_fit_costs_no_applied_step():
+    """All rows of a batch weigh the same with 2 or 4 workers that share 4."""
+    with WorldDriver() as driver:
+        driver.start(fit, None)
+        ((_, expected),) = driver.results(1)
+    with WorldDriver(start_with=2) as driver:
+        driver.start(fit, (2, 11), count=2)
+        ((steps, weights),) = driver.results(1)
+        assert driver.told("dying")
+    assert steps == list(range(1, STEPS + 1))
+    assert distance(weights, expected) < 1e-4
+
+
+@keras.saving.register_keras_serializable("tests")
+class OwnCall(keras.layers.BatchNormalization):
+    def call(self, inputs, training=None):
+        return super().call(inputs, training) * 2
+
+
+def test_conversion_keeps_weights_and_configuration_and_names_what_it_cannot_convert():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(name="norm"), OwnCall(name="own")])
+    config, weights = model.get_config(), model.weights
+    plain = model(np.ones((2, 3)), training=False)
+    convert(model)
+    assert isinstance(model.layers[0], hvd.SyncBatchNormalization)
+    assert unconverted(model) == ["own (OwnCall)"]
+    assert all(one is other for one, other in zip(model.weights, weights, strict=True))
+    assert model.layers[0].get_config() == config["layers"][1]["config"]
+    assert np.allclose(model(np.ones((2, 3)), training=False), plain)
+
+
+def test_a_saved_model_is_loaded_with_it(tmp_path):
+    model = keras.Sequential([keras.Input((3,)), hvd.SyncBatchNormalization(momentum=0.7)])
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(again.layers[0]) is hvd.SyncBatchNormalization
+    assert again.layers[0].momentum == 0.7
+    assert hvd_of_tensorflow.SyncBatchNormalization is hvd.SyncBatchNormalization
+
+
+TORCH_WORLD = """
+import keras, numpy as np, torch
+import spark_elastic.keras as hvd
+import spark_elastic.torch as on_torch
+
+def gradients(norm, mine):
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(6), norm(), layers.Dense(3)])
+    x = np.random.default_rng(2).normal(size=(8, 4)).astype("float32") * 3 + 5
+    y = torch.arange(8)[mine] % 3
+    torch.nn.functional.cross_entropy(model(x[mine], training=True), y, reduction="sum").div(8).backward()
+    return [v.value.grad for v in model.trainable_variables]
+
+def train():
+    hvd.init()
+    expected = gradients(keras.layers.BatchNormalization, slice(0, 8))
+    mine = [slice(0, 5), slice(5, 8)][hvd.rank()]
+    close = []
+    for norm in (hvd.SyncBatchNormalization, keras.layers.BatchNormalization):
+        found = [on_torch.allreduce(grad, op=hvd.Sum) for grad in gradients(norm, mine)]
+        close.append(all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found, expected)))
+    return keras.backend.backend(), close
+"""
+
+
+def test_keras_on_torch_has_it_as_well(tmp_path):
+    (tmp_path / "torch_world.py").write_text(TORCH_WORLD)
+    run = """
+import torch_world
+from tests.unit import worlds
+worlds._context.set_forkserver_preload(["torch", "torch._dynamo", "keras", "spark_elastic.keras"])
+with worlds.WorldDriver(start_with=2) as driver:
+    driver.start(torch_world.train, count=2)
+    assert driver.results(2) == [("torch", [True, False])] * 2, driver.done
+"""
+    path = os.pathsep.join([str(tmp_path), os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    done = in_a_process(run, "torch", PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,34 @@
+"""The driver's own time stands still while the driver does."""
+
+from __future__ import annotations
+
+from spark_elastic.core.attention import Attention
+
+
+def test_time_goes_on_while_somebody_looks() -> None:
+    attention = Attention(look_every_s=2.0)
+    assert attention.look(100.0, 5000.0) == (100.0, 0.0)
+    assert attention.look(102.0, 5002.0) == (102.0, 0.0)
+    assert attention.look(105.9, 5005.9) == (105.9, 0.0)
+
+
+def test_a_pause_is_left_out_and_told_once() -> None:
+    attention = Attention(look_every_s=2.0)
+    attention.look(100.0, 5000.0)
+    assert attention.look(160.0, 5060.0) == (102.0, 58.0)
+    assert attention.look(160.1, 5060.1) == (102.1, 0.0)
+    assert attention.look(190.1, 5090.1) == (104.1, 28.0)
+    assert attention.away_s == 86.0
+
+
+def test_a_machine_that_slept_is_seen_by_the_wall_clock() -> None:
+    attention = Attention(look_every_s=2.0)
+    attention.look(100.0, 5000.0)
+    assert attention.look(101.0, 8601.0) == (101.0, 3600.0)
+
+
+def test_a_wall_clock_that_is_set_is_no_pause() -> None:
+    attention = Attention(look_every_s=2.0)
+    attention.look(100.0, 5000.0)
+    assert attention.look(101.0, 5004.0) == (101.0, 0.0)
+    assert attention.look(102.0, 1000.0) == (102.0, 0.0)

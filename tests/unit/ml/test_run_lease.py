@@ -1,0 +1,269 @@
+"""One driver at a time has a run's folder, and one that has lost it finds that out before it writes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+
+from spark_elastic.data.store import Store
+from spark_elastic.errors import CheckpointError, RunTakenError
+from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints, CheckpointWriter, Contents, name_of
+from spark_elastic.ml.run_lease import (
+    BEAT_S,
+    LEASE_S,
+    OWNERS,
+    WATCH_S,
+    Fence,
+    Owner,
+    Process,
+    RunLease,
+    acquire,
+    held_run,
+    lease_of,
+    started_of,
+)
+
+HERE = Process.this()
+ELSEWHERE = Process("host-b", "host-b:boot:pid", 42, 1000, "train.py")
+THIRD = Process("host-c", "host-c:boot:pid", 42, 1000, "train.py")
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Store.create(tmp_path / "run")
+
+
+class Time:
+    """Clocks that go on when somebody waits. beside: what happens meanwhile, after each so many seconds."""
+
+    def __init__(self, beside=None, every_s=BEAT_S, skew_s=0.0):
+        self.now = 1_000_000.0
+        self.waited = 0.0
+        self._beside, self._every_s, self._skew_s = beside, every_s, skew_s
+
+    def wall(self):
+        return self.now + self._skew_s
+
+    def monotonic(self):
+        return self.now
+
+    def pause(self, seconds):
+        before = self.waited // self._every_s
+        self.now += seconds
+        self.waited += seconds
+        if self._beside is not None and self.waited // self._every_s > before:
+            self._beside()
+
+    def take(self, run, me, known_token=0):
+        return acquire(run, known_token, me=me, wall=self.wall, monotonic=self.monotonic, pause=self.pause)
+
+
+def write(run, owner):
+    run.write_bytes(f"{OWNERS}/{owner.name}", owner.dumps())
+
+
+def test_whoever_comes_first_has_it_and_each_has_a_larger_token(run):
+    time = Time()
+    first = time.take(run, HERE)
+    write(run, replace(first, released=True))
+    second = time.take(run, ELSEWHERE)
+    assert (first.token, second.token, time.waited) == (1, 2, 0)
+    assert [entry.path for entry in run.list(OWNERS)] == [f"{OWNERS}/{second.name}"]
+    Fence(run, second.token, second.name).check()
+
+
+def test_tokens_go_on_from_those_of_the_checkpoints(run):
+    assert Time().take(run, HERE, known_token=7).token == 8
+
+
+def test_a_second_driver_is_told_who_has_the_run(run):
+    time = Time()
+    first = time.take(run, ELSEWHERE)
+    beats = iter(range(1, 100))
+    time._beside = lambda: write(run, replace(first, beat=next(beats), beat_at=time.wall()))
+    expected = r"held by the driver with pid 42 on host-b \(train\.py\), since \d{4}-.*, last heard of 0 s ago.*run_id"
+    with pytest.raises(RunTakenError, match=expected):
+        time.take(run, HERE)
+    assert time.waited <= BEAT_S + 1
+    Fence(run, first.token, first.name).check()
+
+
+def test_one_that_gives_no_sign_of_life_is_replaced_after_a_minute_and_notices(run):
+    time = Time()
+    first = time.take(run, ELSEWHERE)
+    second = time.take(run, HERE)
+    assert LEASE_S - 1 <= time.waited <= LEASE_S + 1
+    assert second.token == 2
+    with pytest.raises(RunTakenError, match=r"was taken over by the driver with pid \d+ on .*stops here"):
+        Fence(run, first.token, first.name).check()
+
+
+def test_one_that_was_silent_long_ago_is_watched_for_a_while_because_clocks_differ(run):
+    time = Time()
+    first = time.take(run, ELSEWHERE)
+    time.now += 3600
+    time.take(run, THIRD)
+    assert WATCH_S <= time.waited <= WATCH_S + 1
+    ahead = Time(skew_s=86_400.0)  # by its clock everybody else has been silent for a day
+    newest = next(Owner.loads(run.read_bytes(entry.path)) for entry in run.list(OWNERS))
+    beats = iter(range(1, 100))
+    ahead._beside = lambda: write(run, replace(newest, beat=next(beats)))
+    with pytest.raises(RunTakenError):
+        ahead.take(run, HERE)
+    assert newest.process == THIRD
+    assert first.process == ELSEWHERE
+
+
+def test_one_that_has_died_on_this_host_is_replaced_at_once(run):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = started_of(child.pid)
+    alive = replace(HERE, pid=child.pid, started=started)
+    assert not alive.is_dead(HERE)
+    assert replace(alive, started=started - 1).is_dead(HERE), "its number is another process's by now"
+    child.communicate()
+    assert alive.is_dead(HERE)
+    assert not replace(alive, machine="another").is_dead(HERE)
+    time = Time()
+    first = time.take(run, alive)
+    assert time.take(run, HERE).token == 2
+    assert time.waited == 0
+    with pytest.raises(RunTakenError):
+        Fence(run, first.token, first.name).check()
+
+
+def test_this_process_itself_may_have_it(run):
+    with held_run(run):
+        assert lease_of(run) is not None
+        with pytest.raises(RunTakenError, match=f"pid {os.getpid()}"), held_run(run):
+            pass
+    assert lease_of(run) is None
+    with held_run(run) as lease:
+        assert lease.fence.token == 2
+
+
+def test_a_lease_that_could_not_be_given_back_does_not_keep_its_own_process_out(run, monkeypatch):
+    def refuse(*arguments, **options):
+        raise OSError("the storage is away")
+
+    with monkeypatch.context() as storage, held_run(run):
+        storage.setattr(Store, "write_bytes", refuse)
+    with held_run(run) as lease:
+        assert lease.fence.token == 2
+
+
+def test_of_many_at_the_same_moment_one_gets_it(run):
+    begin, taken, errors = threading.Barrier(6), [], []
+
+    def contend(number):
+        me = Process(f"host-{number}", f"machine-{number}", number, 1, "")
+        begin.wait()
+        try:
+            time = Time()
+            owner = time.take(run, me)
+            Fence(run, owner.token, owner.name).check()
+            taken.append(owner)
+        except RunTakenError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=contend, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    tokens = [owner.token for owner in taken]
+    assert len(set(tokens)) == len(tokens), "no two have the same place"
+    valid = [owner for owner in taken if not _fenced(run, owner)]
+    assert len(valid) <= 1
+
+
+def _fenced(run, owner):
+    try:
+        Fence(run, owner.token, owner.name).check()
+    except RunTakenError:
+        return True
+    return False
+
+
+def test_a_file_that_cannot_be_read_counts_as_somebody_for_a_minute(run):
+    time = Time()
+    run.write_bytes(f"{OWNERS}/000004-{'0' * 32}.json", b"{")
+    assert time.take(run, HERE).token == 5
+    assert LEASE_S <= time.waited <= LEASE_S + 1
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"token": 1}', b'{"process": 3}'])
+def test_what_is_no_owner_is_none(text):
+    with pytest.raises(ValueError):
+        Owner.loads(text)
+
+
+def test_a_folder_that_was_deleted_is_not_written_to_again(run):
+    owner = Time().take(run, HERE)
+    run.delete()
+    with pytest.raises(RunTakenError, match="its folder was deleted"):
+        Fence(run, owner.token, owner.name).check()
+
+
+def taken_over(run, lease):
+    """As if this process had stood still, and another driver had come."""
+    token = lease.fence.token + 1
+    write(run, Owner(token, f"{token:06d}-{'f' * 32}.json", ELSEWHERE, 1.0, 0, 1.0))
+
+
+def test_a_driver_that_comes_back_after_a_take_over_is_told_and_leaves_the_other_alone(run):
+    lease = RunLease(run, acquire(run), beat_s=0.01)
+    told = threading.Event()
+
+    def job():
+        taken_over(run, lease)
+        assert told.wait(30)
+        raise ConnectionError("it was cancelled for that")
+
+    with pytest.raises(RunTakenError, match="by the driver with pid 42 on host-b"), lease.told(lambda why: told.set()):
+        job()
+    with pytest.raises(RunTakenError):
+        lease.check()
+    before = run.list(OWNERS)
+    lease.give_back()
+    assert run.list(OWNERS) == before
+
+
+def contents(number, token):
+    facts = CheckpointFacts(name_of(number, token), number, 0, number, (), token)
+    return Contents(facts, {"of": token}, {"state.pt": bytes([token]) * 100})
+
+
+def test_what_a_driver_writes_after_it_was_replaced_is_refused_and_never_the_latest(run):
+    with held_run(run) as lease:
+        old = Checkpoints(run.sub("checkpoints"), lease.fence)
+        old.write(contents(5, 1))
+        taken_over(run, lease)
+        with pytest.raises(RunTakenError):
+            old.write(contents(9, 1))
+        Checkpoints(old.store).write(contents(9, 1))  # one that was on its way
+        new = Checkpoints(old.store)
+        assert new.newest_token() == 1
+        new.write(contents(6, 2))
+        assert (new.latest().step, new.latest().token) == (6, 2)
+        new.write(contents(9, 2))
+        assert old.load(name_of(9, 1)).document == {"of": 1}, "neither has replaced the other's"
+        old.keep(1)
+        assert [facts.name for facts in new.complete()] == [name_of(9, 2)]
+
+
+def test_a_writer_that_was_fenced_off_says_so(run):
+    with held_run(run) as lease:
+        checkpoints = Checkpoints(run.sub("checkpoints"), lease.fence)
+        writer = CheckpointWriter(checkpoints, keep=1)
+        taken_over(run, lease)
+        writer.submit(lambda: contents(1, 1))
+        with pytest.raises(CheckpointError):
+            writer.drain()
+        writer.close()
+        assert isinstance(writer.fenced, RunTakenError)
+        assert checkpoints.complete() == []

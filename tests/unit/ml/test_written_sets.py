@@ -1,0 +1,25 @@
+"""What a fit does with its rows at its end never costs what was trained."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from spark_elastic.ml.written_sets import give_back, remove_unless_used
+
+
+class Away:
+    """A store that answers nothing, with an error of its own package."""
+
+    url = "s3://away/set"
+
+    def __getattr__(self, name):
+        raise RuntimeError("HTTP 503")
+
+
+@pytest.mark.parametrize("end", [give_back, remove_unless_used])
+def test_a_store_that_does_not_answer_is_said_and_no_more(end, caplog, monkeypatch):
+    monkeypatch.setenv("SPARK_ELASTIC_ROWS_LIMIT", "rubbish")
+    end(SimpleNamespace(store=Away()))
+    assert "s3://away/set" in caplog.text

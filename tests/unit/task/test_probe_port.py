@@ -1,0 +1,82 @@
+"""Where agents try whether they reach one another: on chosen addresses alone, and bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+import pytest
+
+from spark_elastic.core.slot_report import SlotReport
+from spark_elastic.task import agent as agents
+from spark_elastic.task.probe_port import ProbePort
+from spark_elastic.wire.handover import AgentOrder
+
+WAIT_S = 20.0
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, WAIT_S))
+
+
+async def is_answered(address, port):
+    try:
+        reader, writer = await asyncio.open_connection(address, port)
+    except OSError:
+        return False
+    assert await reader.read() == b"", "it is closed at once"
+    writer.close()
+    return True
+
+
+def test_it_listens_on_one_port_of_the_given_addresses_alone():
+    async def live():
+        probe = ProbePort(["127.0.0.2", "127.0.0.3", "203.0.113.1"])  # the last is none of this host
+        answers = [await is_answered(f"127.0.0.{last}", probe.port) for last in (1, 2, 3)]
+        port = probe.port
+        probe.close()
+        return [*answers, await is_answered("127.0.0.2", port)]
+
+    assert run(live()) == [False, True, True, False]
+
+
+def test_without_an_address_there_is_no_port():
+    async def live():
+        probe = ProbePort([])
+        probe.close()
+        return probe.port
+
+    assert run(live()) == 0
+
+
+def test_connections_that_are_held_open_cost_no_descriptor():
+    async def live():
+        probe = ProbePort(["127.0.0.1"])
+        strangers = [socket.create_connection(("127.0.0.1", probe.port)) for _ in range(60)]
+        before = len(os.listdir("/proc/self/fd"))
+        assert await is_answered("127.0.0.1", probe.port)
+        most = len(os.listdir("/proc/self/fd")) - before
+        probe.close()
+        for stranger in strangers:
+            stranger.close()
+        return most
+
+    assert run(live()) <= 1
+
+
+@pytest.mark.parametrize(("nics", "listens"), [(("a",), {"127.0.0.2"}), (None, {"127.0.0.2", "127.0.0.3"})])
+def test_an_agent_listens_on_the_interfaces_that_were_chosen(nics, listens, monkeypatch):
+    """Of an agent that does not reach its driver, which ends it."""
+    found = set()
+
+    class Noting(ProbePort):
+        def __init__(self, addresses):
+            super().__init__(addresses)
+            found.update(sock.getsockname()[0] for sock in self._sockets)
+
+    monkeypatch.setattr(agents, "ProbePort", Noting)
+    order = AgentOrder("job", (), b"k" * 32, b"", 0.1, "", nics=nics, preimport=())
+    report = SlotReport("host", "1", {"a": "127.0.0.2", "b": "127.0.0.3"}, 1, {}, "3.11")
+    agents.run_agent(order, 0, 1, report)
+    assert found == listens

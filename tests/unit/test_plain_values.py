@@ -1,0 +1,180 @@
+"""What a loop has counted for a step that is to be done again is undone, and nothing else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spark_elastic.core.plain_values import PlainValues, difference, same
+from spark_elastic.state import independent_copy
+
+
+class Loop:
+    """Values that are followed as a state does it; `step` is an optimizer's."""
+
+    def __init__(self, **values: Any) -> None:
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "follow", PlainValues(independent_copy))
+        object.__setattr__(self, "place", "")
+        self.call()
+
+    def __getattr__(self, name: str) -> Any:
+        return self.values[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.follow.follows(name):
+            self.follow.assigned(name, self.values[name], value, self.place)
+        self.values[name] = value
+
+    def stands_at(self, place: str) -> None:
+        """The next assignments are made at this place of the program."""
+        object.__setattr__(self, "place", place)
+
+    def call(self) -> None:
+        self.follow.begin(independent_copy(self.values))
+
+    def step(self) -> None:
+        self.follow.entering(self.values.__getitem__)
+        self.follow.stepped()
+
+    def fails(self) -> dict[str, Any] | None:
+        return self.follow.undone(self.values.__getitem__)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_a_counter_that_is_advanced_before_the_step_returns_to_the_last_step(steps):
+    loop = Loop(batch=0)
+    for _ in range(steps):
+        loop.batch += 1
+        loop.step()
+    loop.batch += 1
+    assert loop.fails() == {"batch": steps}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_a_counter_that_is_advanced_after_the_step_stays(steps):
+    loop = Loop(batch=0)
+    for _ in range(steps):
+        loop.step()
+        loop.batch += 1
+    assert loop.fails() == {}
+
+
+def test_a_batch_number_that_the_loop_sets_again_stays():
+    loop = Loop(batch=0)
+    for number in range(3):
+        loop.batch = number
+        loop.step()
+    loop.batch = 3
+    assert loop.fails() == {}  # `for state.batch in range(state.batch, ...)` begins with 3 again
+
+
+def test_a_counter_that_was_reset_at_the_end_of_an_epoch_returns_to_the_reset():
+    loop = Loop(batch=0, epoch=0)
+    for _ in range(2):
+        loop.batch += 1
+        loop.step()
+    loop.epoch += 1
+    loop.batch = 0
+    loop.batch += 1
+    assert loop.fails() == {"batch": 0}
+
+
+def test_what_ends_an_epoch_before_the_first_step_of_a_call_is_not_taken_for_what_follows_a_step():
+    loop = Loop(batch=2, epoch=0)
+    failed = []
+    for calls in range(2):
+        while loop.epoch < 3:
+            while loop.batch < 2:
+                if calls and (loop.epoch, loop.batch) in ((1, 1), (2, 0)):
+                    failed.append(loop.fails())
+                loop.step()
+                loop.stands_at("after the step")
+                loop.batch += 1
+            loop.stands_at("end of the epoch")
+            loop.epoch += 1
+            loop.batch = 0
+        if not calls:  # called again at the end of an epoch
+            loop.epoch, loop.batch = 0, 2
+            loop.call()
+    assert failed == [{}, {"batch": 2, "epoch": 1}]
+
+
+def test_several_passes_of_a_step_are_undone_together():
+    loop = Loop(seen=0)
+    for _ in range(3):
+        loop.seen += 1
+        loop.seen += 1
+        loop.step()
+    loop.seen += 1
+    loop.seen += 1
+    assert loop.fails() == {"seen": 6}
+
+
+def test_sums_of_different_amounts_are_undone_exactly():
+    loop = Loop(loss=0.0)
+    for amount in (0.1, 0.7, 0.3):
+        loop.loss += amount
+        loop.step()
+    before = loop.loss
+    loop.loss += 0.9
+    assert loop.fails() == {"loss": before}
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        ([1], lambda values: values.append(2)),
+        ({"n": 0, "seen": []}, lambda values: values.update(n=values["n"] + 1) or values["seen"].append(1)),
+        ({"epoch": {"batch": 3}}, lambda values: values["epoch"].update(batch=values["epoch"]["batch"] + 1)),
+    ],
+)
+def test_a_value_that_is_changed_in_place_before_the_step_returns_to_the_last_step(value, change):
+    loop = Loop(value=value)
+    for _ in range(2):
+        change(loop.value)
+        loop.step()
+    wanted = independent_copy(loop.value)
+    change(loop.value)
+    assert loop.fails() == {"value": wanted}
+
+
+def test_a_list_that_grows_after_the_step_stays():
+    loop = Loop(losses=[])
+    for _ in range(3):
+        loop.step()
+        loop.losses.append(1)
+    assert loop.fails() == {}
+
+
+def test_it_is_said_when_a_value_has_changed_in_another_way_than_before_the_first_step():
+    loop = Loop(losses=[])
+    loop.losses.append(1)
+    loop.step()
+    loop.losses.clear()  # a new epoch, or a part of the step: who knows
+    loop.losses.append(2)
+    assert loop.fails() is None
+
+
+def test_who_joins_later_learns_from_those_who_were_there():
+    first = Loop(batch=0, losses=[])
+    first.batch += 1
+    first.losses.append(1)
+    first.step()
+    other = PlainValues(independent_copy)
+    other.learn_from(first.follow.learnt)
+    assert other.learnt == ({"batch": (1, frozenset({""}))}, {"losses": ("longer", 1)})
+
+
+def test_values_are_compared_by_what_is_in_them():
+    one, other = SimpleNamespace(a=[1, 2]), SimpleNamespace(a=[1, 2])
+    assert same(one, other)
+    assert same(np.arange(3), np.arange(3))
+    assert not same(np.arange(3), np.arange(4))
+    assert same({"a": np.ones(2)}, {"a": np.ones(2)})
+    assert not same(1, 1.0)
+    assert same(float("nan"), float("nan"))
+    assert difference(np.zeros(2), np.ones(2)) != difference(np.zeros(2), np.ones(2))

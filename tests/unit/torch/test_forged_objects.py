@@ -1,0 +1,75 @@
+"""What a peer claims about an object is believed only if a worker of this job has sealed it."""
+
+from __future__ import annotations
+
+import torch
+
+import spark_elastic.torch as hvd
+from spark_elastic.collective import objects
+from spark_elastic.collective.operations import agree
+from spark_elastic.collective.process import process
+from tests.unit.torch.test_collectives import together
+from tests.unit.torch.test_mismatches import raised
+
+CLAIMED = (1 << 60).to_bytes(8, "big")
+"""Nobody can allocate so much: who tries fails with another error."""
+
+
+def forged_broadcast():
+    hvd.init()
+    group = process.group()
+    if hvd.rank() == 0:
+        agree(group, "broadcast_object", "root_rank=0")
+        group.objects += 1
+        head = CLAIMED + bytes(32) + b"x" * 64
+        group.wait(group.broadcast(objects._tensor(head.ljust(objects._HEAD_BYTES, b"\0")), 0))
+        return None
+    return raised(lambda: hvd.broadcast_object(None, 0))
+
+
+def forged_allgather():
+    hvd.init()
+    group = process.group()
+    if hvd.rank() == 0:
+        agree(group, "allgather_object")
+        group.objects += 1
+        everyone = torch.empty((2, 40), dtype=torch.uint8)
+        group.wait(group.allgather(everyone.view(-1), objects._tensor(CLAIMED + bytes(32))))
+        return None
+    return raised(lambda: hvd.allgather_object("x"))
+
+
+def of_another_kind():
+    """A length that is sealed, but for another object of the same job."""
+    hvd.init()
+    group = process.group()
+    if hvd.rank() == 0:
+        old = objects._sealed_size(1 << 60, group, 0)
+        agree(group, "broadcast_object", "root_rank=0")
+        group.objects += 1
+        group.wait(group.broadcast(objects._tensor(old.ljust(objects._HEAD_BYTES, b"\0")), 0))
+        return None
+    return raised(lambda: hvd.broadcast_object(None, 0))
+
+
+def test_nothing_is_allocated_for_a_length_that_carries_no_seal():
+    for function in (forged_broadcast, forged_allgather, of_another_kind):
+        _, error = together(function, 2)
+        assert error is not None
+        assert error[0] == "AuthenticationError"
+        assert "length" in error[1]
+
+
+def sizes():
+    hvd.init()
+    out = []
+    for count in (0, 1, 16_000, 16_300, 16_312, 16_384, 100_000):
+        data = bytes([hvd.rank()]) * count
+        out.append(hvd.broadcast_object(data, 1) == b"\1" * count)
+        out.append(hvd.allgather_object(data[: count * hvd.rank()]) == [b"", b"\1" * count])
+    return out
+
+
+def test_objects_of_every_size_arrive():
+    for checks in together(sizes, 2):
+        assert all(checks), checks

@@ -1,0 +1,202 @@
+"""Collectives among chosen ranks, in one world and over changes of it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import spark_elastic.torch as hvd
+from spark_elastic.collective.joining import STALL_S
+from spark_elastic.errors import MismatchError, UsageError
+from tests.unit.torch.test_collectives import together
+from tests.unit.torch.test_mismatches import raised
+from tests.unit.world_link import die
+from tests.unit.worlds import WorldDriver
+
+
+def every_collective():
+    ends, middle = hvd.ProcessSet([2, 0]), hvd.ProcessSet([1])
+    hvd.init(process_sets=[ends, middle])
+    r = hvd.rank()
+    mine = ends if ends.included() else middle
+    ranks = mine.ranks
+    n, place = mine.size(), mine.rank()
+    out = [ends.ranks == [0, 2], (ends.process_set_id, middle.process_set_id) == (1, 2), place == ranks.index(r)]
+    value = torch.full((n * 2,), float(r))
+    out += [
+        hvd.allreduce(value, op=hvd.Sum, process_set=mine)[0].item() == sum(ranks),
+        hvd.grouped_allreduce([value], op=hvd.Sum, process_set=mine)[0][0].item() == sum(ranks),
+        hvd.allgather(torch.tensor([r]), process_set=mine).tolist() == ranks,
+        hvd.grouped_allgather([torch.tensor([r])], process_set=mine)[0].tolist() == ranks,
+        hvd.broadcast(torch.tensor([r]), ranks[-1], process_set=mine).tolist() == [ranks[-1]],
+        hvd.alltoall(torch.full((n,), r), process_set=mine).tolist() == ranks,
+        hvd.reducescatter(value, op=hvd.Sum, process_set=mine).tolist() == [float(sum(ranks))] * 2,
+        hvd.broadcast_object(r, ranks[-1], process_set=mine) == ranks[-1],
+        hvd.allgather_object(r, process_set=mine) == ranks,
+        hvd.sparse_allreduce_async(value.to_sparse(), op=hvd.Sum, process_set=mine)().to_dense()[0].item()
+        == sum(ranks),
+    ]
+    hvd.barrier(process_set=mine)
+    model = torch.nn.Linear(1, 1)
+    hvd.broadcast_parameters(model.state_dict(), ranks[-1], process_set=mine)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), process_set=ends)
+    hvd.broadcast_optimizer_state(optimizer, ranks[-1], process_set=mine)
+    model(torch.full((1, 1), 1.0 + r * r)).sum().backward()
+    optimizer.step()
+    average_of_ends = (1.0 + 5.0) / 2
+    # the one that is not in the optimizer's set steps with its own gradient
+    out.append(model.weight.grad.item() == (average_of_ends if ends.included() else 2.0))
+    x = torch.ones(2, requires_grad=True)
+    (hvd.broadcast(x, ranks[-1], process_set=mine) * 3).sum().backward()
+    out.append(x.grad.tolist() == ([3.0, 3.0] if r == ranks[-1] else [0.0, 0.0]))
+    return out
+
+
+@pytest.mark.parametrize("hosts", [("127.0.0.1",), ("127.0.0.1", "127.0.0.2")])
+def test_every_collective_can_be_called_on_chosen_ranks(hosts):
+    for checks in together(every_collective, 3, hosts=hosts):
+        assert all(checks), checks
+
+
+def life_of_a_set():
+    hvd.init()
+    r, out = hvd.rank(), {}
+    first = hvd.add_process_set([0, 1])
+    out["repr"] = repr(first)
+    out["twice"] = raised(lambda: hvd.add_process_set([1, 0]))
+    out["not a member"] = raised(lambda: hvd.allreduce(torch.ones(1), process_set=first)) if r == 2 else None
+    if first.included():
+        hvd.allreduce(torch.ones(1), process_set=first)
+        out["root"] = raised(lambda: hvd.broadcast(torch.ones(1), 2, process_set=first))
+    out["removed"] = [hvd.remove_process_set(first), hvd.remove_process_set(first)]
+    out["standing"] = hvd.remove_process_set(hvd.global_process_set)
+    out["unused"] = raised(lambda: first.size())
+    again = hvd.add_process_set(first)
+    out["again"] = hvd.allgather(torch.tensor([r]), process_set=again).tolist() if again.included() else None
+    absent = hvd.add_process_set([7])
+    out["absent"] = (absent.size(), absent.included())
+    out["wrong"] = [
+        raised(lambda wrong=wrong: hvd.add_process_set(wrong)) for wrong in ([0, 0], [-1], ["0"], "01", [True], 3)
+    ]
+    out["late"] = None
+    pair = hvd.add_process_set([0, 2])
+    if r == 0:
+        time.sleep(3 * STALL_S)  # the other member waits for the first use
+    if pair.included():
+        out["late"] = hvd.allgather(torch.tensor([r]), process_set=pair).tolist()
+    hvd.shutdown()
+    hvd.init()
+    out["after shutdown"] = raised(lambda: pair.size())
+    return out
+
+
+def test_a_set_lives_from_its_adding_to_its_removal():
+    results = together(life_of_a_set, 3)
+    for r, out in enumerate(results):
+        assert out["repr"] == "ProcessSet(process_set_id=1, ranks=[0, 1])"
+        assert out["twice"][0] == "UsageError"
+        assert "already" in out["twice"][1]
+        if r == 2:
+            assert out["not a member"][0] == "UsageError"
+            assert "rank 2 is not in" in out["not a member"][1]
+        else:
+            assert out["root"][0] == "UsageError"
+            assert "one of [0, 1]" in out["root"][1]
+        assert out["removed"] == [True, False]
+        assert out["standing"] is False
+        assert out["unused"][0] == "UsageError"
+        assert "add_process_set" in out["unused"][1]
+        assert out["again"] == ([0, 1] if r < 2 else None)
+        assert out["absent"] == (0, False)
+        assert all(error is not None and error[0] == "UsageError" for error in out["wrong"])
+        assert out["late"] == ([0, 2] if r != 1 else None)
+        assert out["after shutdown"][0] == "UsageError"
+
+
+def over_worlds(worlds: list[int], die_at: int | None):
+    """Uses sets that are added before the loop and in it, five times in worlds of each of these sizes."""
+    fixed, halves = hvd.ProcessSet([0, 2]), hvd.ProcessSet(lambda size: range(size // 2))
+    hvd.init(process_sets=[fixed])
+    hvd.add_process_set(halves)
+    state = hvd.elastic.ObjectState(step=0, seen=[])
+    wanted = dict.fromkeys(worlds, 5)
+
+    @hvd.elastic.run
+    def loop(state):
+        evens = hvd.add_process_set(range(0, hvd.size(), 2))
+        while any(sum(size == of for of, _ in state.seen) < times for size, times in wanted.items()):
+            if state.step == die_at and hvd.size() == 3 and hvd.rank() == 1:
+                die()
+            seen = {}
+            for name, chosen in (("fixed", fixed), ("halves", halves), ("evens", evens)):
+                if chosen.included():
+                    seen[name] = hvd.allgather_object(hvd.rank(), process_set=chosen)
+            everyone = hvd.allgather_object(seen)
+            if not state.seen or sum(hvd.size() == of for of, _ in state.seen) < 5:
+                state.seen.append((hvd.size(), everyone))
+            state.step += 1
+            state.commit()
+        return state.seen
+
+    return loop(state)
+
+
+THREE = (3, [{"fixed": [0, 2], "halves": [0], "evens": [0, 2]}, {}, {"fixed": [0, 2], "evens": [0, 2]}])
+TWO = (2, [{"fixed": [0], "halves": [0], "evens": [0]}, {}])
+
+
+def test_after_a_loss_a_set_has_those_of_its_numbers_that_exist():
+    with WorldDriver(start_with=3) as driver:
+        driver.start(over_worlds, [3, 2], 5, count=3)
+        for seen in driver.results(2):
+            assert seen == [THREE] * 5 + [TWO] * 5
+
+
+def test_a_newcomer_takes_part_in_the_sets_that_it_added_before_the_loop():
+    with WorldDriver(start_with=2) as driver:
+        driver.start(over_worlds, [2, 3], None, count=2)
+        driver.wait(lambda: driver.worlds)
+        driver.start(over_worlds, [2, 3], None, count=1)
+        results = driver.results(3)
+    assert results == [[TWO] * 5 + [THREE] * 5] * 3
+
+
+def a_newcomer_with_other_sets(steps: int, ranks):
+    hvd.init()
+    chosen = hvd.add_process_set(ranks)
+    state = hvd.elastic.ObjectState(step=0)
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.step < steps and hvd.size() < 3:
+            state.step += 1
+            state.commit()
+        return raised(lambda: hvd.allreduce(torch.ones(1), process_set=chosen))
+
+    return loop(state)
+
+
+def test_sets_that_a_newcomer_does_not_share_are_an_error_on_every_member():
+    with WorldDriver(start_with=2) as driver:
+        driver.start(a_newcomer_with_other_sets, 100_000, [0, 1], count=2)
+        driver.wait(lambda: driver.worlds)
+        driver.start(a_newcomer_with_other_sets, 100_000, [0, 2], count=1)
+        for error in driver.results(3):
+            assert error is not None
+            assert error[0] == "MismatchError"
+            assert "rank 0: [[0, 1]]" in error[1]
+            assert "rank 2: [[0, 2]]" in error[1]
+
+
+def test_sets_alone():
+    hvd.init()
+    chosen = hvd.add_process_set([0])
+    assert (chosen.size(), chosen.rank(), chosen.included()) == (1, 0, True)
+    assert hvd.allreduce(torch.ones(2), process_set=chosen).tolist() == [1.0, 1.0]
+    assert hvd.broadcast(torch.ones(1), 0, process_set=chosen).tolist() == [1.0]
+    hvd.shutdown()
+    with pytest.raises(UsageError, match="not in use"):
+        chosen.size()
+    assert issubclass(MismatchError, UsageError)

@@ -1,0 +1,372 @@
+"""Batch statistics of all ranks' rows: how they are shared out changes neither outputs nor gradients."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+
+import spark_elastic.torch as hvd
+from spark_elastic.collective.batch_statistics import without_rows
+from spark_elastic.torch.sync_batch_norm import unconverted
+from tests.unit.world_link import die, link, tell
+from tests.unit.worlds import WorldDriver
+
+ROWS = 8
+SHARES = {
+    "equal": {1: [8], 2: [4, 4], 4: [2, 2, 2, 2]},
+    "unequal": {1: [8], 2: [7, 1], 4: [3, 1, 3, 1]},
+    "some without rows": {1: [8], 2: [8, 0], 4: [0, 5, 0, 3]},
+}
+
+
+def build(dtype=torch.float64, sync=True):
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 4, 3),
+        torch.nn.BatchNorm2d(4),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(4, 4, 2),
+        torch.nn.BatchNorm2d(4, momentum=None),
+        torch.nn.Flatten(),
+        torch.nn.Linear(16, 6),
+        torch.nn.BatchNorm1d(6, affine=False),
+        torch.nn.Linear(6, 3),
+    ).to(dtype)
+    return hvd.SyncBatchNorm.convert_sync_batchnorm(net) if sync else net
+
+
+def rows(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(ROWS, 2, 5, 5, generator=generator, dtype=torch.float64) * 3 + 5
+    return x.to(dtype), torch.arange(ROWS) % 3
+
+
+def share_of(counts, x, y):
+    edges = [0, *itertools.accumulate(counts)]
+    mine = slice(edges[hvd.rank()], edges[hvd.rank() + 1])
+    return x[mine], y[mine]
+
+
+def gradients(counts, dtype, sync=True, by_mean=False):
+    """Of the mean loss of all rows. by_mean: as averages of the ranks' means, which is the same for equal shares."""
+    hvd.init()
+    model = build(dtype, sync)
+    x, y = share_of(counts, *rows(dtype))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), op=hvd.Average if by_mean else hvd.Sum
+    )
+    for _ in range(2):  # from the second step on buckets are sent while backward runs
+        optimizer.zero_grad()
+        reduction = "mean" if by_mean else "sum"
+        loss = torch.nn.functional.cross_entropy(model(x), y, reduction=reduction)
+        (loss if by_mean else loss / ROWS).backward()
+        optimizer.step()
+    return [p.grad.double().tolist() for p in model.parameters()], [b.double().tolist() for b in model.buffers()]
+
+
+TYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def in_worker(cases):
+    return [{dtype: gradients(*case[:1], dtype, *case[1:]) for dtype in TYPES} for case in cases]
+
+
+def in_a_world(size, cases):
+    """Of all ranks and cases: the case and its result by type."""
+    with WorldDriver(start_with=size) as driver:
+        driver.start(in_worker, cases, count=size)
+        return [pair for of_cases in driver.results(size) for pair in zip(cases, of_cases, strict=True)]
+
+
+def flat(nested):
+    return torch.cat([torch.tensor(each, dtype=torch.float64).reshape(-1) for each in nested])
+
+
+def distance(found, expected):
+    return float((flat(found) - flat(expected)).norm() / flat(expected).norm())
+
+
+@pytest.fixture(scope="module")
+def of_one_process():
+    ((_, result),) = in_a_world(1, [([ROWS], False)])
+    return result
+
+
+BOUNDS = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 0.1}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_gradients_are_those_of_one_process_with_the_same_rows(size, of_one_process):
+    for case, by_type in in_a_world(size, [(shares[size],) for shares in SHARES.values()]):
+        for dtype, (found, running) in by_type.items():
+            expected, buffers = of_one_process[dtype]
+            print(f"{size} workers, {case[0]}, {dtype}: off by {distance(found, expected):.1e}")
+            assert distance(found, expected) < BOUNDS[dtype]
+            assert distance(running, buffers) < BOUNDS[dtype]
+
+
+def test_averages_of_means_are_as_good_for_equal_shares_and_without_it_gradients_differ(of_one_process):
+    expected = of_one_process[torch.float64][0]
+    for (_, sync, _), by_type in in_a_world(2, [([4, 4], True, True), ([4, 4], False, True)]):
+        off = distance(by_type[torch.float64][0], expected)
+        print(f"2 workers, {'SyncBatchNorm' if sync else 'BatchNorm'}: off by {off:.1e}")
+        assert off < 1e-13 if sync else off > 0.1
+
+
+def far_from_zero(dtype, offset):
+    """A tiny spread about a large mean, which sums of squares would lose."""
+    hvd.init()
+    torch.manual_seed(0)
+    x = (torch.randn(64, 3, dtype=torch.float64) + offset).to(dtype)
+    layer = hvd.SyncBatchNorm(3, dtype=dtype)
+    mine = x[:5] if hvd.rank() == 0 else x[5:]
+    out = layer(mine).detach()
+    expected = torch.nn.BatchNorm1d(3, dtype=torch.float64)(x.double()).detach()
+    return float((out.double() - (expected[:5] if hvd.rank() == 0 else expected[5:])).abs().max()), out.dtype == dtype
+
+
+@pytest.mark.parametrize(("dtype", "offset", "bound"), [(torch.float32, 1e4, 5e-3), (torch.float64, 1e7, 1e-7)])
+def test_a_small_spread_about_a_large_mean_is_not_lost(dtype, offset, bound):
+    with WorldDriver(start_with=2) as driver:
+        driver.start(far_from_zero, dtype, offset, count=2)
+        for error, same_type in driver.results(2):
+            assert error < bound
+            assert same_type
+
+
+def in_eval():
+    hvd.init()
+    model = build()
+    x, _ = rows()
+    model(x[hvd.rank() :: 2])
+    model.eval()
+    if hvd.rank() == 0:
+        return True
+    plain = build(sync=False).eval()
+    plain.load_state_dict(model.state_dict())
+    return torch.equal(model(x), plain(x))  # one rank alone: a collective would never end
+
+
+def test_eval_mode_communicates_with_nobody():
+    with WorldDriver(start_with=2) as driver:
+        driver.start(in_eval, count=2)
+        assert driver.results(2) == [True, True]
+
+
+@pytest.mark.parametrize("initialised", [True, False], ids=["a world of one", "before init"])
+def test_alone_it_is_exactly_the_ordinary_layer(initialised, request):
+    if initialised:
+        request.getfixturevalue("alone")
+    model, plain = build(torch.float32), build(torch.float32, sync=False)
+    x, y = rows(torch.float32)
+    for net in (model, plain):
+        torch.nn.functional.cross_entropy(net(x), y).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    for one, other in zip(model.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+def with_a_stand_in():
+    hvd.init()
+    model = build()
+    x, y = rows()
+    if hvd.rank():
+        with without_rows():
+            loss = model(x[:1] * 1e6).sum() * float("nan")
+    else:
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    grads = [p.grad.tolist() for p in list(model.parameters())[:-2]]  # the last layer has no statistics behind it
+    return grads, [b.tolist() for b in model.buffers()]
+
+
+def test_rows_that_stand_in_count_for_nothing():
+    model = build(sync=False)
+    x, y = rows()
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    with WorldDriver(start_with=2) as driver:
+        driver.start(with_a_stand_in, count=2)
+        (real, running), (nothing, same) = driver.results(2)
+    assert distance(real, [p.grad.tolist() for p in list(model.parameters())[:-2]]) < 1e-13
+    assert distance(running, [b.tolist() for b in model.buffers()]) < 1e-13
+    assert running == same
+    assert float(flat(nothing[:-2]).abs().max()) == 0.0
+
+
+def one_value(tolerant):
+    hvd.init()
+    layer = hvd.SyncBatchNorm(3)
+    layer.single_value_is_normalised = tolerant
+    try:
+        return layer(torch.ones(1 - hvd.rank(), 3)).tolist()
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("tolerant", [True, False])
+def test_one_value_in_all_the_world_is_refused_on_every_rank_or_takes_running_statistics(tolerant):
+    with WorldDriver(start_with=2) as driver:
+        driver.start(one_value, tolerant, count=2)
+        results = driver.results(2)
+    if tolerant:
+        assert results == [[pytest.approx([1, 1, 1], rel=1e-4)], []]
+    else:
+        assert all("all 2 ranks together have 1" in each for each in results)
+
+
+# --- many steps, in the order of autograd ------------------------------------------------------------
+
+
+def branched(dtype=torch.float64):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = torch.nn.Linear(4, 6)
+            self.left = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6), torch.nn.Tanh())
+            self.right = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 6))
+            self.unused = torch.nn.Linear(6, 6)
+            self.head = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1))
+
+        def forward(self, x):
+            x = self.stem(x)
+            return self.head(self.left(x) + self.right(x))
+
+    torch.manual_seed(4)
+    return Net().to(dtype)
+
+
+STEPS = 40
+
+
+def many_steps(passes, dies=None):
+    """dies: (worker, step, in which call of a layer: forward or backward): it kills itself there."""
+    hvd.init()
+    model = hvd.SyncBatchNorm.convert_sync_batchnorm(branched())
+    params = list(model.parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(params, lr=0.05, momentum=0.9),
+        model.named_parameters(),
+        op=hvd.Sum,
+        backward_passes_per_step=passes,
+        groups=len(params),  # a reduction for each parameter, between those of the layers
+    )
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    applied = []
+
+    def killed(where):
+        def hook(*_):
+            if dies == (link().worker, state.step, where):
+                tell("dying")
+                die()
+
+        return hook
+
+    model.left[1].register_forward_hook(killed("forward"))
+    model.right[0].register_full_backward_hook(killed("backward"))
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.step < STEPS:
+            optimizer.zero_grad()
+            for part in range(passes):
+                generator = torch.Generator().manual_seed(state.step * passes + part)
+                x = torch.randn(13, 4, generator=generator, dtype=torch.float64)
+                model(x[hvd.rank() :: hvd.size()]).square().sum().div(13 * passes).backward()
+            optimizer.step()
+            applied.append(state.step)
+            state.step += 1
+            if state.step % 10 == 0:
+                state.commit()
+
+    loop(state)
+    return applied, [each.tolist() for each in model.state_dict().values()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    def alone(passes):
+        with WorldDriver() as driver:
+            driver.start(many_steps, passes)
+            return driver.results(1)[0][1]
+
+    return {passes: alone(passes) for passes in (1, 3)}
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("size", [2, 4])
+def test_reductions_of_layers_and_of_gradients_keep_one_order_for_many_steps(size, passes, undisturbed):
+    with WorldDriver(start_with=size) as driver:
+        driver.start(many_steps, passes, count=size)
+        results = driver.results(size)
+    for _, tensors in results:
+        assert distance(tensors, undisturbed[passes]) < 1e-9
+
+
+@pytest.mark.parametrize("hosts", [("127.0.0.1",), ("127.0.0.1", "127.0.0.2")], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_worker_that_dies_within_a_pass_costs_no_applied_step(passes, where, hosts, undisturbed):
+    """The commit is seven steps old by then: going back to it would apply them twice."""
+    with WorldDriver(start_with=3, hosts=hosts) as driver:
+        driver.start(many_steps, passes, (2, 17, where), count=3)
+        results = driver.results(2)
+        assert driver.told("dying")
+    for applied, tensors in results:
+        assert applied == list(range(STEPS))
+        assert distance(tensors, undisturbed[passes]) < 1e-9
+
+
+# --- conversion -----------------------------------------------------------------------------------
+
+
+class Renamed(torch.nn.BatchNorm2d):
+    pass
+
+
+class OwnForward(torch.nn.BatchNorm1d):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+def test_conversion_keeps_parameters_hooks_classes_and_names():
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(3), Renamed(3), OwnForward(3), torch.nn.LazyBatchNorm1d())
+    before, calls = dict(net.named_parameters()), []
+    net[0].register_forward_hook(lambda *_: calls.append(1))
+    keys = list(net.state_dict())
+    assert hvd.SyncBatchNorm.convert_sync_batchnorm(net) is net
+    assert [isinstance(each, hvd.SyncBatchNorm) for each in net] == [True, True, False, False]
+    assert isinstance(net[0], torch.nn.BatchNorm1d)
+    assert isinstance(net[1], Renamed)
+    assert unconverted(net) == ["2 (OwnForward)", "3 (LazyBatchNorm1d)"]
+    assert list(net.state_dict()) == keys
+    assert all(param is before[name] for name, param in net.named_parameters())
+    net[0](torch.ones(2, 3))
+    assert calls == [1]
+    with pytest.raises(ValueError, match="expected 4D input"):
+        net[1](torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net)), lambda net: _saved(net)],
+    ids=["copied", "pickled", "saved"],
+)
+def test_converted_layers_can_be(copied):
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(3), Renamed(3), torch.nn.SyncBatchNorm(3), hvd.SyncBatchNorm(3))
+    hvd.SyncBatchNorm.convert_sync_batchnorm(net)
+    again = copied(net)
+    assert [type(each) for each in again] == [type(each) for each in net]
+    assert again[1].weight is not net[1].weight
+
+
+def _saved(net):
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
