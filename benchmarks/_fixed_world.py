@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from spark_elastic.collective.process import process
 from spark_elastic.core.topology import Member, Place, World
+from spark_elastic.core.version import StateVersion
 from spark_elastic.worker_link import Assignment
 
 
@@ -39,7 +40,7 @@ class FixedLink:
             for r, address in enumerate(addresses)
         )
         self._assignment = Assignment(
-            World(1, members, root=0, progress=None, sync=True),
+            World(1, members, root=0, version=None, sync=True),
             self.worker,
             {r + 1: address for r, address in enumerate(addresses)},
         )
@@ -47,14 +48,20 @@ class FixedLink:
     def join_at_init(self) -> Assignment:
         return self._assignment
 
-    def join(self, round: int, progress: int | None) -> Assignment:
+    def join(self, round: int, version: StateVersion | None, loop: int = 1) -> Assignment:
         raise RuntimeError("this world does not change")
 
-    def report_progress(self, progress: int) -> None: ...
+    def report_version(self, version: StateVersion) -> None: ...
 
     def entered_loop(self) -> None: ...
 
+    def left_loop(self) -> None: ...
+
     def blocked(self, waiting: bool) -> None: ...
+
+    @property
+    def stall_timeout_s(self) -> float:
+        return 600.0
 
     def updates_seen(self) -> int:
         return 0
