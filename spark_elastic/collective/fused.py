@@ -5,7 +5,7 @@ For frameworks that hand over their gradients together. Torch hands over one at 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,6 +20,9 @@ from spark_elastic.errors import HorovodInternalError
 
 _KEPT = 4
 """Sets of buckets kept for later steps. Two are in turns where results are let go of a step later."""
+
+on_reduction: list[Callable[[], None]] = []
+"""Called when the gradients of a step are there, before they are sent: by loops that want to know of their steps."""
 
 
 class FusedReduction:
@@ -70,6 +73,8 @@ class FusedReduction:
         Raises:
             HorovodInternalError: a peer is gone. Nothing was changed.
         """
+        for begins in on_reduction:
+            begins()
         try:
             group = self._process_set.group() if self._process_set.included() else None
             if group is None:

@@ -39,12 +39,14 @@ class PlainValues:
         self._at_entry: dict[str, Any] = {}
         """Copies at the entry of the last step that was applied, or of the one that is being applied."""
         self._next_entry: dict[str, Any] = {}
+        self._trails_at_entry: dict[str, int] = {}
+        """How long each trail was at the entry of the step that is being applied."""
 
     def begin(self, values: Mapping[str, Any]) -> None:
         """The loop is called; `values` are copies."""
         self._begun = dict(values)
         self._trails = {name: [] for name in values}
-        self._at_entry = {}
+        self._at_entry, self._trails_at_entry = {}, {}
 
     def end(self) -> None:
         """The loop is over: nothing is followed."""
@@ -60,17 +62,25 @@ class PlainValues:
             self._trails[name].append((place, self._copy(before)))
 
     def entering(self, value: Callable[[str], Any]) -> None:
-        """A step is entered: its gradients have been reduced."""
+        """A step is entered: its gradients are reduced now, or just have been."""
         if self._begun is not None:
             self._learn(self._begun, value)
             self._begun = None
         self._next_entry = {name: self._copy(value(name)) for name in self._in_place}
+        self._trails_at_entry = {name: len(trail) for name, trail in self._trails.items()}
 
     def stepped(self) -> None:
-        """The step was applied."""
+        """The step was applied just now."""
         self._at_entry = self._next_entry
         for trail in self._trails.values():
             trail.clear()
+
+    def stepped_meanwhile(self) -> None:
+        """The step that was entered last was applied some time since then."""
+        self._at_entry = self._next_entry
+        for name, trail in self._trails.items():
+            del trail[: self._trails_at_entry.get(name, 0)]
+        self._trails_at_entry = {}
 
     def _learn(self, begun: Mapping[str, Any], value: Callable[[str], Any]) -> None:
         for name, before in begun.items():

@@ -12,10 +12,19 @@ from spark_elastic.core.plain_values import PlainValues, difference, same
 from spark_elastic.state import independent_copy
 
 
+@pytest.fixture(autouse=True, params=["at once", "with the next reduction"])
+def told(request, monkeypatch):
+    """Steps are told when they are applied, as by PyTorch's optimizers, or with the reduction that follows."""
+    monkeypatch.setattr(Loop, "told_at_once", request.param == "at once", raising=False)
+
+
 class Loop:
     """Values that are followed as a state does it; `step` is an optimizer's."""
 
+    told_at_once: bool
+
     def __init__(self, **values: Any) -> None:
+        object.__setattr__(self, "stepped", False)
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "follow", PlainValues(independent_copy))
         object.__setattr__(self, "place", "")
@@ -37,10 +46,20 @@ class Loop:
         self.follow.begin(independent_copy(self.values))
 
     def step(self) -> None:
+        self.tell_the_last_step()
         self.follow.entering(self.values.__getitem__)
-        self.follow.stepped()
+        if self.told_at_once:
+            self.follow.stepped()
+        else:
+            object.__setattr__(self, "stepped", True)
+
+    def tell_the_last_step(self) -> None:
+        if self.stepped:
+            self.follow.stepped_meanwhile()
+            object.__setattr__(self, "stepped", False)
 
     def fails(self) -> dict[str, Any] | None:
+        self.tell_the_last_step()
         return self.follow.undone(self.values.__getitem__)
 
 

@@ -87,6 +87,8 @@ class FitCallbacks:
         """Of the epochs that earlier calls of `fit` have completed, by their numbers in the state."""
         self.reentered: Callable[[], None] = lambda: None
         """Called when the values of another moment have arrived, for the next `fit` to go on with."""
+        self.attached: Callable[[], None] = lambda: None
+        """Called when `fit` begins with a callback of ours."""
         self._epoch = epoch
         self._attached: Any = None
         self._watched: dict[str, _Watched] = {}
@@ -159,6 +161,7 @@ class FitCallbacks:
                 if isinstance(callback, getattr(keras.callbacks, name, ())):
                     raise UsageError(f"the callback {name} cannot be used in an elastic loop: {why}")
         self._attached = callbacks
+        self.attached()
         around = {
             "on_train_begin": self._train_begins,
             "on_train_end": self._train_ends,

@@ -17,6 +17,7 @@ from spark_elastic.keras.backend import BACKEND
 from spark_elastic.keras.elastic.boundary import Boundary, run_on_nothing, wrap_apply, wrap_steps
 from spark_elastic.keras.elastic.fit_callbacks import FitCallbacks
 from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler, handler_for
+from spark_elastic.keras.elastic.own_loop import OwnLoop
 from spark_elastic.keras.optimizer import reduces
 
 log = logging.getLogger("spark_elastic.keras")
@@ -63,6 +64,8 @@ class KerasState(HandledState):
         callbacks = FitCallbacks(lambda: self.__dict__.get("epoch"))
         callbacks.reentered = lambda: object.__setattr__(self, "reentered", True)
         super().__init__(model=model, optimizer=optimizer, fit_callbacks=callbacks, **kwargs)
+        self._own_loop = OwnLoop(self._follow, self._steps_now, self._plain_values)
+        callbacks.attached = self._own_loop.end
         for name in self._handlers:
             self._replaced(name)
         self._adopt_optimizer()
@@ -271,6 +274,16 @@ class KerasState(HandledState):
         if self._in_loop and not self._wrapped:
             self._wrap_steps()
 
+    def _call_begins(self) -> None:
+        if not self._only_optimizers_act:
+            self._own_loop.begin()
+
+    def _steps_now(self) -> tuple[int, ...]:
+        return tuple(map(steps_of, self._optimizers().values()))
+
+    def _amid(self, error: HorovodInternalError) -> bool:
+        return self._own_loop.watching and self._own_loop.counts_rarely
+
     def _steps_since_resume_point(self) -> list[int]:
         """Without a plain optimizer that has never stepped beside those that reduce: what `compile` chooses for a model
         whose train step has optimizers of its own."""
@@ -302,6 +315,7 @@ class KerasState(HandledState):
             self._noted = dict(self._totals), self.batch
 
     def _left_loop(self) -> None:
+        self._own_loop.end()
         super()._left_loop()
         self.fit_callbacks.over()
         for undo in self._unwrap:

@@ -67,6 +67,54 @@ def test_a_lost_peer_leaves_no_trace_of_the_step_that_failed(how):
         assert result[2:] == (STEPS, STEPS)
 
 
+def counts_before(how, graph, rounds):
+    """Counts before the step, in a number and a list, and commits every fourth time. Worker 2 dies in the sixth turn."""
+    hvd.init()
+    keras.utils.set_random_seed(7)
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(CLASSES)])
+    optimizer = keras.optimizers.SGD(0.1)
+    if how == "optimizer":
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    trained = keras.Variable(tf.zeros(STEPS, "int32"), trainable=False)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            value = tf.reduce_mean(tf.square(model(x, training=True)))
+        if how == "tape":
+            tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(value, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    step = tf.function(step) if graph else step
+    state = hvd.elastic.TensorFlowState([trained], model=model, optimizer=optimizer, batch=0, seen=[])
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.batch < STEPS:
+            state.batch += 1
+            state.seen.append(state.batch)
+            if link().worker == 2 and state.batch == 6:
+                die()
+            for _ in range(rounds):
+                step(tf.ones((2, 4)))
+                trained.assign(tf.tensor_scatter_nd_add(trained.value, [[state.batch - 1]], [1]))
+            if state.batch % 4 == 0:
+                state.commit()
+        return state.seen, trained.numpy().tolist()
+
+    return loop(state)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize(("how", "graph"), [("tape", True), ("optimizer", True), ("tape", False), ("optimizer", False)])
+def test_a_batch_that_is_counted_before_its_steps_is_trained_on_once_after_a_loss(how, graph, rounds):
+    with WorldDriver(start_with=3) as driver:
+        driver.start(counts_before, how, graph, rounds, count=3)
+        for seen, trained in driver.results(2):
+            assert seen == list(range(1, STEPS + 1))
+            assert trained == [rounds] * STEPS
+
+
 def commits():
     """Variables of TensorFlow's own, changed by hand: back to the commit, as with Horovod."""
     hvd.init()
