@@ -68,7 +68,7 @@ def test_a_lost_peer_leaves_no_trace_of_the_step_that_failed(how):
 
 
 def counts_before(how, graph, rounds):
-    """Counts before the step, in a number and a list, and commits every fourth time. Worker 2 dies in the sixth turn."""
+    """Counts before the step, in a number and a list, and commits every fourth time. Worker 2 dies in the sixth."""
     hvd.init()
     keras.utils.set_random_seed(7)
     model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(CLASSES)])
