@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from spark_elastic.collective.buckets import Bucket, partition
 from spark_elastic.collective.compression import Compressor
@@ -17,7 +18,10 @@ from spark_elastic.collective.operations import agree, shaped, start_allgather
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, Max, ReduceOp, Sum
-from spark_elastic.errors import HorovodInternalError, SparkElasticError
+from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
+
+_owners = WeakTensorKeyDictionary()
+"""Who reduces the gradient of each parameter."""
 
 
 class Slot:
@@ -66,7 +70,9 @@ class GradientReducer:
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
         self._slots: list[Slot] = []
-        self._hooks: list[Any] = []
+        self._hooks: dict[int, Any] = {}
+        self._replaced = False
+        """Another reducer has taken over parameters of this one."""
         self._sparse: set[int] = set()
         self._made_dense: set[int] = set()
         """Parameters whose sparse gradients are reduced as dense ones, and sparse again afterwards."""
@@ -83,20 +89,29 @@ class GradientReducer:
         self.add(params)
 
     def add(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Reduce these as well from now on."""
+        """Reduce these as well from now on, in place of a reducer that has done so until now."""
         for param in params:
             if param.requires_grad:
                 slot = Slot(param, self.passes)
                 self._slots.append(slot)
-                self._hooks.append(param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot)))
+                self._take_over(param)
+                self._hooks[id(param)] = param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
         self._buckets = []
         self._agreed_on = None
 
+    def _take_over(self, param: torch.nn.Parameter) -> None:
+        known = _owners.get(param)
+        owner = known() if known is not None else None
+        if owner is not None and owner is not self and (hook := owner._hooks.pop(id(param), None)) is not None:
+            hook.remove()
+            owner._replaced = True
+        _owners[param] = weakref.ref(self)
+
     def detach(self) -> None:
         """Take the hooks off the parameters, so that another optimizer can reduce them from now on."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
-        self._hooks = []
+        self._hooks = {}
 
     def set_passes(self, passes: int) -> None:
         self.passes = passes
@@ -205,7 +220,13 @@ class GradientReducer:
 
         Raises:
             HorovodInternalError: a peer is gone. The gradients are dropped; nothing else has changed.
+            UsageError: a later optimizer reduces parameters of this one.
         """
+        if self._replaced:
+            raise UsageError(
+                "a DistributedOptimizer was made later for parameters of this one, and reduces their gradients now; "
+                "call step() of that one, or make one DistributedOptimizer for each set of parameters"
+            )
         try:
             self._finish()
         except BaseException as error:

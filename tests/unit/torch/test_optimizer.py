@@ -275,3 +275,35 @@ def test_numbers_that_are_carried_are_added_up_exactly():
 
 def test_numbers_that_are_carried_alone_stay_as_they_are(alone):
     assert carried(torch.float32, "none", False)[3] == [1, 1e6 + 3, 0.5]
+
+
+def one_after_the_other(kept: bool) -> tuple[list[float], str]:
+    """Trains one model with two optimizers in turn; kept: the first one is still there meanwhile."""
+    hvd.init()
+    torch.manual_seed(0)
+    model = model_of()
+    first = None
+    for lr in (0.05, 0.01):
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=lr))
+        first = first if kept and first is not None else optimizer
+        for step in range(3):
+            optimizer.zero_grad()
+            model(rows_of(hvd.rank(), step)).square().mean().backward()
+            optimizer.step()
+    refused = ""
+    if kept:
+        try:
+            first.step()
+        except UsageError as error:
+            refused = str(error)
+    return [float(p.detach().sum()) for p in model.parameters()], refused
+
+
+def both_ways() -> list[tuple[list[float], str]]:
+    return [one_after_the_other(kept) for kept in (False, True)]
+
+
+def test_a_later_optimizer_takes_the_parameters_of_an_earlier_one_over():
+    for dropped, kept in together(both_ways, 2):
+        assert kept[0] == dropped[0]
+        assert "was made later" in kept[1]
