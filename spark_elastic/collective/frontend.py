@@ -117,6 +117,13 @@ class CollectiveFrontend:
             problem = f"it cannot be pickled ({type(error).__name__}: {error})"
         if len(data) > MAX_LOOP_RESULT_BYTES:
             problem, data = f"it is larger than {MAX_LOOP_RESULT_BYTES >> 20} MiB ({len(data):,} bytes)", b""
+        if problem:
+            log.warning(
+                "workers that are lost in a later loop cannot be replaced: loop %d returned what others "
+                "cannot be given, because %s",
+                loop,
+                problem,
+            )
         link.offer_loop_result(loop, problem, b"" if problem else _seal(loop, data) + data)
 
     def result_of(self, loop: int) -> Any:

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 import cloudpickle
 
 from spark_elastic import worker_link
-from spark_elastic.errors import HorovodInternalError, InvalidSettingsError, NotPicklableError
+from spark_elastic.errors import HorovodInternalError, InvalidSettingsError, LoopResultError, NotPicklableError
 from spark_elastic.loops import loops
 from spark_elastic.settings import DEVICE_SETTING
 from spark_elastic.task.guard import guard_group
@@ -158,6 +158,9 @@ def _run(link: ChannelLink, function: Callable[[], Any]) -> bytes:
     """
     try:
         value = _returned(function)
+    except LoopResultError as error:  # of a newcomer: the others go on without it
+        link.abandoned(str(error))
+        exit_now(EXIT_ABANDONED)
     except HorovodInternalError as error:
         link.abandoned(f"a collective failed outside of an elastic loop: {error}")
         traceback.print_exc()

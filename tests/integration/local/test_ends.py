@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
@@ -84,6 +85,22 @@ def test_two_loops_in_one_function(start_job, tmp_path, after_two_loops, deaths,
     assert size >= members
     for rank, result in enumerate(results):
         assert result == (rank, size, float(size), "6 steps", "8 more", 8, 8, after_two_loops)
+
+
+def cannot_be_pickled(said):
+    return said, threading.Lock()
+
+
+def test_a_newcomer_that_cannot_have_an_earlier_loops_result_does_not_end_the_job(start_job, tmp_path, capfd):
+    arguments = str(tmp_path), [("in second", 1)], 0, cannot_be_pickled, "go"
+    job = start_job(ends.two_loops, arguments, num_proc=2, min_num_proc=1, preimport=PREIMPORT)
+    called = lambda: sum("called" in line for line in ends.diary(tmp_path))  # noqa: E731
+    wait_until(lambda: called() >= 4, WAIT_S, "the newcomer has gone, and another one has come")
+    (tmp_path / "go").touch()
+    ((rank, size, _, first, *_, steps, _, _),) = job.result(WAIT_S)
+    assert (rank, size, steps) == (0, 1, 8)
+    assert first.startswith("('6 steps', <unlocked")
+    assert "cannot be replaced: loop 1 returned what others cannot be given" in capfd.readouterr().err
 
 
 def test_a_finished_workers_result_that_is_lost_with_its_agent_is_made_again(start_job, tmp_path):
