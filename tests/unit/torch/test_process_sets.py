@@ -12,7 +12,7 @@ from spark_elastic.collective.joining import STALL_S
 from spark_elastic.errors import MismatchError, UsageError
 from tests.unit.torch.test_collectives import together
 from tests.unit.torch.test_mismatches import raised
-from tests.unit.world_link import die
+from tests.unit.world_link import die, tell
 from tests.unit.worlds import WorldDriver
 
 
@@ -137,6 +137,8 @@ def over_worlds(worlds: list[int], die_at: int | None):
             if not state.seen or sum(hvd.size() == of for of, _ in state.seen) < 5:
                 state.seen.append((hvd.size(), everyone))
             state.step += 1
+            if state.step == 5:
+                tell("five times")
             state.commit()
         return state.seen
 
@@ -157,7 +159,7 @@ def test_after_a_loss_a_set_has_those_of_its_numbers_that_exist():
 def test_a_newcomer_takes_part_in_the_sets_that_it_added_before_the_loop():
     with WorldDriver(start_with=2) as driver:
         driver.start(over_worlds, [2, 3], None, count=2)
-        driver.wait(lambda: driver.worlds)
+        driver.wait(lambda: driver.told("five times"))
         driver.start(over_worlds, [2, 3], None, count=1)
         results = driver.results(3)
     assert results == [[TWO] * 5 + [THREE] * 5] * 3
@@ -180,9 +182,9 @@ def a_newcomer_with_other_sets(steps: int, ranks):
 
 def test_sets_that_a_newcomer_does_not_share_are_an_error_on_every_member():
     with WorldDriver(start_with=2) as driver:
-        driver.start(a_newcomer_with_other_sets, 100_000, [0, 1], count=2)
+        driver.start(a_newcomer_with_other_sets, 10**9, [0, 1], count=2)
         driver.wait(lambda: driver.worlds)
-        driver.start(a_newcomer_with_other_sets, 100_000, [0, 2], count=1)
+        driver.start(a_newcomer_with_other_sets, 10**9, [0, 2], count=1)
         for error in driver.results(3):
             assert error is not None
             assert error[0] == "MismatchError"
