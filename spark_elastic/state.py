@@ -448,11 +448,15 @@ class SteppingState(ObjectState):
         self._resume_values = None if committed else self._light_values()
         self._resume_committed = committed
         self._start_counting()
-        if called:
+        if called or self._follow.awaits_step:
             self._call_begins()
 
     def _call_begins(self) -> None:
-        """The loop's function is about to be called, and its plain values are to be followed."""
+        """The loop goes on from here to its first step: follow its plain values.
+
+        Its function is about to be called; or there is a resume point before the first step, and what came before that
+        is done.
+        """
 
     def _altered(self, stepped: bool) -> bool:
         """See `Failure.altered`; `stepped`: steps were applied since the last resume point."""

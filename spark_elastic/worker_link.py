@@ -50,8 +50,16 @@ class WorkerLink(Protocol):
         """Called by `init()`: blocks until a first world is published, or at once if one is running."""
         ...
 
-    def join(self, round: int, version: StateVersion | None, loop: int = 1) -> Assignment | ProvisionalPosition:
+    def join(
+        self,
+        round: int,
+        version: StateVersion | None,
+        loop: int = 1,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Assignment | ProvisionalPosition:
         """Called by the elastic loop of that number, or by `init()` (0): says READY and waits for a newer world.
+
+        Calls `meanwhile` between the two.
 
         Returns: a provisional position if the job is in a later loop than this, which is the one to come to then.
         """

@@ -147,8 +147,8 @@ class CollectiveFrontend:
         assert process.link is not None
         before = process.require()
         process.updates_handled = max(process.updates_handled, process.link.updates_seen())
-        process.leave()
-        assignment = process.link.join(round, version, loops.entered)
+        # closing the groups takes as long as the driver needs for the next world
+        assignment = process.link.join(round, version, loops.entered, meanwhile=process.leave)
         if isinstance(assignment, ProvisionalPosition):
             process.stand_apart()
             raise SentOn()

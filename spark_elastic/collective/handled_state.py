@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
+import secrets
 import sys
 from typing import Any
 
 from spark_elastic import state as base
 from spark_elastic.collective.frontend import frontend
-from spark_elastic.collective.handled_values import StateHandler, take_over, take_up
+from spark_elastic.collective.handled_values import Described, StateHandler, described, take_over, take_up
+from spark_elastic.collective.operations import agree
+from spark_elastic.collective.process import process
 from spark_elastic.core.version import StateVersion
 from spark_elastic.errors import StateNotMovableError
 
@@ -46,7 +51,8 @@ class HandledState(base.SteppingState):
             else:
                 self._handlers[name] = handler
                 object.__setattr__(self, name, value)
-        self._comparing = False
+        self._known: dict[str, Described] | None = None
+        """While a state is taken over whose tensors are probably the same: what is known of them."""
         super().__init__(**plain)
 
     # --- what a framework adds ------------------------------------------------------------------
@@ -87,7 +93,7 @@ class HandledState(base.SteppingState):
         staged = self._version is not None
         handlers = {name: h for name, h in self._handlers.items() if name not in self._own_style()}
         extra = self._plain_values(), self._tell(), self._follow.learnt
-        values, told, learnt = take_over(handlers, self._root, extra, staged, compare=self._comparing)
+        values, told, learnt = take_over(handlers, self._root, extra, staged, known=self._known)
         for name in self._own_style():
             self._handlers[name].sync()
         self._put_plain_values(values)
@@ -118,14 +124,26 @@ class HandledState(base.SteppingState):
     # --- what the loop calls --------------------------------------------------------------------
 
     def _refresh_from(self, root: int, version: StateVersion | None) -> None:
+        own_style = self._own_style()
+        known = described({name: handler for name, handler in self._handlers.items() if name not in own_style})
+        if not own_style and agree(process.group(), "elastic loop", detail=self._digest(known)):
+            return
         # without a copy of everything: the last commit is the same one on every member, and as good as before
         saved = self._saved_version
-        self._comparing = True
+        self._known = known
         try:
             self._take_over_from(root, version)
         finally:
-            self._comparing = False
+            self._known = None
         self._saved_version = saved
+
+    def _digest(self, known: dict[str, Described]) -> str:
+        """Of all that a member may hold otherwise than another one."""
+        try:
+            told = pickle.dumps((known, self._light_values(), self._tell()))
+        except Exception:  # of a value that is no plain data; what cannot be sent either says so itself
+            return secrets.token_hex(16)
+        return hashlib.blake2b(told, digest_size=16).hexdigest()
 
     def _own_style(self) -> list[str]:
         """Handlers that bring a `sync` of their own, as Horovod's do."""

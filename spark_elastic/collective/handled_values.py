@@ -28,6 +28,7 @@ class Slice(NamedTuple):
 
 
 Layout = list[Slice]
+Described = tuple[Sequence[Hashable], list[bytes]]
 
 
 class StateHandler:
@@ -133,13 +134,13 @@ def take_over(
     extra: Any = None,
     staged: bool = False,
     process_set: ProcessSet = global_process_set,
-    compare: bool = False,
+    known: Mapping[str, Described] | None = None,
 ) -> Any:
     """Make every member's values those of `root`: what there is in one broadcast, then the tensors in few large ones.
 
     extra: another picklable object; the root's is returned. staged: receive everything before any value is changed, so
-    that a root that dies half-way leaves this member's own values whole. compare: the tensors are probably equal;
-    compare digests of them, and bring only those that differ somewhere. It includes `staged`.
+    that a root that dies half-way leaves this member's own values whole. known: the tensors are probably equal: this is
+    what `described` says of them, and only those that differ somewhere are brought. It includes `staged`.
 
     Raises:
         HorovodInternalError: a peer is gone.
@@ -149,15 +150,14 @@ def take_over(
     if group is None:
         return extra
     am_root = group.rank == process_set.place_of(root)
-    mine = {name: _described(handler) for name, handler in handlers.items()} if compare else {}
     offer = None
     if am_root:
-        offer = ({name: (h.layout(), h.light(), h.outline()) for name, h in handlers.items()}, mine, extra)
+        offer = ({name: (h.layout(), h.light(), h.outline()) for name, h in handlers.items()}, known, extra)
     values, theirs, extra = broadcast_object(offer, root, process_set=process_set)
     layouts = {name: layout for name, (layout, _, _) in values.items()}
     wanted = None
-    if compare:
-        wanted = _differing(handlers, layouts, mine, theirs)
+    if known is not None:
+        wanted = _differing(layouts, known, theirs)
         if wanted.numel():
             group.wait(group.allreduce(wanted, Max.gloo))
     chosen = _chosen(handlers, layouts, wanted)
@@ -169,7 +169,7 @@ def take_over(
     for name, (layout, _, outline) in values.items():
         handler = handlers[name]
         handler.prepare(layout, outline)
-        if staged or compare or handler.elsewhere:
+        if staged or known is not None or handler.elsewhere:
             arriving[name] = [torch.empty(layout[n].shape, dtype=layout[n].dtype) for n in chosen[name]]
         else:
             arriving[name] = handler.tensors(layout)
@@ -180,7 +180,7 @@ def take_over(
             if chosen[name]:
                 own_tensors = handler.tensors(layout)
                 copy_all([own_tensors[n] for n in chosen[name]], arriving[name])
-        elif staged or compare or handler.elsewhere:
+        elif staged or known is not None or handler.elsewhere:
             handler.fill(layout, arriving[name])
     for name, (_, light, _) in values.items():
         handlers[name].set_light(light)
@@ -200,19 +200,17 @@ def take_up(handlers: Mapping[str, tuple[StateHandler, StateHandler]]) -> None:
         handler.set_light(kept.light())
 
 
-_Described = tuple[Sequence[Hashable], list[bytes]]
-
-
-def _described(handler: StateHandler) -> _Described:
-    layout, tensors = handler.present()
-    return handler.identities(layout), [digest(tensor) for tensor in tensors]
+def described(handlers: Mapping[str, StateHandler]) -> dict[str, Described]:
+    """What tells the tensors of each value apart, and a digest of each."""
+    out = {}
+    for name, handler in handlers.items():
+        layout, tensors = handler.present()
+        out[name] = handler.identities(layout), [digest(tensor) for tensor in tensors]
+    return out
 
 
 def _differing(
-    handlers: Mapping[str, StateHandler],
-    layouts: Mapping[str, Layout],
-    mine: Mapping[str, _Described],
-    theirs: Mapping[str, _Described],
+    layouts: Mapping[str, Layout], mine: Mapping[str, Described], theirs: Mapping[str, Described]
 ) -> torch.Tensor:
     """Return a byte for each tensor of the root, in order: 1 where this member's is another one."""
     out: list[bool] = []

@@ -44,15 +44,21 @@ class Pending:
         key: its name, or its number among those of its kind without a name.
         what: what has to be the same on all members.
         problem: why this member's call is refused, which the others have to be told.
+        detail: what may be another one on each member.
     """
 
-    __slots__ = ("error", "key", "kind", "launch", "launched", "problem", "what")
+    __slots__ = ("alike", "detail", "error", "key", "kind", "launch", "launched", "problem", "what")
 
-    def __init__(self, kind: str, key: str, what: str, problem: str, launch: Callable[[], Launched] | None) -> None:
+    def __init__(
+        self, kind: str, key: str, what: str, problem: str, launch: Callable[[], Launched] | None, detail: str = ""
+    ) -> None:
         self.kind = kind
         self.key = key
         self.what = what
         self.problem = problem
+        self.detail = detail
+        self.alike = False
+        """Whether it is known that all members have the same detail; the same answer on all of them."""
         self.launch = launch
         self.launched: Launched | None = None
         self.error: Exception | None = None
@@ -117,6 +123,7 @@ class Negotiation:
         what: str,
         launch: Callable[[], Launched] | None,
         problem: str = "",
+        detail: str = "",
     ) -> Pending:
         """Add a collective; it is launched, at the latest, when it is waited for.
 
@@ -129,7 +136,7 @@ class Negotiation:
             key = f"{kind} named {name!r}"
         if key in self._queue:
             raise UsageError(f"{key} is under way already; synchronize it first, or give the second another name")
-        pending = Pending(kind, key, what, problem, launch)
+        pending = Pending(kind, key, what, problem, launch, detail)
         self._queue[key] = pending
         _in_use.add(self)
         return pending
@@ -200,10 +207,10 @@ class Negotiation:
         self._busy = True
         try:
             queued = list(self._queue.values())
-            text = json.dumps([pending.told() for pending in queued])
-            number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+            what = _fingerprint(json.dumps([pending.told() for pending in queued]))
+            detail = _fingerprint(json.dumps([pending.detail for pending in queued]))
             # the largest and the smallest are the same; a rank that has joined adds nothing to a maximum
-            token = torch.tensor([number, -number])
+            token = torch.tensor([what, -what, detail, -detail])
             self._comparison = _Comparison(queued, token, self._group.allreduce(token, dist.ReduceOp.MAX))
         finally:
             self._busy = False
@@ -219,9 +226,11 @@ class Negotiation:
         self._busy = True
         try:
             self._group.wait(comparison.work)
-            if int(comparison.token[0]) == -int(comparison.token[1]):
+            most, least, most_detail, least_detail = comparison.token.tolist()
+            if most == -least:
                 for pending in comparison.queued:
                     del self._queue[pending.key]
+                    pending.alike = most_detail == -least_detail
                 for pending in comparison.queued:
                     pending.start()
             else:
@@ -330,6 +339,10 @@ class _Told:
 
 _in_use: weakref.WeakSet[Negotiation] = weakref.WeakSet()
 """Those in which something was queued."""
+
+
+def _fingerprint(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
 def _nothing() -> None:

@@ -44,10 +44,18 @@ def _scaled(what: str, op: ReduceOp, prescale: float, postscale: float) -> str:
     return f"{what}, op={op.name}{factors}"
 
 
-def agree(group: GlooGroup | None, kind: str, what: str = "", name: str | None = None) -> None:
-    """Wait until all members have called this, with the same `what`. Raises: MismatchError, HorovodInternalError."""
-    if group is not None:
-        group.negotiation.bring(group.negotiation.queue(kind, name, what, None))
+def agree(group: GlooGroup | None, kind: str, what: str = "", name: str | None = None, detail: str = "") -> bool:
+    """Wait until all members have called this, with the same `what`.
+
+    Returns: whether it is known that all have the same `detail`; on all members alike.
+
+    Raises: MismatchError, HorovodInternalError.
+    """
+    if group is None:
+        return True
+    pending = group.negotiation.queue(kind, name, what, None, detail=detail)
+    group.negotiation.bring(pending)
+    return pending.alike
 
 
 # --- allreduce ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 MISSING = object()
-Learnt = tuple[dict[str, tuple[int, frozenset[Hashable]]], dict[str, Any]]
+Learnt = tuple[dict[str, tuple[int, frozenset[Hashable]]], dict[str, Any], dict[str, frozenset[Hashable]]]
 
 
 class PlainValues:
@@ -19,7 +19,9 @@ class PlainValues:
 
     Values that are assigned (numbers, strings) are undone assignment by assignment: as many as the loop made before
     its first step, of those since the last step, and only those made at the same places of the program. (Where a call
-    begins at the end of an epoch, that comes before its first step; elsewhere it follows a step.) Values that are
+    begins at the end of an epoch, that comes before its first step; elsewhere it follows a step.) A place that comes
+    after the step in one call and before the first one in another, because a turn there makes no step, tells nothing:
+    what was assigned there cannot be undone. Values that are
     changed in place (lists, dictionaries) return to their copy of the last step's entry, if they have changed since in
     the way in which they did before the first one.
 
@@ -41,12 +43,22 @@ class PlainValues:
         self._next_entry: dict[str, Any] = {}
         self._trails_at_entry: dict[str, int] = {}
         """How long each trail was at the entry of the step that is being applied."""
+        self._unsettled: set[str] = set()
+        """Names of which it is not known yet in this call where they are assigned between two steps."""
+        self._after: dict[str, frozenset[Hashable]] = {}
+        """By name, places that were seen to come after a step, in some call."""
 
     def begin(self, values: Mapping[str, Any]) -> None:
         """The loop is called; `values` are copies."""
         self._begun = dict(values)
         self._trails = {name: [] for name in values}
+        self._unsettled = set(values)
         self._at_entry, self._trails_at_entry = {}, {}
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether no step has come since `begin`."""
+        return self._begun is not None
 
     def end(self) -> None:
         """The loop is over: nothing is followed."""
@@ -66,6 +78,8 @@ class PlainValues:
         if self._begun is not None:
             self._learn(self._begun, value)
             self._begun = None
+        elif self._unsettled:
+            self._look_at_places()
         self._next_entry = {name: self._copy(value(name)) for name in self._in_place}
         self._trails_at_entry = {name: len(trail) for name, trail in self._trails.items()}
 
@@ -91,7 +105,23 @@ class PlainValues:
                 self._learn_assigned(name, len(trail), frozenset(place for place, _ in trail))
             else:
                 self._in_place[name] = difference(before, now)
-        self._trails = {name: [] for name in self._assigned}
+        self._trails = {name: [] for name in begun}
+
+    def _look_at_places(self) -> None:
+        """Note which places come after a step: those at which a value is assigned between two, but not before one.
+
+        A trail with several places may hold the end of an epoch, which belongs to either step.
+        """
+        for name in list(self._unsettled):
+            places = {place for place, _ in self._trails[name]}
+            if len(places) != 1:
+                continue
+            self._unsettled.discard(name)
+            count, before = self._assigned.get(name, (0, frozenset()))
+            if not places <= before or len(self._trails[name]) > count:
+                self._after[name] = self._after.get(name, frozenset()) | places
+            if name not in self._assigned:
+                del self._trails[name]
 
     def _learn_assigned(self, name: str, count: int, places: frozenset[Hashable]) -> None:
         known, known_places = self._assigned.get(name, (0, frozenset()))
@@ -100,12 +130,14 @@ class PlainValues:
     @property
     def learnt(self) -> Learnt:
         """What a worker that joins in the middle of a loop cannot see; for its `learn_from`."""
-        return self._assigned, self._in_place
+        return self._assigned, self._in_place, self._after
 
     def learn_from(self, learnt: Learnt) -> None:
-        assigned, in_place = learnt
+        assigned, in_place, after = learnt
         for name, (count, places) in assigned.items():
             self._learn_assigned(name, count, places)
+        for name, places in after.items():
+            self._after[name] = self._after.get(name, frozenset()) | places
         self._in_place = {**in_place, **self._in_place}
 
     def undone(self, value: Callable[[str], Any]) -> dict[str, Any] | None:
@@ -119,6 +151,8 @@ class PlainValues:
             for place, before in reversed(trail[-count:] if count else []):
                 if place not in places:
                     break
+                if place in self._after.get(name, ()):
+                    return None
                 out[name] = before
         for name, usual in self._in_place.items():
             before, now = self._at_entry.get(name, MISSING), value(name)

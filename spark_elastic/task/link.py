@@ -102,9 +102,17 @@ class ChannelLink:
         assert position is not None
         return position
 
-    def join(self, round: int, version: StateVersion | None, loop: int = 1) -> Assignment | ProvisionalPosition:
+    def join(
+        self,
+        round: int,
+        version: StateVersion | None,
+        loop: int = 1,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Assignment | ProvisionalPosition:
         self._version = version
         self._send(Ready(round=round, version=version, at_init=False, loop=loop))
+        if meanwhile is not None:
+            meanwhile()
         with self._changed:
             while self._newest_round() <= round:
                 if self._provisional is not None and self._provisional.loop > loop:

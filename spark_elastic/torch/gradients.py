@@ -260,13 +260,12 @@ class GradientReducer:
         settings = f"op={self._op.name}, predivide={self._predivide}, compression={self._compression.__name__}"
         buckets = [len(part) for part in partition([slot.param for slot in self._slots], self._groups)]
         settings += f", sparse_as_dense={self._sparse_as_dense}, parameters by bucket {buckets}"
-        agree(group, "DistributedOptimizer", f"{settings}: {shapes}")
         mask = torch.zeros(len(self._slots), dtype=torch.uint8)
         known = self._sparse | self._made_dense
         for number, slot in enumerate(self._slots):
             grad = slot.param.grad
             mask[number] = id(slot.param) in known or (grad is not None and grad.is_sparse)
-        if len(mask):
+        if not agree(group, "DistributedOptimizer", f"{settings}: {shapes}", detail=str(mask.tolist())):
             group.wait(group.allreduce(mask, Max.gloo))
         sparse = {id(slot.param) for slot, is_sparse in zip(self._slots, mask.tolist(), strict=True) if is_sparse}
         self._sparse, self._made_dense = (set(), sparse) if self._sparse_as_dense else (sparse, set())

@@ -122,6 +122,30 @@ def test_what_ends_an_epoch_before_the_first_step_of_a_call_is_not_taken_for_wha
     assert failed == [{}, {"batch": 2, "epoch": 1}]
 
 
+def test_a_turn_without_a_step_does_not_make_what_follows_a_step_come_before_it():
+    loop = Loop(batch=0)
+    for _ in range(3):
+        loop.step()
+        loop.batch += 1
+    assert loop.fails() == {}
+    loop.call()
+    loop.batch += 1  # a turn in which all skip the step
+    loop.step()
+    loop.batch += 1
+    assert loop.fails() is None
+
+
+def test_a_resume_point_before_the_first_step_ends_what_belongs_to_that_step():
+    loop = Loop(batch=0)
+    loop.batch += 1  # a turn in which all skip the step
+    assert loop.follow.awaits_step
+    loop.call()
+    loop.step()
+    assert not loop.follow.awaits_step
+    loop.batch += 1
+    assert loop.fails() == {}
+
+
 def test_several_passes_of_a_step_are_undone_together():
     loop = Loop(seen=0)
     for _ in range(3):
@@ -185,7 +209,7 @@ def test_who_joins_later_learns_from_those_who_were_there():
     first.step()
     other = PlainValues(independent_copy)
     other.learn_from(first.follow.learnt)
-    assert other.learnt == ({"batch": (1, frozenset({""}))}, {"losses": ("longer", 1)})
+    assert other.learnt == ({"batch": (1, frozenset({""}))}, {"losses": ("longer", 1)}, {})
 
 
 def test_values_are_compared_by_what_is_in_them():

@@ -81,8 +81,16 @@ class WorldLink:
         self.send("ready", 0, None, True)
         return self._next()
 
-    def join(self, round: int, version: StateVersion | None, loop: int = 1) -> Assignment:
+    def join(
+        self,
+        round: int,
+        version: StateVersion | None,
+        loop: int = 1,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Assignment:
         self.send("ready", round, version, False)
+        if meanwhile is not None:
+            meanwhile()
         answer = self._next()
         assert isinstance(answer, Assignment)
         return answer

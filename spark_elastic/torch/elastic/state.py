@@ -70,7 +70,7 @@ class TorchState(HandledState):
 
     def _call_begins(self) -> None:
         if not self._only_optimizers_act:
-            self._at_call = self._at_mark
+            self._at_call = self._parameter_versions()
             self._first_to_step = None
             self._at_first_step = None
             light = {name: self._handlers[name].light() for name in self._stateful()}

@@ -142,6 +142,7 @@ def train(seed: int, folder: str | None, kills: int, pause_s: float):
         if how.counts == "before":
             state.batch += 1
             state.total += 0.1 * state.batch
+            state.log.append(state.batch)
         number = state.batch if how.counts == "before" else state.batch + 1
         skipped = how.skips and number % 13 == 7
         if skipped:
@@ -154,6 +155,8 @@ def train(seed: int, folder: str | None, kills: int, pause_s: float):
             for part in range(how.passes):
                 mine = float(number + part) * scale.scale if hvd.rank() == 0 else 0.0
                 model(torch.full((1, WIDTH), mine, dtype=torch.float64)).backward()
+                if how.checks and part + 1 < how.passes:
+                    state.check_host_updates()  # nothing can be resumed here
             optimizer.step()
             optimizer.zero_grad()
             if how.average != "before":
@@ -161,7 +164,7 @@ def train(seed: int, folder: str | None, kills: int, pause_s: float):
         if how.counts == "after":
             state.batch += 1
             state.total += 0.1 * state.batch
-        state.log.append(number)
+            state.log.append(number)
         if number % how.commit_every == 0:
             state.commit()
         elif how.checks:
@@ -185,6 +188,7 @@ def train(seed: int, folder: str | None, kills: int, pause_s: float):
             schedule.step()
             state.epoch += 1
             state.batch = 0
+            state.total += sum(state.log)
             state.log.clear()
             if how.commits_epochs:
                 state.commit()

@@ -1,0 +1,73 @@
+"""Loops of users end as if nothing had failed; bugs that were in the states once, planted again, are noticed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import spark_elastic
+from tests.simulation.planted_bugs import Bug
+
+PACKAGE = Path(spark_elastic.__file__).parent
+ROOT = Path(__file__).parents[2]
+SEEDS = 1, 40
+
+BUGS = (
+    Bug(
+        "a counter that is advanced before the step stays so",
+        "core/plain_values",
+        "trail[-count:] if count else []",
+        "()",
+    ),
+    Bug(
+        "lists stay longer",
+        "core/plain_values",
+        "            out[name] = before\n        return out",
+        "        return out",
+    ),
+    Bug(
+        "a commit copies nothing, and what is restored is what there is",
+        "collective/handled_values",
+        "        copy_all(self._copies, tensors)\n",
+        "        self._copies = list(tensors)\n",
+    ),
+    Bug("averages are moved twice", "core/recovery", "    if failure.altered:", "    if False:"),
+    Bug("a failure anywhere is one of a reduction", "core/recovery", "if not failure.in_reduction:", "if False:"),
+    Bug(
+        "plain values go back to the first check",
+        "state",
+        "None if committed else self._light_values()",
+        "self._resume_values or self._light_values()",
+    ),
+    Bug(
+        "a check between the passes of a step counts", "torch/elastic/state", "if o._reducer.accumulating]", "if False]"
+    ),
+)
+
+
+def first_difference(package_in: Path, env: dict[str, str]) -> str:
+    """What `user_loops` finds with the package that lies in this folder."""
+    env = {**os.environ, **env, "PYTHONPATH": f"{package_in}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "tests.simulation.user_loops", *map(str, SEEDS)]
+    done = subprocess.run(command, cwd=package_in, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_loops_whose_collectives_fail_end_as_if_nothing_had_failed():
+    assert first_difference(ROOT, {}) == ""
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+def test_a_planted_bug_is_noticed(tmp_path, bug):
+    shutil.copytree(PACKAGE, tmp_path / "spark_elastic", ignore=shutil.ignore_patterns("__pycache__"))
+    module = tmp_path / "spark_elastic" / f"{bug.module}.py"
+    source = module.read_text()
+    assert source.count(bug.right) == 1, f"{bug.right!r} is {source.count(bug.right)} times in {bug.module}"
+    module.write_text(source.replace(bug.right, bug.wrong))
+    assert "seed" in first_difference(tmp_path, {"PYTHONDONTWRITEBYTECODE": "1"})

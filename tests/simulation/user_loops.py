@@ -1,0 +1,70 @@
+"""Loops of users in one process whose collectives fail at random: what they come to, beside an undisturbed run.
+
+    python -m tests.simulation.user_loops FIRST LAST
+
+Prints the first of these seeds whose loop ended otherwise, if there is one. The loops are those of the random kills, in
+a world of one: a failed collective is all that a survivor sees of a death, and there is nobody to take a right state
+over from.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.integration.local.random_kills import loop_of, train
+
+RATE = 0.04
+"""Of collectives that fail."""
+
+
+@contextmanager
+def failing(seed: int) -> Iterator[None]:
+    """Within it reductions of gradients, broadcasts and sums fail at random."""
+    import spark_elastic.torch as hvd
+    from spark_elastic.errors import HorovodInternalError
+    from spark_elastic.torch.gradients import GradientReducer
+
+    rng = random.Random(f"failures {seed}")
+
+    def wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if rng.random() < RATE:
+                raise HorovodInternalError("a simulated peer is gone")
+            return plain(*args, **kwargs)
+
+        return call
+
+    targets: list[tuple[Any, str]] = [(GradientReducer, "_finish"), (hvd, "broadcast_object"), (hvd, "allreduce")]
+    plain = [getattr(owner, name) for owner, name in targets]
+    for (owner, name), function in zip(targets, plain, strict=True):
+        setattr(owner, name, wrapped(function))
+    try:
+        yield
+    finally:
+        for (owner, name), function in zip(targets, plain, strict=True):
+            setattr(owner, name, function)
+
+
+def differs(seed: int) -> str:
+    """How the loop of this seed ended with failures, if it ended otherwise than without; or ""."""
+    from spark_elastic.loops import loops
+
+    outcomes = []
+    for disturbed in (False, True):
+        loops.__init__()  # as in a process of its own
+        if disturbed:
+            with failing(seed):
+                outcomes.append(train(seed, None, 0, 0.0))
+        else:
+            outcomes.append(train(seed, None, 0, 0.0))
+    calm, stormy = outcomes
+    return "" if calm == stormy else f"seed {seed}: {stormy} and not {calm}, {loop_of(seed)}"
+
+
+if __name__ == "__main__":
+    first, last = map(int, sys.argv[1:])
+    print(next(filter(None, map(differs, range(first, last + 1))), ""))
