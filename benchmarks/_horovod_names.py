@@ -133,13 +133,13 @@ def give_keras_2_names() -> None:
     import tensorflow as tf
 
     def without(plain: Callable[..., Any], dropped: Sequence[str], renamed: dict[str, str], defaults: dict[str, Any]):
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:  # Keras looks for a parameter in front of the others
             for name in dropped:
                 kwargs.pop(name, None)
             for old, new in renamed.items():
                 if old in kwargs:
                     kwargs[new] = kwargs.pop(old)
-            return plain(*args, **{**defaults, **kwargs})
+            return plain(self, *args, **{**defaults, **kwargs})
 
         return called
 

@@ -37,8 +37,10 @@ def accept_old_names() -> None:
 
 
 def _rate(optimizer: Any) -> Any:
+    """The backend's own variable, as in Keras 2: `keras.backend.set_value` knows no other."""
     _warn_of_lr()
-    return getattr(optimizer, "inner_optimizer", optimizer)._learning_rate
+    rate = getattr(optimizer, "inner_optimizer", optimizer)._learning_rate
+    return rate.value if isinstance(rate, keras.Variable) else rate
 
 
 def _set_rate(optimizer: Any, value: Any) -> None:

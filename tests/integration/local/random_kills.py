@@ -74,14 +74,15 @@ class Killer:
     def _run(self) -> None:
         while True:
             time.sleep(self.rng.expovariate(4.0))
-            others = [
-                path for path in self.folder.glob(f"in-{self.round}-*") if not path.name.endswith(f"-{os.getpid()}")
-            ]
-            if not self.round or not others or len(list(self.folder.glob("kill-*"))) >= self.limit:
+            round = self.round
+            others = [path for path in self.folder.glob(f"in-{round}-*") if not path.name.endswith(f"-{os.getpid()}")]
+            if not round or not others or len(list(self.folder.glob("kill-*"))) >= self.limit:
                 continue
             try:
-                Path(self.folder, f"kill-{self.round}").touch(exist_ok=False)
+                Path(self.folder, f"kill-{round}").touch(exist_ok=False)
             except FileExistsError:
+                continue
+            if self.round != round:  # in the next world there may be nobody else
                 continue
             os.kill(os.getpid(), signal.SIGKILL)
 
