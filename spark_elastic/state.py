@@ -574,7 +574,9 @@ def _entered(state: State, frontend: Frontend, *, again: bool) -> Entry:
 def _prepare(state: State, entry: Entry, frontend: Frontend) -> None:
     if entry.moved:
         state._reset_alone(frontend)
-    if entry.sync:
+    # where all members bring what the loop before has come to, it is not yet the state of this one on any of them
+    before_this_loop = entry.version is not None and entry.version.loop < state._loop
+    if entry.sync or before_this_loop:
         state._sync_from(entry.root, entry.version)
     else:
         state._refresh_from(entry.root, entry.version)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spark_elastic.collective.objects import broadcast_object, broadcast_tensors
+from spark_elastic.collective.operations import as_bytes
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Max
 
@@ -249,7 +250,7 @@ def digest(tensor: torch.Tensor) -> bytes:
     times that of a broadcast; a cryptographic hash of everything would not. Sums do not depend on their order, so
     machines of different kinds agree.
     """
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    flat = as_bytes(tensor.detach().contiguous())
     words = flat.numel() // 8
     if words < _WIDTHS[1]:
         return hashlib.blake2b(_bytes_of(flat), digest_size=16).digest()

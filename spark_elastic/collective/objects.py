@@ -12,7 +12,7 @@ import cloudpickle
 import torch
 
 from spark_elastic.collective.gloo import GlooGroup
-from spark_elastic.collective.operations import agree, outside_world, shaped
+from spark_elastic.collective.operations import agree, as_bytes, outside_world, shaped
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.errors import AuthenticationError
@@ -158,7 +158,7 @@ def broadcast_tensors(
         size = plain.numel() * plain.element_size()
         if size >= _CHUNK_BYTES // 8:  # by size alone: members must cut the messages alike
             wire = plain.cpu().contiguous()
-            group.wait(group.broadcast(wire.view(-1).view(torch.uint8), root))
+            group.wait(group.broadcast(as_bytes(wire), root))
             if wire.data_ptr() != plain.data_ptr():
                 plain.copy_(wire)
             continue
@@ -176,8 +176,7 @@ def _broadcast_chunk(group: GlooGroup, tensors: Sequence[torch.Tensor], root: in
     if not sum(sizes):
         return
     if group.rank == root:
-        plain = [tensor.cpu().contiguous().reshape(-1) for tensor in tensors if tensor.numel()]
-        flat = torch.cat([tensor.view(torch.uint8) for tensor in plain])
+        flat = torch.cat([as_bytes(tensor.cpu().contiguous()) for tensor in tensors])
     else:
         flat = torch.empty(sum(sizes), dtype=torch.uint8)
     group.wait(group.broadcast(flat, root))

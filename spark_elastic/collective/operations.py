@@ -328,7 +328,7 @@ def start_allgather(group: GlooGroup, plain: torch.Tensor) -> Launched:
         return [], lambda: plain.new_empty((sum(rows), *plain.shape[1:]))
     sent = plain if plain.shape[0] == most else _padded(plain, most)
     out = plain.new_empty((group.size, most, *plain.shape[1:]))
-    work = group.allgather(_raw(out), _raw(sent))
+    work = group.allgather(as_bytes(out), as_bytes(sent))
 
     def finish() -> torch.Tensor:
         if min(rows) == most:
@@ -351,11 +351,13 @@ def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return out
 
 
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor: Gloo moves fewer types than torch has, but bytes it always moves."""
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, shape (bytes,): Gloo moves fewer types than torch has, but bytes it always
+    moves."""
     if not tensor.numel():  # such a one may have a stride of 0, which no other type can be seen through
         return tensor.new_empty(0, dtype=torch.uint8)
-    return tensor.view(-1).view(torch.uint8)
+    # not by `view(-1)`: a single element counts as contiguous whatever its stride is, and keeps that
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def broadcast_async_(
@@ -379,7 +381,7 @@ def broadcast_async_(
 
     def launch() -> Launched:
         wire = plain.contiguous()
-        works = [members.broadcast(_raw(wire), root)] if wire.numel() else []
+        works = [members.broadcast(as_bytes(wire), root)] if wire.numel() else []
 
         def finish() -> torch.Tensor:
             if wire.data_ptr() != plain.data_ptr():
@@ -466,7 +468,7 @@ def alltoall_async(
         out = plain.new_empty((sum(received), *plain.shape[1:]))
         width = plain.shape[1:].numel() * plain.element_size()
         bytes_in, bytes_out = [n * width for n in received], [n * width for n in sent]
-        return [members.alltoall(_raw(out), _raw(plain), bytes_in, bytes_out)], lambda: result(out, received)
+        return [members.alltoall(as_bytes(out), as_bytes(plain), bytes_in, bytes_out)], lambda: result(out, received)
 
     return _queued(group, "alltoall", name, shaped(plain, rows=False), launch)
 
@@ -558,7 +560,9 @@ def _start_reducescatter(group: GlooGroup, plain: torch.Tensor, before: float, a
     width = plain.shape[1:].numel() * plain.element_size()
     works = []
     if plain.numel():
-        works = [group.alltoall(_raw(parts), _raw(sent), [counts[rank] * width] * size, [n * width for n in counts])]
+        works = [
+            group.alltoall(as_bytes(parts), as_bytes(sent), [counts[rank] * width] * size, [n * width for n in counts])
+        ]
 
     def finish() -> torch.Tensor:
         # of 16 bits, what would overflow before it is divided need not afterwards

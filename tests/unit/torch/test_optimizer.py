@@ -145,6 +145,15 @@ def corners() -> list:
         change = (before - embedding.weight.detach())[:, 0]
         out.append(torch.allclose(change, torch.tensor([1.0, 1.0, 2.0, 0.0, 0.0, 0.0])))
 
+    # one row, several times: what is left of the indices is a single element
+    embedding = torch.nn.Embedding(6, 2, sparse=True)
+    hvd.broadcast_parameters(embedding.state_dict(), 0)
+    before = embedding.weight.detach().clone()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), op=hvd.Sum)
+    embedding(torch.tensor([3, 3])).sum().backward()
+    optimizer.step()
+    out.append((before - embedding.weight.detach())[:, 0].round().tolist() == [0.0, 0.0, 0.0, 4.0, 0.0, 0.0])
+
     # parameters of another type, another group, added later
     extra = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0))

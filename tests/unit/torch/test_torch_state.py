@@ -9,8 +9,11 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.handled_values import digest
+from spark_elastic.core.version import StateVersion
 from spark_elastic.errors import HorovodInternalError, UsageError
+from spark_elastic.state import Entry, elastic_loop
 from spark_elastic.torch.elastic import StateHandler, TorchState, get_handler_registry, register_handler
+from tests.unit.test_state import ScriptedFrontend
 from tests.unit.torch.test_collectives import together
 from tests.unit.worlds import WorldDriver
 
@@ -409,3 +412,42 @@ def test_a_digest_tells_what_training_changes():
     assert digest(moved) == digest(table)
     for small in (torch.tensor(3), torch.tensor([True]), torch.zeros(0), torch.ones(3, dtype=torch.complex64)):
         assert digest(small) == digest(small.clone())
+
+
+def test_a_loop_counts_its_own_steps_where_all_come_from_the_one_before(alone):
+    """Those that had begun it are gone, and who is left has what the loop before has come to."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = TorchState(model, optimizer, n=0)
+    state.n = 7
+    frontend = ScriptedFrontend(Entry(root=0, version=StateVersion(1, 5), sync=False, moved=True))
+    state._frontend = frontend
+    frontend.loops.enter()
+    versions = []
+
+    def loop(state):
+        versions.append(state.version)
+        stepped(model, optimizer, 2)
+        versions.append(state.version)
+        state.restore()
+
+    elastic_loop(loop, frontend)(state)
+    assert versions == [StateVersion(2), StateVersion(2, 2)]
+    assert (state.n, state.version) == (7, StateVersion(2))
+
+
+def bring_a_strided_element():
+    hvd.init()
+    model = torch.nn.Linear(2, 1, bias=False)
+    model.register_buffer("scale", torch.full((1, 8), float(hvd.rank()))[:, 0])  # one element, of stride 8
+    state = hvd.elastic.TorchState(model=model)
+    hvd.elastic.run(lambda state: None)(state)
+    assert digest(model.scale) == digest(torch.zeros(1))
+    column = torch.zeros(1, 2).t()[:1] + hvd.rank()
+    return model.scale.item(), hvd.allgather(column.t()).tolist()
+
+
+def test_a_single_element_may_have_any_stride():
+    with WorldDriver(start_with=2) as driver:
+        driver.start(bring_a_strided_element, count=2)
+        assert driver.results(2) == [(0.0, [[0.0], [1.0]])] * 2
