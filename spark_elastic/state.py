@@ -384,11 +384,12 @@ class ObjectState(State):
         """Nothing was overwritten: the values are set after they have arrived."""
 
     def _plain_values(self) -> dict[str, Any]:
-        return {name: independent_copy(getattr(self, name)) for name in self._names}
+        values: dict[str, Any] = independent_copy({name: getattr(self, name) for name in self._names})
+        return values
 
     def _put_plain_values(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            setattr(self, name, independent_copy(value))
+        for name, value in independent_copy(values).items():
+            setattr(self, name, value)
 
 
 class SteppingState(ObjectState):
@@ -586,18 +587,35 @@ def _prepare(state: State, entry: Entry, frontend: Frontend) -> None:
 def independent_copy(value: Any) -> Any:
     """A copy that later changes to `value` do not reach; fast for the plain values that a training loop counts with.
 
-    What cannot be copied is returned itself.
+    What is in several places of `value` is one object in the copy as well. What cannot be copied is returned itself.
     """
+    return _copied(value, {})
+
+
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    """known: copies by the id of what they are of, as `copy.deepcopy` keeps them."""
     kind = type(value)
     if kind in _ATOMS:
         return value
-    if kind is list or kind is tuple or kind is set:
-        if _ATOMS.issuperset(map(type, value)):
-            return kind(value)
-        return kind(independent_copy(item) for item in value)
+    if id(value) in known:
+        return known[id(value)]
+    out: Any
+    if kind is list:
+        out = known[id(value)] = []
+        out.extend(value if _ATOMS.issuperset(map(type, value)) else [_copied(item, known) for item in value])
+        return out
     if kind is dict:
-        return {key: independent_copy(item) for key, item in value.items()}
+        out = known[id(value)] = {}
+        out.update({key: _copied(item, known) for key, item in value.items()})
+        return out
+    if kind is tuple or kind is set:
+        out = kind(value) if _ATOMS.issuperset(map(type, value)) else kind([_copied(item, known) for item in value])
+        return known.setdefault(id(value), out)
+    before = len(known)
     try:
-        return copy.deepcopy(value)
+        return copy.deepcopy(value, known)
     except Exception:  # a lock, a file, a generator: shared, as with Horovod
+        while len(known) > before:
+            known.popitem()  # copies that are not complete
+        known[id(value)] = value
         return value

@@ -7,7 +7,7 @@ again, and has to be undone; everything else stays. What that is, is learnt each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 MISSING = object()
@@ -178,6 +178,13 @@ class Opaque:
 def difference(before: Any, after: Any) -> Any:
     """Return how a value has changed, so that two changes of the same kind are equal: by how much a whole number has
     grown, how many items a list has got at its end, and so on for each key of a dictionary. None: not at all."""
+    try:
+        return _difference(before, after)
+    except RecursionError:  # of a value that holds itself
+        return Opaque()
+
+
+def _difference(before: Any, after: Any) -> Any:
     if same(before, after):
         return None
     if type(before) is int and type(after) is int:
@@ -186,27 +193,42 @@ def difference(before: Any, after: Any) -> Any:
         if same(before, after[: len(before)]):
             return "longer", len(after) - len(before)
         if len(before) == len(after):
-            return "items", [difference(a, b) for a, b in zip(before, after, strict=True)]
+            return "items", [_difference(a, b) for a, b in zip(before, after, strict=True)]
     if isinstance(before, dict) and isinstance(after, dict) and before.keys() == after.keys():
-        return "keys", {key: difference(before[key], after[key]) for key in before}
+        return "keys", {key: _difference(before[key], after[key]) for key in before}
     return Opaque()
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, also where `==` answers with an array or not at all."""
+    """Whether two values are equal, also where `==` answers with an array or not at all, or they hold themselves.
+
+    Objects without an `==` of their own are equal if they are of one type and would be pickled alike.
+    """
+    return _same(one, other, {})
+
+
+_Seen = dict[tuple[int, int], tuple[Any, Any]]
+"""By the ids of two values: themselves, so that no others get these ids."""
+
+
+def _same(one: Any, other: Any, seen: _Seen) -> bool:
     if one is other:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and _all_same(zip(one, other, strict=True))
     kind: Any = type(one)
-    if kind.__eq__ is object.__eq__:
-        own = getattr(one, "__dict__", None)
-        return own is not None and same(own, other.__dict__)
+    is_plain = kind.__eq__ is object.__eq__
+    if is_plain or isinstance(one, (dict, list, tuple)):
+        if (id(one), id(other)) in seen:
+            return True  # as far as is known: they are compared further up, or were equal
+        seen[id(one), id(other)] = one, other
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key], seen) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(_same(a, b, seen) for a, b in zip(one, other, strict=True))
     try:
+        if is_plain:
+            return _same(_parts(one), _parts(other), seen)
         answer = one == other
         if isinstance(answer, bool):
             return answer or (one != one and other != other)
@@ -215,5 +237,9 @@ def same(one: Any, other: Any) -> bool:
         return False
 
 
-def _all_same(pairs: Iterable[tuple[Any, Any]]) -> bool:
-    return all(same(one, other) for one, other in pairs)
+def _parts(value: Any) -> Any:
+    """What the value is made of. Raises: what the value raises: it cannot be pickled."""
+    reduced = value.__reduce_ex__(4)
+    if isinstance(reduced, str):
+        return reduced
+    return [*reduced[:3], *(list(items) for items in reduced[3:5] if items is not None)]

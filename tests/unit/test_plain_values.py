@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from spark_elastic.core.plain_values import PlainValues, difference, same
+from spark_elastic.core.plain_values import Opaque, PlainValues, difference, same
 from spark_elastic.state import independent_copy
 
 
@@ -221,3 +222,47 @@ def test_values_are_compared_by_what_is_in_them():
     assert not same(1, 1.0)
     assert same(float("nan"), float("nan"))
     assert difference(np.zeros(2), np.ones(2)) != difference(np.zeros(2), np.ones(2))
+
+
+class Node:
+    def __init__(self):
+        self.steps, self.children = 0, []
+
+
+def a_tree():
+    root, child = Node(), Node()
+    root.children.append(child)
+    child.parent = root
+    return root
+
+
+def a_ring():
+    ring = {"steps": 0}
+    ring["itself"] = ring
+    return ring
+
+
+def test_values_may_hold_themselves():
+    for make in (a_tree, a_ring):
+        value = make()
+        assert same(value, make())
+        assert same(value, independent_copy(value))
+        loop = Loop(value=value)
+        loop.step()
+        assert loop.fails() == {}
+    later = a_ring()
+    later["steps"] = 1
+    assert isinstance(difference(a_ring(), later), Opaque)
+
+
+def test_what_an_object_keeps_outside_of_its_attributes_is_compared_as_well():
+    rng = random.Random(1)
+    before = independent_copy(rng)
+    assert same(before, rng)
+    rng.random()
+    assert not same(before, rng)
+    loop = Loop(rng=rng)
+    rng.random()
+    loop.step()
+    rng.random()
+    assert loop.fails() is None  # it was drawn from for the step that is done again

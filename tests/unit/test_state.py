@@ -220,6 +220,30 @@ def test_what_cannot_be_copied_is_shared():
     assert independent_copy({"lock": lock})["lock"] is lock
 
 
+def test_what_is_in_two_places_of_a_state_stays_one_object():
+    run = {"steps": 0}
+    state = ObjectState(runs=[run], newest={"run": run})
+    state.save()
+    for _ in range(2):
+        state.newest["run"]["steps"] += 1
+        state.restore()
+        assert state.newest["run"] is state.runs[0]
+        assert state.runs == [{"steps": 0}]
+
+
+def test_what_cannot_be_copied_leaves_no_half_copies():
+    class Holder:
+        def __init__(self):
+            self.run, self.lock, self.itself = {"steps": 0}, threading.Lock(), self
+
+    holder = Holder()
+    copied = independent_copy({"holder": holder, "run": holder.run, "again": [holder]})
+    assert copied["holder"] is holder
+    assert copied["again"] == [holder]
+    assert copied["run"] == holder.run
+    assert copied["run"] is not holder.run
+
+
 def test_the_interrupt_has_horovods_attribute():
     assert HostsUpdatedInterrupt(skip_sync=True).skip_sync is True
 
