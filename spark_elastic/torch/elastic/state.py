@@ -23,6 +23,9 @@ from spark_elastic.torch.elastic.handlers import (
 from spark_elastic.torch.elastic.sampler import ElasticSampler
 from spark_elastic.torch.optimizer import DistributedOptimizerMixin
 
+_FOLLOWED = ModelStateHandler, OptimizerStateHandler, SamplerStateHandler, StateDictHandler
+"""How values change that these handlers keep is known; of others the light part is followed."""
+
 
 class TorchState(HandledState):
     """Models, optimizers, samplers, schedulers and plain values, each a keyword argument and then an attribute.
@@ -94,11 +97,8 @@ class TorchState(HandledState):
 
     def _counts(self) -> dict[str, Any]:
         """Return what tells the loop how far it has come."""
-        light = {
-            name: handler.light()
-            for name, handler in self._handlers.items()
-            if isinstance(handler, (StateDictHandler, SamplerStateHandler))
-        }
+        samplers = [name for name, handler in self._handlers.items() if isinstance(handler, SamplerStateHandler)]
+        light = {name: self._handlers[name].light() for name in [*self._stateful(), *samplers]}
         return {**self._plain_values(), **light}
 
     def _has_not_counted(self) -> bool:
@@ -120,7 +120,17 @@ class TorchState(HandledState):
     def _altered(self, stepped: bool) -> bool:
         if self._only_optimizers_act:
             return False
+        if self._has_what_is_not_followed():
+            return True
         return self._acts_before_step if stepped else self._at_mark != self._parameter_versions()
+
+    def _has_what_is_not_followed(self) -> bool:
+        """Whether users' own handlers keep something that only their `save` and `restore` know of."""
+        own_style = self._own_style()
+        return any(
+            not isinstance(handler, _FOLLOWED) and (name in own_style or bool(handler.layout()))
+            for name, handler in self._handlers.items()
+        )
 
     def _parameter_versions(self) -> list[int]:
         """Return numbers that grow when something changes a parameter in place."""
@@ -128,7 +138,12 @@ class TorchState(HandledState):
         return [number for handler in modules for number in handler.versions()]
 
     def _stateful(self) -> list[str]:
-        return [name for name, handler in self._handlers.items() if isinstance(handler, StateDictHandler)]
+        own_style = self._own_style()
+        return [
+            name
+            for name, handler in self._handlers.items()
+            if isinstance(handler, StateDictHandler) or not (isinstance(handler, _FOLLOWED) or name in own_style)
+        ]
 
     def _value_of(self, name: str) -> Any:
         handler = self._handlers.get(name)
