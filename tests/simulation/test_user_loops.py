@@ -50,17 +50,18 @@ BUGS = (
 )
 
 
-def first_difference(package_in: Path, env: dict[str, str]) -> str:
-    """What `user_loops` finds with the package that lies in this folder."""
+def first_difference(package_in: Path, env: dict[str, str], loops: str = "user_loops") -> str:
+    """What `user_loops` or `wide_loops` finds with the package that lies in this folder."""
     env = {**os.environ, **env, "PYTHONPATH": f"{package_in}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "tests.simulation.user_loops", *map(str, SEEDS)]
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.simulation.{loops}", *map(str, SEEDS)]
     done = subprocess.run(command, cwd=package_in, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def test_loops_whose_collectives_fail_end_as_if_nothing_had_failed():
-    assert first_difference(ROOT, {}) == ""
+@pytest.mark.parametrize("loops", ["user_loops", "wide_loops"])
+def test_loops_whose_collectives_fail_end_as_if_nothing_had_failed(loops):
+    assert first_difference(ROOT, {}, loops) == ""
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)

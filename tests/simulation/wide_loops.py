@@ -1,0 +1,271 @@
+"""More kinds of users' loops than the random kills have, in one process whose collectives fail at random.
+
+    python -m tests.simulation.wide_loops FIRST LAST
+
+Prints the first of these seeds whose loop ended otherwise than an undisturbed run, if there is one: two optimizers,
+closures, gradient scalers and clipping, lists and dictionaries, metrics, samplers, schedules, target networks. Checks
+for updated hosts fail at random as well, or leave the loop as for a newcomer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tests.simulation.user_loops import RATE, failing
+
+EPOCHS, BATCHES, ROWS = 3, 12, 4
+
+
+@dataclass(frozen=True)
+class Loop:
+    kind: str
+    commit_every: int
+    checks: bool
+    counts: str
+    """ "before" or "after" the step, as are the next two."""
+    dictionary: str
+    metric: str
+    schedule: str
+    sampler: str
+    drop_last: bool
+    average: str
+    skipped: int
+    """Batches at the beginning of an epoch that make no step."""
+    validates_every: int
+    commits_epochs: bool
+    passes: int
+
+
+def loop_of(seed: int) -> Loop:
+    rng = random.Random(seed)
+    commit_every, checks = rng.choice([1, 1, 3, 7, 0]), rng.random() < 0.4
+    return Loop(
+        kind=rng.choice(["plain", "plain", "two optimizers", "closure", "scaler", "clip"]),
+        commit_every=commit_every,
+        checks=checks,
+        counts=rng.choice(["before", "after"]),
+        dictionary=rng.choice(["before", "after"]),
+        metric=rng.choice(["before", "after"]),
+        schedule=rng.choice(["", "batch", "epoch", "plateau"]),
+        sampler=rng.choice(["", "before", "after"]),
+        drop_last=rng.random() < 0.5,
+        average=rng.choice(["", "average", "target"]),
+        skipped=rng.choice([0, 2]) if checks or commit_every == 1 else 0,
+        validates_every=rng.choice([0, 5]),
+        commits_epochs=rng.random() < 0.6,
+        passes=rng.choice([1, 2]),
+    )
+
+
+class Metric:
+    def __init__(self) -> None:
+        self.count, self.sums, self.by_kind = 0, [0.0], {"odd": 0, "even": 0}
+
+    def add(self) -> None:
+        self.count += 1
+        self.sums[0] += 0.5
+        self.by_kind["odd"] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "sums": self.sums, "by_kind": self.by_kind}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self.count, self.sums, self.by_kind = values["count"], list(values["sums"]), dict(values["by_kind"])
+
+
+def train(seed: int) -> dict[str, Any]:
+    """Run the loop of this seed. Returns: what it has come to, by what it is."""
+    import torch
+
+    import spark_elastic.torch as hvd
+
+    hvd.init()
+    how = loop_of(seed)
+    torch.manual_seed(seed)
+    x = torch.randn(BATCHES * ROWS + 2, 6)
+    y = x.sum(1, keepdim=True)
+    middle = random.Random(seed + 1).choice([torch.nn.Tanh, lambda: torch.nn.BatchNorm1d(4)])
+
+    def build() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(6, 4), middle(), torch.nn.Linear(4, 1))
+
+    model, second, average = build(), build(), build()
+    average.load_state_dict(model.state_dict())
+    passes = how.passes if how.kind in ("plain", "clip") else 1
+    adam = random.Random(seed + 2).random() < 0.5
+
+    def optimizer_of(module: torch.nn.Module) -> Any:
+        params = module.parameters()
+        plain = torch.optim.Adam(params, lr=0.02) if adam else torch.optim.SGD(params, lr=0.02, momentum=0.9)
+        return hvd.DistributedOptimizer(plain, backward_passes_per_step=passes)
+
+    optimizer, other = optimizer_of(model), optimizer_of(second)
+    plateau = how.schedule == "plateau"
+    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.9)
+    if plateau:
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    metric, scaler = Metric(), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    rows = torch.utils.data.TensorDataset(x, y)
+    sampler = hvd.elastic.ElasticSampler(rows)
+    loader = torch.utils.data.DataLoader(rows, batch_size=ROWS, sampler=sampler, drop_last=how.drop_last)
+    more = {"schedule": schedule, "scaler": scaler, "metric": metric, "sampler": sampler, "average": average}
+    if how.kind == "two optimizers":
+        more.update(second=second, other=other)
+    counts = {"batches": 0, "by_kind": {"odd": 0}, "list": []}
+    state = hvd.elastic.TorchState(model, optimizer, batch=0, epoch=0, seen=0, log=[], best=1e9, counts=counts, **more)
+
+    def loss_of(module: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(module(inputs), targets)
+
+    def count(when: str, number: int) -> None:
+        if how.counts == when:
+            state.seen += 1
+            state.log.append(state.seen)
+        if how.dictionary == when:
+            state.counts["batches"] += 1
+            state.counts["by_kind"]["odd"] += 2
+            state.counts["list"].append(1)
+        if how.metric == when:
+            metric.add()
+        if how.sampler == when:
+            sampler.record_batch(number, ROWS)
+
+    def step(inputs: torch.Tensor, targets: torch.Tensor, number: int) -> None:
+        optimizer.zero_grad()
+        if how.kind == "closure":
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, inputs, targets)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        elif how.kind == "scaler":
+            loss = loss_of(model, inputs, targets)
+            if state.epoch == 1 and number in (4, 5):
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+        else:
+            for part in range(passes):
+                loss_of(model, inputs + part, targets).backward()
+            if how.kind == "clip":
+                optimizer.synchronize()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+        if how.kind == "two optimizers":
+            other.zero_grad()
+            loss_of(second, inputs, model(inputs).detach()).backward()
+            other.step()
+        if how.schedule == "batch":
+            schedule.step()
+        if how.average == "average":
+            with torch.no_grad():
+                for own, new in zip(average.parameters(), model.parameters(), strict=True):
+                    own.lerp_(new, 0.1)
+        elif how.average == "target" and number % 4 == 3:
+            average.load_state_dict(model.state_dict())
+
+    def one_batch(inputs: torch.Tensor, targets: torch.Tensor, number: int) -> None:
+        index = state.batch
+        if how.counts == "before":
+            state.batch += 1
+        count("before", number)
+        if index >= how.skipped:
+            step(inputs, targets, index)
+        count("after", number)
+        if how.counts == "after":
+            state.batch += 1
+        if how.validates_every and state.batch % how.validates_every == 0:
+            state.best = min(state.best, hvd.allreduce(torch.tensor(1.0 / state.seen)).item())
+        if how.commit_every and state.batch % how.commit_every == 0:
+            state.commit()
+        elif how.checks:
+            state.check_host_updates()
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        while state.epoch < EPOCHS:
+            if how.sampler:
+                for number, (inputs, targets) in enumerate(loader):
+                    one_batch(inputs, targets, number)
+            else:
+                while state.batch < BATCHES:
+                    part = slice(state.batch * ROWS, state.batch * ROWS + ROWS)
+                    one_batch(x[part], y[part], state.batch)
+            state.best = hvd.broadcast_object(state.best, root_rank=0)
+            if plateau:
+                schedule.step(state.best)
+            elif how.schedule == "epoch":
+                schedule.step()
+            state.epoch += 1
+            state.batch = 0
+            sampler.set_epoch(state.epoch)
+            if how.commits_epochs:
+                state.commit()
+
+    loop(state)
+    tensors = [t for module in (model, second, average) for t in module.state_dict().values()]
+    tensors += [t for o in (optimizer, other) for s in o.state.values() for t in s.values() if torch.is_tensor(t)]
+    digest = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+    schedule_at = {key: value for key, value in schedule.state_dict().items() if key != "_step_count"}
+    plain = state.batch, state.epoch, state.seen, state.log, state.best, state.counts
+    return {
+        "tensors": digest,
+        "values": str(plain),
+        "others": str((metric.state_dict(), scaler.state_dict(), schedule_at, optimizer.param_groups[0]["lr"])),
+        "rows": str((sampler.epoch, sampler.processed_num)),
+    }
+
+
+@contextmanager
+def checks_failing(seed: int) -> Iterator[None]:
+    """Within it checks for updated hosts fail at random, or say that a newcomer is ready."""
+    from spark_elastic.collective.frontend import CollectiveFrontend
+    from spark_elastic.errors import HorovodInternalError
+
+    rng = random.Random(f"checks {seed}")
+
+    def agree_on_update(self: Any) -> bool:
+        drawn = rng.random()
+        if drawn < RATE / 2:
+            raise HorovodInternalError("a simulated peer is gone")
+        return drawn < RATE
+
+    plain = CollectiveFrontend.agree_on_update
+    CollectiveFrontend.agree_on_update = agree_on_update  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CollectiveFrontend.agree_on_update = plain  # type: ignore[method-assign]
+
+
+def differs(seed: int) -> str:
+    """How the loop of this seed ended with failures, if it ended otherwise than without; or ""."""
+    from spark_elastic.loops import loops
+
+    loops.__init__()  # as in a process of its own
+    calm = train(seed)
+    loops.__init__()
+    with failing(seed), checks_failing(seed):
+        stormy = train(seed)
+    return "" if calm == stormy else f"seed {seed}: {stormy} and not {calm}, {loop_of(seed)}"
+
+
+if __name__ == "__main__":
+    first, last = map(int, sys.argv[1:])
+    print(next(filter(None, map(differs, range(first, last + 1))), ""))
