@@ -47,6 +47,7 @@ class PlainValues:
         """Names of which it is not known yet in this call where they are assigned between two steps."""
         self._after: dict[str, frozenset[Hashable]] = {}
         """By name, places that were seen to come after a step, in some call."""
+        self._followed = True
 
     def begin(self, values: Mapping[str, Any]) -> None:
         """The loop is called; `values` are copies."""
@@ -54,6 +55,7 @@ class PlainValues:
         self._trails = {name: [] for name in values}
         self._unsettled = set(values)
         self._at_entry, self._trails_at_entry = {}, {}
+        self._followed = True
 
     @property
     def awaits_step(self) -> bool:
@@ -61,8 +63,9 @@ class PlainValues:
         return self._begun is not None
 
     def end(self) -> None:
-        """The loop is over: nothing is followed."""
+        """The loop is over, or its next steps change no values before they begin: nothing is followed."""
         self._begun, self._trails = None, {}
+        self._followed = False
 
     def follows(self, name: str) -> bool:
         """Whether assignments of this value are to be told."""
@@ -145,7 +148,9 @@ class PlainValues:
 
         None: it cannot be told what belongs to that step.
         """
-        out = {}
+        out: dict[str, Any] = {}
+        if not self._followed:
+            return out
         for name, trail in self._trails.items():
             count, places = self._assigned.get(name, (0, frozenset()))
             for place, before in reversed(trail[-count:] if count else []):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -13,6 +14,7 @@ from spark_elastic.collective.reduction import Average, ReduceOp
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.backend import BACKEND
 from spark_elastic.keras.compression import Compression
+from spark_elastic.keras.variables import has_value, outside_of_graphs
 
 _ABOVE = 12
 """Frames between an attribute's setter and the function that sets it, at most: Keras and TensorFlow track both."""
@@ -103,9 +105,7 @@ class DistributedOptimizerMixin:
             return
         own: Any = self
         if variables is not None and not own.built:
-            with keras.name_scope(own.name):
-                self.build(variables)
-            own.built = True
+            build_for(own, variables)
         already = self.__dict__.pop("_reduced_already", ())
         if len(already) == len(grads) and all(one is other for one, other in zip(already, grads, strict=True)):
             self._steps.applies(lambda reduced: plain(reduced, variables), grads)
@@ -170,6 +170,14 @@ def _become_distributed(optimizer: Any, steps: Any) -> None:
     object.__setattr__(optimizer, "__class__", _distributed_class(kind, DistributedOptimizer))
     if optimizer.built:
         steps.build(optimizer._trainable_variables)
+
+
+def build_for(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Build an optimizer that is about to step. Also where that is traced, its variables have their values at once."""
+    made_here = not all(map(has_value, variables))  # by the same function
+    with nullcontext() if made_here else outside_of_graphs(), keras.name_scope(optimizer.name):
+        optimizer.build(variables)
+    optimizer.built = True
 
 
 def reduces(optimizer: Any) -> bool:

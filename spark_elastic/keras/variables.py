@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,24 @@ def _native(variable: Variable) -> Any:
     """The backend's own variable or parameter; TensorFlow's have a method of that name."""
     value = variable.value
     return variable if callable(value) else value
+
+
+def has_value(variable: Variable) -> bool:
+    """Whether the variable has been initialised: one that a `tf.function` makes is only when that runs."""
+    if BACKEND == "torch":
+        return True
+    with outside_of_graphs():
+        return bool(_native(variable).is_initialized())
+
+
+def outside_of_graphs() -> AbstractContextManager[Any]:
+    """Within it operations are done at once, also where a `tf.function` is traced."""
+    if BACKEND == "torch":
+        return nullcontext()
+    import tensorflow as tf
+
+    context: AbstractContextManager[Any] = tf.init_scope()
+    return context
 
 
 def bytes_of(description: Description) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from spark_elastic.keras import variables as values
 from spark_elastic.keras.backend import BACKEND
+from spark_elastic.keras.optimizer import build_for
 from spark_elastic.keras.variables import Variable
 
 
@@ -89,16 +90,20 @@ class Boundary:
 
     def forget(self) -> None:
         """The variables have been given other values since."""
-        if self._at is not None:
-            self._at = -1 if BACKEND == "torch" else self._at.assign(-1)
+        if BACKEND == "torch":
+            self._at = None
+        elif self._at is not None:
+            self._at.assign(-1, read_value=False)  # what it returns otherwise cannot be used in a graph
 
 
 def _value(copy: Any) -> Any:
     return copy if BACKEND == "torch" else copy.read_value()
 
 
-def wrap_apply(optimizer: Any, before: Callable[[], None]) -> Callable[[], None]:
+def wrap_apply(optimizer: Any, before: Callable[[], None], built: Callable[[], None]) -> Callable[[], None]:
     """Have `before()` called whenever an optimizer has its gradients and is about to apply them.
+
+    built: called when it has been built for its first step.
 
     In a graph both wait for the gradients. By itself the optimizer's count of iterations does not, and would be raised
     beside a reduction that fails.
@@ -109,9 +114,13 @@ def wrap_apply(optimizer: Any, before: Callable[[], None]) -> Callable[[], None]
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
         grads = list(grads)
+        variables = None if trainable_variables is None else list(trainable_variables)
+        if variables and not optimizer.built:
+            build_for(optimizer, variables)
+            built()
         with _after(grads):
             before()
-            plain(grads, trainable_variables)
+            plain(grads, variables)
 
     object.__setattr__(optimizer, "apply", apply)
 

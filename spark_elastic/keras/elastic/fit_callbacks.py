@@ -89,6 +89,8 @@ class FitCallbacks:
         """Called when the values of another moment have arrived, for the next `fit` to go on with."""
         self.attached: Callable[[], None] = lambda: None
         """Called when `fit` begins with a callback of ours."""
+        self.detached: Callable[[], None] = lambda: None
+        """Called when it has ended."""
         self._epoch = epoch
         self._attached: Any = None
         self._watched: dict[str, _Watched] = {}
@@ -222,6 +224,7 @@ class FitCallbacks:
         elif self._resuming:
             go_on_with(getattr(callbacks.model, "history", None), self.logs, self._epoch(), 0)
         self._running = self._begun = False
+        self.detached()
 
     # --- values -------------------------------------------------------------------------------------
 

@@ -27,6 +27,9 @@ class VariablesHandler(StateHandler):
     def __init__(self, value: Any) -> None:
         super().__init__(value)
         self._saved: list[values.Copy] = []
+        self._saved_of: list[Variable] = []
+        """The variables that were saved: once the value is built, it may have others before and between them."""
+        self._saved_whole = False
         self._read: tuple[list[int], Callable[[], list[values.Copy]]] = ([], list)
 
     def variables(self) -> list[Variable]:
@@ -74,15 +77,28 @@ class VariablesHandler(StateHandler):
     def save(self) -> None:
         """Copy everything at once: what TensorFlow copies is copied when the variable is next changed."""
         self._light = self.light()
-        self._saved = self._reader()()
+        self._saved_of = self.variables()
+        self._saved = self._reader(self._saved_of)()
+        self._saved_whole = self.built()
+
+    def save_new(self) -> None:
+        """If the value was not built when it was saved, and is now, save the variables that have been made since."""
+        if self._saved_whole or not self.built():
+            return
+        saved = set(map(id, self._saved_of))
+        new = [variable for variable in self.variables() if id(variable) not in saved]
+        self._saved_whole = True
+        if not all(map(values.has_value, new)):
+            return
+        with values.outside_of_graphs():
+            self._saved = self._saved + values.copies_of(new)
+        self._saved_of = self._saved_of + new
 
     def restore(self) -> None:
-        own = self.variables()[: len(self._saved)]
-        values.put_back(own, self._saved)
+        values.put_back(self._saved_of, self._saved)
         self.set_light(self._light)
 
-    def _reader(self) -> Callable[[], list[values.Copy]]:
-        own = self.variables()
+    def _reader(self, own: list[Variable]) -> Callable[[], list[values.Copy]]:
         identities = [id(variable) for variable in own]
         if identities != self._read[0]:
             self._read = identities, values.reader_of(own)

@@ -16,7 +16,7 @@ from spark_elastic.keras import variables as values
 from spark_elastic.keras.backend import BACKEND
 from spark_elastic.keras.elastic.boundary import Boundary, run_on_nothing, wrap_apply, wrap_steps
 from spark_elastic.keras.elastic.fit_callbacks import FitCallbacks
-from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler, handler_for
+from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler, VariablesHandler, handler_for
 from spark_elastic.keras.elastic.own_loop import OwnLoop
 from spark_elastic.keras.optimizer import reduces
 
@@ -64,8 +64,9 @@ class KerasState(HandledState):
         callbacks = FitCallbacks(lambda: self.__dict__.get("epoch"))
         callbacks.reentered = lambda: object.__setattr__(self, "reentered", True)
         super().__init__(model=model, optimizer=optimizer, fit_callbacks=callbacks, **kwargs)
-        self._own_loop = OwnLoop(self._follow, self._steps_now, self._plain_values)
+        self._own_loop = OwnLoop(self._follow, self._steps_now, self._counted_values, self._save_new_variables)
         callbacks.attached = self._own_loop.end
+        callbacks.detached = self._fit_ends
         for name in self._handlers:
             self._replaced(name)
         self._adopt_optimizer()
@@ -273,10 +274,29 @@ class KerasState(HandledState):
         super()._mark_resume_point(committed, called)
         if self._in_loop and not self._wrapped:
             self._wrap_steps()
+        elif self._own_loop.watching and not called:
+            self._mark_own(0)  # what was changed between the step and this point stays
 
     def _call_begins(self) -> None:
         if not self._only_optimizers_act:
             self._own_loop.begin()
+
+    def _fit_ends(self) -> None:
+        """What follows in the loop is not a `fit` with callbacks of ours, until the next one begins."""
+        self._noted = None
+        if self._in_loop and not self._alone:
+            self._call_begins()
+
+    def _counted_values(self) -> dict[str, Any]:
+        """Copies of the plain values, without a model or optimizer that was not given."""
+        found = self._plain_values()
+        return {name: value for name, value in found.items() if value is not None or name not in ("model", "optimizer")}
+
+    def _save_new_variables(self) -> None:
+        """Add to the last commit what has been built since then, and was not trained yet."""
+        for handler in self._handlers.values():
+            if isinstance(handler, VariablesHandler):
+                handler.save_new()
 
     def _steps_now(self) -> tuple[int, ...]:
         return tuple(map(steps_of, self._optimizers().values()))
@@ -368,7 +388,7 @@ class KerasState(HandledState):
             if reduces(optimizer):
                 optimizer._steps.before_update = lambda: self._mark_own(0)  # counted already
             else:
-                self._unwrap.append(wrap_apply(optimizer, lambda: self._mark_own(1)))
+                self._unwrap.append(wrap_apply(optimizer, lambda: self._mark_own(1), self._save_new_variables))
 
     def _mark_own(self, ahead: int) -> None:
         if self._boundaries is not None and not self._in_step:

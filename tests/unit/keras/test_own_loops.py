@@ -223,3 +223,262 @@ def test_a_state_of_variables_says_what_it_cannot_keep(alone):
         hvd.elastic.TensorFlowState([3])
     with pytest.raises(UsageError, match="sessions"):
         hvd.elastic.TensorFlowState([], session=object())
+
+
+def counter_of_batches(size=STEPS, optimizer=None):
+    """A model whose weights count how often each batch was trained on, its optimizer, and a step on one batch."""
+    hvd.init()
+    model = keras.Sequential([keras.layers.Input((size,)), keras.layers.Dense(1, use_bias=False)])
+    model.layers[0].kernel.assign(tf.zeros((size, 1)))
+    optimizer = optimizer or hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    return model, optimizer, step_on(model, optimizer)
+
+
+def step_on(model, optimizer, graph=False, reduces=False):
+    def step(batch):
+        with tf.GradientTape() as tape:
+            value = -tf.reduce_sum(model(tf.one_hot([batch], model.input_shape[1])))
+        if reduces:
+            tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(value, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    return tf.function(step) if graph else step
+
+
+def trained(model):
+    return model.trainable_variables[0].numpy().reshape(-1).tolist()
+
+
+def beside_another_optimizer(other):
+    """Two rounds of steps on a batch. other: an optimizer that never steps, or the second of two, further on."""
+    model, optimizer, step = counter_of_batches()
+    if other == "idle":
+        model.compile()
+        state = hvd.elastic.TensorFlowKerasState(model, trains=optimizer, batch=0)
+        steps, counts = [step], [model]
+    else:
+        second, its_own, its_step = counter_of_batches()
+        for _ in range(5):
+            its_step(0)
+        second.set_weights([0 * weight for weight in second.get_weights()])
+        state = hvd.elastic.TensorFlowKerasState(model, optimizer, second=second, its_own=its_own, batch=0)
+        steps, counts = [step, its_step], [model, second]
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.batch < STEPS:
+            for turn in range(2):
+                if link().worker == 2 and state.batch == 5 and turn == 1:
+                    die()
+                for each in steps:
+                    each(tf.constant(state.batch))
+            state.batch += 1
+            if state.batch % 4 == 0:
+                state.commit()
+        return [trained(each) for each in counts]
+
+    return loop(state)
+
+
+@pytest.mark.parametrize("other", ["idle", "further on"])
+def test_rounds_of_steps_are_seen_beside_an_optimizer_that_stands_elsewhere(other):
+    with WorldDriver(start_with=3) as driver:
+        driver.start(beside_another_optimizer, other, count=3)
+        for result in driver.results(2):
+            assert all(counts == [2.0] * STEPS for counts in result)
+
+
+def second_optimizer_dies_first():
+    """A plain optimizer has its first step after one that reduces; worker 2 dies in between."""
+    model, optimizer, step = counter_of_batches()
+    second, plain, _ = counter_of_batches(optimizer=keras.optimizers.SGD(1.0))
+    its_step = step_on(second, plain, reduces=True)
+    state = hvd.elastic.TensorFlowKerasState(model, optimizer, second=second, plain=plain, batch=0)
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.batch < STEPS:
+            step(tf.constant(state.batch))
+            if link().worker == 2:
+                die()
+            its_step(tf.constant(state.batch))
+            state.batch += 1
+        return trained(model), trained(second)
+
+    return loop(state)
+
+
+def test_the_first_step_of_a_second_optimizer_that_fails_undoes_that_of_the_first():
+    with WorldDriver(start_with=3) as driver:
+        driver.start(second_optimizer_dies_first, count=3)
+        for result in driver.results(2):
+            assert result == ([1.0] * STEPS, [1.0] * STEPS)
+
+
+def counts_by_its_optimizer():
+    model, optimizer, step = counter_of_batches()
+    state = hvd.elastic.TensorFlowState(model.trainable_variables, trains=optimizer)
+    entered = []
+
+    @hvd.elastic.run
+    def loop(state):
+        entered.append(int(optimizer.iterations))
+        while optimizer.iterations < STEPS:
+            if link().worker == 2 and optimizer.iterations == 5:
+                die()
+            step(tf.constant(int(optimizer.iterations)))
+        return trained(model)
+
+    return loop(state), entered
+
+
+def test_a_state_without_plain_values_goes_on_at_the_entry_of_the_step():
+    with WorldDriver(start_with=3) as driver:
+        driver.start(counts_by_its_optimizer, count=3)
+        assert driver.results(2) == [([1.0] * STEPS, [0, 5])] * 2
+
+
+def fits_and_steps(dies, before, in_fit):
+    """Four batches by `fit`, then four by steps of its own, three times."""
+    import spark_elastic.keras as hk
+
+    model, optimizer, _ = counter_of_batches(24)
+    step = step_on(model, optimizer, graph=True)
+    model.compile(optimizer, loss=lambda wanted, given: -keras.ops.mean(given))
+    rows = tf.eye(24)
+    state = hk.elastic.KerasState(model, batch=0, epoch=0, own=0, seen=[])
+    entered = []
+
+    class Dies(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if in_fit and link().worker == 2 and 4 * state.epoch + state.batch == dies:
+                die()
+
+    @hk.elastic.run
+    def loop(state):
+        entered.append(4 * state.epoch + state.batch + state.own)
+        while state.epoch < 3:
+            if state.own == 4 * state.epoch:
+                begin, end = 4 * state.epoch + state.batch, 4 * state.epoch + 4
+                data = tf.data.Dataset.from_tensor_slices((rows[begin:end], tf.zeros((end - begin, 1)))).batch(1)
+                callbacks = [hk.elastic.ElasticCallback(state), Dies()]
+                model.fit(data, epochs=state.epoch + 1, initial_epoch=state.epoch, verbose=0, callbacks=callbacks)
+            while state.own < 4 * state.epoch:
+                own = state.own
+                if before:
+                    state.own += 1
+                    state.seen.append(own)
+                if not in_fit and link().worker == 2 and own == dies:
+                    die()
+                step(tf.constant(12 + own))
+                if not before:
+                    state.own += 1
+                    state.seen.append(own)
+        return trained(model), state.seen
+
+    return loop(state), entered
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(("dies", "in_fit", "at"), [(5, False, 13), (6, True, 10)])
+def test_steps_between_two_calls_of_fit_are_a_loop_of_ones_own(dies, before, in_fit, at):
+    with WorldDriver(start_with=3) as driver:
+        driver.start(fits_and_steps, dies, before, in_fit, count=3)
+        for result, entered in driver.results(2):
+            assert result == ([1.0] * 24, list(range(12)))
+            assert entered == [0, at]
+
+
+def restores_before_a_commit(how, graph, dies):
+    """Its optimizer is built by the first step, so the commit at the loop's entry has no slots of it."""
+    optimizer = keras.optimizers.SGD(1.0, momentum=0.9)
+    if how == "scaled":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=4.0, dynamic_growth_steps=3)
+    elif how == "optimizer":
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    model, _, _ = counter_of_batches(optimizer=optimizer)
+    step = step_on(model, optimizer, graph, reduces=how != "optimizer")
+    state = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0)
+    entered = []
+
+    @hvd.elastic.run
+    def loop(state):
+        entered.append(state.batch)
+        while state.batch < STEPS:
+            if dies and link().worker == 2 and state.batch == 5:
+                die()
+            hvd.allreduce(tf.ones(1))
+            step(tf.constant(state.batch))
+            state.batch += 1
+        return sorted(float(tf.reduce_sum(v.value)) for v in [*model.variables, *optimizer.variables])
+
+    return loop(state), entered
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("how", ["tape", "optimizer", "scaled"])
+def test_an_optimizer_that_was_built_after_the_commit_returns_to_it_as_well(how, graph):
+    results = []
+    for dies in (False, True):
+        with WorldDriver(start_with=3) as driver:
+            driver.start(restores_before_a_commit, how, graph, dies, count=3)
+            results.append(driver.results(2))
+    assert [entered for _, entered in results[1]] == [[0, 0]] * 2
+    assert results[1][0][0] == results[1][1][0] == pytest.approx(results[0][0][0])
+
+
+def changes_running_values():
+    """A variable of the model that is not trained is changed after the step, and a check follows."""
+    model, optimizer, step = counter_of_batches()
+    other = keras.Sequential([keras.layers.Input((1,)), keras.layers.BatchNormalization()])
+    running = other.non_trainable_variables[0]
+    state = hvd.elastic.TensorFlowKerasState(model, optimizer, other=other, batch=0)
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.batch < STEPS:
+            if link().worker == 2 and state.batch == 5:
+                die()
+            step(tf.constant(state.batch))
+            running.assign_add([1.0])
+            state.batch += 1
+            state.check_host_updates()
+        return trained(model), running.numpy().tolist()
+
+    return loop(state)
+
+
+def test_a_check_keeps_what_was_changed_after_the_step():
+    with WorldDriver(start_with=3) as driver:
+        driver.start(changes_running_values, count=3)
+        assert driver.results(2) == [([1.0] * STEPS, [float(STEPS)])] * 2
+
+
+def synchronises(dies):
+    """`state.sync()` comes before the first step, and a loss before a graph of another shape is traced."""
+    model, optimizer, _ = counter_of_batches()
+    state = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0)
+    steps = [step_on(model, optimizer, graph=True) for _ in range(2)]
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.batch < STEPS:
+            if state.batch % 3 == 0:
+                if dies == "before" and link().worker == 2 and state.batch == 6:
+                    die()
+                state.sync()
+                if dies == "after" and link().worker == 2 and state.batch == 6:
+                    die()
+            steps[state.batch // 6](tf.constant(state.batch))
+            state.batch += 1
+        return trained(model)
+
+    return loop(state)
+
+
+@pytest.mark.parametrize("dies", ["before", "after"])
+def test_a_step_can_be_traced_after_a_sync_and_after_a_loss(dies):
+    with WorldDriver(start_with=3) as driver:
+        driver.start(synchronises, dies, count=3)
+        assert driver.results(2) == [[1.0] * STEPS] * 2
