@@ -7,6 +7,7 @@ again, and has to be undone; everything else stays. What that is, is learnt each
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -47,6 +48,8 @@ class PlainValues:
         """Names of which it is not known yet in this call where they are assigned between two steps."""
         self._after: dict[str, frozenset[Hashable]] = {}
         """By name, places that were seen to come after a step, in some call."""
+        self._before: dict[str, Counter[Hashable]] = {}
+        """By name, how often each place came before the first step of this call."""
         self._followed = True
 
     def begin(self, values: Mapping[str, Any]) -> None:
@@ -54,6 +57,7 @@ class PlainValues:
         self._begun = dict(values)
         self._trails = {name: [] for name in values}
         self._unsettled = set(values)
+        self._before = {}
         self._at_entry, self._trails_at_entry = {}, {}
         self._followed = True
 
@@ -105,23 +109,22 @@ class PlainValues:
             if same(before, now):
                 continue
             if trail:
-                self._learn_assigned(name, len(trail), frozenset(place for place, _ in trail))
+                self._before[name] = Counter(place for place, _ in trail)
+                self._learn_assigned(name, len(trail), frozenset(self._before[name]))
             else:
                 self._in_place[name] = difference(before, now)
         self._trails = {name: [] for name in begun}
 
     def _look_at_places(self) -> None:
-        """Note which places come after a step: those at which a value is assigned between two, but not before one.
-
-        A trail with several places may hold the end of an epoch, which belongs to either step.
+        """Note which places come after a step: at which a value is assigned between two, but not as often before the
+        first one. A trail with several places may hold the end of an epoch, which belongs to either step.
         """
         for name in list(self._unsettled):
             places = {place for place, _ in self._trails[name]}
             if len(places) != 1:
                 continue
             self._unsettled.discard(name)
-            count, before = self._assigned.get(name, (0, frozenset()))
-            if not places <= before or len(self._trails[name]) > count:
+            if self._before.get(name, Counter())[self._trails[name][0][0]] != len(self._trails[name]):
                 self._after[name] = self._after.get(name, frozenset()) | places
             if name not in self._assigned:
                 del self._trails[name]

@@ -27,8 +27,9 @@ class KerasState(HandledState):
     """A model, its optimizer and plain values, each a keyword argument and then an attribute.
 
     Steps are counted by the optimizers themselves, so also those inside of one call of `steps_per_execution` batches.
-    A step whose reduction failed has changed nothing once the loop goes on: the running means, seeds and metrics that
-    it had touched are put back.
+    A step whose reduction failed has changed nothing once the loop goes on: the running means, seeds and metrics of the
+    model that it had touched are put back. Metrics that are kept by themselves, in a loop of your own, keep what that
+    step has added to them.
 
     Args:
         model: a Keras model, built or not, compiled or not.

@@ -162,6 +162,8 @@ def train(seed: int, folder: str | None, kills: int, pause_s: float):
             optimizer.zero_grad()
             if how.average != "before":
                 follow_average()
+        if number % 11 == 3:
+            hvd.allreduce(torch.ones(1), name="between the step and its count")
         if how.counts == "after":
             state.batch += 1
             state.total += 0.1 * state.batch
