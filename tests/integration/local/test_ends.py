@@ -135,6 +135,7 @@ def test_a_finished_worker_is_run_again_in_its_process_when_another_dies(start_j
         cooldown_range=None,
     )
     wait_until(lambda: job._driver._machine.worker_states().get(2) is WorkerState.DONE, WAIT_S, "worker 2 is done")
+    wait_until(lambda: len(ends.diary(tmp_path)) >= 2, WAIT_S, "both have come behind the loop")
     entries = dict(line.split(" process ") for line in ends.diary(tmp_path))
     first, second = (int(entries[f"rank {rank}"].split()[0]) for rank in range(2))
     (tmp_path / "go").touch()
