@@ -168,6 +168,8 @@ def _cell(text: str) -> str:
 
 
 CAPTIONS = {
+    "before_after_kill.json": "SIGKILL of a worker, with states that are always compared and brought, and without",
+    "before_after_step.json": "steps in two workers, with states that are always compared and brought, and without",
     "data-write.json": "rows from Spark into packed records, against Parquet and against row by row",
     "data_read.json": "shuffled batches of 1,024 from packed records, 2 M rows",
     "fit.json": "a whole fit of an estimator, 200 k rows × 20, 3 epochs, warm session",
