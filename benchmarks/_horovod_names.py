@@ -55,7 +55,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Alias(types.ModuleType):
-    """Another module's attributes under a name of its own: an import sets `__spec__` and submodules on this one."""
+    """Give a module's attributes under another name. Imports set `__spec__` and submodules here, not on the module."""
 
     def __init__(self, name: str, ours: types.ModuleType) -> None:
         super().__init__(name)

@@ -135,7 +135,7 @@ def _torchvision() -> dict[str, types.ModuleType]:
 
 
 def run_one(path: Path, options: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    """Whether the example finished, how often its world changed, and why it did not finish."""
+    """Run one example; return whether it finished, how many worlds it had, and why it did not finish."""
     from spark_elastic import LocalLauncher, run_async
     from spark_elastic.core.timeline import WorldStarted
 

@@ -29,7 +29,7 @@ from _harness import RESULTS, machine, table
 
 SUITES = ("test_torch.py", "test_tensorflow.py", "test_tensorflow2_keras.py")
 GRACE_S = 15.0
-"""How much longer than the first rank the others may take for a test."""
+"""Seconds that the other ranks may take for a test after the first rank has finished it."""
 NOT_PASSED = ("failed", "hung", "died")
 
 

@@ -138,7 +138,11 @@ class HandledState(base.SteppingState):
         self._saved_version = saved
 
     def _digest(self, known: dict[str, Described]) -> str:
-        """Of all that a member may hold otherwise than another one."""
+        """Return a digest of everything in which members may differ: tensors, light values and what the root tells.
+
+        known: what `described` says of the tensors. Equal digests mean equal states; states that cannot be pickled get
+        a random digest, equal to no other.
+        """
         try:
             told = pickle.dumps((known, self._light_values(), self._tell()))
         except Exception:  # of a value that is no plain data; what cannot be sent either says so itself

@@ -16,17 +16,20 @@ Learnt = tuple[dict[str, tuple[int, frozenset[Hashable]]], dict[str, Any], dict[
 
 
 class PlainValues:
-    """Follows the plain values of one elastic loop, from its call to its first step, and from step to step.
+    """Follow the plain values of one elastic loop, from its call to its first step, and from step to step.
 
     Values that are assigned (numbers, strings) are undone assignment by assignment: as many as the loop made before
-    its first step, of those since the last step, and only those made at the same places of the program. (Where a call
-    begins at the end of an epoch, that comes before its first step; elsewhere it follows a step.) A place that comes
-    after the step in one call and before the first one in another, because a turn there makes no step, tells nothing:
-    what was assigned there cannot be undone. Values that are
-    changed in place (lists, dictionaries) return to their copy of the last step's entry, if they have changed since in
-    the way in which they did before the first one.
+    its first step, of those since the last step, and only those made at the same places of the program. Where a call
+    begins at the end of an epoch, the end of the epoch comes before its first step; elsewhere it follows a step.
 
-    copy: makes a copy that later changes do not reach.
+    A place may come after the step in one call and before the first step in another, if an iteration there makes no
+    step. Assignments at such a place cannot be undone, and `undone` returns None.
+
+    Values that are changed in place (lists, dictionaries) return to their copy of the last step's entry, if they have
+    changed since then in the way in which they did before the first step.
+
+    Args:
+        copy: makes a copy that later changes do not reach.
     """
 
     def __init__(self, copy: Callable[[Any], Any]) -> None:
@@ -67,7 +70,7 @@ class PlainValues:
         return self._begun is not None
 
     def end(self) -> None:
-        """The loop is over, or its next steps change no values before they begin: nothing is followed."""
+        """Follow nothing from now on: the loop is over, or callbacks of this package do the counting."""
         self._begun, self._trails = None, {}
         self._followed = False
 
@@ -97,7 +100,7 @@ class PlainValues:
             trail.clear()
 
     def stepped_meanwhile(self) -> None:
-        """The step that was entered last was applied some time since then."""
+        """Take note that the step entered last has been applied, at some time since then."""
         self._at_entry = self._next_entry
         for name, trail in self._trails.items():
             del trail[: self._trails_at_entry.get(name, 0)]

@@ -14,7 +14,7 @@ from spark_elastic.core.plain_values import PlainValues, same
 
 
 class OwnLoop:
-    """Tells `follow` of the entries of steps while a loop runs that is not one of `fit` with callbacks of ours.
+    """Tell `follow` where steps begin, while a loop runs that is no `fit` with callbacks of this package.
 
     Args:
         follow: follows the plain values of the state.
