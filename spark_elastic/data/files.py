@@ -59,7 +59,7 @@ class SplitFiles:
                 self._opened.append(self._check.close)
             self.sidecars: Sidecars | None = None
             if sidecars:
-                self.sidecars = Sidecars(sides, [shard.sidecar_nbytes for shard in shards])
+                self.sidecars = Sidecars(sides, [shard.sidecar_nbytes for shard in shards], dataset.store.url)
                 self._opened.append(self.sidecars.close)
         except BaseException:
             self.close()

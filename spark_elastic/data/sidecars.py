@@ -24,10 +24,17 @@ _PAGE = 4096
 class Sidecars:
     """The sidecars of a split's shards.
 
-    Raises: DatasetError: one is missing, or has another size than the manifest says.
+    Args:
+        files: One path per shard; None where the shard has no sidecar.
+        nbytes: The size of each sidecar by the manifest.
+        url: Of the dataset, for error messages.
+
+    Raises:
+        DatasetError: A sidecar is missing, or has another size than the manifest says.
     """
 
-    def __init__(self, files: Sequence[Path | None], nbytes: Sequence[int]) -> None:
+    def __init__(self, files: Sequence[Path | None], nbytes: Sequence[int], url: str) -> None:
+        self._url = url
         self._nbytes = np.array(nbytes, np.int64)
         pages = -(-self._nbytes // _PAGE) * _PAGE
         self._starts = np.cumsum(pages) - pages
@@ -59,7 +66,10 @@ class Sidecars:
         """
         starts, lengths = references["start"].astype(np.int64), references["length"].astype(np.int64)
         if len(starts) and bool(((starts < 0) | (lengths < 0) | (starts + lengths > self._nbytes[shards])).any()):
-            raise DatasetError("a record refers to bytes that its sidecar does not have; the set is damaged")
+            raise DatasetError(
+                f"{self._url}: a record refers to bytes beyond the end of its sidecar; the dataset is damaged, delete "
+                "it and write it again"
+            )
         if self._range is not None:
             return self._range.bytes, starts + self._starts[shards], lengths
         gathered = np.empty(int(lengths.sum()), np.uint8)
@@ -74,7 +84,7 @@ class Sidecars:
         """A batch's values: a list for those of variable length, an array [rows, *shape] for sparse ones."""
         data, starts, lengths = self._spans(references, shards)
         if field.kind is Kind.SPARSE:
-            return _densified(field, data, starts, lengths)
+            return _densified(field, data, starts, lengths, self._url)
         view = data.data
         edges = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
         if field.kind is Kind.BYTES:
@@ -89,7 +99,7 @@ class Sidecars:
             self._range.close()
 
 
-def _densified(field: TensorField, data: Bytes, starts: Indices, lengths: Indices) -> npt.NDArray[Any]:
+def _densified(field: TensorField, data: Bytes, starts: Indices, lengths: Indices, url: str) -> npt.NDArray[Any]:
     dtype = np.dtype(field.dtype)
     out = np.zeros((len(starts), *field.shape), dtype)
     flat = out.reshape(len(starts), math.prod(field.shape))
@@ -98,7 +108,10 @@ def _densified(field: TensorField, data: Bytes, starts: Indices, lengths: Indice
     values = _gathered(data, starts + counts * 4, counts * dtype.itemsize).view(dtype)
     rows = np.repeat(np.arange(len(starts)), counts)
     if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= flat.shape[1]):
-        raise DatasetError(f"tensor {field.name!r}: a sparse value's index is outside of its {flat.shape[1]} values")
+        raise DatasetError(
+            f"{url}: tensor {field.name!r}: a sparse value's index is outside of its {flat.shape[1]} values; the "
+            "dataset is damaged, delete it and write it again"
+        )
     flat[rows, indices] = values
     return out
 

@@ -267,6 +267,16 @@ def test_a_flipped_bit_anywhere_in_the_manifest_is_found(tmp_path):
     assert found > len(written) / 2
 
 
+def test_a_manifest_that_lost_a_sidecar_is_a_damaged_dataset(tmp_path):
+    pack({**table(8), "text": ["abc"] * 8}, tmp_path)
+    document = json.loads(unsealed((tmp_path / MANIFEST_NAME).read_bytes()))
+    del document["splits"]["train"][0]["sidecar"], document["splits"]["train"][0]["sidecar_nbytes"]
+    (tmp_path / MANIFEST_NAME).write_text(json.dumps(document))
+    with Dataset.open(tmp_path).reader("train", batch_size=3) as reader, pytest.raises(DatasetError) as caught:
+        next(iter(reader.epoch(0)))
+    assert str(tmp_path) in str(caught.value)
+
+
 PLAIN = st.recursive(
     st.none()
     | st.booleans()
