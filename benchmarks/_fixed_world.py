@@ -10,9 +10,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from spark_elastic.collective.process import process
-from spark_elastic.core.topology import Member, Place, World
-from spark_elastic.core.version import StateVersion
-from spark_elastic.worker_link import Assignment
+from spark_elastic.membership.topology import Member, Place, StateVersion, World
+from spark_elastic.wire.worker_link import Assignment
 
 
 class FixedLink:

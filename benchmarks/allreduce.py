@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from _fixed_world import FixedLink, without_shared_memory
 
 import spark_elastic.torch as hvd
-from spark_elastic import worker_link
 from spark_elastic.collective.process import process
+from spark_elastic.wire import worker_link
 from tests.integration.network import Network, why_unavailable
 
 RESULTS = Path(__file__).parent / "results" / "allreduce.json"

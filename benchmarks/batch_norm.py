@@ -30,7 +30,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import spark_elastic.torch as hvd
-from spark_elastic import worker_link
+from spark_elastic.wire import worker_link
 
 ADDRESS = "127.0.0.1"
 BATCH = 32

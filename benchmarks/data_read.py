@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 from _harness import Series, parser, report
 
-from spark_elastic.core.lanes import LaneOrder, LaneSettings
-from spark_elastic.core.orders import GlobalOrder, Order
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.layout import Layout, TensorField
 from spark_elastic.data.manifest import MANIFEST_NAME, Manifest, Shard
+from spark_elastic.data.order.permutation import GlobalOrder, Order
+from spark_elastic.data.order.windows import LaneOrder, LaneSettings
 from spark_elastic.data.packing import pack
 from spark_elastic.data.read_order import lane_settings
 from spark_elastic.data.reader import BatchReader

@@ -137,7 +137,7 @@ def _torchvision() -> dict[str, types.ModuleType]:
 def run_one(path: Path, options: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """Run one example; return whether it finished, how many worlds it had, and why it did not finish."""
     from spark_elastic import LocalLauncher, run_async
-    from spark_elastic.core.timeline import WorldStarted
+    from spark_elastic.membership.timeline import WorldStarted
 
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output").open("w+") as output:
         began = time.monotonic()

@@ -71,7 +71,7 @@ def worker(rank: int, ports: list[int], repeat: int, steps: int, out: Path) -> N
     from _fixed_world import FixedLink
 
     import spark_elastic.keras as hvd
-    from spark_elastic import worker_link
+    from spark_elastic.wire import worker_link
 
     communication = tf.distribute.experimental.CommunicationImplementation.RING
     strategy = tf.distribute.MultiWorkerMirroredStrategy(

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from _harness import Series, parser, report
 
 import spark_elastic
-from spark_elastic.core.timeline import WorldStarted
+from spark_elastic.membership.timeline import WorldStarted
 
 
 def holdings() -> dict[str, float]:

@@ -35,7 +35,7 @@ from _harness import Series, parser, report
 from _training import StepLog, is_alive, train, train_keras
 
 import spark_elastic
-from spark_elastic.core.timeline import WorldStarted
+from spark_elastic.membership.timeline import WorldStarted
 from tests.integration import clusters
 from tests.integration.processes import children, wait_until
 

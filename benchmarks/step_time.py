@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import spark_elastic.torch as hvd
-from spark_elastic import worker_link
+from spark_elastic.wire import worker_link
 
 ADDRESS = "127.0.0.1"
 RESULTS = Path(__file__).parent / "results" / "step_time.json"

@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import Any
 
 from spark_elastic import errors
-from spark_elastic.core import commands, events
-from spark_elastic.core.states import PHASES, WORKERS, Table
+from spark_elastic.membership import commands, events
+from spark_elastic.membership.states import PHASES, WORKERS, Table
 from spark_elastic.wire import messages
 
 DOCS = Path(__file__).parent
@@ -100,7 +100,7 @@ def error_tree() -> str:
 
 def run_settings() -> str:
     """The arguments of `spark_elastic.run`, as its docstring tells them."""
-    from spark_elastic.runner import run
+    from spark_elastic.jobs.run import run
 
     told = _arguments(inspect.getdoc(run) or "")
     rows = []

@@ -9,37 +9,37 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spark_elastic.checkup import doctor
     from spark_elastic.data.materialization import materialize
     from spark_elastic.data.reader import BatchReader
     from spark_elastic.data.store import Store
-    from spark_elastic.driver.host_discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
+    from spark_elastic.diagnostics import doctor
+    from spark_elastic.driver.hosts import FixedHosts, HostDiscovery, HostDiscoveryScript
     from spark_elastic.driver.local_launcher import LocalLauncher
-    from spark_elastic.job import ElasticJob
+    from spark_elastic.jobs.job import ElasticJob
+    from spark_elastic.jobs.run import run, run_async
     from spark_elastic.ml.keras.estimator import ElasticKerasEstimator
     from spark_elastic.ml.keras.model import ElasticKerasModel
     from spark_elastic.ml.torch.estimator import ElasticTorchEstimator
     from spark_elastic.ml.torch.model import ElasticTorchModel
-    from spark_elastic.runner import run, run_async
 
 __version__ = "0.1.0"
 
 # Resolved on first use: a worker imports this package too, and needs none of the driver's side.
 _HOMES = {
-    "run": "spark_elastic.runner",
-    "run_async": "spark_elastic.runner",
+    "run": "spark_elastic.jobs.run",
+    "run_async": "spark_elastic.jobs.run",
     "BatchReader": "spark_elastic.data.reader",
-    "ElasticJob": "spark_elastic.job",
+    "ElasticJob": "spark_elastic.jobs.job",
     "ElasticKerasEstimator": "spark_elastic.ml.keras.estimator",
     "ElasticKerasModel": "spark_elastic.ml.keras.model",
     "ElasticTorchEstimator": "spark_elastic.ml.torch.estimator",
     "ElasticTorchModel": "spark_elastic.ml.torch.model",
     "LocalLauncher": "spark_elastic.driver.local_launcher",
-    "FixedHosts": "spark_elastic.driver.host_discovery",
-    "HostDiscovery": "spark_elastic.driver.host_discovery",
-    "HostDiscoveryScript": "spark_elastic.driver.host_discovery",
+    "FixedHosts": "spark_elastic.driver.hosts",
+    "HostDiscovery": "spark_elastic.driver.hosts",
+    "HostDiscoveryScript": "spark_elastic.driver.hosts",
     "Store": "spark_elastic.data.store",
-    "doctor": "spark_elastic.checkup",
+    "doctor": "spark_elastic.diagnostics",
     "materialize": "spark_elastic.data.materialization",
 }
 

@@ -15,15 +15,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from spark_elastic import runner
 from spark_elastic.cli import options as command_line
-from spark_elastic.cli.check_build import check_build
-from spark_elastic.cli.local_modules import collect
-from spark_elastic.cli.rank_files import RankFiles
-from spark_elastic.cli.spark_session import spark_session
-from spark_elastic.driver.host_discovery import HostDiscovery, HostDiscoveryScript
+from spark_elastic.cli.checks import check_build
+from spark_elastic.cli.submission import collect, spark_session
+from spark_elastic.driver.hosts import HostDiscovery, HostDiscoveryScript
 from spark_elastic.driver.local_launcher import LocalLauncher
+from spark_elastic.driver.output import RankFiles
 from spark_elastic.errors import JobCancelledError, SparkElasticError, UsageError, UserFunctionError
+from spark_elastic.jobs import run as runner
 from spark_elastic.task.script import Script, ScriptExit, run_script
 
 FINISHED, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
@@ -37,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns: the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["doctor"]:  # a script of that name is ./doctor
-        from spark_elastic.cli import doctor
+        from spark_elastic.cli import checks
 
-        return doctor.main(words[1:])
+        return checks.main(words[1:])
     parser = command_line.parser()
     options = parser.parse(words)
     if options.check_build:

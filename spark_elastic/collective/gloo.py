@@ -18,12 +18,12 @@ from torch.distributed import ProcessGroupGloo
 
 from spark_elastic import clock
 from spark_elastic.collective import devices
+from spark_elastic.collective.gloo_sockets import GroupSockets, open_descriptors
 from spark_elastic.collective.in_flight import GRACE_S, InFlight, free_those_that_ended, has_ended, leave_behind
 from spark_elastic.collective.joining import STALL_S, CollectiveLog
 from spark_elastic.collective.negotiation import Negotiation
-from spark_elastic.collective.sockets import GroupSockets, open_descriptors
 from spark_elastic.errors import HorovodInternalError
-from spark_elastic.worker_link import WorkerLink
+from spark_elastic.wire.worker_link import WorkerLink
 
 Fill = Callable[[torch.Tensor, int], None]
 """Writes a part of a flat tensor into the first argument, beginning with the element of the second's number."""

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from spark_elastic.collective.devices import OLDEST_TORCH_FOR_NCCL, Seat, choose_backend
-from spark_elastic.collective.meeting import setting as wanted_reduction
 from spark_elastic.collective.nccl import NcclGroup, NcclWork, Runtime
+from spark_elastic.collective.shared_memory.peers import setting as wanted_reduction
 from spark_elastic.errors import HorovodInternalError
 
 if TYPE_CHECKING:

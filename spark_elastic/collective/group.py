@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,15 +13,49 @@ import torch.distributed as dist
 from spark_elastic import clock
 from spark_elastic.collective.gloo import Fill, GlooGroup, LinkStore
 from spark_elastic.collective.gpu_reduction import GpuReduction
-from spark_elastic.collective.host_group import SLICED_FROM_BYTES, HostGroup, SharedWork, take_part
-from spark_elastic.collective.host_waiting import Waiting
 from spark_elastic.collective.in_flight import has_ended
 from spark_elastic.collective.joining import STALL_S, CollectiveLog
-from spark_elastic.collective.meeting import base, meet
 from spark_elastic.collective.nccl import NcclWork
-from spark_elastic.collective.through_host import HostWork, is_elsewhere
-from spark_elastic.collective.through_host import launch as through_host
-from spark_elastic.worker_link import WorkerLink
+from spark_elastic.collective.shared_memory.peers import base, meet
+from spark_elastic.collective.shared_memory.reducer import SLICED_FROM_BYTES, HostGroup, SharedWork, take_part
+from spark_elastic.collective.shared_memory.spin_wait import Waiting
+from spark_elastic.wire.worker_link import WorkerLink
+
+# Collectives on tensors of a GPU that go through this host's memory: what Gloo and shared memory can take.
+
+
+class HostWork:
+    """A collective on copies. `bring_back` is called once `inner` is done.
+
+    inner: what was launched on the copies.
+    """
+
+    def __init__(self, inner: Any, bring_back: Callable[[], None]) -> None:
+        self.inner = inner
+        self.bring_back = bring_back
+
+    def is_completed(self) -> bool:
+        return bool(self.inner.is_completed())
+
+
+def is_elsewhere(*tensors: torch.Tensor) -> bool:
+    return any(tensor.device.type != "cpu" for tensor in tensors)
+
+
+def launch_on_host(collective: Callable[..., Any], result: torch.Tensor, *inputs: torch.Tensor) -> HostWork:
+    """Call `collective` with copies of the tensors, the result's first; its copy becomes `result` in the end."""
+    copies = [_copy(tensor) for tensor in (result, *inputs)]
+    work = collective(*copies)
+    return HostWork(work, lambda: _copy_back(result, copies[0]))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _copy_back(result: torch.Tensor, copy: torch.Tensor) -> None:
+    result.copy_(copy)
+
 
 log = logging.getLogger("spark_elastic.collective")
 
@@ -122,21 +156,21 @@ class Group(GlooGroup):
             self.check_alive()
             self.log.launched("allreduce", tensor, op)
             return self._gpu.launch(tensor, op)
-        return through_host(lambda copy: self.allreduce(copy, op), tensor)
+        return launch_on_host(lambda copy: self.allreduce(copy, op), tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
         if is_elsewhere(tensor):
-            return through_host(lambda copy: self.broadcast(copy, root), tensor)
+            return launch_on_host(lambda copy: self.broadcast(copy, root), tensor)
         return super().broadcast(tensor, root)
 
     def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> Any:
         if is_elsewhere(out, tensor):
-            return through_host(self.allgather, out, tensor)
+            return launch_on_host(self.allgather, out, tensor)
         return super().allgather(out, tensor)
 
     def alltoall(self, out: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]) -> Any:
         if is_elsewhere(out, tensor):
-            return through_host(lambda to, of: self.alltoall(to, of, received, sent), out, tensor)
+            return launch_on_host(lambda to, of: self.alltoall(to, of, received, sent), out, tensor)
         return super().alltoall(out, tensor, received, sent)
 
     def _is_for_gloo(self, tensor: torch.Tensor) -> bool:

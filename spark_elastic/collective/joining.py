@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spark_elastic.errors import SparkElasticError, UsageError
-from spark_elastic.worker_link import WorkerLink
+from spark_elastic.wire.worker_link import WorkerLink
 
 if TYPE_CHECKING:
     from spark_elastic.collective.gloo import GlooGroup

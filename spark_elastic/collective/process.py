@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spark_elastic import worker_link
 from spark_elastic.collective.group import Group
-from spark_elastic.core.topology import Member
 from spark_elastic.errors import HorovodInternalError, NotInitializedError
-from spark_elastic.loops import loops
-from spark_elastic.worker_link import Assignment, ProvisionalPosition, WorkerLink
+from spark_elastic.membership.topology import Member
+from spark_elastic.wire import worker_link
+from spark_elastic.wire.worker_link import Assignment, ProvisionalPosition, WorkerLink, loops
 
 if TYPE_CHECKING:
     from spark_elastic.collective.process_sets import ProcessSet

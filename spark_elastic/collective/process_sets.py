@@ -16,7 +16,7 @@ from typing import Any
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.process import process
 from spark_elastic.errors import MismatchError, UsageError
-from spark_elastic.loops import loops
+from spark_elastic.wire.worker_link import loops
 
 Rule = Callable[[int], Iterable[int]]
 """Gives the ranks of a set in a world of this size."""

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from spark_elastic.collective.capabilities import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
 from spark_elastic.collective.objects import allgather_object, broadcast_object
 from spark_elastic.collective.operations import barrier, join
 from spark_elastic.collective.process import (
@@ -38,6 +31,43 @@ from spark_elastic.collective.process_sets import (
 )
 from spark_elastic.collective.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, NotInitializedError, OutsideLoopError
+
+# What Horovod builds can be asked about themselves; the answers of this one.
+
+
+def _no(*_: Any, **__: Any) -> bool:
+    """This is not part of spark_elastic."""
+    return False
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """Collectives run over torch's Gloo."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Collectives run over torch's Gloo."""
+    return True
+
+
+mpi_threads_supported = mpi_enabled = mpi_built = _no
+ddl_built = ccl_built = _no
+
+
+def nccl_built(verbose: bool = False) -> bool:
+    """Gradients on GPUs can be reduced by NCCL."""
+    return bool(dist.is_available() and dist.is_nccl_available())
+
+
+def cuda_built(verbose: bool = False) -> bool:
+    """Torch is built for CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built(verbose: bool = False) -> bool:
+    """Torch is built for ROCm."""
+    return getattr(torch.version, "hip", None) is not None
+
 
 __all__ = [
     "Adasum",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spark_elastic.data.batch import Batch
-    from spark_elastic.data.cache import clear_cache
+    from spark_elastic.data.catalog import clear_cache
     from spark_elastic.data.dataset import Dataset
     from spark_elastic.data.materialization import materialize
     from spark_elastic.data.packing import pack

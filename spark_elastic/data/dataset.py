@@ -68,7 +68,7 @@ class Dataset:
 
     def lease(self) -> AbstractContextManager[None]:
         """While the block runs, clean-up leaves the set alone, that of other processes too."""
-        from spark_elastic.data.cache import leased
+        from spark_elastic.data.catalog import leased
 
         return leased(self.store)
 
@@ -89,7 +89,7 @@ class Dataset:
 
     def delete(self) -> None:
         """Remove every file, the manifest first: whoever looks meanwhile finds no set rather than half of one."""
-        from spark_elastic.data.cache import delete_set
+        from spark_elastic.data.catalog import delete_set
 
         delete_set(self.store)
 

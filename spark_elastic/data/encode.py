@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data.arrow_values import SparseValues, Values, values_of
+from spark_elastic.data.arrow_values import Fault, RowsRefused, SparseValues, Values, values_of
 from spark_elastic.data.columns import Column, Tensor
-from spark_elastic.data.faults import Fault, RowsRefused
 from spark_elastic.data.layout import Kind, Layout, TensorField
-from spark_elastic.data.shards import Blob, Block
-from spark_elastic.data.sparse import encode_rows
+from spark_elastic.data.shards import Blob, Block, encode_rows
 
 SPARSE_FROM = 4096
 """Vectors that are no longer than this are stored densely: a gather of 16 KB costs less than a detour."""

@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from spark_elastic.data import local_check
-from spark_elastic.data.ahead import Ahead, Ranges, Source
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.local_check import LocalCheck
+from spark_elastic.data.read_ahead import Ahead, Ranges, Source
 from spark_elastic.data.rows import GatheredRows, MappedRows, Numbering, open_rows
 from spark_elastic.data.sidecars import Sidecars
 
@@ -41,7 +41,7 @@ class SplitFiles:
                 paths = [dataset.store.local_path(shard.file) for shard in shards]
                 sides = [dataset.store.local_path(shard.sidecar) if shard.sidecar else None for shard in shards]
             else:
-                from spark_elastic.data.node_cache import CachedSplit
+                from spark_elastic.data.remote_cache import CachedSplit
 
                 cached = CachedSplit(dataset, split, self.numbering, sidecars, cache_dir, cache_bytes)
                 self._opened.append(cached.close)

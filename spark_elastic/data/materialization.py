@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from spark_elastic.clock import wall
-from spark_elastic.data.cache import (
+from spark_elastic.data.arrow_values import Fault, error_of
+from spark_elastic.data.catalog import (
     Limits,
     collect_orphans,
     collect_unkept,
@@ -29,18 +30,14 @@ from spark_elastic.data.cache import (
 )
 from spark_elastic.data.columns import Request, cast_of
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.faults import Fault, error_of
 from spark_elastic.data.layout import Kind
 from spark_elastic.data.local_check import DAMAGED
 from spark_elastic.data.manifest import FOUND_AGAIN, MANIFEST_NAME, Manifest
 from spark_elastic.data.reuse import Identity, identify, key_of
-from spark_elastic.data.session_settings import small_batches
 from spark_elastic.data.shards import SHARD_BYTES
 from spark_elastic.data.sharing import ensure_shared
-from spark_elastic.data.spark_connect import refuse_connect
-from spark_elastic.data.spark_failure import has_lost_its_order, reason_of
+from spark_elastic.data.spark_jobs import collect, has_lost_its_order, reason_of, refuse_connect, small_batches
 from spark_elastic.data.store import Store
-from spark_elastic.data.watched_job import collect
 from spark_elastic.data.write_task import RECEIPT_SCHEMA, Receipt, WriteTask
 from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, StoreError
 

@@ -13,8 +13,7 @@ import numpy.typing as npt
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.layout import Kind, Layout, TensorField
 from spark_elastic.data.manifest import MANIFEST_NAME, Manifest, Shard
-from spark_elastic.data.shards import SHARD_BYTES, Blob, Block, ShardWriter
-from spark_elastic.data.sparse import encode_rows
+from spark_elastic.data.shards import SHARD_BYTES, Blob, Block, ShardWriter, encode_rows
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, DatasetError
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from spark_elastic.core.lanes import LaneSettings
 from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.order.windows import LaneSettings
 from spark_elastic.errors import InvalidSettingsError
 
 GLOBAL_BYTES = 4 << 30

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.core.lanes import LaneOrder, LaneSettings
-from spark_elastic.core.orders import GlobalOrder, Order
-from spark_elastic.core.sampling import Indices
-from spark_elastic.data.ahead import Ahead, Stopped
 from spark_elastic.data.batch import Batch, Turn
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.files import SplitFiles
 from spark_elastic.data.layout import Kind, TensorField
+from spark_elastic.data.order.permutation import GlobalOrder, Order
+from spark_elastic.data.order.sampling import Indices
+from spark_elastic.data.order.windows import LaneOrder, LaneSettings
 from spark_elastic.data.prefetch import Buffers, Prefetcher
+from spark_elastic.data.read_ahead import Ahead, Stopped
 from spark_elastic.data.read_order import lanes_of, resolve_order
 from spark_elastic.errors import InvalidSettingsError, nearest
 

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 from zoneinfo import ZoneInfo
 
 from spark_elastic.data.layout import LAYOUT_VERSION
-from spark_elastic.data.session_settings import setting
+from spark_elastic.data.spark_jobs import setting
 
 _REMOTE_FILES = 2000
 """Asked for one by one over py4j, about 1 ms each."""

@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+from spark_elastic.data.spark_jobs import named
 from spark_elastic.data.store import Store
-from spark_elastic.data.watched_job import named
 from spark_elastic.errors import StoreError
 
 PROBE = "probe-"

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data import mapping
 from spark_elastic.data.layout import Kind, TensorField
-from spark_elastic.data.mapping import FileRange, Piece, check_size
+from spark_elastic.data.rows import FileRange, Piece, can_map, check_size
 from spark_elastic.data.shards import spans
 from spark_elastic.errors import DatasetError
 
@@ -45,7 +44,7 @@ class Sidecars:
             for file, size, at in zip(files, nbytes, self._starts.tolist(), strict=True)
             if file is not None and size
         ]
-        if mapping.possible():
+        if can_map():
             try:
                 self._range = FileRange(pieces)
                 return

@@ -10,15 +10,26 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from spark_elastic.data.arrow_values import Fault, RowsRefused
 from spark_elastic.data.columns import Tensor
 from spark_elastic.data.encode import Encoder
-from spark_elastic.data.faults import Fault, RowsRefused
 from spark_elastic.data.layout import Layout
 from spark_elastic.data.manifest import Shard
+from spark_elastic.data.order.permutation import hashes
+from spark_elastic.data.order.sampling import splitmix64
 from spark_elastic.data.shards import ShardWriter
-from spark_elastic.data.splits import set_aside
 from spark_elastic.data.store import Store
+
+# Which rows are set aside for validation: a hash of where they lie, so that a repeated task decides alike.
+
+
+def set_aside(fraction: float, seed: int, partition: int, first_row: int, rows: int) -> npt.NDArray[np.bool_]:
+    """Whether each of `rows` rows of a partition, from `first_row` on, is for validation. bool, shape (rows,)."""
+    key = splitmix64(splitmix64(seed & (1 << 64) - 1) ^ partition)
+    return hashes(key, first_row, first_row + rows) < np.uint64(min(int(fraction * 2.0**64), (1 << 64) - 1))
+
 
 RECEIPT_SCHEMA = "receipt string"
 

@@ -6,8 +6,8 @@ import ipaddress
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from spark_elastic.core.topology import AgentId
 from spark_elastic.errors import UnknownInterfaceError
+from spark_elastic.membership.topology import AgentId
 from spark_elastic.wire.messages import AgentHello
 
 PROBES_PER_NEWCOMER = 3

@@ -18,24 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from spark_elastic import clock
-from spark_elastic.core import commands as do
-from spark_elastic.core import events as seen
-from spark_elastic.core.attention import Attention
-from spark_elastic.core.changes import Change
-from spark_elastic.core.membership import Membership
-from spark_elastic.core.outcome import AgentOutcome
-from spark_elastic.core.states import Phase
-from spark_elastic.core.timeline import JobEnded, Record, Waiting
-from spark_elastic.core.topology import AgentId, SlotId, WorkerId, World
 from spark_elastic.driver.addresses import AddressBook
-from spark_elastic.driver.announcer import Announcer
-from spark_elastic.driver.closing import close_side_by_side
-from spark_elastic.driver.launcher import Launcher, OnEnded
+from spark_elastic.driver.launcher import Launcher, LoopResults, OnEnded, Results
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.registry import WorkerStateRegistry
 from spark_elastic.driver.rendezvous_server import RendezvousServer
-from spark_elastic.driver.results import LoopResults, Results
-from spark_elastic.driver.showing import Showing
 from spark_elastic.errors import (
     JobCancelledError,
     JobError,
@@ -44,11 +31,48 @@ from spark_elastic.errors import (
     UnknownInterfaceError,
     UserFunctionError,
 )
+from spark_elastic.membership import commands as do
+from spark_elastic.membership import events as seen
+from spark_elastic.membership.deadlines import Attention
+from spark_elastic.membership.machine import Membership
+from spark_elastic.membership.states import AgentOutcome, Phase
+from spark_elastic.membership.timeline import JobEnded, Record, Waiting
+from spark_elastic.membership.topology import AgentId, SlotId, WorkerId, World
+from spark_elastic.reporting.announcer import Announcer
+from spark_elastic.reporting.event_log import Change
+from spark_elastic.reporting.progress import Showing
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire import messages as wire
-from spark_elastic.wire.handover import AgentOrder
+from spark_elastic.wire.launch_spec import AgentOrder
+
+# Closing several things at once, without executors: at the interpreter's exit those start no threads any more.
 
 logger = logging.getLogger(__name__)
+
+
+async def close_side_by_side(closings: Sequence[Callable[[], None]]) -> None:
+    """Call all of them, each on a thread of its own; returns when all have returned. What one raises is logged."""
+    loop = asyncio.get_running_loop()
+    left = [loop.create_future() for _ in closings]
+
+    def close(number: int) -> None:
+        try:
+            closings[number]()
+        except Exception:
+            logger.exception("could not close %r", closings[number])
+        finally:
+            loop.call_soon_threadsafe(left[number].set_result, None)
+
+    threads = [
+        threading.Thread(target=close, args=(number,), name="spark_elastic-close", daemon=True)
+        for number in range(len(closings))
+    ]
+    for thread in threads:
+        thread.start()
+    await asyncio.gather(*left)
+    for thread in threads:
+        thread.join()  # it has said all it had to say
+
 
 RESULTS_TIMEOUT_S = 300.0
 """How long the finished workers' results may take to arrive through the launcher."""

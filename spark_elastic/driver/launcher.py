@@ -2,11 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from spark_elastic.core.outcome import AgentOutcome
-from spark_elastic.core.topology import LaunchId, SlotId
+from spark_elastic.driver.spark.cluster import TOO_BIG
+from spark_elastic.errors import ResultError
+from spark_elastic.membership.states import AgentOutcome
+from spark_elastic.membership.topology import LaunchId, SlotId, WorkerId
+from spark_elastic.wire.messages import LoopResult
+
+# What finished workers and finished loops returned.
+
+MAX_LOOP_RESULTS_BYTES = 64 << 20
+
+
+class Results:
+    """expected: the workers whose results are to come, in rank order; None: the job has not finished."""
+
+    def __init__(self) -> None:
+        self.expected: tuple[WorkerId, ...] | None = None
+        self._by_worker: dict[WorkerId, bytes] = {}
+        self._due_in: dict[SlotId, WorkerId] = {}
+        """Whose result each slot is to deliver, once the job is done."""
+        self._undelivered: dict[WorkerId, str] = {}
+        """Why a result did not come."""
+
+    def expect(self, workers: tuple[WorkerId, ...], slots: Mapping[SlotId, WorkerId]) -> None:
+        self.expected = workers
+        self._due_in = dict(slots)
+
+    def slot_ended(self, slot: SlotId, why: str, outcome: AgentOutcome | None) -> WorkerId | None:
+        """Returns: the worker whose result came with the end of the slot; None: none did."""
+        if outcome is not None and outcome.worker is not None and outcome.result is not None:
+            self._by_worker[outcome.worker] = outcome.result
+            return outcome.worker
+        if slot in self._due_in:
+            self._undelivered[self._due_in[slot]] = why
+        return None
+
+    def in_rank_order(self) -> list[bytes]:
+        """Raises: ResultError: some are missing, or one was larger than Spark takes."""
+        assert self.expected is not None
+        missing = [worker for worker in self.expected if worker not in self._by_worker]
+        if missing:
+            raise self._error(self.expected, missing)
+        return [self._by_worker[worker] for worker in self.expected]
+
+    def _error(self, expected: tuple[WorkerId, ...], missing: list[WorkerId]) -> ResultError:
+        reasons = sorted({self._undelivered.get(worker, "its slot did not end in time") for worker in missing})
+        refused = [reason for reason in reasons if reason.startswith(TOO_BIG)]
+        if refused:
+            return ResultError(f"{len(missing)} of {len(expected)} results did not arrive: {refused[0]}")
+        if len(missing) == len(expected):
+            return ResultError(
+                f"all {len(expected)} workers finished, but none of their results arrived: {'; '.join(reasons)}"
+            )
+        ranks = ", ".join(str(expected.index(worker)) for worker in missing)
+        return ResultError(
+            f"all {len(expected)} workers finished, but the results of ranks {ranks} were lost on their way: "
+            f"{'; '.join(reasons)}. Run the function again; let it keep what must not be lost in storage"
+        )
+
+
+class LoopResults:
+    """What rank 0 offered of the function's finished loops, for newcomers that are sent past them."""
+
+    def __init__(self) -> None:
+        self._by_loop: dict[int, LoopResult] = {}
+        self._behind: dict[WorkerId, int] = {}
+        """Workers on their way to the loop of that number, which may still need a result."""
+
+    def offered(self, result: LoopResult) -> list[WorkerId]:
+        """Keep what a loop returned. Returns: who waits for it."""
+        total = sum(len(kept.payload) for kept in self._by_loop.values()) + len(result.payload)
+        if total > MAX_LOOP_RESULTS_BYTES:
+            problem = f"the results of the function's loops are larger than {MAX_LOOP_RESULTS_BYTES >> 20} MiB together"
+            result = LoopResult(result.loop, problem, b"")
+        self._by_loop[result.loop] = result
+        return [worker for worker, loop in self._behind.items() if result.loop < loop]
+
+    def for_newcomer(self, worker: WorkerId, loop: int) -> list[LoopResult]:
+        """What a worker needs that is sent on to the loop of that number."""
+        if loop > 1:
+            self._behind[worker] = loop
+        return [result for number, result in sorted(self._by_loop.items()) if number < loop]
+
+    def joined(self, workers: Iterable[WorkerId]) -> None:
+        """These are members of a world, and need no more."""
+        for worker in workers:
+            self._behind.pop(worker, None)
+
 
 OnEnded = Callable[[SlotId, str, AgentOutcome | None], None]
 """Called from any thread, exactly once for each `launch`, when it is over: the slot, why in words, and what the agent

@@ -16,12 +16,12 @@ import threading
 from collections.abc import Sequence
 
 from spark_elastic import clock
-from spark_elastic.core.outcome import AgentOutcome
-from spark_elastic.core.topology import LaunchId, SlotId
 from spark_elastic.driver.launcher import OnEnded
 from spark_elastic.errors import exit_in_words
-from spark_elastic.wire.handover import AgentOrder
+from spark_elastic.membership.states import AgentOutcome
+from spark_elastic.membership.topology import LaunchId, SlotId
 from spark_elastic.wire.interfaces import address_of
+from spark_elastic.wire.launch_spec import AgentOrder
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from spark_elastic.core.commands import Announce, Command, FinishJob, PublishWorld, RunAgain
-from spark_elastic.core.events import Event, WorkerDone
-from spark_elastic.core.timeline import WorkerJoined, WorkerLeft
-from spark_elastic.core.topology import WorkerId, World
+from spark_elastic.membership.commands import Announce, Command, FinishJob, PublishWorld, RunAgain
+from spark_elastic.membership.events import Event, WorkerDone
+from spark_elastic.membership.timeline import WorkerJoined, WorkerLeft
+from spark_elastic.membership.topology import WorkerId, World
 
 _ROUNDS_KEPT = 100
 """Older rounds are forgotten: a job may go through thousands."""

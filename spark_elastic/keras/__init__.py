@@ -12,13 +12,7 @@ from spark_elastic.keras import callbacks, elastic
 from spark_elastic.keras.callbacks import BestModelCheckpoint
 from spark_elastic.keras.compression import Compression
 from spark_elastic.keras.old_names import accept_old_names
-from spark_elastic.keras.operations import (
-    allgather,
-    allreduce,
-    broadcast,
-    broadcast_global_variables,
-    reducescatter,
-)
+from spark_elastic.keras.operations import allgather, allreduce, broadcast, broadcast_global_variables, reducescatter
 from spark_elastic.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from spark_elastic.keras.saving import load_model
 from spark_elastic.keras.sync_batch_normalization import SyncBatchNormalization

@@ -8,11 +8,11 @@ from typing import Any
 
 import keras
 
-from spark_elastic.collective.handled_values import take_over
 from spark_elastic.collective.objects import allgather_object
 from spark_elastic.collective.operations import outside_world
 from spark_elastic.collective.process import rank, size
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
+from spark_elastic.elastic.handled_values import take_over
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.backend import BACKEND
 from spark_elastic.keras.fit_place import before

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 import torch
 
-from spark_elastic.collective.batch_statistics import add_up, excluded, group_of
+from spark_elastic.collective.fused import add_up, excluded, group_of
 from spark_elastic.collective.process_sets import ProcessSet
 from spark_elastic.tensorflow.host import call_host
 from spark_elastic.tensorflow.tensors import Array, torch_of

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from spark_elastic.collective.batch_statistics import add_up, excluded, group_of
+from spark_elastic.collective.fused import add_up, excluded, group_of
 from spark_elastic.collective.process_sets import ProcessSet
 
 

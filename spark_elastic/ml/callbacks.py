@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spark_elastic.errors import InvalidSettingsError, nearest
-from spark_elastic.ml.history import History
+from spark_elastic.reporting.history import History
 
 Logs = Mapping[str, float | int]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spark_elastic.data import sealed_json
+from spark_elastic.data.manifest import seal, unseal
 from spark_elastic.errors import CheckpointError, RunTakenError
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Checkpoints:
             "document": dict(contents.document),
         }
         self._check_fence()
-        self.store.write_bytes(f"{name}/{MANIFEST}", sealed_json.dumps(manifest))
+        self.store.write_bytes(f"{name}/{MANIFEST}", seal(manifest))
 
     def _check_fence(self) -> None:
         if self._fence is not None:
@@ -237,7 +237,7 @@ class Checkpoints:
         """Raises: CheckpointError: missing, not what was written, or of another version, with the field."""
         where = f"checkpoint {name} in {self.store}"
         try:
-            manifest = sealed_json.loads(self._read(name, MANIFEST), _FIELDS)
+            manifest = unseal(self._read(name, MANIFEST), _FIELDS)
         except ValueError as error:
             raise CheckpointError(f"{where} is incomplete or damaged: {MANIFEST}: {error}") from error
         if manifest.get("format") != FORMAT:

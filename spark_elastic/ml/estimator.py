@@ -18,12 +18,11 @@ import numpy as np
 from pyspark.ml import Estimator
 
 from spark_elastic import clock
-from spark_elastic.data.cache import Limits
+from spark_elastic.data.catalog import Limits
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
-from spark_elastic.data.spark_connect import refuse_connect
+from spark_elastic.data.spark_jobs import refuse_connect
 from spark_elastic.data.store import Store
-from spark_elastic.drawing import event_rows
 from spark_elastic.driver import preflight
 from spark_elastic.errors import (
     DataError,
@@ -35,16 +34,23 @@ from spark_elastic.errors import (
     StoreError,
 )
 from spark_elastic.ml import preparation
-from spark_elastic.ml.history import History
+from spark_elastic.ml.datasets import (
+    Fits,
+    SharedSets,
+    check_tensors,
+    give_back,
+    is_found_again,
+    model_inputs,
+    nan_of,
+    padding_of,
+    remove_unless_used,
+)
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.outputs import OutputShape
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.preparation import WEIGHT, Tensors
-from spark_elastic.ml.room import check_room
-from spark_elastic.ml.run_folder import RunFolders
+from spark_elastic.ml.run_folder import RunFolders, check_room, leased_if_possible
 from spark_elastic.ml.run_lease import RunLease, lease_of
-from spark_elastic.ml.runs import leased_if_possible
-from spark_elastic.ml.several_fits import Fits, SharedSets
 from spark_elastic.ml.shared_params import (
     READ_OPTIONS,
     WRITE_OPTIONS,
@@ -54,15 +60,8 @@ from spark_elastic.ml.shared_params import (
     TrainingParams,
 )
 from spark_elastic.ml.training.spec import CheckpointPlan
-from spark_elastic.ml.written_sets import (
-    check_tensors,
-    give_back,
-    is_found_again,
-    model_inputs,
-    nan_of,
-    padding_of,
-    remove_unless_used,
-)
+from spark_elastic.reporting.history import History
+from spark_elastic.reporting.plot import event_rows
 from spark_elastic.settings import ElasticSettings
 
 DEFAULT_BATCH_SIZE = 32
@@ -406,7 +405,7 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
 
     def _run_job(self, training: Any, context: Any, began: float, events: list[Any]) -> list[Any]:
         """What the workers returned; what became of them is added to `events`. Ctrl-C ends the workers."""
-        from spark_elastic.runner import run_async
+        from spark_elastic.jobs.run import run_async
 
         options = dict(self.getOrDefault("run_options") or {})
         if env := self._worker_env():

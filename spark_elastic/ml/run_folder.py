@@ -5,22 +5,133 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
+import re
+import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock
+from spark_elastic.data.catalog import ORPHAN_AGE_S, is_leased, leased
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.sharing import ensure_shared
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, StoreError
 from spark_elastic.ml.checkpoints import Checkpoints
-from spark_elastic.ml.describing import described, digest
+from spark_elastic.ml.datasets import SharedSets
+from spark_elastic.ml.fingerprint import described, digest
 from spark_elastic.ml.run_lease import OWNERS, held_run
-from spark_elastic.ml.runs import passing_run
-from spark_elastic.ml.several_fits import SharedSets
 from spark_elastic.ml.shared_params import ClusterParams, StorageParams
 from spark_elastic.ml.training.spec import CHECKPOINTS
+
+if TYPE_CHECKING:
+    from spark_elastic.data.store import Store
+    from spark_elastic.ml.training.spec import CheckpointPlan, Training
+
+# Whether a training's folder has room for what the training will write there.
+
+
+def check_room(run: Store, model_nbytes: int, training: Training) -> None:
+    """Compare what a local store has free with the model and the checkpoints that are kept, each as large as the model.
+
+    Checkpoints hold the optimizer's values too, so this is the least that will be written; what is there already of
+    this run's checkpoints makes room as they are replaced. Object stores and HDFS are not asked.
+
+    Raises: StoreError: it cannot be enough.
+    """
+    if not run.is_local:
+        return
+    count = 0 if training.checkpoints is None else checkpoints_at_once(training.checkpoints, training.epochs)
+    needed = model_nbytes * (1 + count)
+    there = sum(entry.nbytes for entry in run.list(CHECKPOINTS, recursive=True))
+    disk = shutil.disk_usage(_existing(run.local_path()))
+    if disk.total and disk.free + there < needed:
+        kept = f" and {count} checkpoints of at least as much, the one being written included" if count else ""
+        raise StoreError(
+            f"{run.url} has {_in_words(disk.free)} free, and the training will write at least {_in_words(needed)} "
+            f"there: the model of {_in_words(model_nbytes)}{kept}. Make room, "
+            + ("lower keep_checkpoints, or give another checkpoint_dir" if count else "or give another store"),
+            url=run.url,
+        )
+
+
+def checkpoints_at_once(plan: CheckpointPlan, epochs: int) -> int:
+    """Return how many lie in the folder at a time, at most."""
+    count = plan.keep + 1 + (plan.best_of is not None)
+    if plan.every_steps is None and plan.every_seconds is None:
+        count = min(count, 0 if plan.every_epochs is None else -(-epochs // plan.every_epochs))
+    return count
+
+
+def _existing(folder: Path) -> Path:
+    return next(each for each in (folder, *folder.parents) if each.exists())
+
+
+def _in_words(nbytes: int) -> str:
+    for limit, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= limit:
+            return f"{nbytes / limit:.1f} {unit}"
+    return f"{nbytes} bytes"
+
+
+# Folders of trainings that are there for as long as their fit, and what is left of them if the driver was killed.
+
+log = logging.getLogger("spark_elastic.ml")
+
+_OURS = re.compile(r"(run\.json|history\.json|model\.\w+|checkpoints/.*|leases/.*|.*\.partial)$")
+_ID = re.compile(r"[0-9a-f]{32}$")
+
+
+@contextlib.contextmanager
+def leased_if_possible(folder: Store) -> Iterator[None]:
+    """While the block runs nobody's clean-up takes the folder. Where nothing can be written it goes without."""
+    lease = contextlib.ExitStack()
+    try:
+        lease.enter_context(leased(folder))
+    except Exception as error:  # each filesystem has errors of its own
+        log.info("no lease on %s, which others may remove: %s", folder.url, error)
+    try:
+        yield
+    finally:
+        try:
+            lease.close()
+        except Exception as error:  # it runs out by itself, and is no reason to lose what was trained
+            log.info("the lease on %s could not be given back: %s", folder.url, error)
+
+
+@contextlib.contextmanager
+def passing_run(runs: Store) -> Iterator[Store]:
+    """A folder below `runs` for as long as the block runs."""
+    with contextlib.suppress(Exception):  # somebody else's left-overs are no reason not to train
+        collect_runs(runs, clock.wall())
+    run = runs.sub(uuid.uuid4().hex)
+    try:
+        with leased_if_possible(run):
+            yield run
+    finally:
+        with contextlib.suppress(Exception):  # a store that is gone is not what the caller has to hear of
+            run.delete()
+
+
+def collect_runs(runs: Store, now: float, age_s: float = ORPHAN_AGE_S) -> list[str]:
+    """Remove folders of `passing_run` whose process was killed: nobody renews their lease, and all in them is old.
+
+    Returns: their names.
+    """
+    removed = []
+    for entry in runs.list():
+        if not entry.is_dir or not _ID.match(entry.path):
+            continue
+        run = runs.sub(entry.path)
+        files = [file for file in run.list(recursive=True) if not file.is_dir]
+        newest = max((file.modified_s for file in files), default=entry.modified_s)
+        if newest < now - age_s and all(_OURS.match(file.path) for file in files) and not is_leased(run, now):
+            run.delete()
+            removed.append(entry.path)
+    return removed
+
 
 RUNS = "runs"
 _IDENTITY = "run.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.ml import converters as to
+from spark_elastic.ml import params as to
 from spark_elastic.ml.params import ElasticParams, setting
 
 PREDICTIONS = ("auto", "argmax", "value", "binary_logit", "binary_probability", "argmax_probability")

@@ -9,9 +9,9 @@ import pickle
 import platform
 import sys
 
-from spark_elastic.core.slot_report import SlotReport
+from spark_elastic.membership.topology import SlotReport
 from spark_elastic.task.agent import run_agent
-from spark_elastic.task.worker import die_with
+from spark_elastic.task.main import die_with
 from spark_elastic.wire.interfaces import interface_addresses
 
 

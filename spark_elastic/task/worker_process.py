@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from spark_elastic.core.topology import WorkerId
+from spark_elastic.membership.topology import WorkerId
 from spark_elastic.settings import DEVICE_SETTING
 from spark_elastic.task.memory import memory_kills
-from spark_elastic.wire.handover import AgentOrder
+from spark_elastic.wire.launch_spec import AgentOrder
 
 STDERR_TAIL_LINES = 40
 THREADS_OF_TASK = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
@@ -66,7 +66,7 @@ class WorkerProcess:
             [
                 sys.executable,
                 "-m",
-                "spark_elastic.task.worker",
+                "spark_elastic.task.main",
                 str(os.getpid()),
                 str(result_write),
                 *order.preimport,

@@ -14,6 +14,7 @@ except ImportError as error:
     raise MissingExtraError(what="spark_elastic.tensorflow", package="tensorflow", extra="tensorflow") from error
 
 from spark_elastic.tensorflow.compression import Compression
+from spark_elastic.tensorflow.functions import broadcast_, broadcast_global_variables, broadcast_variables
 from spark_elastic.tensorflow.operations import (
     allgather,
     allreduce,
@@ -29,7 +30,6 @@ from spark_elastic.tensorflow.operations import (
     size_op,
 )
 from spark_elastic.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
-from spark_elastic.tensorflow.variables import broadcast_, broadcast_global_variables, broadcast_variables
 
 # Of the floor above, which itself stands on this package: resolved on first use.
 _ABOVE = {

@@ -34,9 +34,8 @@ from spark_elastic.torch.autograd import (
     grouped_reducescatter,
     reducescatter,
 )
-from spark_elastic.torch.device import device
+from spark_elastic.torch.functions import broadcast_optimizer_state, broadcast_parameters, device
 from spark_elastic.torch.optimizer import DistributedOptimizer
-from spark_elastic.torch.parameters import broadcast_optimizer_state, broadcast_parameters
 from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [

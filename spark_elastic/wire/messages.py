@@ -13,9 +13,8 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from spark_elastic.core.topology import Place, World
-from spark_elastic.core.version import StateVersion
 from spark_elastic.errors import ProtocolError
+from spark_elastic.membership.topology import Place, StateVersion, World
 
 # --- agent -> driver ----------------------------------------------------------------------------
 
@@ -38,7 +37,7 @@ class AgentHello:
 
 @dataclass(frozen=True, slots=True)
 class AgentHeartbeat:
-    """See `core.events.AgentAlive`."""
+    """See `membership.events.AgentAlive`."""
 
     running: int | None
 
@@ -46,7 +45,7 @@ class AgentHeartbeat:
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
     """The worker's process is gone. `exit_code` < 0: killed by that signal. `oom_kills`, `memory`: as in
-    `core.events.WorkerLost`."""
+    `membership.events.WorkerLost`."""
 
     worker: int
     exit_code: int
@@ -135,7 +134,7 @@ class WorkerHello:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHeartbeat:
-    """See `core.events.WorkerAlive`."""
+    """See `membership.events.WorkerAlive`."""
 
     version: StateVersion | None
     blocked_s: float | None
@@ -145,7 +144,7 @@ class WorkerHeartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """See `core.events.WorkerReady`."""
+    """See `membership.events.WorkerReady`."""
 
     round: int
     version: StateVersion | None

@@ -69,7 +69,7 @@ def test_a_script_resumes_from_the_checkpoint_that_rank_0_finds(tmp_path):
 
 def is_worker(process):
     try:
-        return "spark_elastic.task.worker" in process.cmdline()
+        return "spark_elastic.task.main" in process.cmdline()
     except psutil.Error:  # it has just ended
         return False
 

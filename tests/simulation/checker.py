@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic import errors
-from spark_elastic.core import commands as c
-from spark_elastic.core import events as e
-from spark_elastic.core import timeline as t
-from spark_elastic.core.states import Phase
-from spark_elastic.core.topology import Place, World
-from spark_elastic.core.version import BEGINNING, StateVersion
+from spark_elastic.membership import commands as c
+from spark_elastic.membership import events as e
+from spark_elastic.membership import timeline as t
+from spark_elastic.membership.states import Phase
+from spark_elastic.membership.topology import BEGINNING, Place, StateVersion, World
 from spark_elastic.settings import ElasticSettings
 
 if TYPE_CHECKING:

@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_elastic.core import commands as c
-from spark_elastic.core import events as e
-from spark_elastic.core.topology import Place
-from spark_elastic.core.version import StateVersion
+from spark_elastic.membership import commands as c
+from spark_elastic.membership import events as e
+from spark_elastic.membership.topology import Place, StateVersion
 from spark_elastic.settings import ElasticSettings
 from tests.simulation.checker import Checker
 from tests.simulation.training import SimWorker, SimWorld

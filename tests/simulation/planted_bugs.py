@@ -1,4 +1,4 @@
-"""Deliberate one-line breakages of `core/`, each of which the simulation has to notice.
+"""Deliberate one-line breakages of `membership/`, each of which the simulation has to notice.
 
 A simulation that misses them is decoration. A bug is one replacement in the source of one module; everything that
 is built on that module is executed again on top of it, beside the real package.
@@ -15,17 +15,13 @@ from typing import Any
 
 # what the machine is made of, lower floors first; events, commands, states and topology are shared with the checker
 _MODULES = (
-    "ranking",
-    "cooldown",
-    "hosts",
+    "backoff",
     "deadlines",
-    "futility",
-    "crashes",
     "roster",
-    "decide",
-    "places",
-    "rounds",
-    "membership",
+    "decisions",
+    "slots",
+    "worlds",
+    "machine",
 )
 
 
@@ -38,169 +34,174 @@ class Bug:
 
 
 BUGS = (
-    Bug("newcomers go before survivors", "ranking", "newcomer = len(places) + max(", "newcomer = -1 - max("),
-    Bug("hosts are mixed", "ranking", "by_host.setdefault(places[worker].host, [])", "by_host.setdefault(worker, [])"),
-    Bug("every host counts as a column", "ranking", "cross_size=cross_sizes[local_rank]", "cross_size=len(by_host)"),
+    Bug("newcomers go before survivors", "decisions", "newcomer = len(places) + max(", "newcomer = -1 - max("),
+    Bug(
+        "hosts are mixed", "decisions", "by_host.setdefault(places[worker].host, [])", "by_host.setdefault(worker, [])"
+    ),
+    Bug("every host counts as a column", "decisions", "cross_size=cross_sizes[local_rank]", "cross_size=len(by_host)"),
     Bug(
         "the least advanced is the root",
-        "decide",
+        "decisions",
         "return (-loop, -steps, -marks), old",
         "return (loop, steps, marks), old",
     ),
-    Bug("the youngest of equals is the root", "decide", "old_rank, candidate.worker", "-old_rank, candidate.worker"),
-    Bug("the sync is always skipped", "decide", "sync=not same", "sync=False"),
+    Bug("the youngest of equals is the root", "decisions", "old_rank, candidate.worker", "-old_rank, candidate.worker"),
+    Bug("the sync is always skipped", "decisions", "sync=not same", "sync=False"),
     Bug(
         "equal steps are taken for equal states",
-        "decide",
+        "decisions",
         "member.version == best.version",
         "_standing(member)[:2] == _standing(best)[:2]",
     ),
     Bug(
-        "marks are ignored when the root is chosen", "decide", "(-loop, -steps, -marks), old", "(-loop, -steps, 0), old"
+        "marks are ignored when the root is chosen",
+        "decisions",
+        "(-loop, -steps, -marks), old",
+        "(-loop, -steps, 0), old",
     ),
     Bug(
         "the loop is ignored when the root is chosen",
-        "decide",
+        "decisions",
         "(-loop, -steps, -marks), old",
         "(0, -steps, -marks), old",
     ),
-    Bug("a leaving worker takes applied steps along", "decide", "        spared = 1\n", "        spared = 0\n"),
-    Bug("leaving workers are never spared", "decide", "minimum - done - len(staying)", "0 * minimum"),
+    Bug("a leaving worker takes applied steps along", "decisions", "        spared = 1\n", "        spared = 0\n"),
+    Bug("leaving workers are never spared", "decisions", "minimum - done - len(staying)", "0 * minimum"),
     Bug(
         "a late job waits for ever",
-        "decide",
+        "decisions",
         '    if now >= deadline:\n        return Decision(False, f"{have}',
         '    if now < 0:\n        return Decision(False, f"{have}',
     ),
     Bug(
         "the survivors are not cut",
-        "rounds",
+        "worlds",
         "        if training:\n            self._out",
         "        if not training:\n            self._out",
     ),
     Bug(
         "a loss does not break the world",
-        "rounds",
+        "worlds",
         "        needed = worker.state is TRAINING or",
         "        needed = worker.state is READY or",
     ),
     Bug(
-        "stalled survivors are waited for", "rounds", "        for survivor in training:", "        for survivor in ():"
+        "stalled survivors are waited for", "worlds", "        for survivor in training:", "        for survivor in ():"
     ),
     Bug(
         "only one member is notified",
-        "rounds",
+        "worlds",
         "(tuple(self._roster.states[TRAINING]), self",
         "(tuple(self._roster.states[TRAINING])[:1], self",
     ),
-    Bug("a lost state goes unnoticed", "rounds", "if self.furthest.trained:", "if self.furthest.loop < 0:"),
+    Bug("a lost state goes unnoticed", "worlds", "if self.furthest.trained:", "if self.furthest.loop < 0:"),
     Bug(
         "one world too many",
-        "rounds",
+        "worlds",
         "if limit is not None and self.round > limit:\n            self.fail",
         "if limit is not None and self.round > limit + 1:\n            self.fail",
     ),
     Bug(
         "a plain function is not run again",
-        "rounds",
+        "worlds",
         "            self.restart(worker, _PLAIN_AGAIN, now)\n        elif",
         "            pass\n        elif",
     ),
     Bug(
-        "a member lost at the end is dropped", "rounds", "worker.state is TRAINING or worker.id in self._done", "False"
+        "a member lost at the end is dropped", "worlds", "worker.state is TRAINING or worker.id in self._done", "False"
     ),
     Bug(
         "a result lost with its agent is dropped",
-        "rounds",
+        "worlds",
         "worker.state is TRAINING or worker.id in self._done",
         "worker.state is TRAINING",
     ),
-    Bug("a done worker is not run again", "rounds", "for worker in sorted(self._done)]", "for worker in ()]"),
+    Bug("a done worker is not run again", "worlds", "for worker in sorted(self._done)]", "for worker in ()]"),
     Bug(
         "a worker that finishes in a broken world is not run again",
-        "rounds",
+        "worlds",
         "worker.run_again_in != self.round",
         "worker.run_again_in < 0",
     ),
-    Bug("an old result counts", "membership", "run == record.run", "run <= record.run"),
-    Bug("a process that has ended is run again", "rounds", "elif worker.exited:", "elif False:"),
+    Bug("an old result counts", "machine", "run == record.run", "run <= record.run"),
+    Bug("a process that has ended is run again", "worlds", "elif worker.exited:", "elif False:"),
     Bug(
         "a newcomer of an earlier loop is put into the world",
-        "rounds",
+        "worlds",
         "if 0 < worker.loop < self",
         "if self.round < 0 < self",
     ),
     Bug(
         "one that came before the next loop began is put into its world",
-        "rounds",
+        "worlds",
         "        if next_loop:",
         "        if not self._elastic:",
     ),
     Bug(
         "some do what comes before the loop beside others in it",
-        "rounds",
+        "worlds",
         "if any(worker.loop for worker in waiting):",
         "if not waiting:",
     ),
-    Bug("one who works after the loop is not waited for", "rounds", "if not worker.after_loop:", "if worker.round:"),
-    Bug("the notice has the same number twice", "rounds", "self._notices += 1", "self._notices = 1"),
-    Bug("a removed worker's result is kept", "rounds", "self._done.pop(worker.id, None)", "pass"),
-    Bug("a message of an older round counts", "membership", "event.round != worker.round or worker", "worker"),
+    Bug("one who works after the loop is not waited for", "worlds", "if not worker.after_loop:", "if worker.round:"),
+    Bug("the notice has the same number twice", "worlds", "self._notices += 1", "self._notices = 1"),
+    Bug("a removed worker's result is kept", "worlds", "self._done.pop(worker.id, None)", "pass"),
+    Bug("a message of an older round counts", "machine", "event.round != worker.round or worker", "worker"),
     Bug(
         "a done worker may not exit",
-        "membership",
+        "machine",
         "if worker.state is DONE:\n            worker.exited",
         "if worker is None:\n            worker.exited",
     ),
-    Bug("an agent comes back from the dead", "membership", "event.agent <= slot.newest", "event.agent < 0"),
+    Bug("an agent comes back from the dead", "machine", "event.agent <= slot.newest", "event.agent < 0"),
     Bug(
         "newcomers are never let in",
-        "membership",
+        "machine",
         "self._rounds.note_version(event.version, now)\n        if worker.state is TRAINING",
         "if worker.state is TRAINING",
     ),
-    Bug("a bug in the function goes unnoticed", "membership", "self._on_worker_raised(event, now)", "pass"),
-    Bug("a silent worker is kept", "membership", "self._evict(worker_id, why, now)", "self._evict(-1, why, now)"),
-    Bug("one death counts twice", "places", "if slot.excused or agent.retiring:", "if agent.retiring:"),
-    Bug("a place is used before it cooled down", "places", "        if due > now:\n", "        if due > now + 1e9:\n"),
+    Bug("a bug in the function goes unnoticed", "machine", "self._on_worker_raised(event, now)", "pass"),
+    Bug("a silent worker is kept", "machine", "self._evict(worker_id, why, now)", "self._evict(-1, why, now)"),
+    Bug("one death counts twice", "slots", "if slot.excused or agent.retiring:", "if agent.retiring:"),
+    Bug("a place is used before it cooled down", "slots", "        if due > now:\n", "        if due > now + 1e9:\n"),
     Bug(
         "a process that hangs at boot is kept",
-        "places",
+        "slots",
         'self._timers.set(("boot", worker.id), now',
         'self._timers.set(("none", worker.id), now',
     ),
     Bug(
         "a decommissioned executor is used",
-        "places",
+        "slots",
         "if place.executor in self._decommissioned:",
         "if place.executor in ():",
     ),
-    Bug("the limits of a host are ignored", "places", '("" if position < limit else why)', '""'),
-    Bug("the cooldown does not grow", "cooldown", "shortest * 2.0 ** min(doublings, 60)", "shortest"),
+    Bug("the limits of a host are ignored", "slots", '("" if position < limit else why)', '""'),
+    Bug("the cooldown does not grow", "backoff", "shortest * 2.0 ** min(doublings, 60)", "shortest"),
     Bug(
         "a crash that always comes back is never given up",
-        "crashes",
+        "backoff",
         "and _worlds(self.row(now)) >= self.limit",
         "and _worlds(self.row(now)) > 1000",
     ),
     Bug(
-        "crashes between which steps were applied are a row", "crashes", "if version.is_steps_after(self._at):", "if 0:"
+        "crashes between which steps were applied are a row", "backoff", "if version.is_steps_after(self._at):", "if 0:"
     ),
     Bug(
         "crashes of one world are counted one by one",
-        "crashes",
+        "backoff",
         "return len({death.round for death, _ in row})",
         "return len(row)",
     ),
     Bug(
         "a host where everything crashes is forgotten at once",
-        "places",
+        "slots",
         'self._excluded[host] = f"host',
         'self._excluded[""] = f"host',
     ),
     Bug(
         "a busy worker is given up",
-        "membership",
+        "machine",
         "if now - worker.heard_at < self.settings.stall_timeout_s:",
         "if now < 0:",
     ),
@@ -213,8 +214,8 @@ def machine_with(bug: Bug | None) -> Any:
 
     Raises: LookupError: if the text to replace is not there exactly once.
     """
-    package = importlib.import_module("spark_elastic.core")
-    names = [f"spark_elastic.core.{module}" for module in _MODULES]
+    package = importlib.import_module("spark_elastic.membership")
+    names = [f"spark_elastic.membership.{module}" for module in _MODULES]
     real = {name: importlib.import_module(name) for name in names}
     try:
         for module, name in zip(_MODULES, names, strict=True):
@@ -231,7 +232,7 @@ def machine_with(bug: Bug | None) -> Any:
             sys.modules[name] = copy
             setattr(package, module, copy)
             exec(compile(source, str(path), "exec"), copy.__dict__)
-        return sys.modules["spark_elastic.core.membership"].Membership  # type: ignore[attr-defined]
+        return sys.modules["spark_elastic.membership.machine"].Membership  # type: ignore[attr-defined]
     finally:
         for module, name in zip(_MODULES, names, strict=True):
             sys.modules[name] = real[name]

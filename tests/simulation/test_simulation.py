@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.core.membership import Membership
+from spark_elastic.membership.machine import Membership
 from tests.simulation.planted_bugs import BUGS, Bug, machine_with
 from tests.simulation.seeds import simulate
 

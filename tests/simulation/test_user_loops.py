@@ -20,27 +20,27 @@ SEEDS = 1, 40
 BUGS = (
     Bug(
         "a counter that is advanced before the step stays so",
-        "core/plain_values",
+        "elastic/plain_values",
         "trail[-count:] if count else []",
         "()",
     ),
     Bug(
         "lists stay longer",
-        "core/plain_values",
+        "elastic/plain_values",
         "            out[name] = before\n        return out",
         "        return out",
     ),
     Bug(
         "a commit copies nothing, and what is restored is what there is",
-        "collective/handled_values",
+        "elastic/handled_values",
         "        copy_all(self._copies, tensors)\n",
         "        self._copies = list(tensors)\n",
     ),
-    Bug("averages are moved twice", "core/recovery", "    if failure.altered:", "    if False:"),
-    Bug("a failure anywhere is one of a reduction", "core/recovery", "if not failure.in_reduction:", "if False:"),
+    Bug("averages are moved twice", "elastic/recovery", "    if failure.altered:", "    if False:"),
+    Bug("a failure anywhere is one of a reduction", "elastic/recovery", "if not failure.in_reduction:", "if False:"),
     Bug(
         "plain values go back to the first check",
-        "state",
+        "elastic/state",
         "None if committed else self._light_values()",
         "self._resume_values or self._light_values()",
     ),

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from spark_elastic.core import events as e
-from spark_elastic.core.topology import Place, World
-from spark_elastic.core.version import StateVersion
+from spark_elastic.membership import events as e
+from spark_elastic.membership.topology import Place, StateVersion, World
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster

@@ -51,7 +51,7 @@ def failing(seed: int) -> Iterator[None]:
 
 def differs(seed: int) -> str:
     """How the loop of this seed ended with failures, if it ended otherwise than without; or ""."""
-    from spark_elastic.loops import loops
+    from spark_elastic.wire.worker_link import loops
 
     outcomes = []
     for disturbed in (False, True):

@@ -235,7 +235,7 @@ def train(seed: int) -> dict[str, Any]:
 @contextmanager
 def checks_failing(seed: int) -> Iterator[None]:
     """Within it checks for updated hosts fail at random, or say that a newcomer is ready."""
-    from spark_elastic.collective.frontend import CollectiveFrontend
+    from spark_elastic.elastic.frontend import CollectiveFrontend
     from spark_elastic.errors import HorovodInternalError
 
     rng = random.Random(f"checks {seed}")
@@ -256,7 +256,7 @@ def checks_failing(seed: int) -> Iterator[None]:
 
 def differs(seed: int) -> str:
     """How the loop of this seed ended with failures, if it ended otherwise than without; or ""."""
-    from spark_elastic.loops import loops
+    from spark_elastic.wire.worker_link import loops
 
     loops.__init__()  # as in a process of its own
     calm = train(seed)

@@ -3,10 +3,10 @@
 import pytest
 
 from spark_elastic.collective.devices import Seat, Sight, choose_backend, choose_device, may_use_gpu
-from spark_elastic.driver import arguments
+from spark_elastic.driver import preflight
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.task.worker_process import worker_environment
-from spark_elastic.wire.handover import AgentOrder
+from spark_elastic.wire.launch_spec import AgentOrder
 
 NONE = Sight("2.7.0+cpu", None, 0)
 BLIND = Sight("2.7.0", "12.6", 0)
@@ -87,10 +87,10 @@ def test_a_job_on_cpus_hides_the_gpus_from_its_workers_and_one_task_sees_its_own
 
 
 def test_a_job_asks_for_a_device_by_a_known_name():
-    assert [arguments.device(name) for name in ("auto", "cpu", "cuda", "cuda:1")] == ["auto", "cpu", "cuda", "cuda:1"]
+    assert [preflight.device(name) for name in ("auto", "cpu", "cuda", "cuda:1")] == ["auto", "cpu", "cuda", "cuda:1"]
     for wrong in ("gpu", "cuda:", 0, None, True):
         with pytest.raises(InvalidSettingsError, match="device must be"):
-            arguments.device(wrong)
+            preflight.device(wrong)
 
 
 def test_a_process_that_may_have_no_gpu_is_no_gpu_process():

@@ -4,12 +4,11 @@ import socket
 
 import pytest
 
-from spark_elastic.backends import HostEvents, LocalBackend
-from spark_elastic.core.events import HostsObserved
-from spark_elastic.driver.host_discovery import FixedHosts
-from spark_elastic.driver.host_manager import HostAddresses
+from spark_elastic.driver.hosts import FixedHosts, HostAddresses
 from spark_elastic.driver.local_launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.jobs.backends import HostEvents, LocalBackend
+from spark_elastic.membership.events import HostsObserved
 from spark_elastic.wire.interfaces import interface_addresses
 
 

@@ -5,11 +5,10 @@ import time
 
 import pytest
 
-from spark_elastic.core.events import HostsObserved
-from spark_elastic.core.hosts import HostUpdate
-from spark_elastic.driver.host_discovery import FixedHosts, HostDiscoveryScript, parse_hosts
-from spark_elastic.driver.host_manager import HostManager
+from spark_elastic.driver.hosts import FixedHosts, HostDiscoveryScript, HostManager, parse_hosts
 from spark_elastic.errors import DiscoveryScriptError, InvalidSettingsError
+from spark_elastic.membership.events import HostsObserved
+from spark_elastic.membership.topology import HostUpdate
 from tests.leftovers import Before
 
 

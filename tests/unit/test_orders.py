@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_elastic.core.lanes import LaneOrder, LaneSettings
-from spark_elastic.core.orders import GlobalOrder
+from spark_elastic.data.order.permutation import GlobalOrder
+from spark_elastic.data.order.windows import LaneOrder, LaneSettings
 
 LANES = st.builds(LaneSettings, lanes=st.integers(1, 20), chunk_rows=st.integers(1, 40), window_rows=st.integers(1, 90))
 

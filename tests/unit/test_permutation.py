@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spark_elastic.core.permutation import Permutation, derived_key
+from spark_elastic.data.order.permutation import Permutation, derived_key
 
 KEYS = st.integers(0, 2**64 - 1)
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_elastic.core.plain_values import Opaque, PlainValues, difference, same
-from spark_elastic.state import independent_copy
+from spark_elastic.elastic.plain_values import Opaque, PlainValues, difference, same
+from spark_elastic.elastic.state import independent_copy
 
 
 @pytest.fixture(autouse=True, params=["at once", "with the next reduction"])

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic import LocalLauncher, run_async, runner
+from spark_elastic import LocalLauncher, run_async
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.jobs import run
 from tests.leftovers import nothing_left
 
 
@@ -19,4 +20,4 @@ def test_a_launcher_that_cannot_be_made_leaves_no_thread_and_no_socket():
 @pytest.mark.parametrize("bind", ["::1", "192.0.2.1", "no-such-host.invalid"])
 def test_an_address_to_listen_at_that_is_none_is_named(bind):
     with pytest.raises(InvalidSettingsError, match=f"the driver cannot listen at {bind}: .*IPv4"):
-        runner._listen(bind)
+        run._listen(bind)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.core.outcome import AgentOutcome
-from spark_elastic.driver.slot_arbiter import AdmittedLauncher, SlotArbiter
+from spark_elastic.driver.spark.slot_queue import AdmittedLauncher, SlotArbiter
+from spark_elastic.membership.states import AgentOutcome
 
 
 class Cluster:

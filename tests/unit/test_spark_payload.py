@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from spark_elastic import backends
-from spark_elastic.driver import spark_launcher
+from spark_elastic.driver.spark import launcher
+from spark_elastic.jobs import backends
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.task import spark_agent
-from spark_elastic.wire.handover import AgentOrder
+from spark_elastic.wire.launch_spec import AgentOrder
 
 
 @pytest.fixture
@@ -26,12 +26,13 @@ def sent(monkeypatch):
             def __init__(self, sc, entry, payload_for_slot, on_ended, *, shared, description):
                 kept.append((payload_for_slot(0), shared))
 
-        monkeypatch.setattr(spark_launcher, "SparkLauncher", Launcher)
+        monkeypatch.setattr(launcher, "SparkLauncher", Launcher)
         backend = backends.SparkBackend.__new__(backends.SparkBackend)
         backend._context = None
-        monkeypatch.setattr("spark_elastic.driver.slot_arbiter.arbiter_of", lambda sc: None)
+        monkeypatch.setattr("spark_elastic.driver.spark.slot_queue.arbiter_of", lambda sc: None)
         monkeypatch.setattr(
-            "spark_elastic.driver.slot_arbiter.AdmittedLauncher", lambda arbiter, job, need, build, ended: build(ended)
+            "spark_elastic.driver.spark.slot_queue.AdmittedLauncher",
+            lambda arbiter, job, need, build, ended: build(ended),
         )
         backend.make_launcher(order, ElasticSettings(1, 1, 1), lambda *ended: None)
         return kept[0]

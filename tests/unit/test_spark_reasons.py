@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.driver.spark_reasons import reason_of
+from spark_elastic.driver.spark.cluster import reason_of
 
 PYTHON_EXCEPTION = """\
 Job aborted due to stage failure: Task 0 in stage 2.0 failed 4 times, most recent failure: Lost task 0.3 in stage 2.0 \

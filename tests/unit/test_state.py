@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.core.version import StateVersion
+from spark_elastic.elastic.state import Entry, ObjectState, SentOn, State, elastic_loop, independent_copy
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, StateNotMovableError
-from spark_elastic.loops import Loops
-from spark_elastic.state import Entry, ObjectState, SentOn, State, elastic_loop, independent_copy
+from spark_elastic.membership.topology import StateVersion
+from spark_elastic.wire.worker_link import Loops
 
 
 class ScriptedFrontend:

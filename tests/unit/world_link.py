@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
-from spark_elastic import worker_link
-from spark_elastic.core.version import StateVersion
 from spark_elastic.errors import HorovodInternalError
-from spark_elastic.worker_link import Assignment, ProvisionalPosition
+from spark_elastic.membership.topology import StateVersion
+from spark_elastic.wire import worker_link
+from spark_elastic.wire.worker_link import Assignment, ProvisionalPosition
 
 STALL_TIMEOUT_S = 7200.0
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-from spark_elastic.core.topology import Member, Place, World
-from spark_elastic.core.version import StateVersion
+from spark_elastic.membership.topology import Member, Place, StateVersion, World
 from tests.unit.world_link import worker_main
 
 WAIT_S = 60.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-from spark_elastic import state as _base
-from spark_elastic.collective.frontend import frontend
-from spark_elastic.collective.handled_state import ObjectState, State
-from spark_elastic.collective.handled_values import StateHandler
+from spark_elastic.elastic import state as _base
+from spark_elastic.elastic.frontend import frontend
+from spark_elastic.elastic.handled_state import ObjectState, State
+from spark_elastic.elastic.handled_values import StateHandler
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
 from spark_elastic.keras.elastic.callbacks import (
     CommitStateCallback,

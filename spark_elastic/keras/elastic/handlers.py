@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import keras
 import torch
 
-from spark_elastic.collective.handled_values import Layout, Slice, StateHandler
+from spark_elastic.elastic.handled_values import Layout, Slice, StateHandler
+from spark_elastic.elastic.state import independent_copy
 from spark_elastic.errors import UsageError
 from spark_elastic.keras import variables as values
 from spark_elastic.keras.variables import Description, Variable
-from spark_elastic.state import independent_copy
 
 
 class VariablesHandler(StateHandler):

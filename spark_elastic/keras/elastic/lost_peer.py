@@ -16,7 +16,7 @@ def with_lost_peers_named(func: Callable[P, R]) -> Callable[P, R]:
     """`func`, raising a lost peer as HorovodInternalError and every other error as it is."""
     if BACKEND == "torch":
         return func  # nothing wraps it there
-    from spark_elastic.tensorflow.errors import translated
+    from spark_elastic.tensorflow.host import translated
 
     @functools.wraps(func)
     def named(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spark_elastic.collective import fused
-from spark_elastic.core.plain_values import PlainValues, same
+from spark_elastic.elastic.plain_values import PlainValues, same
 
 
 class OwnLoop:

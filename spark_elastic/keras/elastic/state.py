@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from spark_elastic.collective.handled_state import HandledState
-from spark_elastic.collective.handled_values import StateHandler
-from spark_elastic.core.recovery import Recovery
-from spark_elastic.core.version import StateVersion
+from spark_elastic.elastic.handled_state import HandledState
+from spark_elastic.elastic.handled_values import StateHandler
+from spark_elastic.elastic.recovery import Recovery
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.keras import variables as values
 from spark_elastic.keras.backend import BACKEND
@@ -19,6 +18,7 @@ from spark_elastic.keras.elastic.fit_callbacks import FitCallbacks
 from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler, VariablesHandler, handler_for
 from spark_elastic.keras.elastic.own_loop import OwnLoop
 from spark_elastic.keras.optimizer import reduces
+from spark_elastic.membership.topology import StateVersion
 
 log = logging.getLogger("spark_elastic.keras")
 

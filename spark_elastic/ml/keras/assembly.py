@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import tensorflow as tf
+
 from spark_elastic.collective.process import local_rank, local_size
+from spark_elastic.elastic.handled_values import StateHandler
+from spark_elastic.elastic.recovery import Recovery
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.keras.elastic.handlers import handler_for
 from spark_elastic.keras.sync_batch_normalization import convert
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.keras.callbacks import KerasCallbacks, adapted
 from spark_elastic.ml.keras.compiling import CompileArguments
-from spark_elastic.ml.keras.devices import choose_device, choose_threads
 from spark_elastic.ml.keras.engine import KerasEngine
 from spark_elastic.ml.keras.feeding import Feeding, first_rows
+from spark_elastic.ml.keras.metrics import MetricSums
 from spark_elastic.ml.keras.objective import (
     Shares,
     divides_by_weights,
@@ -22,14 +29,77 @@ from spark_elastic.ml.keras.objective import (
     row_exact,
     weigh_by_rows,
 )
+from spark_elastic.ml.keras.predictor import device_name, set_threads
 from spark_elastic.ml.keras.spec import KerasTraining
-from spark_elastic.ml.keras.state import KerasTrainingState
 from spark_elastic.ml.keras.steps import Steps
-from spark_elastic.ml.keras.sums import MetricSums
 from spark_elastic.ml.preparation import WEIGHT
 from spark_elastic.ml.training.assembly import first_progress, implied, settings_of
-from spark_elastic.ml.training.lasting import Lasting
+from spark_elastic.ml.training.checkpoint_schedule import Lasting
+from spark_elastic.ml.training.engine import TrainingState, host_cores, threads_for
+from spark_elastic.ml.training.progress import Progress
 from spark_elastic.ml.training.trainer import Trainer
+
+# What a worker computes with. TensorFlow takes what it is told before it runs first in a process.
+
+log = logging.getLogger("spark_elastic.ml")
+
+_BY_ENVIRONMENT = "TF_NUM_INTRAOP_THREADS"
+
+
+def choose_threads(asked: int | None, workers: int) -> None:
+    """workers: on this host."""
+    if asked is None and os.environ.get(_BY_ENVIRONMENT):
+        return  # the cores of the Spark task, or what the user has set
+    set_threads(threads_for(asked, host_cores(), workers))
+
+
+def choose_device(asked: str | None, local_rank: int) -> None:
+    """Raises: InvalidSettingsError: there is no such device here."""
+    asked = None if asked == "auto" else asked
+    gpus = tf.config.list_physical_devices("GPU")
+    if asked is None and not gpus:
+        return
+    name = device_name(asked or "gpu")
+    if name.startswith("/CPU"):
+        chosen = []
+    else:
+        number = int(name.rpartition(":")[2]) if asked and ":" in asked else local_rank % max(1, len(gpus))
+        if number >= len(gpus):
+            raise InvalidSettingsError(
+                f"device={asked!r}, but TensorFlow sees {len(gpus)} GPUs in this worker; have Spark hand them out "
+                "(spark.task.resource.gpu.amount, docs/gpus.md) and install tensorflow[and-cuda] on the executors, or "
+                "train with device='auto' or 'cpu'"
+            )
+        chosen = [gpus[number]]
+    try:
+        tf.config.set_visible_devices(chosen, "GPU")
+        for gpu in chosen:
+            tf.config.experimental.set_memory_growth(gpu, True)  # others may share it
+    except RuntimeError as error:
+        log.info("TensorFlow runs already, and keeps the devices that it has: %s", error)
+
+
+# The state of a Keras model's training.
+
+
+class KerasTrainingState(TrainingState):
+    """Model, optimizer, the weights of the best epoch, what callbacks remember, and how far the training has come.
+
+    Its steps are those of the engine, which tells of each.
+    """
+
+    def __init__(self, engine: KerasEngine, *, callbacks: KerasCallbacks, at: Progress) -> None:
+        self._engine = engine
+        super().__init__(model=engine.model, optimizer=engine.optimizer, best=engine.best, callbacks=callbacks, at=at)
+        self._steps["optimizer"] = 0
+        engine.stepped = lambda: self._stepped("optimizer")
+        self.save()
+
+    def _handler_for(self, value: Any) -> StateHandler | None:
+        return handler_for(value, lambda: {"model": self._engine.model})
+
+    def _settle(self, choice: Recovery) -> None:
+        self._engine.put_back()
 
 
 class Prepared(NamedTuple):

@@ -18,8 +18,8 @@ from spark_elastic.collective.objects import broadcast_object
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.keras.kept_values import Kept
 from spark_elastic.ml.callbacks import Callback, Logs, Run
-from spark_elastic.ml.history import FACTS
 from spark_elastic.ml.keras.spec import KerasTraining
+from spark_elastic.reporting.history import FACTS
 
 _WRITING = ("CSVLogger", "ModelCheckpoint", "OrbaxCheckpoint", "ProgbarLogger", "RemoteMonitor", "TensorBoard")
 RANK_0_ONLY = tuple(getattr(keras.callbacks, name) for name in _WRITING if hasattr(keras.callbacks, name))

@@ -12,21 +12,22 @@ import torch
 from spark_elastic.collective.objects import broadcast_tensors
 from spark_elastic.collective.operations import allreduce_
 from spark_elastic.collective.reduction import Sum
-from spark_elastic.core.permutation import derived_key
 from spark_elastic.data.batch import Batch
+from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.errors import CheckpointError
 from spark_elastic.keras import variables as values
 from spark_elastic.keras.sync_batch_normalization import is_synchronised
-from spark_elastic.ml.keras import arrays, weights
+from spark_elastic.ml.keras import weights
 from spark_elastic.ml.keras.callbacks import KerasCallbacks
 from spark_elastic.ml.keras.feeding import Feeding, KerasBatch, Part
+from spark_elastic.ml.keras.metrics import MetricSums
 from spark_elastic.ml.keras.objective import Shares
 from spark_elastic.ml.keras.spec import MODEL_FILE, KerasTraining
 from spark_elastic.ml.keras.steps import Steps
-from spark_elastic.ml.keras.sums import MetricSums
+from spark_elastic.ml.keras.weights import dump_arrays, load_arrays
 from spark_elastic.ml.training.engine import Measured
 from spark_elastic.ml.training.progress import Piece, Progress, Sums
-from spark_elastic.tensorflow.errors import translated
+from spark_elastic.tensorflow.host import translated
 
 ARRAYS = "state.npz"
 
@@ -211,12 +212,12 @@ class KerasEngine:
             for name in names:
                 if _has_nan(copied[name]):  # the loss of the next step will be, and end the training
                     raise CheckpointError(f"{name} is NaN after step {at.step}")
-            return {ARRAYS: arrays.dumps(copied)}
+            return {ARRAYS: dump_arrays(copied)}
 
         return made
 
     def load(self, files: Mapping[str, bytes]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-        found = arrays.loads(files[ARRAYS])
+        found = load_arrays(files[ARRAYS])
         weights.assign(self.model.variables, found, "model/")
         weights.assign(self.optimizer.variables, found, "optimizer/")
         if self.best is not None and any(name.startswith("best/") for name in found):

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError
-from spark_elastic.ml import converters as to
+from spark_elastic.ml import params as to
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.describing import described
+from spark_elastic.ml.datasets import model_inputs
 from spark_elastic.ml.estimator import ElasticEstimator, TrialRun
+from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.keras.backend import ENV, NEEDED, check_backend
 from spark_elastic.ml.keras.model import ElasticKerasModel
 from spark_elastic.ml.model import Fitted
@@ -22,11 +23,10 @@ from spark_elastic.ml.params import setting
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.preparation import FLOAT, Tensors, is_list
 from spark_elastic.ml.training.columns import INPUT
-from spark_elastic.ml.written_sets import model_inputs
 
 if TYPE_CHECKING:
     from spark_elastic.ml.keras.compiling import CompileArguments
-    from spark_elastic.ml.keras.sealing import Sealed
+    from spark_elastic.ml.keras.pickling import Sealed
     from spark_elastic.ml.keras.spec import KerasTraining
 
 COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
@@ -237,7 +237,7 @@ class ElasticKerasEstimator(ElasticEstimator):
 
     def _sealed(self, name: str, value: Any) -> Sealed:
         """Raises: NotPicklableError: with the name."""
-        from spark_elastic.ml.keras.sealing import Sealed
+        from spark_elastic.ml.keras.pickling import Sealed
 
         try:
             sealed = Sealed.of(value, self._given("custom_objects"))
@@ -252,9 +252,9 @@ class ElasticKerasEstimator(ElasticEstimator):
         return sealed
 
     def _try(self, training: KerasTraining) -> TrialRun:
-        from spark_elastic.ml.keras import trial
+        from spark_elastic.ml.keras import dry_run
 
-        return trial.run_once(training, self._given("inference_fn"))
+        return dry_run.run_once(training, self._given("inference_fn"))
 
     def _train_fn(self) -> Callable[[Any], Any]:
         from spark_elastic.ml.keras.training import train
@@ -292,7 +292,7 @@ class ElasticKerasEstimator(ElasticEstimator):
         return self._described_value(self.getOrDefault(name))
 
     def _described_value(self, value: Any) -> str:
-        from spark_elastic.ml.keras.describing import plainly
+        from spark_elastic.ml.keras.building import plainly
 
         return described(plainly(value))
 

@@ -68,8 +68,8 @@ class ElasticKerasModel(ElasticModel):
         self._keras_model, self._fitted, self._custom_objects = model, fitted, dict(custom_objects or {})
 
     def _saved_predictor(self) -> SavedPredictor:
+        from spark_elastic.ml.keras.pickling import Sealed
         from spark_elastic.ml.keras.predictor import KerasSavedPredictor
-        from spark_elastic.ml.keras.sealing import Sealed
 
         return KerasSavedPredictor(
             Sealed.of(self.keras_model, self._custom_objects),

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.errors import DataError, InvalidSettingsError
-from spark_elastic.ml.keras.sealing import Sealed
+from spark_elastic.ml.keras.pickling import Sealed
 from spark_elastic.ml.serving import Predictor
 
 log = logging.getLogger("spark_elastic.ml")

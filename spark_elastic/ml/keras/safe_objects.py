@@ -19,7 +19,7 @@ import numpy as np
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml import callbacks as own_callbacks
 from spark_elastic.ml import trust
-from spark_elastic.ml.keras import archives, sealing
+from spark_elastic.ml.keras import archives, pickling
 from spark_elastic.ml.keras.compiling import compile_again, compiled_with, values_of
 from spark_elastic.ml.keras.custom_objects import own_names
 
@@ -72,7 +72,7 @@ def loads(file: bytes) -> Any:
 
 def pickled(value: Any) -> bytes:
     """The value with the user's classes and functions in it, for `pickle.loads`."""
-    return sealing.dumps(value, compiled=True)
+    return pickling.dumps(value, compiled=True)
 
 
 def _written(value: Any, files: dict[str, bytes]) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from spark_elastic.ml.training.spec import Training
 
 if TYPE_CHECKING:
-    from spark_elastic.ml.keras.sealing import Sealed
+    from spark_elastic.ml.keras.pickling import Sealed
 
 MODEL_FILE = "model.weights.npz"
 """In the run's store: the weights of the trained model, for `weights.fill`."""

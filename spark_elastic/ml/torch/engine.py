@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective.batch_statistics import without_rows
+from spark_elastic.collective.fused import without_rows
 from spark_elastic.collective.objects import broadcast_tensors
-from spark_elastic.core.permutation import derived_key
 from spark_elastic.data.batch import Batch
+from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
+from spark_elastic.ml.torch.batch_norm import normalised_alone
 from spark_elastic.ml.torch.batches import BatchMaker
 from spark_elastic.ml.torch.metrics import Tally
 from spark_elastic.ml.torch.objective import Objective
 from spark_elastic.ml.torch.optimizers import Schedule
-from spark_elastic.ml.torch.single_rows import normalised_alone
-from spark_elastic.ml.torch.snapshots import detached, from_bytes, to_bytes
+from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
 from spark_elastic.ml.training.engine import Measured
 from spark_elastic.ml.training.passes import gathered

@@ -11,13 +11,14 @@ import torch
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.ml import converters as to
+from spark_elastic.ml import params as to
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.estimator import ElasticEstimator, TrialRun
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.params import setting
 from spark_elastic.ml.persistence import Codec
-from spark_elastic.ml.torch import losses, safe_objects, trial, weights
+from spark_elastic.ml.torch import dry_run, objective, safe_objects
+from spark_elastic.ml.torch import serialization as weights
 from spark_elastic.ml.torch.model import ElasticTorchModel
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
 from spark_elastic.ml.torch.training import train
@@ -123,7 +124,7 @@ class ElasticTorchEstimator(ElasticEstimator):
         if loss is None and self._given("train_fn") is None:
             raise InvalidSettingsError("neither loss nor train_fn is set; give one of them")
         for each in loss if isinstance(loss, (list, tuple)) else [] if loss is None else [loss]:
-            if not losses.is_loss(each):
+            if not objective.is_loss(each):
                 hint = f"; make one: {each.__name__}()" if isinstance(each, type) else ""
                 raise InvalidSettingsError(
                     f"loss must be a module or a function of (output, label), not {each!r}{hint}"
@@ -152,7 +153,7 @@ class ElasticTorchEstimator(ElasticEstimator):
     def _label_dtypes(self) -> list[str | None]:
         loss, labels = self._given("loss"), self._given("label_cols") or []
         each = list(loss) if isinstance(loss, (list, tuple)) else [loss] * len(labels)
-        return [losses.label_dtype(one) for one in each]
+        return [objective.label_dtype(one) for one in each]
 
     def _training(self, dataset: Dataset, run: Store, resume_from: str | None) -> TorchTraining:
         same = ("model", "optimizer", "loss", "loss_weights", "train_fn", "lr_scheduler", "scheduler_interval")
@@ -165,7 +166,7 @@ class ElasticTorchEstimator(ElasticEstimator):
         )
 
     def _try(self, training: TorchTraining) -> TrialRun:
-        return trial.run_once(training, self._given("inference_fn"))
+        return dry_run.run_once(training, self._given("inference_fn"))
 
     def _train_fn(self) -> Callable[[Any], Any]:
         return train

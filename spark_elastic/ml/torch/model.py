@@ -14,7 +14,7 @@ from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.serving import Predictor
-from spark_elastic.ml.torch import safe_objects, weights
+from spark_elastic.ml.torch import safe_objects, serialization
 
 _WEIGHTS = "weights.pt"
 _ARCHITECTURE = "architecture"
@@ -61,14 +61,14 @@ class ElasticTorchModel(ElasticModel):
         return TorchSavedPredictor(self.module, device, self.getOrDefault("transform_threads"))
 
     def _files(self) -> dict[str, bytes]:
-        return {_WEIGHTS: weights.dumps(self.module)}
+        return {_WEIGHTS: serialization.dumps(self.module)}
 
     def _objects(self) -> dict[str, Any]:
-        return {_ARCHITECTURE: weights.hollow(self.module)}
+        return {_ARCHITECTURE: serialization.hollow(self.module)}
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
         super()._restore(facts, files, objects)
-        self._module = weights.fill(objects[_ARCHITECTURE], weights.loads(files[_WEIGHTS])).eval()
+        self._module = serialization.fill(objects[_ARCHITECTURE], serialization.loads(files[_WEIGHTS])).eval()
 
 
 @dataclass(frozen=True)

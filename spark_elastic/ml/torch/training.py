@@ -12,16 +12,16 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.preparation import WEIGHT
+from spark_elastic.ml.torch.batch_norm import synchronise
 from spark_elastic.ml.torch.engine import TorchEngine
 from spark_elastic.ml.torch.metrics import Tally
 from spark_elastic.ml.torch.objective import Objective
 from spark_elastic.ml.torch.optimizers import Schedule, build_optimizer
 from spark_elastic.ml.torch.spec import TorchTraining
-from spark_elastic.ml.torch.statistics import synchronise
 from spark_elastic.ml.training.assembly import CallbackStates, first_progress, implied, run, settings_of
+from spark_elastic.ml.training.checkpoint_schedule import Lasting
 from spark_elastic.ml.training.columns import LABEL
 from spark_elastic.ml.training.engine import TrainingState
-from spark_elastic.ml.training.lasting import Lasting
 from spark_elastic.ml.training.spec import TrainingResult
 from spark_elastic.ml.training.trainer import Trainer
 

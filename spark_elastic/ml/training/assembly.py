@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from spark_elastic.collective.frontend import frontend
 from spark_elastic.collective.process import process
 from spark_elastic.data.read_order import lanes_of, resolve_order
+from spark_elastic.elastic.frontend import frontend
+from spark_elastic.elastic.state import elastic_loop
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback
+from spark_elastic.ml.training.checkpoint_schedule import Lasting
 from spark_elastic.ml.training.engine import Engine, TrainingState
-from spark_elastic.ml.training.lasting import Lasting
 from spark_elastic.ml.training.progress import Phase, Progress
 from spark_elastic.ml.training.spec import CheckpointPlan, Training, TrainingResult
 from spark_elastic.ml.training.trainer import Trainer
-from spark_elastic.state import elastic_loop
 
 log = logging.getLogger("spark_elastic.ml")
 

@@ -12,9 +12,9 @@ import torch
 from spark_elastic import clock
 from spark_elastic.collective.operations import allreduce_, broadcast_
 from spark_elastic.collective.reduction import Max
-from spark_elastic.display.views import epoch_line
 from spark_elastic.ml.training.progress import Phase, Progress
 from spark_elastic.ml.training.reporting import measured
+from spark_elastic.reporting.format import epoch_line
 
 if TYPE_CHECKING:
     from spark_elastic.ml.training.trainer import Trainer

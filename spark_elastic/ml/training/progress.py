@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.ml.history import History
+from spark_elastic.reporting.history import History
 
 Sums = npt.NDArray[np.float64]
 Piece = dict[str, dict[str, Any]]

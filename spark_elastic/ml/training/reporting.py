@@ -8,11 +8,11 @@ import math
 import threading
 from typing import TYPE_CHECKING
 
-from spark_elastic import worker_link
-from spark_elastic.ml.history import FACTS, Row
 from spark_elastic.ml.training.progress import Phase, Progress
+from spark_elastic.reporting.history import FACTS, Row
+from spark_elastic.wire import worker_link
 from spark_elastic.wire.messages import EpochEnded, LiveProgress, Notice
-from spark_elastic.worker_link import WorkerLink
+from spark_elastic.wire.worker_link import WorkerLink
 
 if TYPE_CHECKING:
     from spark_elastic.ml.training.trainer import Trainer

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback, Logs, follows
-from spark_elastic.ml.history import History
+from spark_elastic.reporting.history import History
 
 if TYPE_CHECKING:
     from spark_elastic.ml.training.trainer import Trainer

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.ml.history import History
 from spark_elastic.ml.training.progress import Diverged
+from spark_elastic.reporting.history import History
 
 if TYPE_CHECKING:
     from spark_elastic.data.dataset import Dataset

@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from spark_elastic.collective.process import process
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.training.cores import host_cores, threads_for
-from spark_elastic.ml.training.engine import Engine, TrainingState
+from spark_elastic.ml.training.checkpoint_schedule import Lasting
+from spark_elastic.ml.training.engine import Engine, TrainingState, host_cores, threads_for
 from spark_elastic.ml.training.epoch_end import end_epoch
 from spark_elastic.ml.training.finish import finish
-from spark_elastic.ml.training.lasting import Lasting
 from spark_elastic.ml.training.passes import train, validate
 from spark_elastic.ml.training.progress import Phase
 from spark_elastic.ml.training.reporting import reporter_of

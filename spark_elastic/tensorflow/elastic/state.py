@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from spark_elastic.collective.handled_values import StateHandler
+from spark_elastic.elastic.handled_values import StateHandler
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.elastic.handlers import ListHandler
 from spark_elastic.keras.elastic.state import KerasState

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-from spark_elastic import state as _base
-from spark_elastic.collective.frontend import frontend
-from spark_elastic.collective.handled_state import ObjectState, State
-from spark_elastic.collective.handled_values import StateHandler
+from spark_elastic.elastic import state as _base
+from spark_elastic.elastic.frontend import frontend
+from spark_elastic.elastic.handled_state import ObjectState, State
+from spark_elastic.elastic.handled_values import StateHandler
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
-from spark_elastic.torch.elastic.handlers import (
-    get_handler_registry,
-    register_handler,
-    set_handler_registry,
-)
+from spark_elastic.torch.elastic.handlers import get_handler_registry, register_handler, set_handler_registry
 from spark_elastic.torch.elastic.sampler import ElasticSampler
 from spark_elastic.torch.elastic.state import TorchState
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from spark_elastic.collective.handled_values import Layout, Slice, StateHandler, copy_all
+from spark_elastic.elastic.handled_values import Layout, Slice, StateHandler, copy_all
+from spark_elastic.elastic.state import independent_copy
 from spark_elastic.errors import UsageError
-from spark_elastic.state import independent_copy
 from spark_elastic.torch.elastic.sampler import ElasticSampler
 
 

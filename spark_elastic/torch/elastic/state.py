@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from spark_elastic.collective.handled_state import HandledState
-from spark_elastic.collective.handled_values import StateHandler, copy_all
-from spark_elastic.core.plain_values import same
-from spark_elastic.core.recovery import Recovery
+from spark_elastic.elastic.handled_state import HandledState
+from spark_elastic.elastic.handled_values import StateHandler, copy_all
+from spark_elastic.elastic.plain_values import same
+from spark_elastic.elastic.recovery import Recovery
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.torch.elastic.handlers import (
     ModelStateHandler,

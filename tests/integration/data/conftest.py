@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spark_elastic.data.cache import delete_unkept
+from spark_elastic.data.catalog import delete_unkept
 from spark_elastic.data.store import Store
 from tests.integration.clusters import local
 

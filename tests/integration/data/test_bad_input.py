@@ -7,7 +7,7 @@ from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from spark_elastic.data.cache import SETS
+from spark_elastic.data.catalog import SETS
 from spark_elastic.data.materialization import materialize
 from spark_elastic.errors import DataError, InvalidSettingsError, StoreError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import functions as F
 
-from spark_elastic.data.cache import SETS, delete_unkept
+from spark_elastic.data.catalog import SETS, delete_unkept
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.materialization import materialize
 from spark_elastic.data.sharing import PROBE

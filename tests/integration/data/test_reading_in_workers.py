@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import spark_elastic
-from spark_elastic.core.lanes import LaneSettings
 from spark_elastic.data import Dataset, pack
+from spark_elastic.data.order.windows import LaneSettings
 from tests.unit.data.test_node_cache import cached_bytes, remote
 
 ROWS = 200_000

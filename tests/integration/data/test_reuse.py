@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from pyspark.sql import functions as F
 
-from spark_elastic.data import cache, materialization
-from spark_elastic.data.cache import SETS, clear_cache, delete_unkept
+from spark_elastic.data import catalog, materialization
+from spark_elastic.data.catalog import SETS, clear_cache, delete_unkept
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.materialization import materialize
@@ -190,7 +190,7 @@ def test_a_set_that_nobody_waited_for_the_disk_with_is_compared_with_its_checksu
     dataset = materialize(frame, X, store=store)
     for shard in dataset.manifest.splits["train"]:
         dataset.store.write_bytes(shard.file, bytes(shard.nbytes))  # as after a power cut
-    monkeypatch.setattr(cache, "_unkept", {})  # another process looks
+    monkeypatch.setattr(catalog, "_unkept", {})  # another process looks
     assert Rows(materialize(frame, X, store=store))["x"].sum() == 99 * 50
 
 
@@ -323,12 +323,12 @@ def test_a_set_that_another_fit_reads_stays(spark, store, table):
 def test_a_set_that_is_looked_at_is_not_taken_by_a_fit_that_ends_beside(spark, store, table, monkeypatch):
     query = spark.read.parquet(table)
     first = materialize(query, X, store=store)
-    cache.give_back(first.store, cache.Limits(nbytes=1 << 30), 0.0)
+    catalog.give_back(first.store, catalog.Limits(nbytes=1 << 30), 0.0)
     find = materialization._find
 
     def find_and_wait(*asked):
         found = find(*asked)
-        assert cache.collect_unkept(cache.Limits(nbytes=0), time.time()) == []
+        assert catalog.collect_unkept(catalog.Limits(nbytes=0), time.time()) == []
         return found
 
     monkeypatch.setattr(materialization, "_find", find_and_wait)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def rank_and_size():
-    from spark_elastic import worker_link
+    from spark_elastic.wire import worker_link
 
     link = worker_link.current()
     assignment = link.join_at_init()
@@ -19,10 +19,10 @@ def steps(folder, until, before_step=None):
     Calls `before_step(rank, step)`. Writes `pid-RANK-ROUND` at each new world and `step-N` at each applied step, so
     that a test can wait for them.
     """
-    from spark_elastic import worker_link
-    from spark_elastic.core.version import StateVersion
     from spark_elastic.errors import HorovodInternalError
-    from spark_elastic.worker_link import Assignment
+    from spark_elastic.membership.topology import StateVersion
+    from spark_elastic.wire import worker_link
+    from spark_elastic.wire.worker_link import Assignment
 
     link = worker_link.current()
     position = link.join_at_init()

@@ -37,8 +37,8 @@ def die_after(folder):
 
 
 def world_is_cut():
-    from spark_elastic import worker_link
     from spark_elastic.collective.process import process
+    from spark_elastic.wire import worker_link
 
     return worker_link.current().cut_round() >= process.assignment.world.round
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from spark_elastic import LocalLauncher, run_async
-from spark_elastic.core.timeline import DriverStoodStill, WorkerLeft, WorldStarted
+from spark_elastic.membership.timeline import DriverStoodStill, WorkerLeft, WorldStarted
 from tests.integration.processes import wait_until
 
 HEARTBEAT_TIMEOUT_S = 2.0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spark_elastic.driver.host_discovery import FixedHosts, HostDiscoveryScript
+from spark_elastic.driver.hosts import FixedHosts, HostDiscoveryScript
 from spark_elastic.errors import NotEnoughSlotsError
 from tests.integration.local import loops
 from tests.integration.local.test_jobs import WAIT_S, pid_of, wait_for_round, worlds

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from spark_elastic.core.states import WorkerState
-from spark_elastic.core.timeline import WorldStarted
+from spark_elastic.membership.states import WorkerState
+from spark_elastic.membership.timeline import WorldStarted
 from tests.integration.local import ends
 from tests.integration.processes import wait_until
 

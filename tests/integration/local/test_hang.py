@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from spark_elastic.core.timeline import WorkerLeft
+from spark_elastic.membership.timeline import WorkerLeft
 
 
 def train_and_hang(folder):

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from spark_elastic import LocalLauncher
-from spark_elastic.core.timeline import WorkerLeft, WorldStarted
 from spark_elastic.errors import (
     JobCancelledError,
     NotEnoughSlotsError,
@@ -17,6 +16,7 @@ from spark_elastic.errors import (
     UserFunctionError,
     WorkerStartError,
 )
+from spark_elastic.membership.timeline import WorkerLeft, WorldStarted
 from spark_elastic.ml.training.reporting import notify
 from tests.integration.local import loops
 from tests.integration.processes import GONE_S, wait_until
@@ -260,7 +260,7 @@ def test_no_key_is_visible_from_outside(start_job):
             for pid in ("self", os.getppid())
             for what in ("environ", "cmdline")
         ]
-        from spark_elastic import worker_link
+        from spark_elastic.wire import worker_link
 
         key = worker_link.current()._key
         return any(key in place or key.hex().encode() in place for place in places)

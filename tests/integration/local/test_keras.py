@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.core.timeline import WorldStarted
+from spark_elastic.membership.timeline import WorldStarted
 
 pytest.importorskip("tensorflow")
 PREIMPORT = ("torch", "tensorflow", "keras")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.core.timeline import WorldStarted
+from spark_elastic.membership.timeline import WorldStarted
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.test_training_worlds import assert_as_undisturbed
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.data.cache import delete_unkept
+from spark_elastic.data.catalog import delete_unkept
 from tests.integration.clusters import local
 
 

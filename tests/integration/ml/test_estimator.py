@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
-from spark_elastic.data.cache import delete_unkept
+from spark_elastic.data.catalog import delete_unkept
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, DataError
 from spark_elastic.ml.checkpoints import Checkpoints

@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from spark_elastic import ElasticTorchEstimator
-from spark_elastic.data.cache import delete_unkept
+from spark_elastic.data.catalog import delete_unkept
 from tests.integration.clusters import Cluster, local_cluster
 from tests.integration.ml.holding import Hold, HoldingCallback, StepLog, standing_rows
 from tests.integration.processes import children, wait_until

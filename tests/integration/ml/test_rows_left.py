@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pyspark.sql import functions as F
 
-from spark_elastic.data.cache import SETS
+from spark_elastic.data.catalog import SETS
 from spark_elastic.errors import InvalidSettingsError
 from tests.unit.ml.torch.estimators import HereEstimator, settings
 

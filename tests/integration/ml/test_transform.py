@@ -18,11 +18,11 @@ from torch import nn
 from spark_elastic import ElasticTorchModel
 from spark_elastic.data.layout import TensorField
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
-from spark_elastic.ml.history import History
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.outputs import OutputShape
 from spark_elastic.ml.persistence import trusted_files
 from spark_elastic.ml.trust import TRUST_VARIABLE
+from spark_elastic.reporting.history import History
 from tests.integration.ml.modules import Logging, TwoInputs
 
 JOINED = TensorField("features_0", ("a", "v"), "<f4", (3,))

@@ -7,7 +7,8 @@ import weakref
 
 import pytest
 
-from spark_elastic import run_async, runner
+from spark_elastic import run_async
+from spark_elastic.jobs import run
 from tests.integration.processes import GONE_S, assert_gone, wait_until
 from tests.integration.spark.diary import Diary
 from tests.integration.spark.training import train
@@ -39,7 +40,7 @@ def nothing_imported_ahead():
     """Workers of jobs that are started meanwhile import nothing before they are asked to. Otherwise that is torch,
     which takes seconds of the processor in each worker, and functions that are no training need none of it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "modules_of", lambda function: ())
+        patch.setattr(run, "modules_of", lambda function: ())
         yield
 
 

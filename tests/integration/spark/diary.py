@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from spark_elastic.core.timeline import WorldStarted
+from spark_elastic.membership.timeline import WorldStarted
 from tests.integration.processes import wait_until
 from tests.integration.spark.training import ROWS
 

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from spark_elastic.core.outcome import AgentOutcome
-from spark_elastic.core.topology import SlotId
+from spark_elastic.membership.states import AgentOutcome
+from spark_elastic.membership.topology import SlotId
 from spark_elastic.task import spark_agent
 from tests.integration.processes import wait_until
 from tests.integration.spark.diary import WAIT_S

@@ -24,7 +24,7 @@ def train(folder: str, steps_per_execution: int = 1, validate: bool = False) -> 
     import numpy as np
 
     import spark_elastic.collective.gloo as gloo
-    import spark_elastic.collective.handled_state as elastic_state
+    import spark_elastic.elastic.handled_state as elastic_state
     import spark_elastic.keras as hvd
     from spark_elastic.collective.process import process
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from spark_elastic.core.timeline import WorkerLeft, WorldStarted
+from spark_elastic.membership.timeline import WorkerLeft, WorldStarted
 from tests.integration.clusters import standalone
 from tests.integration.spark.conftest import executor_of, finished
 from tests.integration.spark.keras_training import train

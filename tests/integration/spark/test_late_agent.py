@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from spark_elastic.core.timeline import PlaceCooledDown, WorkerLeft
+from spark_elastic.membership.timeline import PlaceCooledDown, WorkerLeft
 from spark_elastic.task import spark_agent
 from tests.integration.clusters import local
 from tests.integration.processes import wait_until

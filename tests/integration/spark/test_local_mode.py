@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from spark_elastic.core.timeline import PlaceCooledDown, WorkerJoined, WorkerLeft, WorldStarted
 from spark_elastic.errors import NotEnoughSlotsError, ResetLimitError, StateLostError
+from spark_elastic.membership.timeline import PlaceCooledDown, WorkerJoined, WorkerLeft, WorldStarted
 from tests.integration.clusters import local
 from tests.integration.processes import GONE_S, wait_until
 from tests.integration.spark.conftest import finished

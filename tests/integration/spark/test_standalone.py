@@ -2,8 +2,8 @@
 
 import pytest
 
-from spark_elastic.core.timeline import WorkerLeft, WorldStarted
 from spark_elastic.errors import StateLostError
+from spark_elastic.membership.timeline import WorkerLeft, WorldStarted
 from tests.integration.clusters import standalone
 from tests.integration.processes import GONE_S, wait_until
 from tests.integration.spark.conftest import executor_of, finished

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spark_elastic import LocalLauncher
-from spark_elastic.core.timeline import WorldStarted
+from spark_elastic.membership.timeline import WorldStarted
 from tests.integration.clusters import standalone
 from tests.integration.processes import GONE_S, assert_gone, children
 from tests.integration.spark.conftest import Jobs, assert_nothing_left, finished

@@ -64,7 +64,7 @@ def train(folder: str, ballast: int = 0, commit_every: int = 1, loader_workers: 
     from torch.utils.data import DataLoader, TensorDataset
 
     import spark_elastic.collective.gloo as gloo
-    import spark_elastic.collective.handled_state as elastic_state
+    import spark_elastic.elastic.handled_state as elastic_state
     import spark_elastic.torch as hvd
     from spark_elastic.collective.process import process
 

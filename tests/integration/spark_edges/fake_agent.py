@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spark_elastic.core.outcome import AgentOutcome
+from spark_elastic.membership.states import AgentOutcome
 from tests.integration.processes import wait_until
 
 WAIT_S = 60.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.driver.spark_discovery import SparkHostDiscovery
-from spark_elastic.driver.spark_launcher import SparkLauncher
+from spark_elastic.driver.spark.discovery import SparkHostDiscovery
+from spark_elastic.driver.spark.launcher import SparkLauncher
 from spark_elastic.errors import NotEnoughSlotsError
-from spark_elastic.task.spark_task import slot_report
+from spark_elastic.task.spark_agent import slot_report
 from tests.integration.clusters import Standalone
 from tests.integration.spark_edges.fake_agent import Ends, fake_agent, started
 

@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from spark_elastic.driver.preflight import check_spark
-from spark_elastic.driver.spark_discovery import SparkHostDiscovery
-from spark_elastic.driver.spark_launcher import SparkLauncher, kills_reused_workers
+from spark_elastic.driver.spark.discovery import SparkHostDiscovery
+from spark_elastic.driver.spark.launcher import SparkLauncher, kills_reused_workers
 from spark_elastic.errors import JobCancelledError, NoSparkContextError, NotEnoughSlotsError, NotPicklableError
-from spark_elastic.task.spark_task import slot_report
+from spark_elastic.task.spark_agent import slot_report
 from tests.integration.clusters import local
 from tests.integration.processes import wait_until
 from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, shared_agent, started

@@ -6,10 +6,10 @@ import queue
 
 import pytest
 
-from spark_elastic.core.events import ExecutorLost
-from spark_elastic.driver.spark_discovery import SparkHostDiscovery
-from spark_elastic.driver.spark_launcher import SparkLauncher
-from spark_elastic.task.spark_task import slot_report
+from spark_elastic.driver.spark.discovery import SparkHostDiscovery
+from spark_elastic.driver.spark.launcher import SparkLauncher
+from spark_elastic.membership.events import ExecutorLost
+from spark_elastic.task.spark_agent import slot_report
 from tests.integration import network
 from tests.integration.clusters import namespaced
 from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, started

@@ -9,12 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spark_elastic.core.events import ExecutorDecommissioned, ExecutorLost
-from spark_elastic.driver.executor_listener import ExecutorAdded, ExecutorListener
-from spark_elastic.driver.executor_watch import ExecutorWatch
-from spark_elastic.driver.spark_discovery import SparkHostDiscovery
-from spark_elastic.driver.spark_launcher import SparkLauncher
-from spark_elastic.task.spark_task import slot_report
+from spark_elastic.driver.spark.discovery import SparkHostDiscovery
+from spark_elastic.driver.spark.executors import ExecutorAdded, ExecutorListener, ExecutorWatch
+from spark_elastic.driver.spark.launcher import SparkLauncher
+from spark_elastic.membership.events import ExecutorDecommissioned, ExecutorLost
+from spark_elastic.task.spark_agent import slot_report
 from tests.integration.clusters import standalone
 from tests.integration.processes import wait_until
 from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, started

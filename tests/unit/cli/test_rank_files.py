@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from spark_elastic.cli.rank_files import RankFiles
+from spark_elastic.driver.output import RankFiles
 
 
 def test_a_line_whose_file_cannot_be_made_still_reaches_the_terminal(tmp_path):

@@ -5,8 +5,8 @@ import textwrap
 
 import pytest
 
-from spark_elastic.cli import local_modules
-from spark_elastic.cli.local_modules import collect
+from spark_elastic.cli import submission
+from spark_elastic.cli.submission import collect
 from spark_elastic.errors import UsageError
 
 RUN_PICKLED = (
@@ -121,6 +121,6 @@ def test_a_folder_is_no_script(tmp_path):
 
 
 def test_more_than_source_code_does_not_travel(tmp_path):
-    write(tmp_path, train="import table", table="ROWS = '" + "x" * local_modules.MAX_BYTES + "'")
+    write(tmp_path, train="import table", table="ROWS = '" + "x" * submission.MAX_BYTES + "'")
     with pytest.raises(UsageError, match="install them on the workers"):
         collect(str(tmp_path / "train.py"), ())

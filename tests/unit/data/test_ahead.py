@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_elastic.core.lanes import LaneOrder, LaneSettings
-from spark_elastic.core.orders import GlobalOrder
-from spark_elastic.data.ahead import Ahead
+from spark_elastic.data.order.permutation import GlobalOrder
+from spark_elastic.data.order.windows import LaneOrder, LaneSettings
+from spark_elastic.data.read_ahead import Ahead
 from spark_elastic.data.rows import Numbering
 
 NUMBERING = Numbering([400], 1)

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from spark_elastic.data.cache import (
+from spark_elastic.data.catalog import (
     LEASE_S,
     SETS,
     Limits,
@@ -274,9 +274,9 @@ def test_a_set_that_cannot_be_deleted_does_not_keep_the_others(store, caplog):
     gone = Store("closed://x", "x", Closed())
     with pytest.raises(RuntimeError):  # it cannot be asked whether the set is kept
         mark_used(gone, keep=False)
-    from spark_elastic.data import cache
+    from spark_elastic.data import catalog
 
-    cache._unkept[gone.url] = cache._Unkept(gone, os.getpid())
+    catalog._unkept[gone.url] = catalog._Unkept(gone, os.getpid())
     make(store, "set", keep=False)
     delete_unkept()
     assert names(store) == []

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spark_elastic.data.arrow_values import RowsRefused
 from spark_elastic.data.columns import Column, Tensor
 from spark_elastic.data.encode import Encoder
-from spark_elastic.data.faults import RowsRefused
 from spark_elastic.data.layout import Kind
-from spark_elastic.data.splits import set_aside
-from spark_elastic.data.write_task import Receipt, WriteTask
+from spark_elastic.data.write_task import Receipt, WriteTask, set_aside
 
 NUMBER = Tensor("n", (Column("n", "scalar", "<i8"),), "<i4", Kind.DENSE, False, None, None, False)
 MATRIX = Tensor("m", (Column("m", "list", "<f4", 2),), "<f4", Kind.DENSE, True, None, None, False)

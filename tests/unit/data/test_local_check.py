@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spark_elastic.data.cache import clear_cache, folder_of, mark_used
+from spark_elastic.data.catalog import clear_cache, folder_of, mark_used
 from spark_elastic.data.packing import pack
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError, InvalidSettingsError

@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spark_elastic.core.lanes import LaneSettings
-from spark_elastic.data import block_file, mapping, node_cache
+from spark_elastic.data import block_file, remote_cache
+from spark_elastic.data import rows as mapping
 from spark_elastic.data.block_file import BLOCK
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
-from spark_elastic.data.node_cache import CachedSplit, RemoteFile
+from spark_elastic.data.order.windows import LaneSettings
 from spark_elastic.data.packing import pack
+from spark_elastic.data.remote_cache import CachedSplit, RemoteFile
 from spark_elastic.data.rows import Numbering
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError, InvalidSettingsError, StoreError
@@ -96,7 +97,7 @@ def test_sidecars_come_with_the_rows_that_refer_to_them(tmp_path):
 
 
 def test_sidecars_are_read_after_they_were_fetched_where_files_cannot_be_mapped_side_by_side(tmp_path, monkeypatch):
-    monkeypatch.setattr(mapping, "possible", lambda: False)
+    monkeypatch.setattr(mapping, "can_map", lambda: False)
     rows = 500
     sparse = np.eye(rows, 9) + np.arange(rows)[:, None] * np.eye(rows, 9)
     values = {"id": np.arange(rows), "text": [f"{row:0{row % 9}d}" for row in range(rows)], "sparse": sparse}
@@ -219,7 +220,7 @@ def test_a_remote_file_that_went_away_is_an_error_of_the_store(tmp_path, order):
     with dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache", order=order) as reader:
         with pytest.raises(StoreError, match=r"0\.rows cannot be read"):
             next(reader.epoch(0))
-        assert len(before.threads()) <= node_cache._FETCHERS + 2  # with the reader's own and the order's
+        assert len(before.threads()) <= remote_cache._FETCHERS + 2  # with the reader's own and the order's
 
 
 def test_a_dropped_connection_is_tried_again_with_a_fresh_handle(tmp_path):

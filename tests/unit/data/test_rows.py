@@ -10,15 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_elastic.data import mapping
-from spark_elastic.data.mapping import FileRange, Piece
-from spark_elastic.data.rows import GatheredRows, MappedRows, Numbering
+from spark_elastic.data.rows import FileRange, GatheredRows, MappedRows, Numbering, Piece, can_map
 from spark_elastic.errors import DatasetError
 from tests.unit.data.sets import LAYOUT, numbered
 
 RUN = LAYOUT.rows_per_page_run
 SHARD_ROWS = st.lists(st.sampled_from([0, 1, 5, RUN - 1, RUN, RUN + 1, 3 * RUN]), max_size=5)
-mapped_here = pytest.mark.skipif(not mapping.possible(), reason="files are gathered one by one on this system")
+mapped_here = pytest.mark.skipif(not can_map(), reason="files are gathered one by one on this system")
 
 
 @given(shard_rows=SHARD_ROWS)

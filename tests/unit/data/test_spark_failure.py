@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.data.materialization import WRITES, write_again_if_order_is_lost
-from spark_elastic.data.spark_failure import reason_of
+from spark_elastic.data.spark_jobs import reason_of
 from spark_elastic.errors import DataError, StoreError
 
 STAGE = """Job aborted due to stage failure: Task 0 in stage 1.0 failed 4 times, most recent failure: Lost task 0.3:

@@ -1,8 +1,8 @@
 import pytest
 
-from spark_elastic.core.topology import Place
 from spark_elastic.driver.addresses import AddressBook, check_interfaces
 from spark_elastic.errors import UnknownInterfaceError
+from spark_elastic.membership.topology import Place
 from spark_elastic.wire.messages import AgentHello
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from spark_elastic.driver.closing import close_side_by_side
+from spark_elastic.driver.elastic_driver import close_side_by_side
 
 
 def test_closings_run_beside_one_another():

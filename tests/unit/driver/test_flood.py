@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from spark_elastic.core.topology import Place
+from spark_elastic.membership.topology import Place
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import connect
 

@@ -1,6 +1,6 @@
 import pytest
 
-from spark_elastic.driver.key_value import MAX_ROUND_BYTES, RoundKeyValues
+from spark_elastic.driver.rendezvous_server import MAX_ROUND_BYTES, RoundKeyValues
 from spark_elastic.errors import ProtocolError
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from spark_elastic.data.store import Store
-from spark_elastic.driver.output import OutputPrinter
-from spark_elastic.driver.output_files import OutputFiles
+from spark_elastic.driver.output import OutputFiles, OutputPrinter
 
 
 def test_each_rank_has_files_of_its_own_beside_what_is_printed(tmp_path: Path, capsys) -> None:

@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-from spark_elastic.core.topology import Member, Place, World
 from spark_elastic.driver.rendezvous_server import RendezvousServer
 from spark_elastic.errors import ChannelClosedError, ProtocolError
+from spark_elastic.membership.topology import Member, Place, World
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import connect
 from spark_elastic.wire.framing import MAGIC, new_key

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spark_elastic.driver.showing import LINE_EVERY_S, Showing
+from spark_elastic.reporting.progress import LINE_EVERY_S, Showing
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import spark_elastic.keras as hvd
 import spark_elastic.tensorflow as hvd_of_tensorflow
-from spark_elastic.collective.batch_statistics import without_rows
+from spark_elastic.collective.fused import without_rows
 from spark_elastic.keras.elastic import ElasticCallback, KerasState
 from spark_elastic.keras.sync_batch_normalization import convert, unconverted
 from tests.unit.keras.test_backends import in_a_process

@@ -16,12 +16,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from spark_elastic.core import commands as c
-from spark_elastic.core import events as e
-from spark_elastic.core import timeline as t
-from spark_elastic.core.membership import Membership
-from spark_elastic.core.topology import Place, World
-from spark_elastic.core.version import StateVersion
+from spark_elastic.membership import commands as c
+from spark_elastic.membership import events as e
+from spark_elastic.membership import timeline as t
+from spark_elastic.membership.machine import Membership
+from spark_elastic.membership.topology import Place, StateVersion, World
 from spark_elastic.settings import ElasticSettings
 
 _NAMES = {"num": "num_proc", "min": "min_num_proc", "max": "max_num_proc"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spark_elastic.core.attention import Attention
+from spark_elastic.membership.deadlines import Attention
 
 
 def test_time_goes_on_while_somebody_looks() -> None:

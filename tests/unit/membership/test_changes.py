@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.core import events as e
-from spark_elastic.core.changes import MOST_NOTICES, Chronicle, is_vague, plain_reason
-from spark_elastic.core.commands import Announce
-from spark_elastic.core.membership import Membership
-from spark_elastic.core.topology import Place
+from spark_elastic.membership import events as e
+from spark_elastic.membership.commands import Announce
+from spark_elastic.membership.machine import Membership
+from spark_elastic.membership.topology import Place
+from spark_elastic.reporting.event_log import MOST_NOTICES, Chronicle, is_vague, plain_reason
 from spark_elastic.settings import ElasticSettings
 from tests.unit.membership.script import step_at
 

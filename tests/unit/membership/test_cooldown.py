@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from spark_elastic.core.cooldown import Cooldown
-from spark_elastic.core.topology import Place
+from spark_elastic.membership.backoff import Cooldown
+from spark_elastic.membership.topology import Place
 
 HERE = Place("host", "exec", 0)
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.core.deadlines import Silence, Timers
-from spark_elastic.core.hosts import HostSet, HostUpdate
+from spark_elastic.membership.deadlines import Silence, Timers
+from spark_elastic.membership.topology import HostSet, HostUpdate
 
 
 def test_known_hosts_keep_their_place_and_new_ones_follow() -> None:

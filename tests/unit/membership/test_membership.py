@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from spark_elastic.core.commands import (
+from spark_elastic.errors import JobCancelledError, UserFunctionError
+from spark_elastic.membership.commands import (
     AdmitProvisionally,
     Announce,
     Command,
@@ -18,7 +19,7 @@ from spark_elastic.core.commands import (
     StopWorker,
     WithdrawSlot,
 )
-from spark_elastic.core.events import (
+from spark_elastic.membership.events import (
     AgentAlive,
     AgentJoined,
     AgentLost,
@@ -35,11 +36,10 @@ from spark_elastic.core.events import (
     WorkerRaised,
     WorkerReady,
 )
-from spark_elastic.core.membership import Membership
-from spark_elastic.core.states import Phase, WorkerState
-from spark_elastic.core.timeline import PlaceCooledDown, Waiting
-from spark_elastic.core.topology import Place
-from spark_elastic.errors import JobCancelledError, UserFunctionError
+from spark_elastic.membership.machine import Membership
+from spark_elastic.membership.states import Phase, WorkerState
+from spark_elastic.membership.timeline import PlaceCooledDown, Waiting
+from spark_elastic.membership.topology import Place
 from spark_elastic.settings import ElasticSettings
 from tests.unit.membership.script import step_at
 

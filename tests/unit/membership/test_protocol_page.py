@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.core.states import PHASES, WORKERS, Phase, WorkerState
+from spark_elastic.membership.states import PHASES, WORKERS, Phase, WorkerState
 
 
 def test_every_state_has_a_meaning_and_can_be_reached() -> None:

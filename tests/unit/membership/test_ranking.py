@@ -5,8 +5,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_elastic.core.ranking import assign
-from spark_elastic.core.topology import Place
+from spark_elastic.membership.decisions import assign
+from spark_elastic.membership.topology import Place
 
 hosts = st.sampled_from("abcd")
 crowds = st.dictionaries(st.integers(1, 50), hosts, min_size=1, max_size=12)

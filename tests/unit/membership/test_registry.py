@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.core.events import Event, WorkerAbandoned, WorkerDone, WorkerLost, WorkerReady
 from spark_elastic.driver.registry import RecordedState, WorkerStateRegistry
+from spark_elastic.membership.events import Event, WorkerAbandoned, WorkerDone, WorkerLost, WorkerReady
 from tests.unit.membership.script import step_at
 from tests.unit.membership.test_membership import training
 

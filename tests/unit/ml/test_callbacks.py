@@ -9,7 +9,7 @@ import pytest
 
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping, HistoryLogger, LambdaCallback, Monitor
-from spark_elastic.ml.history import History
+from spark_elastic.reporting.history import History
 
 
 class Played(SimpleNamespace):

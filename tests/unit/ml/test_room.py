@@ -9,7 +9,7 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
-from spark_elastic.ml.room import check_room, checkpoints_at_once
+from spark_elastic.ml.run_folder import check_room, checkpoints_at_once
 from spark_elastic.ml.training.spec import CheckpointPlan
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spark_elastic.ml.written_sets import give_back, remove_unless_used
+from spark_elastic.ml.datasets import give_back, remove_unless_used
 
 
 class Away:

@@ -8,10 +8,10 @@ import socket
 
 import pytest
 
-from spark_elastic.core.slot_report import SlotReport
+from spark_elastic.membership.topology import SlotReport
 from spark_elastic.task import agent as agents
-from spark_elastic.task.probe_port import ProbePort
-from spark_elastic.wire.handover import AgentOrder
+from spark_elastic.task.agent import ProbePort
+from spark_elastic.wire.launch_spec import AgentOrder
 
 WAIT_S = 20.0
 

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from spark_elastic.errors import HorovodInternalError
-from spark_elastic.loops import Loops
-from spark_elastic.task import worker
+from spark_elastic.task import main
+from spark_elastic.wire.worker_link import Loops
 
 
 class Exited(Exception):
@@ -21,20 +21,20 @@ def exits(monkeypatch):
     def exit_now(code, *said):
         raise Exited(code)
 
-    monkeypatch.setattr(worker, "exit_now", exit_now)
+    monkeypatch.setattr(main, "exit_now", exit_now)
 
 
 def test_a_lifeline_that_closes_before_the_function_has_returned_ends_the_process():
     orders = queue.SimpleQueue()
-    with pytest.raises(Exited, match=str(worker.EXIT_ORPHANED)):
-        worker._hold(io.BytesIO(), threading.Event(), orders)
+    with pytest.raises(Exited, match=str(main.EXIT_ORPHANED)):
+        main._hold(io.BytesIO(), threading.Event(), orders)
     assert orders.empty()
 
 
 def test_a_lifeline_that_closes_while_the_result_is_handed_over_lets_the_process_end_in_order():
     returned, orders = threading.Event(), queue.SimpleQueue()
     returned.set()
-    worker._hold(io.BytesIO(), returned, orders)
+    main._hold(io.BytesIO(), returned, orders)
     assert orders.get_nowait() is None
 
 
@@ -49,7 +49,7 @@ class Link:
 @pytest.fixture
 def loops(monkeypatch):
     own = Loops()
-    monkeypatch.setattr(worker, "loops", own)
+    monkeypatch.setattr(main, "loops", own)
     return own
 
 
@@ -64,7 +64,7 @@ def test_a_collective_that_fails_after_a_loop_has_the_function_called_again(loop
             raise HorovodInternalError("a peer is gone")
         return "the end"
 
-    assert pickle.loads(worker._run(Link(), function)) == "the end"
+    assert pickle.loads(main._run(Link(), function)) == "the end"
     assert calls == [1, 1, 1]
 
 
@@ -75,8 +75,8 @@ def test_a_collective_that_fails_before_any_loop_has_ended_starts_the_process_ov
         loops.enter()
         raise HorovodInternalError("a peer is gone")
 
-    with pytest.raises(Exited, match=str(worker.EXIT_ABANDONED)):
-        worker._run(link, function)
+    with pytest.raises(Exited, match=str(main.EXIT_ABANDONED)):
+        main._run(link, function)
     assert link.said
 
 
@@ -89,6 +89,6 @@ def test_a_function_that_fails_again_without_coming_to_a_world_is_not_called_for
             loops.finish(1, "the state", None)
         raise HorovodInternalError("this is not about peers")
 
-    with pytest.raises(Exited, match=str(worker.EXIT_ABANDONED)):
-        worker._run(Link(), function)
+    with pytest.raises(Exited, match=str(main.EXIT_ABANDONED)):
+        main._run(Link(), function)
     assert len(calls) == 2

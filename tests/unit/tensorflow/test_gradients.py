@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import spark_elastic.tensorflow as hvd
 from spark_elastic.errors import HorovodInternalError, UsageError
-from spark_elastic.tensorflow.errors import lost_peer, marked, translated
 from spark_elastic.tensorflow.gradients import GradientReducer
+from spark_elastic.tensorflow.host import lost_peer, marked, translated
 from tests.unit.tensorflow.test_operations import both_ways, together
 from tests.unit.worlds import WorldDriver
 

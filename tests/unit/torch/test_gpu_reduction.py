@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective import devices, group, nccl, through_host
+from spark_elastic.collective import devices, group, nccl
 from spark_elastic.collective import gpu_reduction as gpu
 from spark_elastic.collective.devices import Seat, Sight
 from spark_elastic.collective.nccl import NcclGroup
@@ -143,9 +143,9 @@ def reduce_through_the_host():
     takes = mine._gpu.takes(torch.zeros(3, dtype=torch.float64))
     group.is_elsewhere = lambda *tensors: False  # a copy is on the host
     sums = torch.full((3,), float(me))
-    mine.wait(through_host.launch(lambda copy: mine.allreduce(copy, hvd.Sum.gloo), sums))
+    mine.wait(group.launch_on_host(lambda copy: mine.allreduce(copy, hvd.Sum.gloo), sums))
     gathered = torch.zeros(mine.size, dtype=torch.int64)
-    mine.wait(through_host.launch(mine.allgather, gathered, torch.tensor([me])))
+    mine.wait(group.launch_on_host(mine.allgather, gathered, torch.tensor([me])))
     return {"takes": takes, "why": mine._gpu.reason, "sums": sums.tolist(), "gathered": gathered.tolist()}
 
 
@@ -168,7 +168,7 @@ def mixed():
     tensor = torch.full((4,), float(hvd.rank() + 1), dtype=torch.float32)
     mine = process.group()
     if link().worker == 1:
-        work = through_host.launch(lambda copy: mine.allreduce(copy, hvd.Sum.gloo), tensor)
+        work = group.launch_on_host(lambda copy: mine.allreduce(copy, hvd.Sum.gloo), tensor)
     else:
         work = mine.allreduce(tensor, hvd.Sum.gloo)
     mine.wait(work)

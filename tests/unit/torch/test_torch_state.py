@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective.handled_values import Slice, digest
-from spark_elastic.core.version import StateVersion
+from spark_elastic.elastic.handled_values import Slice, digest
+from spark_elastic.elastic.state import Entry, elastic_loop
 from spark_elastic.errors import HorovodInternalError, UsageError
-from spark_elastic.state import Entry, elastic_loop
+from spark_elastic.membership.topology import StateVersion
 from spark_elastic.torch.elastic import StateHandler, TorchState, get_handler_registry, register_handler
 from tests.unit.test_state import ScriptedFrontend
 from tests.unit.torch.test_collectives import together

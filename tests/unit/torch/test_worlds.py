@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective.frontend import frontend
 from spark_elastic.collective.process import Position, Process, process
-from spark_elastic.core.topology import Member, Place, World
-from spark_elastic.worker_link import Assignment
+from spark_elastic.elastic.frontend import frontend
+from spark_elastic.membership.topology import Member, Place, World
+from spark_elastic.wire.worker_link import Assignment
 from tests.leftovers import threads_settle
 from tests.unit.world_link import STALL_TIMEOUT_S, link, tell
 from tests.unit.worlds import WorldDriver

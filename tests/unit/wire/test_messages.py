@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_elastic.core.topology import Member, Place, World
-from spark_elastic.core.version import StateVersion
 from spark_elastic.errors import ProtocolError
+from spark_elastic.membership.topology import Member, Place, StateVersion, World
 from spark_elastic.wire import messages as wire
 
 PLACE = Place("127.0.0.2", "3", 5)

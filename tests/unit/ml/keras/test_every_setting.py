@@ -245,7 +245,7 @@ def test_numbers_of_workers_and_run_options_go_to_run_and_workers_are_told_the_b
         given.update(kwargs)
         raise RuntimeError("recorded")
 
-    monkeypatch.setattr("spark_elastic.runner.run_async", record)
+    monkeypatch.setattr("spark_elastic.jobs.run.run_async", record)
     launcher = LocalLauncher()
     options = {"launcher": launcher, "elastic_timeout": 7, "env": {"MINE": "1"}}
     numbers = {"num_proc": 3, "min_num_proc": 2, "max_num_proc": 4}

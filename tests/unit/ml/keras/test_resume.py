@@ -10,8 +10,9 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import BestCheckpoint, EarlyStopping
 from spark_elastic.ml.checkpoints import Checkpoints
-from spark_elastic.ml.keras import arrays, weights
+from spark_elastic.ml.keras import weights
 from spark_elastic.ml.keras.spec import MODEL_FILE
+from spark_elastic.ml.keras.weights import dump_arrays, load_arrays
 from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.test_training_worlds import assert_as_undisturbed, close
@@ -147,7 +148,7 @@ def test_the_trained_model_gets_the_weights_of_the_best_epoch_also_after_a_resum
 def test_arrays_of_types_that_numpy_does_not_know_come_back():
     bfloat16 = keras.ops.cast([1.5, -2.0], "bfloat16").numpy()
     given = {"a": np.arange(6.0).reshape(2, 3), "b": bfloat16, "c": np.array(7), "d": np.zeros((0, 2), np.int8)}
-    found = arrays.loads(arrays.dumps(given))
+    found = load_arrays(dump_arrays(given))
     assert {name: (one.dtype, one.shape, one.tolist()) for name, one in found.items()} == {
         name: (one.dtype, one.shape, one.tolist()) for name, one in given.items()
     }
@@ -156,13 +157,13 @@ def test_arrays_of_types_that_numpy_does_not_know_come_back():
 @pytest.mark.parametrize("damage", [lambda file: b"nothing of ours", lambda file: file[:100], lambda file: b""])
 def test_what_is_damaged_is_said_to_be(damage):
     with pytest.raises(CheckpointError, match="not a file of arrays"):
-        arrays.loads(damage(arrays.dumps({"a": np.ones(3)})))
+        load_arrays(damage(dump_arrays({"a": np.ones(3)})))
 
 
 def test_what_would_run_code_is_not_loaded(tmp_path):
     np.savez(tmp_path / "x.npz", a=np.array([TheEnd()], dtype=object))
     with pytest.raises(CheckpointError, match="not a file of arrays"):
-        arrays.loads((tmp_path / "x.npz").read_bytes())
+        load_arrays((tmp_path / "x.npz").read_bytes())
 
 
 def test_weights_fill_models_of_the_same_architecture_alone():

@@ -16,7 +16,7 @@ keras = pytest.importorskip("keras")
 pytest.importorskip("tensorflow")
 
 from spark_elastic.errors import NotPicklableError  # noqa: E402
-from spark_elastic.ml.keras.sealing import Sealed  # noqa: E402
+from spark_elastic.ml.keras.pickling import Sealed  # noqa: E402
 
 ROOT = Path(__file__).parents[4]
 
@@ -128,7 +128,7 @@ def test_losses_keep_what_their_config_does_not_say_and_optimizers_their_schedul
 
 MAKES = """
 import sys, pickle, keras
-from spark_elastic.ml.keras.sealing import Sealed
+from spark_elastic.ml.keras.pickling import Sealed
 
 @keras.saving.register_keras_serializable()
 class Mine(keras.layers.Layer):

@@ -12,13 +12,13 @@ import tensorflow as tf
 from spark_elastic.data.packing import pack
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError
 from spark_elastic.ml.callbacks import Callback, EarlyStopping
-from spark_elastic.ml.keras import trial
+from spark_elastic.ml.keras import dry_run
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import dense, make_net, make_training
 
 
 def run_once(data, tmp_path, inference_fn=None, **changes):
-    return trial.run_once(make_training(data, tmp_path, **changes), inference_fn)
+    return dry_run.run_once(make_training(data, tmp_path, **changes), inference_fn)
 
 
 @pytest.mark.parametrize("variant", ["two outputs", "divided by sample weights", "a train_step of one's own"])
@@ -157,5 +157,5 @@ def test_a_model_that_transform_cannot_call_says_why(data, tmp_path, caplog):
 def test_what_is_tried_is_a_copy(data, tmp_path):
     training = make_training(data, tmp_path, model=make_net())
     before = [value.tolist() for value in training.model.open().get_weights()]
-    trial.run_once(training, None)
+    dry_run.run_once(training, None)
     assert [value.tolist() for value in training.model.open().get_weights()] == before

@@ -21,11 +21,11 @@ from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.packing import pack
 from spark_elastic.data.store import Store
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.keras import arrays
 from spark_elastic.ml.keras.compiling import CompileArguments
-from spark_elastic.ml.keras.sealing import Sealed
+from spark_elastic.ml.keras.pickling import Sealed
 from spark_elastic.ml.keras.spec import MODEL_FILE, KerasTraining
 from spark_elastic.ml.keras.training import train
+from spark_elastic.ml.keras.weights import load_arrays
 from spark_elastic.ml.training.spec import CheckpointPlan
 from tests.unit.ml.in_worlds import EpochCounter, Telling
 
@@ -165,7 +165,7 @@ def alone(training: KerasTraining) -> dict[str, Any]:
 
 
 def weights(folder: Path) -> list[float]:
-    found = arrays.loads((folder / MODEL_FILE).read_bytes())
+    found = load_arrays((folder / MODEL_FILE).read_bytes())
     return [float(number) for array in found.values() for number in array.reshape(-1).tolist()]
 
 

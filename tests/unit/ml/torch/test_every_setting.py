@@ -298,7 +298,7 @@ def test_numbers_of_workers_and_run_options_go_to_run(dataset: Dataset, monkeypa
         given.update(kwargs)
         raise RuntimeError("recorded")
 
-    monkeypatch.setattr("spark_elastic.runner.run_async", record)
+    monkeypatch.setattr("spark_elastic.jobs.run.run_async", record)
     launcher = LocalLauncher()
     made = ElasticTorchEstimator(
         model=(net := make_net()),

@@ -27,7 +27,7 @@ from spark_elastic.errors import (
 )
 from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.checkpoints import Checkpoints
-from spark_elastic.ml.describing import described
+from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.persistence import _decode
 from spark_elastic.ml.run_lease import OWNERS, Owner, Process, lease_of
 from spark_elastic.ml.torch import safe_objects

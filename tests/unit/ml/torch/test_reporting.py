@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import spark_elastic.torch as hvd
-from spark_elastic.ml.history import History
 from spark_elastic.ml.torch.training import _assemble
 from spark_elastic.ml.training.assembly import run
 from spark_elastic.ml.training.progress import Phase, Progress
 from spark_elastic.ml.training.reporting import Reporter
+from spark_elastic.reporting.history import History
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 from tests.unit.ml.torch.trainings import EPOCHS, ROWS, make_training
 

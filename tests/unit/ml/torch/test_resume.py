@@ -14,7 +14,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback
 from spark_elastic.ml.checkpoints import Checkpoints
-from spark_elastic.ml.torch.snapshots import detached, from_bytes, to_bytes
+from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
 from spark_elastic.ml.torch.training import _assemble
 from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan
 from tests.unit.ml.torch import trainings

@@ -12,11 +12,11 @@ import pytest
 import torch
 from pyspark.sql.types import ArrayType, FloatType, LongType, StructField, StructType
 
-from spark_elastic.data.cache import is_leased
+from spark_elastic.data.catalog import is_leased
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
-from spark_elastic.ml.runs import collect_runs, passing_run
+from spark_elastic.ml.run_folder import collect_runs, passing_run
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_set, settings, weights_of
 
 DAY = 86_400.0

@@ -13,7 +13,7 @@ from torch import nn
 
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import BestCheckpoint, EarlyStopping, LambdaCallback
-from spark_elastic.ml.torch import safe_objects, weights
+from spark_elastic.ml.torch import safe_objects, serialization
 
 
 class Own(nn.Module):
@@ -91,10 +91,10 @@ def test_a_damaged_file_is_an_error_of_ours(file: bytes) -> None:
 
 def test_a_hollow_module_takes_no_room_and_gets_its_weights_back() -> None:
     net = nn.Sequential(nn.Linear(1000, 1000), nn.BatchNorm1d(1000), nn.LSTM(1000, 10))
-    file = safe_objects.dumps(weights.hollow(net))
+    file = safe_objects.dumps(serialization.hollow(net))
     assert file is not None
     assert len(file) < 20_000
-    filled = weights.fill(safe_objects.loads(file), weights.loads(weights.dumps(net))).eval()
+    filled = serialization.fill(safe_objects.loads(file), serialization.loads(serialization.dumps(net))).eval()
     x = torch.randn(4, 1000)
     assert torch.equal(filled(x)[0], net.eval()(x)[0])
 
@@ -102,11 +102,11 @@ def test_a_hollow_module_takes_no_room_and_gets_its_weights_back() -> None:
 def test_tied_weights_are_still_tied_when_filled() -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     net[1].weight = net[0].weight
-    filled = weights.fill(weights.hollow(net), net.state_dict())
+    filled = serialization.fill(serialization.hollow(net), net.state_dict())
     assert filled[1].weight is filled[0].weight
     assert torch.equal(filled[0].weight, net[0].weight)
 
 
 def test_weights_of_another_architecture_are_refused() -> None:
     with pytest.raises(CheckpointError, match="do not fit Linear"):
-        weights.fill(nn.Linear(2, 2), nn.Linear(3, 3).state_dict())
+        serialization.fill(nn.Linear(2, 2), nn.Linear(3, 3).state_dict())

@@ -19,13 +19,13 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.checkpoints import Checkpoints
-from spark_elastic.ml.torch import weights
+from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.batches import BatchMaker
 from spark_elastic.ml.torch.optimizers import build_optimizer
 from spark_elastic.ml.torch.spec import MODEL_FILE
 from spark_elastic.ml.torch.training import objective_of, train
 from spark_elastic.ml.training import passes
-from spark_elastic.ml.training.cores import host_cores, threads_for
+from spark_elastic.ml.training.engine import host_cores, threads_for
 from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan
 from spark_elastic.ml.training.trainer import Trainer
 from tests.unit.ml.torch import trainings
@@ -198,8 +198,8 @@ def test_what_a_store_refuses_for_good_comes_with_the_result(data, tmp_path, mon
     assert not (tmp_path / "refused" / "model.pt").exists()
     assert (tmp_path / "refused" / "history.json").exists()
     assert list(result.unsaved) == ["model.pt"]
-    expected = weights.loads((tmp_path / "written" / "model.pt").read_bytes())
-    for name, value in weights.loads(result.unsaved["model.pt"]).items():
+    expected = serialization.loads((tmp_path / "written" / "model.pt").read_bytes())
+    for name, value in serialization.loads(result.unsaved["model.pt"]).items():
         assert torch.equal(value, expected[name])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spark_elastic.ml.torch.single_rows import normalised_alone
+from spark_elastic.ml.torch.batch_norm import normalised_alone
 from tests.unit.ml.torch.trainings import ROWS, alone, make_net, make_training
 
 

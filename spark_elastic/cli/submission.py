@@ -1,0 +1,175 @@
+"""The Spark session that the command line runs in: the submitted application's, or a new one."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from spark_elastic.driver.preflight import check_java
+from spark_elastic.errors import JavaNotFoundError, UsageError
+from spark_elastic.task.script import Script
+
+# Which files have to travel with a script: itself and the local modules that it imports.
+
+MAX_BYTES = 16 * 2**20
+"""Source code is never this big; something else was swept up, and it would travel with every launch."""
+
+
+def collect(path: str, args: tuple[str, ...]) -> Script:
+    """Read the script and every module in its folder that it imports, directly or through one of them.
+
+    Found by name in the import statements; a module that is imported by other means has to be installed on the
+    workers, or sent with Spark's own ``--py-files``.
+
+    Raises:
+        UsageError: the script cannot be read or is no Python; or its modules are larger than any source code.
+    """
+    script = Path(path).absolute()
+    try:
+        source = script.read_bytes()
+    except IsADirectoryError:
+        raise UsageError(f"{path} is a folder; name the script to run") from None
+    except OSError as error:
+        raise UsageError(f"cannot read the script {path}: {error.strerror}") from None
+    try:
+        ast.parse(source, filename=path)
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"{path} is not a Python script: {error}") from None
+
+    files = {script.name: source}
+    waiting = [source]
+    while waiting:
+        for module in _imported(waiting.pop()):
+            for found in _local_files(script.parent, module):
+                name = found.relative_to(script.parent).as_posix()
+                if name not in files:
+                    files[name] = found.read_bytes()
+                    waiting.append(files[name])
+    size = sum(map(len, files.values()))
+    if size > MAX_BYTES:
+        raise UsageError(
+            f"{path} and the modules beside it are {size / 2**20:.0f} MiB, more than the {MAX_BYTES / 2**20:.0f} MiB "
+            "that may travel with a job; install them on the workers instead"
+        )
+    return Script(str(script), args, files)
+
+
+def _imported(source: bytes) -> Iterator[str]:
+    """First components of the modules that the source imports, relative imports aside: their package is sent whole."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return  # broken modules are reported by the import itself, if it is ever reached
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name.partition(".")[0]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.partition(".")[0]
+
+
+def _local_files(folder: Path, module: str) -> Iterator[Path]:
+    single = folder / f"{module}.py"
+    if single.is_file():
+        yield single
+    package = folder / module
+    # with or without __init__.py: both can be imported
+    if package.is_dir():
+        for found in sorted(package.rglob("*.py")):
+            if not any(part.startswith(".") for part in found.relative_to(folder).parts):
+                yield found
+
+
+@contextmanager
+def spark_session(
+    name: str, master: str | None, conf: Sequence[tuple[str, str]], *, slots: int | None = None, quiet: bool = True
+) -> Iterator[Any]:
+    """A SparkSession for the time of the block.
+
+    Args:
+        name: of the application, if it has none.
+        master: None: the submitted one, else ``local[*]`` with at least `slots` task slots.
+        conf: Spark settings; where spark-submit was given the same ones, those win.
+    Raises:
+        UsageError: no pyspark.
+        JavaNotFoundError: no Java.
+    """
+    try:
+        from pyspark.sql import SparkSession
+    except ImportError:
+        raise UsageError("pyspark is not installed: pip install 'spark-elastic[spark]'") from None
+
+    wanted = {"spark.ui.showConsoleProgress": "false", "spark.app.name": name, **dict(conf)}
+    # set by spark-submit for the Python program that it starts
+    if "PYSPARK_GATEWAY_PORT" in os.environ:
+        _give_way_to_submitted(wanted, master, dict(conf))
+    else:
+        _choose_python(master, wanted)
+        wanted["spark.master"] = master or _local_master(slots)
+
+    builder = SparkSession.builder
+    for key, value in wanted.items():
+        builder = builder.config(key, value)
+    with _java_is_to_blame():
+        session = builder.getOrCreate()
+    try:
+        if quiet:
+            session.sparkContext.setLogLevel("ERROR")
+        yield session
+    finally:
+        session.stop()
+
+
+def _give_way_to_submitted(wanted: dict[str, str], master: str | None, asked_for: dict[str, str]) -> None:
+    """Take out of `wanted` what spark-submit was told, and say so where the command line asked for something else."""
+    from pyspark import SparkConf, SparkContext
+
+    # without the JVM, which is there already, a SparkConf knows nothing of what was submitted
+    SparkContext._ensure_initialized()
+    submitted = SparkConf()
+    named_after_us = submitted.get("spark.app.name") == os.path.basename(sys.argv[0])
+    if master is not None and master != submitted.get("spark.master"):
+        _note(f"--master {master} is ignored: spark-submit chose {submitted.get('spark.master')}")
+    for key in [key for key in wanted if submitted.contains(key)]:
+        if key == "spark.app.name" and named_after_us:
+            continue
+        value = wanted.pop(key)
+        if key in asked_for and value != submitted.get(key):
+            _note(f"--conf {key}={value} is ignored: spark-submit set it to {submitted.get(key)}")
+
+
+@contextmanager
+def _java_is_to_blame() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # pyspark raises a type of its own that has moved between versions
+        # looked at only now: Spark's own configuration may know of a Java that is not on the PATH
+        if "JAVA_GATEWAY" not in str(error) and "Java gateway" not in str(error):
+            raise
+        check_java()
+        raise JavaNotFoundError("Spark did not start, though there is a Java; the lines above say why") from error
+
+
+def _local_master(slots: int | None) -> str:
+    """``local[*]`` has as many slots as cores; who asks for more workers than that on one machine gets them."""
+    return f"local[{slots}]" if slots is not None and slots > (os.cpu_count() or 1) else "local[*]"
+
+
+def _choose_python(master: str | None, conf: dict[str, str]) -> None:
+    """Have local workers run in this Python: PySpark's own choice is whatever `python3` is on the PATH.
+
+    ``spark.pyspark.python`` is read by spark-submit only, so it is passed on here in the way that works without it.
+    """
+    if "spark.pyspark.python" in conf:
+        os.environ["PYSPARK_PYTHON"] = conf["spark.pyspark.python"]
+    elif master is None or master.startswith("local"):
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+
+
+def _note(text: str) -> None:
+    print(f"spark-elastic: {text}", file=sys.stderr)

@@ -1,0 +1,133 @@
+"""ElasticJob: the handle of a running job."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from spark_elastic import clock
+from spark_elastic.driver.elastic_driver import ElasticDriver, JobStatus
+from spark_elastic.errors import ResultError
+from spark_elastic.membership.timeline import Record
+from spark_elastic.reporting.event_log import Change
+from spark_elastic.reporting.plot import draw_job, event_rows
+
+_running: weakref.WeakSet[ElasticJob] = weakref.WeakSet()
+EXIT_TIMEOUT_S = 5.0
+
+
+class ElasticJob:
+    """A job that runs on a thread of its own. Made by `spark_elastic.run_async`.
+
+    If the interpreter exits while it runs, it is cancelled.
+    """
+
+    def __init__(self, name: str, driver: ElasticDriver, prepare: Callable[[], None], clean_up: Callable[[], None]):
+        """`prepare` runs before the driver (waits for slots), `clean_up` after it, both on the job's thread."""
+        self.name = name
+        self._driver = driver
+        self._prepare = prepare
+        self._clean_up = clean_up
+        self._results: list[Any] | None = None
+        self._error: BaseException | None = None
+        self._over = threading.Event()
+        self._began = clock.wall()
+        self._thread = threading.Thread(target=self._run, name=f"spark_elastic-job-{name}", daemon=True)
+        _running.add(self)
+        self._thread.start()
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """Wait for the end.
+
+        Args:
+            timeout: seconds; None: as long as it takes.
+        Returns: what the function returned in each worker, by rank.
+        Raises:
+            TimeoutError: it still runs after `timeout`; the job goes on.
+            SparkElasticError: why it failed; `UserFunctionError` carries the traceback of the function.
+        """
+        if not self._over.wait(timeout):
+            raise TimeoutError(f"{self.name} still runs after {timeout} s: {self.status().phase}")
+        if self._error is not None:
+            raise self._error
+        assert self._results is not None
+        return self._results
+
+    def cancel(self, why: str = "cancelled by the caller", timeout: float = 5.0) -> None:
+        """End the job and wait until its tasks, processes, sockets and threads are gone, at most `timeout` seconds.
+
+        `result` then raises JobCancelledError. No effect on a job that is over.
+        """
+        self._driver.cancel(why)
+        self._over.wait(timeout)
+
+    def done(self) -> bool:
+        """Whether it is over, in whatever way."""
+        return self._over.is_set()
+
+    def status(self) -> JobStatus:
+        """What it is doing now."""
+        return self._driver.status()
+
+    def events(self) -> list[Record]:
+        """The membership timeline so far: typed records, times in seconds since the epoch."""
+        return self._driver.events()
+
+    def changes(self) -> list[Change]:
+        """What became of the workers so far, in words and numbers; times in seconds since the epoch."""
+        return self._driver.changes()
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """The number of workers over time, with the faults.
+
+        path: a file to write it to as well; its ending (.png, .svg, .pdf) says how.
+        Returns: a matplotlib Figure.
+        Raises: MissingExtraError: matplotlib is not installed (extra `plot`).
+        """
+        return draw_job(event_rows(self.changes(), self._began), self.name, path)
+
+    def _run(self) -> None:
+        try:
+            try:
+                self._prepare()
+            except BaseException as error:
+                raise self._driver.never_ran(error) from None
+            pickled = self._driver.run()
+            self._results = [_load(result, rank) for rank, result in enumerate(pickled)]
+        except BaseException as error:
+            self._error = error
+        finally:
+            try:
+                self._clean_up()
+            finally:
+                _running.discard(self)
+                self._over.set()
+
+    def __repr__(self) -> str:
+        status = self.status()
+        return f"<ElasticJob {self.name}: {status.phase}, {status.size} workers in round {status.round}>"
+
+
+def _load(result: bytes, rank: int) -> Any:
+    try:
+        return cloudpickle.loads(result)
+    except Exception as error:
+        raise ResultError(
+            f"the result of rank {rank} cannot be loaded in the driver: {type(error).__name__}: {error}; return plain "
+            "values, or install what it is made of here too"
+        ) from error
+
+
+@atexit.register
+def _cancel_all() -> None:
+    """At the interpreter's exit: no job may outlive the driver that decides for it."""
+    for job in list(_running):
+        job._driver.cancel("the driver program is exiting")
+    for job in list(_running):
+        job._over.wait(EXIT_TIMEOUT_S)

@@ -1,0 +1,154 @@
+"""The phases of a job and the states of a worker, with every transition there is.
+
+The machine can make no other: `Table.check` raises. `docs/protocol.md` is generated from these tables.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from spark_elastic.membership.topology import WorkerId
+
+# What an agent's run comes to.
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOutcome:
+    """What the agent's entry function returns from its task (or its process).
+
+    `worker` and `result` are None unless the agent delivers the result of a finished worker; `result` is what the
+    worker pickled, untouched. `why` says in words how the agent's run ended.
+    """
+
+    worker: WorkerId | None
+    result: bytes | None
+    why: str
+
+
+class Phase(enum.Enum):
+    """What the job as a whole is doing."""
+
+    CREATED = "created"
+    STARTING = "starting"
+    RUNNING = "running"
+    INTERRUPTED = "interrupted"
+    BROKEN = "broken"
+    WAITING = "waiting"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+class WorkerState(enum.Enum):
+    """What one worker process is doing, as far as the driver knows."""
+
+    BOOTING = "booting"
+    AT_INIT = "at_init"
+    ADMITTED = "admitted"
+    READY = "ready"
+    TRAINING = "training"
+    DONE = "done"
+    GONE = "gone"
+
+
+State = TypeVar("State", bound=enum.Enum)
+
+
+@dataclass(frozen=True, slots=True)
+class Table(Generic[State]):
+    """The transitions of one kind of thing: (from, to) -> why it happens."""
+
+    name: str
+    meaning: dict[State, str]
+    transitions: dict[tuple[State, State], str]
+
+    def check(self, before: State, after: State) -> None:
+        """Raises: RuntimeError: if there is no such transition; a bug in the machine, never in its input."""
+        if (before, after) not in self.transitions:
+            raise RuntimeError(f"{self.name}: no transition from {before.name} to {after.name}")
+
+    def leaving(self, state: State) -> dict[State, str]:
+        """Where `state` can go, and why."""
+        return {after: why for (before, after), why in self.transitions.items() if before is state}
+
+
+_P = Phase
+PHASES: Table[Phase] = Table(
+    "phase",
+    {
+        _P.CREATED: "nothing was launched yet",
+        _P.STARTING: "no world and no state: workers gather for one. At most `start_timeout`; "
+        "`elastic_timeout` when the job starts over",
+        _P.RUNNING: "the members of a world train; silence is bounded by `heartbeat_timeout`",
+        _P.INTERRUPTED: "the members were asked to stop at an agreed step and train until then. Once the first has "
+        "stopped, the others have `heartbeat_timeout` before they are cut",
+        _P.BROKEN: "a member is lost and the others were cut; each has `stall_timeout` to come back, or longer "
+        "while it does what comes after the loop",
+        _P.WAITING: "fewer than `min_num_proc`: the survivors keep their state, at most `elastic_timeout`; or a pause, "
+        "because worlds broke in a row with nobody lost",
+        _P.FINISHED: "every remaining member is done",
+        _P.FAILED: "the job cannot go on",
+    },
+    {
+        (_P.CREATED, _P.STARTING): "the job starts",
+        (_P.CREATED, _P.FAILED): "cancelled",
+        (_P.STARTING, _P.RUNNING): "enough workers are ready",
+        (_P.STARTING, _P.FINISHED): "workers returned without ever asking for a world",
+        (_P.STARTING, _P.FAILED): "too few workers in time, or they exit, raise, or the job is cancelled",
+        (_P.RUNNING, _P.INTERRUPTED): "a newcomer is ready, or a member is to leave",
+        (_P.RUNNING, _P.BROKEN): "a member is lost, or saw a collective fail",
+        (_P.RUNNING, _P.FINISHED): "all members are done",
+        (_P.RUNNING, _P.FAILED): "a worker raised, or the job is cancelled",
+        (_P.INTERRUPTED, _P.RUNNING): "all members came: next world",
+        (_P.INTERRUPTED, _P.BROKEN): "a member is lost, or did not stop where the others did",
+        (_P.INTERRUPTED, _P.WAITING): "all came, but fewer than the minimum can go on",
+        (_P.INTERRUPTED, _P.STARTING): "all came and nobody holds a state: start over",
+        (_P.INTERRUPTED, _P.FINISHED): "all members are done",
+        (_P.INTERRUPTED, _P.FAILED): "a worker raised, the reset limit is reached, or the job is cancelled",
+        (_P.BROKEN, _P.RUNNING): "all survivors came: next world",
+        (_P.BROKEN, _P.WAITING): "all survivors came, fewer than the minimum",
+        (_P.BROKEN, _P.STARTING): "nobody holds a state and no step was ever applied: start over",
+        (_P.BROKEN, _P.FINISHED): "all remaining members are done",
+        (_P.BROKEN, _P.FAILED): "the state is lost, a worker raised, the reset limit is reached, or cancelled",
+        (_P.WAITING, _P.RUNNING): "enough workers again: next world",
+        (_P.WAITING, _P.STARTING): "the last holder is gone and no step was ever applied: start over",
+        (_P.WAITING, _P.FINISHED): "the last unfinished survivor is gone, the others are done",
+        (_P.WAITING, _P.FAILED): "too few workers in time, the state is lost, a worker raised, the reset limit is "
+        "reached, one world after another broke, or cancelled",
+    },
+)
+
+_W = WorkerState
+WORKERS: Table[WorkerState] = Table(
+    "worker",
+    {
+        _W.BOOTING: "its process starts and imports; at most `start_timeout`",
+        _W.AT_INIT: "waits inside `init()` for a world",
+        _W.ADMITTED: "was let out of `init()`, or past an earlier loop, while a world runs, and builds its model; at "
+        "most `start_timeout`",
+        _W.READY: "stands at a step boundary in the elastic loop and waits for a world",
+        _W.TRAINING: "a member of the current world: in the loop, or doing what comes after it",
+        _W.DONE: "its function returned; the result is with its agent",
+        _W.GONE: "exited, lost or removed",
+    },
+    {
+        (_W.BOOTING, _W.AT_INIT): "Ready from `init()`",
+        (_W.BOOTING, _W.READY): "Ready from the loop",
+        (_W.BOOTING, _W.DONE): "the function returned without `init()`",
+        (_W.AT_INIT, _W.ADMITTED): "AdmitProvisionally: a world with a state is running or regrouping",
+        (_W.AT_INIT, _W.TRAINING): "PublishWorld",
+        (_W.ADMITTED, _W.READY): "Ready from the loop",
+        (_W.ADMITTED, _W.DONE): "the function returned without entering the loop",
+        (_W.READY, _W.TRAINING): "PublishWorld",
+        (_W.READY, _W.ADMITTED): "AdmitProvisionally: the job is in a later loop",
+        (_W.TRAINING, _W.READY): "Ready after an interrupt or a failed collective",
+        (_W.TRAINING, _W.DONE): "the function returned",
+        **{
+            (state, _W.GONE): "lost, removed or dismissed"
+            for state in (_W.BOOTING, _W.AT_INIT, _W.ADMITTED, _W.READY, _W.TRAINING)
+        },
+        (_W.DONE, _W.TRAINING): "RunAgain: its world broke before all members were done",
+        (_W.DONE, _W.GONE): "its agent is lost, or it has to run again and cannot go on from a state",
+    },
+)

@@ -1,0 +1,191 @@
+"""The picture of a training: loss and metrics over the epochs, with the size of the world and its faults below.
+
+Imports matplotlib; `drawing.py` imports this when a picture is asked for.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from spark_elastic.reporting.history import FACTS
+
+Row = Mapping[str, Any]
+
+MOST_METRICS = 3
+"""Panels beside that of the loss; further metrics are left to `model.history`."""
+# Of middling brightness: they have to be seen on white and on black.
+TRAIN, VALIDATION, WORLD, GREY = "#3b82c4", "#d9822b", "#6b8e9f", "#888888"
+KINDS = {
+    "lost": ("lost", "#d64545", "X"),
+    "drained": ("drained", "#b07fc7", "v"),
+    "left": ("left", "#b07fc7", "v"),
+    "joined": ("joined", "#2a9d6f", "^"),
+    "broken": ("broken and mended", "#d6a445", "D"),
+}
+"""Kind of an event to its words, colour and mark."""
+LONG_PAUSE = 0.01
+"""Share of the whole from which on a pause is drawn as a span."""
+
+
+class Picture(Figure):
+    """A figure that a notebook shows once, whether it is returned from a cell or not."""
+
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        self.savefig(file, format="png", dpi=100)
+        return file.getvalue()
+
+
+def of_training(history: Sequence[Row], events: Sequence[Row], title: str) -> Picture:
+    """Panels for the loss, for metrics and for the world, over epochs; the time is on top."""
+    names = _measured(history)
+    figure, panels = _panels(len(names))
+    place, times = _epoch_axis(history, events)
+    for panel, name in zip(panels, names, strict=False):
+        _draw_column(panel, history, name)
+    if names:
+        panels[0].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, borderaxespad=0.0)
+    world = panels[-1]
+    end = max((row["epoch"] + 1 for row in history), default=1)
+    _draw_world(world, events, place, end)
+    _mark_faults(panels[:-1], events, place)
+    world.set_xlabel("epoch")
+    first = min((row["epoch"] for row in history), default=0)
+    world.set_xlim(first, end)
+    world.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
+    _show_times(panels[0], times)
+    figure.align_ylabels()
+    figure.suptitle(title, fontsize="large", x=0.02, ha="left")
+    return figure
+
+
+def of_job(events: Sequence[Row], title: str) -> Picture:
+    """The world over time; `events` with "seconds"."""
+    figure, (world,) = _panels(0)
+    end = max((row["seconds"] + (row["pause_s"] or 0.0) for row in events), default=1.0) or 1.0
+    _draw_world(world, events, lambda row, late: row["seconds"] + late, end)
+    world.set_xlabel("seconds since the job began")
+    world.set_xlim(0, end)
+    figure.suptitle(title, fontsize="large", x=0.02, ha="left")
+    return figure
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """In the format that the path's ending says."""
+    figure.savefig(path, dpi=110)
+
+
+def _panels(measured: int) -> tuple[Picture, list[Any]]:
+    heights = [3.0] * min(measured, 1) + [2.0] * max(measured - 1, 0) + [1.6]
+    figure = Picture(figsize=(9.0, sum(heights) + 0.8), layout="constrained")
+    panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
+    for panel in (flat := list(panels[:, 0])):
+        panel.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.8)
+        panel.set_axisbelow(True)
+        for side in ("top", "right"):
+            panel.spines[side].set_visible(False)
+    return figure, flat
+
+
+def _measured(history: Sequence[Row]) -> list[str]:
+    names = dict.fromkeys(name for row in history for name in row if name not in FACTS)
+    plain = [name for name in names if not (name.startswith("val_") and name[4:] in names)]
+    return plain[: MOST_METRICS + 1]
+
+
+def _draw_column(panel: Any, history: Sequence[Row], name: str) -> None:
+    alone = len(history) < 25  # further points would be a thick line
+    for column, label, colour, line in (
+        (name, "train", TRAIN, "-"),
+        (f"val_{name}", "validation", VALIDATION, "--"),
+    ):
+        points = [(row["epoch"] + 1, row[column]) for row in history if row.get(column) is not None]
+        if points:
+            marks = {"marker": "o", "markersize": 4, "clip_on": False} if alone else {}
+            panel.plot(*zip(*points, strict=True), color=colour, linestyle=line, label=label, linewidth=1.8, **marks)
+    panel.set_ylabel(name.replace("_", " "))
+
+
+def _draw_world(panel: Any, events: Sequence[Row], place: Callable[[Row, float], float], end: float) -> None:
+    """place: of an event, so many seconds late, on the x axis."""
+    steps: list[tuple[float, int]] = []
+    for row in _of_world(events):
+        steps.append((place(row, 0.0), row["after"]))
+    if not steps:
+        return
+    xs = [x for x, _ in steps] + [max(end, steps[-1][0])]
+    sizes = [size for _, size in steps] + [steps[-1][1]]
+    panel.step(xs, sizes, where="post", color=WORLD, linewidth=1.8)
+    panel.fill_between(xs, sizes, step="post", color=WORLD, alpha=0.2)
+    for kind, (label, colour, mark) in KINDS.items():
+        rows = [row for row in events if row["kind"] == kind and row["before"]]
+        if rows:
+            points = [(place(row, 0.0), row["after"]) for row in rows]
+            count = sum(abs(row["before"] - row["after"]) for row in rows) or len(rows)
+            label = f"{label} ({count})"
+            panel.plot(*zip(*points, strict=True), mark, color=colour, markersize=8, label=label, clip_on=False)
+    spans = [(place(row, 0.0), place(row, row["pause_s"])) for row in events if row["pause_s"]]
+    long = [(begin, stop) for begin, stop in spans if stop - begin > LONG_PAUSE * end]
+    for number, (begin, stop) in enumerate(long):
+        panel.axvspan(begin, stop, color=GREY, alpha=0.3, linewidth=0, label="" if number else "pause")
+    panel.set_ylabel("workers")
+    panel.set_ylim(0, max(sizes) + 0.6)
+    panel.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+    if panel.get_legend_handles_labels()[0]:
+        panel.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, borderaxespad=0.0)
+
+
+def _mark_faults(panels: Sequence[Any], events: Sequence[Row], place: Callable[[Row, float], float]) -> None:
+    for row in events:
+        if row["kind"] in KINDS and row["before"]:
+            for panel in panels:
+                panel.axvline(place(row, 0.0), color=KINDS[row["kind"]][1], linewidth=1.0, alpha=0.45, zorder=0.5)
+
+
+def _of_world(events: Sequence[Row]) -> list[Row]:
+    return [row for row in events if row["kind"] == "started" or (row["kind"] in KINDS and row["before"])]
+
+
+def _epoch_axis(
+    history: Sequence[Row], events: Sequence[Row]
+) -> tuple[Callable[[Row, float], float], list[tuple[int, float]]]:
+    """Where on the axis of epochs an event is, by the clock; and for each epoch the seconds at its end."""
+    spans = [(row["epoch"], row["ended"] - row["seconds"], row["ended"]) for row in history if "ended" in row]
+    begins = [row["time"] - row["seconds"] for row in events]
+
+    def place(event: Row, late: float) -> float:
+        time = event["time"] + late
+        at = float(spans[0][0]) if spans else 0.0
+        for epoch, begin, end in spans:
+            if time >= end:
+                at = epoch + 1.0
+            elif time > begin:
+                return float(epoch + (time - begin) / max(end - begin, 1e-9))
+        return at
+
+    times = [(epoch + 1, end - begins[0]) for epoch, _, end in spans] if begins else []
+    return place, [(epoch, seconds) for epoch, seconds in times if seconds >= 0]
+
+
+def _show_times(panel: Any, times: Sequence[tuple[int, float]]) -> None:
+    if not times:
+        return
+    chosen = times[:: max(1, -(-len(times) // 8))]
+    top = panel.secondary_xaxis("top")
+    top.set_xticks([epoch for epoch, _ in chosen], [_clock(seconds) for _, seconds in chosen])
+    top.tick_params(length=3, labelsize="small", colors=GREY)
+    top.spines["top"].set_visible(False)
+    top.set_xlabel("time since the fit began", fontsize="small", color=GREY)
+
+
+def _clock(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d} h"

@@ -1,0 +1,315 @@
+"""A worker's link to the driver: worlds, notifications and key-value pairs over its channel.
+
+One condition guards what the channel's reader thread writes and the training thread reads. When the channel is gone
+the process ends: nobody would know of what it does.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from spark_elastic import clock
+from spark_elastic.errors import ChannelClosedError, HorovodInternalError, ProtocolError
+from spark_elastic.membership.topology import StateVersion, WorkerId
+from spark_elastic.wire.channel import Channel
+from spark_elastic.wire.messages import (
+    Abandoned,
+    Cut,
+    EpochEnded,
+    Goodbye,
+    HostsUpdated,
+    KvGet,
+    KvSet,
+    KvValues,
+    LiveProgress,
+    LoopResult,
+    Message,
+    Notice,
+    Provisional,
+    Raised,
+    Ready,
+    RunAgain,
+    WorkerHeartbeat,
+    WorkerHello,
+    WorkerWelcome,
+    WorldAssigned,
+)
+from spark_elastic.wire.worker_link import Assignment, ProvisionalPosition
+
+EXIT_CHANNEL_LOST = 79
+"""Exit code of a worker whose channel to the driver broke."""
+MAX_ERROR_CHARACTERS = 200_000
+"""Of an exception's message and of its traceback: some quote a whole batch."""
+
+
+class ChannelLink:
+    """Implements `worker_link.WorkerLink`."""
+
+    def __init__(self, worker: WorkerId, channel: Channel, key: bytes) -> None:
+        self._worker = worker
+        self._key = key
+        self._channel = channel
+        self._changed = threading.Condition()
+        self._assignment: Assignment | None = None
+        self._provisional: ProvisionalPosition | None = None
+        self._updates_seen = 0
+        self._cut_round = 0
+        self._cut_why = ""
+        self._cut_callback: Callable[[int, str], None] | None = None
+        self._replies: dict[int, KvValues] = {}
+        self._next_request = 0
+        self._version: StateVersion | None = None
+        self._starts_at: StateVersion | None = None
+        """The state that the present world starts from, until this worker has done one in it."""
+        self._begun = 0
+        """The newest round in which this worker has its state."""
+        self._blocked_since: float | None = None
+        self._in_loop = False
+        self._after_loop = False
+        self._loop_results: dict[int, LoopResult] = {}
+        self._run_again: Callable[[int], None] = _unexpected
+        self._ending = False
+        self._beat_now = threading.Event()
+        self._stall_timeout_s = 0.0
+
+    def start(self) -> None:
+        """Say hello and begin to listen and to send heartbeats."""
+        self._channel.start(self._received, self._closed, name="link")
+        self._channel.send(WorkerHello(self._worker, os.getpid()))
+
+    # --- WorkerLink -----------------------------------------------------------------------------------
+
+    @property
+    def worker(self) -> WorkerId:
+        return self._worker
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether the elastic loop was ever entered."""
+        return self._in_loop
+
+    def join_at_init(self) -> Assignment | ProvisionalPosition:
+        self._send(Ready(round=0, version=None, at_init=True, loop=1))
+        with self._changed:
+            self._changed.wait_for(lambda: self._assignment is not None or self._provisional is not None)
+            position = self._assignment or self._provisional
+        assert position is not None
+        return position
+
+    def join(
+        self,
+        round: int,
+        version: StateVersion | None,
+        loop: int = 1,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Assignment | ProvisionalPosition:
+        self._version = version
+        self._send(Ready(round=round, version=version, at_init=False, loop=loop))
+        if meanwhile is not None:
+            meanwhile()
+        with self._changed:
+            while self._newest_round() <= round:
+                if self._provisional is not None and self._provisional.loop > loop:
+                    return self._provisional
+                self._changed.wait()
+            assert self._assignment is not None
+            self._starts_at = self._assignment.world.version
+            return self._assignment
+
+    def report_version(self, version: StateVersion) -> None:
+        before = self._version
+        self._version = version
+        if self._begun < self._newest_round():
+            self._begun = self._newest_round()
+            self._beat_now.set()  # whatever happens next happens to a world that trains
+        if self._starts_at is not None and version.is_steps_after(self._starts_at):
+            self._starts_at = None
+            self._beat_now.set()  # the pause is over
+        if before is None or (not before.trained and version.trained):
+            self._beat_now.set()  # from here on there is a state to lose, and the driver should know
+
+    def entered_loop(self) -> None:
+        self._in_loop = True
+        self._after_loop = False
+
+    def left_loop(self) -> None:
+        self._after_loop = True
+        self._beat_now.set()
+
+    def offer_loop_result(self, loop: int, problem: str, result: bytes) -> None:
+        self._send(LoopResult(loop, problem, result))
+
+    def loop_result(self, loop: int, timeout_s: float) -> tuple[str, bytes]:
+        with self._changed:
+            if not self._changed.wait_for(lambda: loop in self._loop_results, timeout_s):
+                raise TimeoutError(f"nothing came of loop {loop} within {timeout_s:.0f} s")
+            found = self._loop_results[loop]
+        return found.problem, found.payload
+
+    def blocked(self, waiting: bool) -> None:
+        self._blocked_since = clock.monotonic() if waiting else None
+
+    @property
+    def stall_timeout_s(self) -> float:
+        return self._stall_timeout_s
+
+    def updates_seen(self) -> int:
+        return self._updates_seen
+
+    def cut_round(self) -> int:
+        return self._cut_round
+
+    def on_cut(self, callback: Callable[[int, str], None] | None) -> None:
+        with self._changed:
+            self._cut_callback = callback
+            round, why = self._cut_round, self._cut_why
+            missed = callback is not None and round > 0 and round == self._newest_round()
+        if missed and callback is not None:
+            callback(round, why)
+
+    def derive_key(self, purpose: str) -> bytes:
+        return hmac.digest(self._key, f"derived for {purpose}".encode(), "sha256")
+
+    def show(self, what: LiveProgress | EpochEnded | Notice) -> bool:
+        try:
+            self._channel.send(what)
+        except (ChannelClosedError, ProtocolError):
+            return False  # for people alone: whatever has happened to the channel, others act on it
+        return True
+
+    def kv_set(self, round: int, key: str, value: bytes) -> None:
+        self._send(KvSet(round, key, value))
+
+    def kv_get(self, round: int, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        with self._changed:
+            self._next_request += 1
+            request = self._next_request
+        self._send(KvGet(round, request, tuple(keys)))
+        deadline = clock.monotonic() + timeout_s
+        with self._changed:
+            while request not in self._replies:
+                if self._cut_round >= round or self._newest_round() > round:
+                    raise HorovodInternalError(f"round {round} ended while it was being set up: {self._cut_why}")
+                left = deadline - clock.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"no value for {list(keys)} within {timeout_s:.0f} s in round {round}")
+                self._changed.wait(left)
+            reply = self._replies.pop(request)
+        values, start = [], 0
+        for size in reply.sizes:
+            values.append(reply.payload[start : start + size])
+            start += size
+        return values
+
+    # --- the end of the function ----------------------------------------------------------------------
+
+    def raised(self, error: BaseException, traceback: str) -> None:
+        """Report a bug in the user's function, cut to what people can read."""
+        try:
+            text = str(error)
+        except Exception as problem:
+            text = f"(its message cannot be made: {problem!r})"
+        self._send(Raised(type(error).__name__, text[:MAX_ERROR_CHARACTERS], traceback[-MAX_ERROR_CHARACTERS:]))
+
+    def abandoned(self, why: str) -> None:
+        """Report that the function has to be run again from its start."""
+        self._send(Abandoned(why))
+
+    def returned(self, over: bool) -> None:
+        """The function has returned: a closed channel is no reason to hurry any more. False: it is called again."""
+        self._ending = over
+        if not over:
+            self._after_loop = False
+            self._beat_now.set()
+
+    def on_run_again(self, callback: Callable[[int], None]) -> None:
+        """Have `callback(run)` called from the channel thread when the function that returned is to be called again."""
+        self._run_again = callback
+
+    # --- threads --------------------------------------------------------------------------------------
+
+    def _newest_round(self) -> int:
+        return self._assignment.world.round if self._assignment is not None else 0
+
+    def _received(self, message: Message) -> None:
+        match message:
+            case WorkerWelcome(interval_s, silence_limit_s, stall_timeout_s):
+                self._channel.silence_limit(silence_limit_s)
+                self._stall_timeout_s = stall_timeout_s
+                beats = threading.Thread(target=self._beat, args=(interval_s,), name="spark_elastic-beat", daemon=True)
+                beats.start()
+            case Cut(round, why):
+                self._cut(round, why)
+            case Goodbye(why):
+                self._closed(why)
+            case RunAgain(run):
+                self._run_again(run)
+            case _:
+                with self._changed:
+                    self._note(message)
+                    self._changed.notify_all()
+
+    def _note(self, message: Message) -> None:
+        match message:
+            case WorldAssigned(world, addresses):
+                by_worker = {int(worker): address for worker, address in addresses.items()}
+                self._assignment = Assignment(world, self._worker, by_worker, self._updates_seen)
+                self._replies.clear()
+            case Provisional(rank, size, loop):
+                self._provisional = ProvisionalPosition(rank, size, loop)
+            case LoopResult(loop):
+                self._loop_results[loop] = message
+            case HostsUpdated(sequence):
+                self._updates_seen = max(self._updates_seen, sequence)
+            case KvValues(request):
+                self._replies[request] = message
+
+    def _cut(self, round: int, why: str) -> None:
+        with self._changed:
+            self._cut_round, self._cut_why = max(self._cut_round, round), why
+            callback = self._cut_callback
+            self._changed.notify_all()
+        if callback is not None:
+            callback(round, why)
+
+    def _beat(self, interval_s: float) -> None:
+        while True:
+            try:
+                since = self._blocked_since
+                blocked_s = None if since is None else clock.monotonic() - since
+                self._channel.send(WorkerHeartbeat(self._version, blocked_s, self._after_loop, self._begun))
+            except ChannelClosedError:
+                return  # the reader thread sees it too and acts
+            self._beat_now.wait(interval_s)
+            self._beat_now.clear()
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._channel.send(message)
+        except ProtocolError as error:
+            self._closed(str(error))
+
+    def _closed(self, why: str) -> None:
+        if not self._ending:
+            exit_now(EXIT_CHANNEL_LOST, f"spark_elastic: worker {self._worker} ends: {why}")
+
+
+def _unexpected(run: int) -> None:
+    """The function has not returned yet, and is not run again before."""
+
+
+def exit_now(code: int, why: str = "") -> NoReturn:
+    """End the process from any thread, with what was printed so far."""
+    if why:
+        print(why, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass  # the pipe is gone with its reader
+    os._exit(code)

@@ -1,0 +1,120 @@
+"""What a bar says at a moment, as a function of that moment."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_elastic.reporting.format import Speed, View, epoch_line, plain_line, right_of_bar, wait_in_words
+from spark_elastic.reporting.screens import as_html, as_text, layout
+
+TRAINING = View("epoch 3/10", 12_000, 60_000, "rows", {"loss": 0.31234, "accuracy": 0.91}, 4, 12_345.6)
+
+
+def test_a_wide_terminal_shows_everything():
+    said = right_of_bar(TRAINING, 120)
+    assert said == "12k/60k rows  loss 0.3123  accuracy 0.91  4 workers  12.3k rows/s  0:04 left"
+
+
+def test_a_narrow_one_shows_first_how_it_learns_how_many_they_are_and_how_long_it_takes():
+    assert right_of_bar(TRAINING, 48) == "12k/60k rows  loss 0.3123  4 workers  0:04 left"
+    assert right_of_bar(TRAINING, 22) == "loss 0.3123  4 workers"
+
+
+@pytest.mark.parametrize("width", [0, 1, 20, 40, 79, 80, 200])
+@pytest.mark.parametrize(
+    "view",
+    [
+        TRAINING,
+        View("epoch 3/10", waiting="waiting for 2 of 4 slots: 2 tasks pending, cluster has 2 slots free", left_s=599.6),
+        View("", waiting="waiting for {braces}"),
+        View("training", 1234, 0, "steps", {}, 4, 52.1),
+    ],
+)
+def test_no_line_is_longer_than_the_terminal(view, width):
+    assert len(right_of_bar(view, width)) <= width
+
+
+@pytest.mark.parametrize("width", [40, 79, 200])
+def test_with_its_bar_a_line_still_fits(width):
+    pytest.importorskip("tqdm")
+    from tqdm.std import tqdm
+
+    line = tqdm.format_meter(12_000, 60_000, 1.0, ncols=width, bar_format=layout(TRAINING, width))
+    assert len(line) <= width
+    assert line.startswith("epoch 3/10  20% |")
+
+
+def test_a_wait_says_what_is_missing_and_how_long_it_may_take():
+    reason = wait_in_words("2 of 4 workers ready; waiting up to 600 s for at least 4")
+    view = View("", waiting=f"{reason}: 2 tasks pending, cluster has 2 slots free", left_s=599.7)
+    assert plain_line(view) == "waiting for 2 of 4 workers: 2 tasks pending, cluster has 2 slots free; 600 s left"
+    assert layout(view, 60).endswith("...; 600 s left")
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("0 of 4 workers ready; waiting up to 600 s for at least 2", "waiting for 4 of 4 workers (2 would do)"),
+        (
+            "3 of 4 workers ready; waiting up to 8 s more for the others",
+            "waiting for 1 of 4 workers; the others are ready",
+        ),
+        (
+            "1 of at least 2 workers ready; keeping their state and waiting up to 60 s",
+            "waiting for 1 of 2 workers, keeping the state",
+        ),
+        ("2 of 4 slots; waiting up to 600 s for more executors", "waiting for 2 of 4 slots"),
+        (
+            "round 3 broke; waiting up to 600 s for 2 survivors (ranks 0, 1)",
+            "waiting for 2 to come back from the broken round (ranks 0, 1)",
+        ),
+        ("anything else", "anything else"),
+    ],
+)
+def test_what_is_waited_for_comes_first(reason, told):
+    assert wait_in_words(reason) == told
+
+
+def test_the_drivers_reasons_are_those_that_are_put_into_words():
+    from spark_elastic.membership import decisions
+    from spark_elastic.settings import ElasticSettings
+
+    settings = ElasticSettings(num_proc=4, min_num_proc=2, max_num_proc=4)
+    reasons = [
+        decisions.start(1, settings, 0.0, enough_since=None, deadline=600.0).reason,
+        decisions.start(3, settings, 0.0, enough_since=0.0, deadline=600.0).reason,
+        decisions.regroup(1, settings, 0.0, deadline=600.0).reason,
+    ]
+    assert all(wait_in_words(reason).startswith("waiting for ") for reason in reasons)
+
+
+def test_what_is_done_has_no_time_left():
+    assert "left" not in right_of_bar(View("epoch 3/3", 100, 100, rate=10.0), 100)
+
+
+def test_a_log_line_has_no_bar():
+    assert plain_line(TRAINING) == (
+        "epoch 3/10: 12,000/60,000 rows (20%), loss 0.3123, accuracy 0.91, 4 workers, 12.3k rows/s, 0:04 left"
+    )
+
+
+def test_the_line_of_an_epoch():
+    assert epoch_line(2, 10, 5.06, {"loss": 0.25, "val_loss": 0.3}) == "epoch 3/10  loss 0.25  val_loss 0.3  5.1 s"
+
+
+def test_a_notebook_gets_the_same_as_text_and_as_html():
+    assert as_text(TRAINING).startswith("epoch 3/10  20%  12k/60k rows")
+    assert '<progress max="1" value="0.2000"' in as_html(TRAINING)
+    assert "<b>" not in as_html(View("<b>", 1, 2))
+
+
+def test_speed_forgets_a_pause_and_starts_over_with_the_next_epoch():
+    speed = Speed()
+    for second in range(4):
+        speed.note(float(second), 100 * second)
+    assert speed.rate == pytest.approx(100)
+    for second in range(60, 70):
+        speed.note(float(second), 100 * second)
+    assert speed.rate == pytest.approx(100)
+    speed.note(70.0, 10)
+    assert speed.rate is None
