@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from spark_elastic import moved
+
 if TYPE_CHECKING:
     from spark_elastic.data.materialization import materialize
     from spark_elastic.data.reader import BatchReader
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from spark_elastic.ml.torch.model import ElasticTorchModel
 
 __version__ = "0.1.0"
+
+moved.install()
 
 # Resolved on first use: a worker imports this package too, and needs none of the driver's side.
 _HOMES = {

@@ -52,7 +52,7 @@ from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator, FixedHos
 from spark_elastic.data.packing import pack
 from spark_elastic.errors import SparkElasticError
 from spark_elastic.ml.callbacks import BestCheckpoint, EarlyStopping, HistoryLogger, LambdaCallback
-from spark_elastic.ml.history import History
+from spark_elastic.reporting.history import History
 from tests.data import own_keras, own_torch, saved_cases
 from tests.data.saved_cases import ENDS_AT, glorot, plain_settings
 from tests.integration.clusters import local

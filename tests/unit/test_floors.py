@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "spark_elastic"
 
 FLOORS: tuple[str, ...] = (
+    "moved",
     "errors",
     "clock",
     "settings",

@@ -30,11 +30,11 @@ from spark_elastic import (
     LocalLauncher,
     materialize,
 )
-from spark_elastic.data.cache import SETS, clear_cache
+from spark_elastic.data.catalog import SETS, clear_cache
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.errors import CheckpointError, DatasetError
 from spark_elastic.ml.callbacks import BestCheckpoint, EarlyStopping, HistoryLogger, LambdaCallback
-from spark_elastic.ml.history import History
+from spark_elastic.reporting.history import History
 from tests.data import own_torch, saved_cases
 from tests.unit.ml.torch.estimators import HereEstimator as TorchHere
 
