@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from spark_elastic.collective.compression import Compressor, NoneCompressor, _CastCompressor
 from spark_elastic.collective.gloo import GlooGroup
-from spark_elastic.collective.reduction import ReduceOp, factors
+from spark_elastic.collective.reduction import CastCompressor, Compressor, NoneCompressor, ReduceOp, scaling_factors
 
 BUCKET_BYTES = 25 << 20
 """Largest bucket. Buckets are filled in the order in which backward usually finishes gradients: last layer first."""
@@ -79,9 +78,9 @@ class Bucket:
 
     def scale(self, op: ReduceOp, predivide: float, size: int) -> None:
         """Set what gradients are multiplied by before the sum, and `after`, what is still to multiply by after it."""
-        cast = issubclass(self.compression, _CastCompressor) and self.flat.dtype.is_floating_point
+        cast = issubclass(self.compression, CastCompressor) and self.flat.dtype.is_floating_point
         wire = self.compression.dtype if cast else self.flat.dtype  # type: ignore[attr-defined]
-        self._before, self.after = factors(op, predivide, size, wire)
+        self._before, self.after = scaling_factors(op, predivide, size, wire)
 
     def send(self, group: GlooGroup, op: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
         """Launch the reduction of the scaled gradients; `flag` and `cargo` are what they are in `flat` now.
@@ -127,7 +126,7 @@ class Bucket:
             out[first - start :].copy_(self.flat[first:end])
 
     def _compressed(self) -> torch.Tensor:
-        if issubclass(self.compression, _CastCompressor):
+        if issubclass(self.compression, CastCompressor):
             if self._wire is None:
                 self._wire = torch.empty_like(self.flat, dtype=self.compression.dtype)
             return self._wire.copy_(self.flat)
@@ -139,7 +138,7 @@ class Bucket:
         """Put what was received into the bucket."""
         if self._wire is None:
             return
-        if issubclass(self.compression, _CastCompressor):
+        if issubclass(self.compression, CastCompressor):
             self.flat.copy_(self._wire)
         else:
             self.flat.copy_(self.compression.decompress(self._wire, self._context))

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 import torch
 
 from spark_elastic.collective.buckets import Bucket, partition
-from spark_elastic.collective.compression import Compression, Compressor
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.operations import agree
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, ReduceOp, Sum, check_of_gradients
+from spark_elastic.collective.reduction import Average, Compression, Compressor, ReduceOp, Sum, check_gradient_op
 from spark_elastic.errors import HorovodInternalError
 
 # Sums over the rows of all members within a forward or backward pass: what synchronised batch normalisation needs.
@@ -96,7 +95,7 @@ class FusedReduction:
         process_set: ProcessSet = global_process_set,
         align: int = 1,
     ) -> None:
-        check_of_gradients(op, predivide)
+        check_gradient_op(op, predivide)
         self.completed = 0
         """Reductions so far."""
         self._op = op

@@ -16,7 +16,7 @@ from spark_elastic.collective.handles import Handle
 from spark_elastic.collective.negotiation import Launched
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, ReduceOp, Sum, chosen, scale_, wire_type
+from spark_elastic.collective.reduction import Average, ReduceOp, Sum, resolve_op, scale_, wire_type
 from spark_elastic.errors import OutsideLoopError, UsageError
 
 # --- what all have in common ------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def allreduce_async_(
 
     Returns: a handle for `synchronize` and `poll`. The tensor must not be touched before.
     """
-    how = chosen(op, average)
+    how = resolve_op(op, average)
     group = process_set.group()
     plain = tensor.detach()
     try:
@@ -143,7 +143,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Reduce several tensors in place, those of one type in one collective; the handle's result is their list."""
-    how = chosen(op, average)
+    how = resolve_op(op, average)
     group = process_set.group()
     outputs = list(tensors)
     try:

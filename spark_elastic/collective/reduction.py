@@ -1,4 +1,4 @@
-"""Reduction operators, and what they mean for each data type."""
+"""How values are reduced: the operators, the scaling around a sum, and the compression of what is sent."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from spark_elastic.errors import UnsupportedOperationError, UsageError
 
 _Gloo: Any = dist.ReduceOp.RedOpType  # its members are not in the type stubs
 
+# --- operators --------------------------------------------------------------------------------------
+
 
 class ReduceOp(Enum):
+    """The operators that users can choose from."""
+
     Average = "average"
     Sum = "sum"
     Min = "min"
@@ -25,7 +29,11 @@ class ReduceOp(Enum):
 
     @property
     def gloo(self) -> Any:
-        """Gloo's operator below it; an average is a sum that is divided."""
+        """Gloo's operator for it; an average is a sum that is divided afterwards.
+
+        Raises:
+            UnsupportedOperationError: for Adasum.
+        """
         if self is ReduceOp.Adasum:
             raise UnsupportedOperationError(
                 "Adasum is not supported; use op=hvd.Average (and scale the learning rate by hvd.size())"
@@ -53,19 +61,21 @@ _WIDENED = {torch.int16: torch.int32}
 
 
 def wire_type(dtype: torch.dtype) -> torch.dtype:
-    """The type that values of `dtype` are reduced in.
+    """Return the type that values of `dtype` are reduced in.
 
-    Raises: UsageError: for types that have no sensible reduction.
+    Raises:
+        UsageError: `dtype` has no sensible reduction.
     """
     if dtype.is_complex:
         raise UsageError(f"{dtype} tensors cannot be reduced; reduce torch.view_as_real(tensor)")
     return _WIDENED.get(dtype, dtype)
 
 
-def chosen(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """The operator of a call; `average` is Horovod's older way to say it.
+def resolve_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
+    """Return the operator that a call asks for; `average` is Horovod's older argument for it.
 
-    Raises: ValueError: if both are given.
+    Raises:
+        ValueError: both are given.
     """
     if average is None:
         return op or Average
@@ -75,8 +85,12 @@ def chosen(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     return Average if average else Sum
 
 
-def check_of_gradients(op: ReduceOp, predivide: float) -> None:
-    """Raises: UsageError: gradients are not reduced like this."""
+def check_gradient_op(op: ReduceOp, predivide: float) -> None:
+    """Check that gradients can be reduced with these settings.
+
+    Raises:
+        UsageError: another operator than Average or Sum, or a predivide factor without Average.
+    """
     if op is Adasum:
         _ = op.gloo
     if op not in (Average, Sum):
@@ -85,37 +99,127 @@ def check_of_gradients(op: ReduceOp, predivide: float) -> None:
         raise UsageError("gradient_predivide_factor needs op=hvd.Average")
 
 
-def factors(op: ReduceOp, predivide: float, size: int, wire: torch.dtype) -> tuple[float, float]:
-    """What gradients are multiplied by before they are added up over `size` members, and after it.
+# --- scaling ----------------------------------------------------------------------------------------
+
+
+def scaling_factors(op: ReduceOp, predivide: float, size: int, wire: torch.dtype) -> tuple[float, float]:
+    """Return the factors to multiply gradients by before and after their sum over `size` members.
 
     Args:
-        predivide: of an average, what is divided by before. By default all of it, which costs nothing extra, since
-            gradients are copied anyway; of float16 about the square root, see `half_of`.
-        wire: the type that they are added up in.
+        op: Average or Sum.
+        predivide: divisor before the sum, if not 1. By default an average is divided completely before the sum: that
+            costs nothing extra, since gradients are copied anyway. float16 is divided about half, see
+            `float16_prescale`.
+        size: members that are summed over.
+        wire: the type that the sum is computed in.
     """
     divisor = size if op is Average else 1
     if predivide != 1.0:
         return 1.0 / predivide, predivide / divisor
     if wire is torch.float16:
-        before = half_of(size)
+        before = float16_prescale(size)
         return before, 1.0 / (divisor * before)
     return 1.0 / divisor, 1.0
 
 
-def half_of(size: int) -> float:
-    """A power of two near 1 / sqrt(size), by which float16 values are multiplied before `size` of them are added up.
+def float16_prescale(size: int) -> float:
+    """Return a power of two near 1 / sqrt(size), to multiply float16 values by before `size` of them are summed.
 
-    float16 reaches from 6e-8 to 65,504. Divided by the size, a gradient of 1e-6 is nothing from 64 members on; not
-    divided at all, the sum of 64 values of 1,024 is infinite. With about half of the division before, the one is still
-    there and 8,000 fit. What is too large becomes infinite, as loss scalers expect; nothing is clipped.
+    float16 has a range of 6e-8 to 65,504. If gradients are divided by the size before the sum, one of 1e-6 becomes 0
+    from 64 members on; if they are not divided before, the sum of 64 values of 1,024 is infinite. With about half of
+    the division before the sum, 1e-6 is kept and values up to 8,000 do not overflow. Larger ones become infinite, as
+    loss scalers expect; nothing is clipped.
     """
     return 2.0 ** -round(math.log2(size) / 2)
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply in place; integers are multiplied as real numbers and cut off, as an integer average is."""
+    """Multiply in place and return the tensor; results for integers are truncated."""
     if factor == 1.0:
         return tensor
     if tensor.dtype.is_floating_point:
         return tensor.mul_(factor)
     return tensor.copy_((tensor.double() * factor + 0.0).trunc_())
+
+
+# --- compression ------------------------------------------------------------------------------------
+
+
+class Compressor:
+    """Interface of compressors, for tensors of torch and of TensorFlow. This one sends tensors as they are.
+
+    To write your own, override both methods: `compress` returns the tensor to send and a context of any type, and
+    `decompress` gets the received tensor and that context.
+    """
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        return tensor
+
+
+class NoneCompressor(Compressor):
+    """Sends tensors as they are."""
+
+
+class CastCompressor(Compressor):
+    """Sends floating point tensors as `dtype`, others as they are. The context is the original type, or None."""
+
+    dtype: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        dtype = tensor.dtype
+        is_floating = dtype.is_floating_point if isinstance(tensor, torch.Tensor) else dtype.is_floating
+        return (_cast(tensor, cls.dtype), dtype) if is_floating else (tensor, None)
+
+    @classmethod
+    def decompress(cls, tensor: Any, ctx: Any) -> Any:
+        return tensor if ctx is None else _cast(tensor, ctx)
+
+
+def _cast(tensor: Any, dtype: Any) -> Any:
+    if isinstance(tensor, torch.Tensor):
+        return tensor.to(dtype)
+    import tensorflow as tf  # here: only programs that use TensorFlow load it
+
+    return tf.cast(tensor, str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype)
+
+
+class FP16Compressor(CastCompressor):
+    """Sends floating point tensors as float16."""
+
+    dtype = torch.float16
+
+
+class BF16Compressor(CastCompressor):
+    """Sends floating point tensors as bfloat16: the range of float32, with 8 bits of precision."""
+
+    dtype = torch.bfloat16
+
+
+class Compression:
+    """The compressors by name."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor
+
+
+def compressed_sum_scaling(
+    compression: type[Compressor], op: ReduceOp, size: int, dtype: torch.dtype
+) -> tuple[ReduceOp, float, float]:
+    """Choose how to reduce compressed tensors so that neither small nor large values are lost on the way.
+
+    Returns:
+        The operator to apply to the compressed tensors, and the factors to multiply by before `compress` and after
+        `decompress`.
+    """
+    if size == 1 or op not in (Average, Sum) or not dtype.is_floating_point:
+        return op, 1.0, 1.0
+    if not (issubclass(compression, CastCompressor) and compression.dtype is torch.float16):
+        return op, 1.0, 1.0
+    return Sum, *scaling_factors(op, 1.0, size, torch.float16)

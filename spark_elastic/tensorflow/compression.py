@@ -1,70 +1,22 @@
-"""Compression of what an allreduce sends."""
+"""Compression in TensorFlow programs: the compressors, and where each of them runs.
+
+Casts run on the host, on the memory that is sent, so they need no copy in the graph. Compressors that users have
+written run in the graph, on TensorFlow's tensors.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
-import tensorflow as tf
-
-from spark_elastic.collective import compression as wire
+from spark_elastic.collective.reduction import CastCompressor, Compression, Compressor, NoneCompressor
 
 
-class Compressor:
-    """Interface: `compress` gives what is sent and a context; `decompress` turns what arrives back with it.
-
-    wire: a cast that does the same on the way, without a copy of its own in the graph. Collectives of this package use
-    it in place of `compress` where there is one.
-    """
-
-    wire: type[wire.Compressor] = wire.NoneCompressor
-
-    @classmethod
-    def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        return tensor, None
-
-    @classmethod
-    def decompress(cls, tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        return tensor
+def graph_compressor(compression: type[Compressor]) -> type[Compressor]:
+    """Return the compressor to apply in the graph."""
+    return NoneCompressor if issubclass(compression, CastCompressor) else compression
 
 
-class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
+def host_compressor(compression: type[Compressor]) -> type[Compressor]:
+    """Return the compressor to apply on the host, to torch's view of the tensors."""
+    return compression if issubclass(compression, CastCompressor) else NoneCompressor
 
 
-class _Cast(Compressor):
-    to: tf.DType
-
-    @classmethod
-    def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        return (tf.cast(tensor, cls.to), tensor.dtype) if tensor.dtype.is_floating else (tensor, None)
-
-    @classmethod
-    def decompress(cls, tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        return tensor if ctx is None else tf.cast(tensor, ctx)
-
-
-class FP16Compressor(_Cast):
-    """Sends floating point tensors as float16."""
-
-    wire = wire.FP16Compressor
-    to = tf.float16
-
-
-class BF16Compressor(_Cast):
-    """Sends floating point tensors as bfloat16: the range of float32, 8 bits of precision."""
-
-    wire = wire.BF16Compressor
-    to = tf.bfloat16
-
-
-class Compression:
-    """The compressions by name."""
-
-    none = NoneCompressor
-    fp16 = FP16Compressor
-    bf16 = BF16Compressor
-
-
-def in_graph(compression: type[Compressor]) -> type[Compressor]:
-    """What is left to do to a tensor in TensorFlow: nothing, if it is cast on the way."""
-    return compression if compression.wire is wire.NoneCompressor else NoneCompressor
+__all__ = ["Compression", "Compressor", "graph_compressor", "host_compressor"]

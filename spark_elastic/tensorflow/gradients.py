@@ -13,7 +13,7 @@ from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, ReduceOp
 from spark_elastic.errors import HorovodInternalError
-from spark_elastic.tensorflow.compression import Compression, Compressor, in_graph
+from spark_elastic.tensorflow.compression import Compression, Compressor, graph_compressor, host_compressor
 from spark_elastic.tensorflow.host import call_host
 from spark_elastic.tensorflow.tensors import ALIGN_BYTES, Array, array_from, torch_of
 
@@ -46,11 +46,15 @@ class GradientReducer:
         process_set: ProcessSet = global_process_set,
     ) -> None:
         self._op = op
-        self._compression = compression
+        self._in_graph = graph_compressor(compression)
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
         self._fused = FusedReduction(
-            op=op, compression=compression.wire, predivide=predivide, process_set=process_set, align=ALIGN_BYTES
+            op=op,
+            compression=host_compressor(compression),
+            predivide=predivide,
+            process_set=process_set,
+            align=ALIGN_BYTES,
         )
 
     @property
@@ -75,7 +79,7 @@ class GradientReducer:
             grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
         dense = [at for at, grad in enumerate(grads) if grad is not None and not isinstance(grad, tf.IndexedSlices)]
         sparse = [at for at, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
-        packed = [in_graph(self._compression).compress(grads[at]) for at in dense]
+        packed = [self._in_graph.compress(grads[at]) for at in dense]
         inputs = [tensor for tensor, _ in packed]
         shapes: list[Any] = [tensor.shape for tensor in inputs]
         for at in sparse:
@@ -97,7 +101,7 @@ class GradientReducer:
         returned = call_host(on_host, inputs, [tensor.dtype for tensor in inputs], shapes)
         out = list(grads)
         for at, tensor, (_, context) in zip(dense, returned, packed, strict=False):
-            out[at] = in_graph(self._compression).decompress(tensor, context)
+            out[at] = self._in_graph.decompress(tensor, context)
         for number, at in enumerate(sparse):
             values, indices = returned[len(dense) + 2 * number : len(dense) + 2 * number + 2]
             out[at] = tf.IndexedSlices(values, indices, grads[at].dense_shape)

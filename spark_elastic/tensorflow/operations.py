@@ -14,13 +14,12 @@ import numpy as np
 import tensorflow as tf
 import torch
 
-from spark_elastic.collective import compression as wire_of
 from spark_elastic.collective import operations as on_torch
 from spark_elastic.collective.process import local_rank, local_size
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, ReduceOp, Sum, chosen
+from spark_elastic.collective.reduction import Average, ReduceOp, Sum, compressed_sum_scaling, resolve_op
 from spark_elastic.errors import UnsupportedOperationError
-from spark_elastic.tensorflow.compression import Compression, Compressor, in_graph
+from spark_elastic.tensorflow.compression import Compression, Compressor, graph_compressor, host_compressor
 from spark_elastic.tensorflow.host import call_host
 from spark_elastic.tensorflow.tensors import Array, array_from, torch_of
 
@@ -48,7 +47,7 @@ def allreduce(
         HorovodInternalError: a peer is gone.
         UsageError: an operator that there is not for this kind of tensor.
     """
-    op = chosen(op, average)
+    op = resolve_op(op, average)
     if isinstance(tensor, tf.IndexedSlices):
         return _allreduce_slices(tensor, op, prescale_factor, postscale_factor, process_set)
     how = (compression, op, prescale_factor, postscale_factor, process_set)
@@ -69,7 +68,7 @@ def grouped_allreduce(
     name: str | None = None,
 ) -> list[Any]:
     """`allreduce` of several tensors, those of one type in one collective."""
-    op = chosen(op, average)
+    op = resolve_op(op, average)
     if not tensors:
         return []
     out = list(tensors)
@@ -89,20 +88,22 @@ def _reduced(tensors: list[tf.Tensor], how: _How) -> list[tf.Tensor]:
     if not tensors:
         return []
     compression, op, prescale, postscale, process_set = how
-    packed = [in_graph(compression).compress(tensor) for tensor in tensors]
+    in_graph, on_wire = graph_compressor(compression), host_compressor(compression)
+    packed = [in_graph.compress(tensor) for tensor in tensors]
 
     def on_host(*arrays: Array) -> list[Array]:
         tensors = [torch_of(array) for array in arrays]
-        around = [wire_of.around_sum(compression.wire, op, process_set.size(), each.dtype) for each in tensors]
+        size = process_set.size()
+        around = [compressed_sum_scaling(on_wire, op, size, each.dtype) for each in tensors]
         results: list[Any] = [None] * len(tensors)
         for operator in dict.fromkeys(each for each, _, _ in around):  # two, if only some are compressed
             places = [place for place, (other, _, _) in enumerate(around) if other is operator]
-            sent = [compression.wire.compress(_multiplied(tensors[place], around[place][1])) for place in places]
+            sent = [on_wire.compress(_multiplied(tensors[place], around[place][1])) for place in places]
             handle = on_torch.grouped_allreduce_async(
                 [each for each, _ in sent], None, None, operator, prescale, postscale, process_set
             )
             for place, each, (_, context) in zip(places, handle.wait(), sent, strict=True):
-                results[place] = array_from(_multiplied(compression.wire.decompress(each, context), around[place][2]))
+                results[place] = array_from(_multiplied(on_wire.decompress(each, context), around[place][2]))
         return results
 
     @tf.custom_gradient
@@ -114,8 +115,7 @@ def _reduced(tensors: list[tf.Tensor], how: _How) -> list[tf.Tensor]:
 
     received = reduce(*(each for each, _ in packed))
     received = list(received) if isinstance(received, (list, tuple)) else [received]
-    decompress = in_graph(compression).decompress
-    return [decompress(each, context) for each, (_, context) in zip(received, packed, strict=True)]
+    return [in_graph.decompress(each, context) for each, (_, context) in zip(received, packed, strict=True)]
 
 
 def _multiplied(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -282,9 +282,9 @@ def reducescatter(
     """
 
     def on_host(array: Array) -> list[Array]:
-        sent, context = compression.wire.compress(torch_of(array))
+        sent, context = host_compressor(compression).compress(torch_of(array))
         result = on_torch.reducescatter_async(sent, None, op, process_set, prescale_factor, postscale_factor).wait()
-        return [array_from(compression.wire.decompress(result, context))]
+        return [array_from(host_compressor(compression).decompress(result, context))]
 
     @tf.custom_gradient
     def scatter(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
@@ -296,8 +296,8 @@ def reducescatter(
 
         return call_host(on_host, [rows], [rows.dtype], [[None, *rows.shape[1:]]])[0], gradient
 
-    sent, context = in_graph(compression).compress(tf.convert_to_tensor(tensor))
-    return in_graph(compression).decompress(scatter(sent), context)
+    sent, context = graph_compressor(compression).compress(tf.convert_to_tensor(tensor))
+    return graph_compressor(compression).decompress(scatter(sent), context)
 
 
 def grouped_reducescatter(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from spark_elastic.collective import surface
-from spark_elastic.collective.compression import Compression
 from spark_elastic.collective.handles import poll, synchronize
 from spark_elastic.collective.operations import (
     allgather_async,
@@ -22,6 +21,7 @@ from spark_elastic.collective.operations import (
     reducescatter_async,
     sparse_allreduce_async,
 )
+from spark_elastic.collective.reduction import Compression
 from spark_elastic.collective.surface import *  # noqa: F403
 from spark_elastic.torch import elastic
 from spark_elastic.torch.autograd import (

@@ -9,9 +9,16 @@ import torch
 from torch.autograd import Function
 
 from spark_elastic.collective import operations as raw
-from spark_elastic.collective.compression import Compression, Compressor, around_sum
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, ReduceOp, Sum, chosen
+from spark_elastic.collective.reduction import (
+    Average,
+    Compression,
+    Compressor,
+    ReduceOp,
+    Sum,
+    compressed_sum_scaling,
+    resolve_op,
+)
 
 
 class _Allreduce(Function):
@@ -43,8 +50,8 @@ def allreduce(
     Raises:
         HorovodInternalError: a peer is gone.
     """
-    how = chosen(op, average)
-    how, before, after = around_sum(compression, how, process_set.size(), tensor.dtype)
+    how = resolve_op(op, average)
+    how, before, after = compressed_sum_scaling(compression, how, process_set.size(), tensor.dtype)
     sent, context = compression.compress(_times(tensor, before))
     out = _Allreduce.apply(sent, name, how, prescale_factor, postscale_factor, process_set)
     return _times(compression.decompress(out, context), after)
@@ -77,8 +84,8 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """As `allreduce`, of several tensors at once."""
-    asked, size = chosen(op, average), process_set.size()
-    around = [around_sum(compression, asked, size, tensor.dtype) for tensor in tensors]
+    asked, size = resolve_op(op, average), process_set.size()
+    around = [compressed_sum_scaling(compression, asked, size, tensor.dtype) for tensor in tensors]
     results: list[Any] = [None] * len(tensors)
     for how in dict.fromkeys(how for how, _, _ in around):  # two, if only some of the tensors are compressed
         places = [place for place, (other, _, _) in enumerate(around) if other is how]

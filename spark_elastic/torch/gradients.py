@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from spark_elastic.collective.buckets import Bucket, partition
-from spark_elastic.collective.compression import Compressor
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.handles import Handle
 from spark_elastic.collective.operations import agree, shaped, start_allgather
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, Max, ReduceOp, Sum
+from spark_elastic.collective.reduction import Average, Compressor, Max, ReduceOp, Sum
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
 
 _owners = WeakTensorKeyDictionary()

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from spark_elastic.collective.compression import Compression, Compressor
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, ReduceOp, check_of_gradients
+from spark_elastic.collective.reduction import Average, Compression, Compressor, ReduceOp, check_gradient_op
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.torch.gradients import GradientReducer
 
@@ -169,7 +168,7 @@ def DistributedOptimizer(
     Raises:
         UsageError: arguments that contradict each other.
     """
-    check_of_gradients(op, gradient_predivide_factor)
+    check_gradient_op(op, gradient_predivide_factor)
     if num_groups:
         warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups

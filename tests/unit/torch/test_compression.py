@@ -9,8 +9,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.buckets import Bucket
-from spark_elastic.collective.compression import Compression, around_sum
-from spark_elastic.collective.reduction import Average, Max, Sum
+from spark_elastic.collective.reduction import Average, Compression, Max, Sum, compressed_sum_scaling
 from tests.unit.torch.test_collectives import together
 
 
@@ -76,13 +75,13 @@ def test_a_sum_and_a_chosen_division_are_what_was_asked_for():
 
 def test_what_comes_around_a_compressed_sum_makes_up_for_itself():
     for size in range(2, 3000):
-        operator, before, after = around_sum(Compression.fp16, Average, size, torch.float32)
+        operator, before, after = compressed_sum_scaling(Compression.fp16, Average, size, torch.float32)
         assert operator is Sum
         assert before * after * size == pytest.approx(1.0)
         assert 0.5 <= before * math.sqrt(size) <= 2
-    assert around_sum(Compression.fp16, Max, 64, torch.float32) == (Max, 1.0, 1.0)
-    assert around_sum(Compression.fp16, Average, 64, torch.int64) == (Average, 1.0, 1.0)
-    assert around_sum(Compression.bf16, Average, 64, torch.float32) == (Average, 1.0, 1.0)
+    assert compressed_sum_scaling(Compression.fp16, Max, 64, torch.float32) == (Max, 1.0, 1.0)
+    assert compressed_sum_scaling(Compression.fp16, Average, 64, torch.int64) == (Average, 1.0, 1.0)
+    assert compressed_sum_scaling(Compression.bf16, Average, 64, torch.float32) == (Average, 1.0, 1.0)
 
 
 def compressed_calls():
