@@ -1,4 +1,7 @@
-"""Which device a worker computes on, and how the workers of a world reduce what lies there. Facts in, choices out."""
+"""Choose the device that a worker computes on, and the way in which a world reduces tensors on GPUs.
+
+Pure decisions: `choose_device` and `choose_backend` get facts and return a choice with its reason.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from spark_elastic.settings import DEVICE_SETTING
 
 OLDEST_NCCL = (2, 26)
 OLDEST_TORCH_FOR_NCCL = (2, 7)
-"""Before these, aborting a communicator whose peer is gone can hang: then a lost worker would not be survived."""
+"""Older versions can hang when a communicator is aborted whose peer is gone: a lost worker would not be survived."""
+
+REDUCTION_SETTING = "SPARK_ELASTIC_REDUCTION"
+AUTO, GLOO, SHARED = "auto", "gloo", "shared"
 
 _REMEDY = (
     "have Spark hand them out (spark.executor.resource.gpu.amount, spark.task.resource.gpu.amount, docs/gpus.md) and "
@@ -22,46 +28,71 @@ _REMEDY = (
 )
 
 
-class Sight(NamedTuple):
-    """What torch sees in this process. cuda: the version that it was built with; None: without. gpus: how many."""
+class DeviceInfo(NamedTuple):
+    """The devices that torch sees in this process."""
 
     torch: str
+    """The version of torch."""
     cuda: str | None
+    """The version of CUDA or ROCm that torch is built for; None: built without."""
     gpus: int
+    """The number of GPUs."""
 
 
 class Choice(NamedTuple):
-    """device: as `torch.device` takes it. reason: in words."""
+    """A device, as `torch.device` takes it, or the name of a backend; and the reason for it in words."""
 
     device: str
     reason: str
 
 
-class Seat(NamedTuple):
-    """What a member says of its device.
-
-    uuid: of the GPU. nccl: version; (0, 0): none can be used, for the reason `why`.
-    """
+class MemberDevice(NamedTuple):
+    """A member's description of its GPU for the others."""
 
     uuid: str
     nccl: tuple[int, int]
+    """The version of NCCL; (0, 0) if it cannot be used, for the reason in `why`."""
     why: str = ""
 
 
-def sight() -> Sight:
-    """Cheap: it asks the driver without setting CUDA up in this process."""
+def device_info() -> DeviceInfo:
+    """Return the devices that torch sees. Fast: it asks the GPU driver and does not initialise CUDA."""
     built = torch.version.cuda or getattr(torch.version, "hip", None)
-    return Sight(torch.__version__, built, torch.cuda.device_count() if built else 0)
+    return DeviceInfo(torch.__version__, built, torch.cuda.device_count() if built else 0)
 
 
-def choose_device(asked: str | None, seen: Sight, local_rank: int) -> Choice:
-    """What a worker computes on.
+def device_setting() -> str:
+    """Return the device that the environment asks for, "auto" by default."""
+    return os.environ.get(DEVICE_SETTING, "auto")
+
+
+def reduction_setting() -> str:
+    """Return the way of reduction that the environment asks for: "auto", "gloo" or "shared".
+
+    Raises:
+        InvalidSettingsError: it is another value.
+    """
+    value = os.environ.get(REDUCTION_SETTING, AUTO)
+    if value not in (AUTO, GLOO, SHARED):
+        raise InvalidSettingsError(f"{REDUCTION_SETTING}={value}: it is auto, gloo or shared")
+    return value
+
+
+def may_use_gpu(setting: str, seen: DeviceInfo) -> bool:
+    """Return True if tensors of this process may be on a GPU."""
+    return setting != "cpu" and seen.gpus > 0
+
+
+def choose_device(asked: str | None, seen: DeviceInfo, local_rank: int) -> Choice:
+    """Choose the device that a worker computes on.
 
     Args:
         asked: "auto" or None, "cpu", "cuda", "cuda:N", or another name that torch knows.
-        local_rank: decides where a worker sees more GPUs than its own, because Spark hands none out.
+        seen: the devices in this process.
+        local_rank: selects the GPU if the worker sees several because Spark does not assign them.
 
-    Raises: InvalidSettingsError: there is no such device here; says what to do.
+    Raises:
+        InvalidSettingsError: there is no such device here; the message has the remedy.
     """
     if asked in (None, "auto"):
         if not seen.gpus:
@@ -87,50 +118,42 @@ def choose_device(asked: str | None, seen: Sight, local_rank: int) -> Choice:
     return Choice(asked, "it was asked for")
 
 
-def _of_rank(seen: Sight, local_rank: int) -> Choice:
+def _of_rank(seen: DeviceInfo, local_rank: int) -> Choice:
     if seen.gpus == 1:
         return Choice("cuda:0", "the only GPU that this worker sees")
     return Choice(f"cuda:{local_rank % seen.gpus}", f"by local rank, of {seen.gpus} GPUs that this worker sees")
 
 
-def choose_backend(seats: Sequence[Seat], wanted: str) -> Choice:
-    """How tensors on GPUs are added up; every member comes to the same, from the same seats.
+def choose_backend(members: Sequence[MemberDevice], wanted: str) -> Choice:
+    """Choose how tensors on GPUs are reduced; all members make the same choice, from the same facts.
 
     Args:
-        seats: of the members, in the order of their ranks.
-        wanted: SPARK_ELASTIC_REDUCTION.
+        members: their devices, in the order of their ranks.
+        wanted: the `reduction_setting`.
 
-    Returns: "nccl" or "gloo", which goes through the hosts' memory.
+    Returns:
+        "nccl", or "gloo", which goes through the hosts' memory.
     """
-    if wanted == "gloo":
-        return Choice("gloo", "SPARK_ELASTIC_REDUCTION=gloo")
-    for rank, seat in enumerate(seats):
-        if seat.why:
-            return Choice("gloo", f"rank {rank} cannot use NCCL: {seat.why}")
-    versions = {seat.nccl for seat in seats}
+    if wanted == GLOO:
+        return Choice("gloo", f"{REDUCTION_SETTING}=gloo")
+    for rank, member in enumerate(members):
+        if member.why:
+            return Choice("gloo", f"rank {rank} cannot use NCCL: {member.why}")
+    versions = {member.nccl for member in members}
     if len(versions) > 1:
         return Choice("gloo", f"workers have different versions of NCCL: {sorted(versions)}")
     if versions and min(versions) < OLDEST_NCCL:
         return Choice("gloo", f"NCCL {_dotted(min(versions))} cannot be aborted safely; {_dotted(OLDEST_NCCL)} can")
     first: dict[str, int] = {}
-    for rank, seat in enumerate(seats):
-        if seat.uuid in first:
+    for rank, member in enumerate(members):
+        if member.uuid in first:
             return Choice(
                 "gloo",
-                f"ranks {first[seat.uuid]} and {rank} share one GPU; give each task its own "
+                f"ranks {first[member.uuid]} and {rank} share one GPU; give each task its own "
                 "(spark.task.resource.gpu.amount=1, and no more workers on a host than it has GPUs)",
             )
-        first[seat.uuid] = rank
+        first[member.uuid] = rank
     return Choice("nccl", "each worker has a GPU of its own")
-
-
-def may_use_gpu(setting: str, seen: Sight) -> bool:
-    """Whether tensors of this process may lie on a GPU."""
-    return setting != "cpu" and seen.gpus > 0
-
-
-def setting() -> str:
-    return os.environ.get(DEVICE_SETTING, "auto")
 
 
 def _dotted(version: Sequence[int]) -> str:

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import torch
 
 from spark_elastic.collective.buckets import Bucket, partition
+from spark_elastic.collective.calls import agree
 from spark_elastic.collective.gloo import GlooGroup
-from spark_elastic.collective.operations import agree
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, Compression, Compressor, ReduceOp, Sum, check_gradient_op

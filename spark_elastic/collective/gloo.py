@@ -1,6 +1,6 @@
-"""A Gloo process group of our own over the link's key-value store: made, cut and closed as the world changes.
+"""A Gloo process group over the link's key-value store: made, cut and closed as the world changes.
 
-It is no `torch.distributed` default group, so a user may have groups of their own beside it.
+It is not the default group of `torch.distributed`, so users may have groups of their own beside it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,29 @@ from torch.distributed import ProcessGroupGloo
 
 from spark_elastic import clock
 from spark_elastic.collective import devices
-from spark_elastic.collective.gloo_sockets import GroupSockets, open_descriptors
-from spark_elastic.collective.in_flight import GRACE_S, InFlight, free_those_that_ended, has_ended, leave_behind
+from spark_elastic.collective.gloo_shutdown import (
+    GRACE_S,
+    GroupSockets,
+    InFlight,
+    free_ended_groups,
+    has_ended,
+    leave_behind,
+    open_descriptors,
+)
 from spark_elastic.collective.joining import STALL_S, CollectiveLog
 from spark_elastic.collective.negotiation import Negotiation
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.wire.worker_link import WorkerLink
 
 Fill = Callable[[torch.Tensor, int], None]
-"""Writes a part of a flat tensor into the first argument, beginning with the element of the second's number."""
+"""`fill(out, start)` writes the elements of a flat tensor from index `start` on into `out`."""
 
 CONNECT_TIMEOUT_S = 20.0
-"""For the members of a new world to connect to one another. They are all alive and waiting when it is published."""
+"""The time in which the members of a new world connect to one another; all are waiting when it is published."""
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""Gloo's own last resort, at least. Deaths and hangs are seen much earlier by the driver, which then orders a cut."""
+"""Gloo's own timeout, at least. The driver sees deaths and hangs much earlier, and then orders a cut."""
 _LONGEST_TIMEOUT_S = 20 * 24 * 3600.0
-"""It waits with `poll`, whose milliseconds are 32 bits."""
+"""Gloo waits with `poll`, whose timeout in milliseconds has 32 bits."""
 
 _STALL = timedelta(seconds=STALL_S)
 _SLICE = timedelta(seconds=0.1)
@@ -54,21 +61,21 @@ _CONNECTION_WORDS = (
 
 
 def collective_timeout(stall_timeout_s: float) -> timedelta:
-    """Gloo's own limit: far enough above `stall_timeout` for the driver to act first."""
+    """Return Gloo's own timeout: far enough above `stall_timeout` for the driver to act first."""
     return timedelta(seconds=min(max(COLLECTIVE_TIMEOUT_S, 2 * stall_timeout_s), _LONGEST_TIMEOUT_S))
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether Gloo means by this that a peer is gone, rather than that the call was wrong.
+    """Return True if Gloo's error means that a peer is gone, False if the call was wrong.
 
-    It raises a plain RuntimeError for both; "enforce fail" is its assertion about arguments.
+    Gloo raises a plain RuntimeError for both; "enforce fail" is its assertion about arguments.
     """
     text = str(error).lower()
     return "enforce fail" not in text and any(word in text for word in _CONNECTION_WORDS)
 
 
 class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
-    """The rendezvous under a group: keys of one round and one group, in the driver's key-value store."""
+    """The rendezvous of a group: the keys of one round and one group in the driver's key-value store."""
 
     def __init__(self, link: WorkerLink, round: int, prefix: str, keys: Sequence[str]) -> None:
         super().__init__()
@@ -78,7 +85,7 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
         self._expected = [prefix + key for key in keys]
         self._values: dict[str, bytes] = {}
         self.error: BaseException | None = None
-        """The link's own error: on its way through Gloo an exception loses its type."""
+        """The link's error. Gloo converts exceptions of the store and loses their type, so it is kept here."""
 
     def set(self, key: str, value: Any) -> None:
         self._guarded(self._link.kv_set, self._round, self._prefix + key, bytes(value))
@@ -96,11 +103,11 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
         return False
 
     def known(self, suffixes: Sequence[str]) -> list[bytes]:
-        """Values of keys, without the prefix; asked for only if they have not come along with others."""
+        """Return the values of keys that are given without the prefix; missing ones are fetched."""
         return self._fetch(suffixes, CONNECT_TIMEOUT_S)
 
     def _fetch(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        """Gloo asks for one member after the other; one question to the driver for all of them saves the trips."""
+        """Return the values of keys; fetch all expected ones in one request, since Gloo asks for one at a time."""
         wanted = [self._prefix + key for key in keys]
         missing = [key for key in wanted if key not in self._values]
         if missing:
@@ -119,11 +126,14 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
 
 
 class GlooGroup:
-    """Processes of one round, connected by `connect`. One thread uses it; `cut` may come from another.
+    """Processes of one round, connected by `connect`. One thread uses it; `cut` may be called from another.
 
     Args:
-        name: tells the groups of a round apart in the key-value store.
-        addresses: what the members bind to, in the order of their ranks in this group.
+        link: the connection to the driver.
+        round: the round of the world.
+        name: identifies the group among those of the round, in the key-value store.
+        rank: this process's rank in the group.
+        addresses: the addresses that the members bind to, in the order of their ranks in this group.
     """
 
     def __init__(self, link: WorkerLink, round: int, name: str, rank: int, addresses: Sequence[str]) -> None:
@@ -132,19 +142,21 @@ class GlooGroup:
         self.size = len(addresses)
         self.name = name
         self.objects = 0
-        """Object collectives so far; part of what their seal covers, so that none can be played again."""
+        """The number of object collectives so far. Their MACs cover it, so that no message can be replayed."""
         self.kinds: set[str] = set()
-        """Where tensors of the members may lie: "cpu", "gpu", or both if members differ."""
+        """The kinds of devices that the members' tensors may be on: "cpu", "gpu", or both if members differ."""
         self.log = CollectiveLog(link, round, name, rank, len(addresses))
         self.negotiation = Negotiation(self)
         self.world_ranks: Sequence[int] = range(len(addresses))
-        """Of the members, in the world."""
+        """The members' ranks in the world."""
         self.note = ""
-        """Told to all members when they connect. `notes`: what each of them has told, by rank."""
+        """A text that all members get when they connect."""
         self.notes: list[str] = []
+        """The notes of all members, by rank."""
         self._addresses = list(addresses)
         self._link = link
         self._why: str | None = None
+        """The reason why the group is over; None while it is in use."""
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._abandoned = False
@@ -158,10 +170,10 @@ class GlooGroup:
         """Connect all members to one another; all of them call this.
 
         Raises:
-            HorovodInternalError: not done within `CONNECT_TIMEOUT_S`, or the round was cut.
+            HorovodInternalError: they did not connect within `CONNECT_TIMEOUT_S`, or the round was cut.
         """
-        # Gloo cannot be interrupted while it connects, and a peer that dies then is waited for until the timeout. So
-        # another thread connects, and a cut leaves it behind: it ends by itself and takes what it made with it.
+        # Gloo cannot be interrupted while it connects, and it waits for a peer that dies then until the timeout. So
+        # another thread connects, and a cut leaves that thread behind: it ends by itself and frees what it has made.
         threading.Thread(target=self._connect, name="spark-elastic-connect", daemon=True).start()
         self._over.wait()
         with self._lock:
@@ -183,9 +195,10 @@ class GlooGroup:
         sockets: GroupSockets | None = None
         failure: BaseException | None = None
         try:
-            may = devices.may_use_gpu(devices.setting(), devices.sight())
+            may = devices.may_use_gpu(devices.device_setting(), devices.device_info())
             kind = "gpu" if may else "cpu"
-            store.set(kinds[self.rank], f"{kind} {self.note}".encode())  # before the address: who has that, has both
+            # set before the address: a member that can read the address can read this too
+            store.set(kinds[self.rank], f"{kind} {self.note}".encode())
             before = open_descriptors()
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [ProcessGroupGloo.create_device(hostname=self._addresses[self.rank])]
@@ -194,9 +207,9 @@ class GlooGroup:
             pg = ProcessGroupGloo(store, self.rank, self.size, options)
             pg._set_default_timeout(collective_timeout(self._link.stall_timeout_s))
             sockets = GroupSockets(before, set(self._addresses), store.known(keys))
-            told = [told.decode().partition(" ") for told in store.known(kinds)]
-            self.kinds, self.notes = {kind for kind, _, _ in told}, [note for _, _, note in told]
-        except BaseException as error:  # handed to the thread that waits for it
+            values = [value.decode().partition(" ") for value in store.known(kinds)]
+            self.kinds, self.notes = {kind for kind, _, _ in values}, [note for _, _, note in values]
+        except BaseException as error:  # raised in the thread that waits
             failure = store.error or error
         with self._lock:
             if self._abandoned:
@@ -208,7 +221,7 @@ class GlooGroup:
         self._over.set()
 
     def cut(self, why: str) -> None:
-        """End it now, from any thread: blocked and later collectives raise HorovodInternalError."""
+        """End the group now, from any thread: blocked and later collectives raise HorovodInternalError."""
         with self._lock:
             if self._why is None:
                 self._why = why
@@ -218,14 +231,18 @@ class GlooGroup:
         self._cut_at = min(self._cut_at, clock.monotonic())
 
     def check_alive(self) -> None:
-        """Raises: HorovodInternalError: the group was cut or closed."""
+        """Check that the group is in use.
+
+        Raises:
+            HorovodInternalError: the group was cut or closed.
+        """
         if self._why is not None:
             raise HorovodInternalError(f"round {self.round} is over: {self._why}")
         if self._link.cut_round() >= self.round:
             raise HorovodInternalError(f"round {self.round} was cut off by the driver")
 
     def translate(self, error: Exception) -> Exception:
-        """What to raise for an error that a collective of this group ended with."""
+        """Return the exception to raise for an error of one of this group's collectives."""
         if isinstance(error, HorovodInternalError):
             return error
         if self._why is not None or self._link.cut_round() >= self.round:
@@ -234,14 +251,15 @@ class GlooGroup:
             return HorovodInternalError(f"a collective failed: {error}")
         return error
 
-    # --- collectives: launched in the same order on every member, waited for in any ---------------
+    # --- collectives: all members launch them in the same order, and wait in any order ------------
 
     def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, fill: Fill | None = None) -> Any:
-        """Returns: the work; once it is waited for, `tensor` holds what the members have sent, combined.
+        """Launch an all-reduce; return the work. After `wait`, `tensor` holds the result.
 
         Args:
-            tensor: contiguous.
-            fill: writes what this member sends, for who has it elsewhere; None: it lies in `tensor`.
+            tensor: a contiguous tensor.
+            op: the operator.
+            fill: writes this member's contribution; None: it is in `tensor`.
         """
         self._settle()
         if fill is not None:
@@ -259,30 +277,37 @@ class GlooGroup:
         return self._launch("broadcast", [tensor], options)
 
     def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
-        """`out`: the equally large tensors of all members, one after the other."""
+        """Launch an all-gather of tensors of equal size; `out` receives them in rank order. Return the work."""
         self._settle()
         self.log.launched("allgather", tensor, None)
         return self._launch("_allgather_base", out, tensor)
 
     def alltoall(self, out: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]) -> dist.Work:
-        """`received`, `sent`: rows of the first dimension from and to each member."""
+        """Launch an all-to-all; return the work.
+
+        Args:
+            out: receives the rows.
+            tensor: the rows to send.
+            received: the number of rows that each member sends to this one.
+            sent: the number of rows that this one sends to each member.
+        """
         self._settle()
         self.log.launched("alltoall", tensor, None)
         return self._launch("alltoall_base", out, tensor, received, sent)
 
     def _settle(self) -> None:
-        """What was called before comes first. Raises: as `Negotiation.settle`."""
+        """Launch the queued collectives first; see `Negotiation.settle`."""
         if self.negotiation.is_due:
             self.negotiation.settle()
 
     def stalls(self, begins: bool) -> None:
-        """A wait takes long, or is over: of one that does not go through `wait`."""
+        """Report the beginning or the end of a long wait that does not go through `wait`."""
         if begins:
             self.log.stalled()
         self._link.blocked(begins)
 
     def exchange(self, mine: bytes) -> list[bytes]:
-        """Everybody's bytes, equally many of each. No rank that has joined is told of this one."""
+        """Return the bytes of all members, which must have equal lengths. Ranks that have joined do not take part."""
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         everyone = sent.new_empty((self.size, sent.numel()))
         self.wait(self._launch("_allgather_base", everyone.view(-1), sent))
@@ -308,17 +333,17 @@ class GlooGroup:
         try:
             while not has_ended(work, _SLICE):
                 self._while_waiting()
-                if clock.monotonic() - self._cut_at > GRACE_S:  # see `in_flight`
+                if clock.monotonic() - self._cut_at > GRACE_S:  # see `gloo_shutdown`
                     raise HorovodInternalError(f"round {self.round} is over: {self._why}")
         finally:
             self._link.blocked(False)
 
     def _while_waiting(self) -> None:
-        """Called now and then during a long wait."""
+        """Do other work; called repeatedly during a long wait."""
 
     @staticmethod
     def operator(name: str) -> Any:
-        """Gloo's reduction operator by the name that `str` gives it."""
+        """Return Gloo's reduction operator by the name that `str` returns for it."""
         return getattr(dist.ReduceOp, name.rsplit(".", 1)[-1])
 
     def _launch(self, name: str, *args: Any) -> dist.Work:
@@ -331,7 +356,7 @@ class GlooGroup:
         return work
 
     def close(self) -> None:
-        """Disconnect and free everything; safe to repeat. What is still in flight fails."""
+        """Disconnect and free everything; safe to repeat. Collectives in flight fail."""
         with self._lock:
             if self._why is None:
                 self._why = "the group was closed"
@@ -345,8 +370,8 @@ class GlooGroup:
         self._in_flight = InFlight()
         if stuck:
             leave_behind(pg, stuck)
-        free_those_that_ended()
-        del pg  # joins Gloo's threads, which the shutdown has set free
+        free_ended_groups()
+        del pg  # joins Gloo's threads, which the shutdown has unblocked
         if sockets is not None:
             sockets.close()
         _groups.discard(self)
@@ -367,6 +392,6 @@ def _close_all_in_child() -> None:
         group._close_in_child()
 
 
-# A data loader's forked worker would otherwise hold the connections of its parent open when the parent is killed, and
-# the parent's peers would see nothing until that worker ends too.
+# A data loader's forked worker would otherwise keep its parent's connections open when the parent is killed, and the
+# parent's peers would not notice until that worker has ended too.
 os.register_at_fork(after_in_child=_close_all_in_child)

@@ -1,19 +1,35 @@
-"""How a group adds up tensors that lie on GPUs: all members decide it together, at the first such tensor."""
+"""Reductions of tensors on GPUs: the decision between NCCL and the host's memory, and a NCCL communicator of a round.
+
+All members decide together, at the first tensor on a GPU; until then nothing is connected.
+
+NCCL waits for ever for a peer that is gone, or for its own timeout, and by default torch then ends the whole process.
+So nothing here blocks in a call that cannot be interrupted: a wait polls the collective, and a cut aborts the
+communicator from another thread, which frees its kernels. The values that aborted kernels leave behind are garbage:
+after each wait, check whether the round was cut before using the result. The environment that the agent starts workers
+in switches the watchdog off that would end the process.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from spark_elastic.collective.devices import OLDEST_TORCH_FOR_NCCL, Seat, choose_backend
-from spark_elastic.collective.nccl import NcclGroup, NcclWork, Runtime
-from spark_elastic.collective.shared_memory.peers import setting as wanted_reduction
+from spark_elastic import clock
+from spark_elastic.collective.devices import (
+    OLDEST_TORCH_FOR_NCCL,
+    MemberDevice,
+    choose_backend,
+    reduction_setting,
+)
 from spark_elastic.errors import HorovodInternalError
 
 if TYPE_CHECKING:
@@ -21,40 +37,265 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("spark_elastic.collective")
 
-_SEAT_BYTES = 1024
-_KINDS = frozenset(
+CONNECT_TIMEOUT_S = 60.0
+"""The first communicator of a process loads NCCL's kernels, which takes seconds."""
+_BACKEND_TIMEOUT = timedelta(days=20)
+"""Above any sensible `stall_timeout`: the driver acts first."""
+_SPIN_S = 2e-3
+"""A wait polls without a pause for this long: the gradients of a step are usually reduced by then."""
+_PAUSE_S = 2e-4
+_MESSAGE_BYTES = 1024
+_NCCL_TYPES = frozenset(
     {
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
         *(torch.uint8, torch.int8, torch.int32, torch.int64),
     }
 )
-_warned: set[str] = set()
 MOST_FAILURES = 3
 _failures: list[str] = []
-"""How NCCL failed in this process since it last succeeded. A peer that is gone is one failure, and the next world goes
-on; where NCCL cannot work at all, each world would end with one."""
+"""NCCL's failures in this process since it last succeeded. A peer that is gone is one failure, and the next world
+continues; where NCCL cannot work at all, each world would end with one."""
+_warned: set[str] = set()
 
 
-def seat_of(device: torch.device) -> Seat:
-    """What this process says of its GPU. Sets CUDA up."""
+# --- the communicator -------------------------------------------------------------------------------
+
+
+class Runtime(Protocol):
+    """The part of CUDA and NCCL that is needed here; tests have one without a GPU."""
+
+    def connect(self, store: Any, rank: int, size: int, device: torch.device) -> Any:
+        """Return a process group whose communicator exists. Blocks until all members have called it."""
+        ...
+
+    def mark(self, device: torch.device) -> Any:
+        """Return an event behind all work on the device's current stream; its `query()` is True once that is done."""
+        ...
+
+
+class CudaRuntime:
+    """The runtime of a process with a GPU."""
+
+    def connect(self, store: Any, rank: int, size: int, device: torch.device) -> Any:
+        torch.cuda.set_device(device)  # of this thread
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _BACKEND_TIMEOUT
+        pg = dist.ProcessGroupNCCL(store, rank, size, options)
+        pg.eager_connect_single_device(device)
+        return pg
+
+    def mark(self, device: torch.device) -> Any:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+
+def _nothing() -> None:
+    """Do nothing while waiting."""
+
+
+class NcclWork:
+    """A launched reduction."""
+
+    __slots__ = ("work",)
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+
+class NcclGroup:
+    """The NCCL communicator of a group with one GPU for each member. One thread uses it; `cut` may come from another.
+
+    Args:
+        check_alive: raises HorovodInternalError once the round is over.
+        stalled: called once a wait takes long.
+        blocked: called with True when a long wait begins and with False when it ends.
+        stall_s: the time after which a wait is long.
+        while_waiting: called repeatedly during a wait.
+        runtime: CUDA and NCCL, or a test's replacement.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        check_alive: Callable[[], None],
+        stalled: Callable[[], None],
+        blocked: Callable[[bool], None],
+        stall_s: float,
+        *,
+        while_waiting: Callable[[], None] = _nothing,
+        runtime: Runtime | None = None,
+    ) -> None:
+        self.device = device
+        self._check_alive = check_alive
+        self._stalled = stalled
+        self._blocked = blocked
+        self._stall_s = stall_s
+        self._while_waiting = while_waiting
+        self._runtime: Runtime = runtime or CudaRuntime()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._cut = False
+        self._failure: BaseException | None = None
+        self._pg: Any = None
+
+    def connect(self, store: Any, rank: int, size: int) -> None:
+        """Make the communicator; all members call this together.
+
+        Raises:
+            HorovodInternalError: the round was cut meanwhile.
+            RuntimeError: NCCL failed, or did not connect within `CONNECT_TIMEOUT_S`.
+        """
+
+        # Like Gloo, NCCL cannot be interrupted while it connects: a cut leaves the thread behind, see
+        # `GlooGroup.connect`.
+        def connect() -> None:
+            pg = None
+            try:
+                pg = self._runtime.connect(store, rank, size, self.device)
+            except BaseException as error:  # handed to the thread that waits for it
+                self._failure = error
+            with self._lock:
+                late = self._cut
+                self._pg = None if late else pg
+            if late and pg is not None:
+                _abort(pg)
+            self._over.set()
+
+        threading.Thread(target=connect, name="spark-elastic-nccl-connect", daemon=True).start()
+        if not self._over.wait(CONNECT_TIMEOUT_S):
+            self.cut()
+            raise RuntimeError(f"NCCL did not connect within {CONNECT_TIMEOUT_S:.0f} s")
+        self._check_alive()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise RuntimeError(f"NCCL does not connect: {failure}") from failure
+
+    def allreduce(self, tensor: torch.Tensor, op: Any) -> NcclWork:
+        """Launch a reduction in place.
+
+        Raises:
+            HorovodInternalError: a peer is gone, or the round is over.
+        """
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        pg = self._pg
+        if pg is None:
+            self._check_alive()
+            raise HorovodInternalError("the NCCL communicator is closed")
+        try:
+            return NcclWork(pg.allreduce([tensor], options))
+        except RuntimeError as error:
+            raise self._translated(error) from error
+
+    def wait(self, work: NcclWork) -> None:
+        """Wait until the tensor holds the sum for later work on this thread's current stream.
+
+        Raises:
+            HorovodInternalError: a peer is gone, or the round was cut. The tensor then holds garbage.
+        """
+        try:
+            work.work.wait()  # the stream waits, this thread does not
+            done = self._runtime.mark(self.device)
+            if not self._ended(work.work, done, self._stall_s):
+                self._stalled()
+                self._blocked(True)
+                try:
+                    while not self._ended(work.work, done, 0.1):
+                        pass
+                finally:
+                    self._blocked(False)
+        except HorovodInternalError:
+            raise
+        except RuntimeError as error:
+            raise self._translated(error) from error
+        self._check_alive()  # an abort ends kernels, too, and their results are garbage
+
+    def _ended(self, work: Any, done: Any, within_s: float) -> bool:
+        began = clock.monotonic()
+        while True:
+            self._check_alive()
+            if done.query():
+                return True
+            waited = clock.monotonic() - began
+            # a failed work counts as completed, while its kernels still run; asking for its error makes torch warn
+            if waited > _SPIN_S and work.is_completed() and (failure := _failure_of(work)) is not None:
+                raise HorovodInternalError(f"NCCL failed: {failure}")
+            if waited > within_s:
+                return False
+            if waited > _SPIN_S:
+                self._while_waiting()
+                time.sleep(_PAUSE_S)
+
+    def _translated(self, error: RuntimeError) -> HorovodInternalError:
+        try:
+            self._check_alive()
+        except HorovodInternalError as over:
+            return over
+        return HorovodInternalError(f"NCCL failed: {error}")
+
+    def cut(self) -> None:
+        """Abort the communicator, from any thread, without waiting for it; the round is over already."""
+        with self._lock:
+            self._cut = True
+            pg, self._pg = self._pg, None
+        self._over.set()
+        if pg is not None:
+            # in another thread: an abort can take long, and this one must keep reading the driver's messages
+            threading.Thread(target=_abort, args=(pg,), name="spark-elastic-nccl-abort", daemon=True).start()
+
+    def release(self) -> Any:
+        """Return the process group, which a forked child must not destroy."""
+        pg, self._pg = self._pg, None
+        return pg
+
+    def close(self) -> None:
+        """Free the communicator by aborting it; safe to repeat. An orderly end would need all members."""
+        self.cut()
+
+
+def _failure_of(work: Any) -> Any:
+    """Return the error of a completed work, or None."""
+    try:
+        return work.exception()
+    except Exception as error:
+        return error
+
+
+def _abort(pg: Any) -> None:
+    try:
+        pg.abort()
+    except Exception as error:
+        log.warning("could not abort a NCCL communicator: %s", error)
+
+
+# --- the decision -----------------------------------------------------------------------------------
+
+
+def member_device(device: torch.device) -> MemberDevice:
+    """Describe this process's GPU for the other members. Initialises CUDA."""
     if not dist.is_nccl_available():
-        return Seat("", (0, 0), f"torch {torch.__version__} is built without NCCL")
+        return MemberDevice("", (0, 0), f"torch {torch.__version__} is built without NCCL")
     if len(_failures) >= MOST_FAILURES:
-        return Seat("", (0, 0), f"it failed {len(_failures)} times in a row: {_failures[-1]}")
+        return MemberDevice("", (0, 0), f"it failed {len(_failures)} times in a row: {_failures[-1]}")
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH_FOR_NCCL:
-        return Seat("", (0, 0), f"torch {torch.__version__} cannot abort it safely; 2.7 and newer can")
+        return MemberDevice("", (0, 0), f"torch {torch.__version__} cannot abort it safely; 2.7 and newer can")
     properties = torch.cuda.get_device_properties(device)
     named = f"{os.uname().nodename} {os.environ.get('CUDA_VISIBLE_DEVICES', '')} {device.index}"
     version = torch.cuda.nccl.version()
-    return Seat(str(getattr(properties, "uuid", named)), (int(version[0]), int(version[1])))
+    return MemberDevice(str(getattr(properties, "uuid", named)), (int(version[0]), int(version[1])))
 
 
 class GpuReduction:
-    """Of one group in one round. Nothing is decided, and nothing connected, before a tensor on a GPU comes.
+    """The reductions of one group in one round whose tensors are on GPUs.
 
     Args:
-        connect_store: a store for the communicator's rendezvous, in the driver's key-value store.
-        while_waiting: called now and then during a wait.
+        group: the group, for its members' agreement.
+        connect_store: makes a store for the communicator's rendezvous, in the driver's key-value store.
+        stalled, blocked, while_waiting, stall_s: see `NcclGroup`.
     """
 
     def __init__(
@@ -65,9 +306,6 @@ class GpuReduction:
         blocked: Callable[[bool], None],
         while_waiting: Callable[[], None],
         stall_s: float,
-        *,
-        seat: Callable[[torch.device], Seat] | None = None,
-        runtime: Runtime | None = None,
     ) -> None:
         self._group = group
         self._connect_store = connect_store
@@ -75,41 +313,42 @@ class GpuReduction:
         self._blocked = blocked
         self._while_waiting = while_waiting
         self._stall_s = stall_s
-        self._seat = seat or seat_of
-        self._runtime = runtime
         self._decided = False
         self._over = False
         self._nccl: NcclGroup | None = None
         self.reason = ""
+        """The reason for the decision, in words."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether NCCL adds this one up. A collective of all members, the first time.
+        """Return True if NCCL reduces this tensor. The first call decides that, together with all members.
 
-        Raises: HorovodInternalError: a peer is gone.
+        Raises:
+            HorovodInternalError: a peer is gone.
         """
         if not self._decided:
             self._decide(tensor.device)
             self._decided = True
-        return self._nccl is not None and tensor.dtype in _KINDS and tensor.is_contiguous()
+        return self._nccl is not None and tensor.dtype in _NCCL_TYPES and tensor.is_contiguous()
 
     def _decide(self, device: torch.device) -> None:
-        mine = json.dumps(self._seat(device)._asdict()).encode()[:_SEAT_BYTES].ljust(_SEAT_BYTES)
-        seats = [_seat(told) for told in self._group.exchange(mine)]
-        backend, self.reason = choose_backend(seats, wanted_reduction())
+        mine = json.dumps(member_device(device)._asdict()).encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)
+        members = [_parse(message) for message in self._group.exchange(mine)]
+        backend, self.reason = choose_backend(members, reduction_setting())
         if backend == "nccl":
             failure = self._connect(device)
-            # Not one may go another way than the others.
-            if not all(int.from_bytes(told, "little") for told in self._group.exchange(bytes([failure is None]))):
+            # all members use NCCL, or none does
+            connected = self._group.exchange(bytes([failure is None]))
+            if not all(int.from_bytes(message, "little") for message in connected):
                 self.close()
                 self._nccl = None
                 self.reason = failure or "another worker could not connect to the others' GPUs"
         log.info("gradients on GPUs go through %s: %s", "NCCL" if self._nccl else "Gloo", self.reason)
-        if self._nccl is None and self.reason not in _warned and wanted_reduction() != "gloo":
+        if self._nccl is None and self.reason not in _warned and reduction_setting() != "gloo":
             _warned.add(self.reason)
             log.warning("gradients on GPUs are added up through the hosts' memory, not by NCCL: %s", self.reason)
 
     def _connect(self, device: torch.device) -> str | None:
-        """Returns: why it did not work."""
+        """Connect the communicator; return the failure as text, or None."""
         group = self._group
         made = NcclGroup(
             device,
@@ -118,10 +357,9 @@ class GpuReduction:
             self._blocked,
             self._stall_s,
             while_waiting=self._while_waiting,
-            runtime=self._runtime,
         )
         self._nccl = made
-        if self._over:  # a cut that comes from here on finds it
+        if self._over:  # later cuts find it in `_nccl`
             made.cut()
         try:
             made.connect(self._connect_store(), group.rank, group.size)
@@ -149,7 +387,7 @@ class GpuReduction:
             raise
 
     def cut(self) -> None:
-        """The round is over, and the group says so already. From any thread."""
+        """Abort the communicator, from any thread; the group's own state already says that the round is over."""
         self._over = True
         if self._nccl is not None:
             self._nccl.cut()
@@ -158,10 +396,10 @@ class GpuReduction:
         self.cut()
 
     def close_in_child(self) -> list[Any]:
-        """What a forked child must keep: its destructor would wait for threads that a child does not have."""
-        return [] if self._nccl is None else [self._nccl.forget()]
+        """Return what a forked child must keep: its destructor waits for threads that the child does not have."""
+        return [] if self._nccl is None else [self._nccl.release()]
 
 
-def _seat(told: bytes) -> Seat:
-    fields = json.loads(told.rstrip())
-    return Seat(str(fields["uuid"]), (int(fields["nccl"][0]), int(fields["nccl"][1])), str(fields["why"]))
+def _parse(message: bytes) -> MemberDevice:
+    fields = json.loads(message.rstrip())
+    return MemberDevice(str(fields["uuid"]), (int(fields["nccl"][0]), int(fields["nccl"][1])), str(fields["why"]))

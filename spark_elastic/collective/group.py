@@ -1,4 +1,4 @@
-"""What the collectives of a round are called on: Gloo, and below its reductions shared memory and NCCL."""
+"""The group that a round's collectives run on: Gloo, with faster reductions through shared memory and NCCL."""
 
 from __future__ import annotations
 
@@ -12,67 +12,72 @@ import torch.distributed as dist
 
 from spark_elastic import clock
 from spark_elastic.collective.gloo import Fill, GlooGroup, LinkStore
-from spark_elastic.collective.gpu_reduction import GpuReduction
-from spark_elastic.collective.in_flight import has_ended
+from spark_elastic.collective.gloo_shutdown import has_ended
+from spark_elastic.collective.gpu_reduction import GpuReduction, NcclWork
 from spark_elastic.collective.joining import STALL_S, CollectiveLog
-from spark_elastic.collective.nccl import NcclWork
-from spark_elastic.collective.shared_memory.peers import base, meet
-from spark_elastic.collective.shared_memory.reducer import SLICED_FROM_BYTES, HostGroup, SharedWork, take_part
-from spark_elastic.collective.shared_memory.spin_wait import Waiting
+from spark_elastic.collective.shared_memory.peers import SpinWait, find_peers
+from spark_elastic.collective.shared_memory.reducer import (
+    SLICED_FROM_BYTES,
+    SharedMemoryReducer,
+    SharedWork,
+    serve_peers,
+)
 from spark_elastic.wire.worker_link import WorkerLink
-
-# Collectives on tensors of a GPU that go through this host's memory: what Gloo and shared memory can take.
-
-
-class HostWork:
-    """A collective on copies. `bring_back` is called once `inner` is done.
-
-    inner: what was launched on the copies.
-    """
-
-    def __init__(self, inner: Any, bring_back: Callable[[], None]) -> None:
-        self.inner = inner
-        self.bring_back = bring_back
-
-    def is_completed(self) -> bool:
-        return bool(self.inner.is_completed())
-
-
-def is_elsewhere(*tensors: torch.Tensor) -> bool:
-    return any(tensor.device.type != "cpu" for tensor in tensors)
-
-
-def launch_on_host(collective: Callable[..., Any], result: torch.Tensor, *inputs: torch.Tensor) -> HostWork:
-    """Call `collective` with copies of the tensors, the result's first; its copy becomes `result` in the end."""
-    copies = [_copy(tensor) for tensor in (result, *inputs)]
-    work = collective(*copies)
-    return HostWork(work, lambda: _copy_back(result, copies[0]))
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
-def _copy_back(result: torch.Tensor, copy: torch.Tensor) -> None:
-    result.copy_(copy)
-
 
 log = logging.getLogger("spark_elastic.collective")
 
 _kept_in_child: list[Any] = []
 _TURN = timedelta(seconds=1e-3)
-"""How long to wait for Gloo before looking whether others wait for this member's slices."""
+"""The time to wait for Gloo before the next look for members that wait for this member's slices."""
 
 MOST_BYTES_BETWEEN_HOSTS = 1 << 20
-"""Measured with two hosts of two workers on one bridge and two cores: up to 1 MB the way through memory takes 0.6 to
-0.8 of Gloo's time, from 2 MB on 1.1 to 1.3."""
+"""With several hosts, larger tensors go through Gloo. Measured with two hosts of two workers on one bridge and two
+cores: up to 1 MB, shared memory takes 0.6 to 0.8 of Gloo's time; from 2 MB on, 1.1 to 1.3."""
+
+
+# --- host staging: collectives on tensors of a GPU through copies in this host's memory ------------------
+
+
+class StagedWork:
+    """A collective on copies in the host's memory.
+
+    Args:
+        inner: the collective that was launched on the copies.
+        copy_back: copies the result to the GPU; called once `inner` is done.
+    """
+
+    def __init__(self, inner: Any, copy_back: Callable[[], None]) -> None:
+        self.inner = inner
+        self.copy_back = copy_back
+
+    def is_completed(self) -> bool:
+        return bool(self.inner.is_completed())
+
+
+def is_on_gpu(*tensors: torch.Tensor) -> bool:
+    return any(tensor.device.type != "cpu" for tensor in tensors)
+
+
+def launch_staged(collective: Callable[..., Any], result: torch.Tensor, *inputs: torch.Tensor) -> StagedWork:
+    """Call `collective` with host copies of the tensors, the result's first, which is copied back in the end."""
+    copies = [tensor.detach().to("cpu", copy=True) for tensor in (result, *inputs)]
+    work = collective(*copies)
+
+    def copy_back() -> None:
+        result.copy_(copies[0])
+
+    return StagedWork(work, copy_back)
+
+
+# --- the group --------------------------------------------------------------------------------------
 
 
 class Group(GlooGroup):
-    """As `GlooGroup`; who reduces a tensor does not know which way it goes.
+    """A `GlooGroup` that selects the fastest way for each reduction: shared memory, NCCL or Gloo.
 
     Args:
-        hosts: of the members, in the order of their ranks in this group.
+        link, round, name, rank, addresses: see `GlooGroup`.
+        hosts: the members' hosts, in the order of their ranks in this group.
     """
 
     def __init__(
@@ -80,28 +85,28 @@ class Group(GlooGroup):
     ) -> None:
         super().__init__(link, round, name, rank, addresses)
         self._hosts = list(hosts)
-        self._shared: HostGroup | None = None
+        self._shared: SharedMemoryReducer | None = None
         self._between: GlooGroup | None = None
         self._gpu = GpuReduction(
             self,
             lambda: LinkStore(link, round, f"nccl/{name}/", []),
             self.log.stalled,
             link.blocked,
-            take_part,
+            serve_peers,
             STALL_S,
         )
         self._most_bytes: int | None = None
-        """Larger tensors are left to Gloo; None: none is."""
+        """Larger tensors are reduced by Gloo; None: no limit."""
 
     def connect(self) -> None:
         super().connect()
         try:
-            self._shared = self._meet()
+            self._shared = self._share_memory()
         except BaseException:
             self.close()
             raise
 
-    def _meet(self) -> HostGroup | None:
+    def _share_memory(self) -> SharedMemoryReducer | None:
         hosts = list(dict.fromkeys(self._hosts))
         members = {host: [rank for rank, of in enumerate(self._hosts) if of == host] for host in hosts}
         if len(hosts) == self.size:
@@ -109,77 +114,77 @@ class Group(GlooGroup):
         if len(self.kinds) > 1:
             log.warning("some workers of this world may use GPUs and others have none: all reductions go through Gloo")
             return None
-        met = meet(self, self._link, self._hosts)
-        if met is None:
+        found = find_peers(self, self._link, self._hosts)
+        if found is None:
             return None
         try:
             owners = min(map(len, members.values()))
-            if len(hosts) > 1 and met.rank < owners:
-                ranks = [members[host][met.rank] for host in hosts]
-                self._connect_between(met.rank, ranks)
+            if len(hosts) > 1 and found.rank < owners:
+                ranks = [members[host][found.rank] for host in hosts]
+                self._connect_between(found.rank, ranks)
         except BaseException:
-            met.close()
+            found.close()
             raise
-        waiting = Waiting(self.check_alive, self.log.stalled, self._link.blocked)
-        # waiting twice is worth it if everybody can do its share at the same time
+        wait = SpinWait(self.check_alive, self.log.stalled, self._link.blocked)
+        # slices need a second wait, which is worth it if all members can combine theirs at the same time
         several = len(hosts) > 1
-        self._most_bytes = MOST_BYTES_BETWEEN_HOSTS if several and not met.demanded else None
-        sliced_from = 0 if several else SLICED_FROM_BYTES if 4 <= len(met.peers) + 1 <= met.cores else None
-        return HostGroup(met, base(self.round), waiting, owners, sliced_from, self._between)
+        self._most_bytes = MOST_BYTES_BETWEEN_HOSTS if several and not found.demanded else None
+        sliced_from = 0 if several else SLICED_FROM_BYTES if 4 <= len(found.peers) + 1 <= found.cores else None
+        return SharedMemoryReducer(found, self.round, wait, owners, sliced_from, self._between)
 
     def _connect_between(self, slice_number: int, ranks: Sequence[int]) -> None:
-        """Connect to the members of other hosts that own the same slice."""
+        """Connect to the members on other hosts that own the same slice."""
         addresses = [self._addresses[rank] for rank in ranks]
         name = f"{self.name}/slice/{slice_number}"
         between = GlooGroup(self._link, self.round, name, ranks.index(self.rank), addresses)
-        between.log = _WithoutNumbers(self.log)  # type: ignore[assignment]
+        between.log = _SilentLog(self.log)  # type: ignore[assignment]
         self._between = between
-        if self._why is not None:  # a cut that comes from here on finds the group
+        if self._why is not None:  # later cuts find it in `_between`
             between.cut(self._why)
         between.connect()
 
     def allreduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, fill: Fill | None = None) -> Any:
         self._settle()
-        if is_elsewhere(tensor):
+        if is_on_gpu(tensor):
             if fill is not None:
                 fill(tensor, 0)
-            return self._allreduce_elsewhere(tensor, op)
+            return self._allreduce_on_gpu(tensor, op)
         shared = self._shared
-        if shared is None or not shared.takes(tensor, op) or self._is_for_gloo(tensor):
+        if shared is None or not shared.takes(tensor, op) or self._is_too_large(tensor):
             return super().allreduce(tensor, op, fill)
         self.check_alive()
         self.log.launched("allreduce", tensor, op)
         return shared.launch(tensor, op, fill)
 
-    def _allreduce_elsewhere(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> Any:
+    def _allreduce_on_gpu(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> Any:
         if self.kinds == {"gpu"} and self._gpu.takes(tensor):
             self.check_alive()
             self.log.launched("allreduce", tensor, op)
             return self._gpu.launch(tensor, op)
-        return launch_on_host(lambda copy: self.allreduce(copy, op), tensor)
+        return launch_staged(lambda copy: self.allreduce(copy, op), tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
-        if is_elsewhere(tensor):
-            return launch_on_host(lambda copy: self.broadcast(copy, root), tensor)
+        if is_on_gpu(tensor):
+            return launch_staged(lambda copy: self.broadcast(copy, root), tensor)
         return super().broadcast(tensor, root)
 
     def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> Any:
-        if is_elsewhere(out, tensor):
-            return launch_on_host(self.allgather, out, tensor)
+        if is_on_gpu(out, tensor):
+            return launch_staged(self.allgather, out, tensor)
         return super().allgather(out, tensor)
 
     def alltoall(self, out: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]) -> Any:
-        if is_elsewhere(out, tensor):
-            return launch_on_host(lambda to, of: self.alltoall(to, of, received, sent), out, tensor)
+        if is_on_gpu(out, tensor):
+            return launch_staged(lambda to, of: self.alltoall(to, of, received, sent), out, tensor)
         return super().alltoall(out, tensor, received, sent)
 
-    def _is_for_gloo(self, tensor: torch.Tensor) -> bool:
+    def _is_too_large(self, tensor: torch.Tensor) -> bool:
         return self._most_bytes is not None and tensor.numel() * tensor.element_size() > self._most_bytes
 
     def wait(self, work: Any) -> None:
-        if isinstance(work, HostWork):
+        if isinstance(work, StagedWork):
             self.wait(work.inner)
-            work.bring_back()
+            work.copy_back()
             return
         if isinstance(work, NcclWork):
             self._gpu.wait(work)
@@ -194,16 +199,16 @@ class Group(GlooGroup):
         super().wait(work)
 
     def _take_turns(self, work: dist.Work) -> None:
-        """Wait a while for Gloo, and take part meanwhile in what others may be waiting for."""
+        """Wait up to `STALL_S` for Gloo, and meanwhile do the work that other members may wait for."""
         until = clock.monotonic() + STALL_S
         try:
             while clock.monotonic() < until and not has_ended(work, _TURN):
-                take_part()
-        except RuntimeError:  # raised again, and translated, by who waits for it
+                serve_peers()
+        except RuntimeError:  # `wait` raises it again, translated
             return
 
     def _while_waiting(self) -> None:
-        take_part()
+        serve_peers()
 
     def cut(self, why: str) -> None:
         super().cut(why)
@@ -228,11 +233,11 @@ class Group(GlooGroup):
             self._shared.close_in_child()
 
 
-class _WithoutNumbers:
-    """The log of collectives that are parts of others: a rank that has joined is told of those only."""
+class _SilentLog:
+    """The log of collectives that are parts of others: ranks that have joined must only see the whole ones."""
 
     def __init__(self, whole: CollectiveLog) -> None:
         self.stalled = whole.stalled
 
     def launched(self, name: str, tensor: torch.Tensor, argument: Any) -> None:
-        """Is part of one that has been noted."""
+        """Do nothing: the whole collective was already recorded."""

@@ -1,10 +1,10 @@
-"""`join`: a rank that has run out of data takes part in the others' collectives until they have, too.
+"""`join`: a rank that has no more data takes part in the others' collectives until they have no more data either.
 
-Collectives here are not negotiated, so a rank that has joined has to be told which one comes next. That must not cost
-anything while nobody joins. So nothing is said until a collective has been waited for longer than `STALL_S`: then each
-active rank has a thread ask the driver, once, whether anybody has joined. From the moment it learns of one, it leaves a
-description of each collective, by number, in the round's key-value store; ranks that have joined wait for the next
-description and take part with neutral values. When all have joined, somebody leaves an end there instead.
+A rank that has joined has to learn which collective comes next. That must cost nothing while no rank joins. So the
+other ranks publish nothing until one of their collectives takes longer than `STALL_S`: then each of them starts a
+thread that asks the driver, once, for a rank that has joined. Once there is one, they publish a description of each
+collective, by number, in the round's key-value store; ranks that have joined wait for the next description and take
+part with neutral values. When all ranks have joined, an end mark is published instead.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from spark_elastic.collective.gloo import GlooGroup
 
 STALL_S = 0.25
-"""A collective that takes longer makes a rank ask whether anybody has joined."""
+"""A collective that takes longer makes a rank ask whether another one has joined."""
 _FOREVER_S = 1e6
 _END = b"end"
 
 
 class CollectiveLog:
-    """The collectives of one group by number: the last ones, and whether others need to read of them."""
+    """The last collectives of one group, by number; they are published once a rank has joined."""
 
     def __init__(self, link: WorkerLink, round: int, group: str, rank: int, size: int) -> None:
         self.count = 0
@@ -39,13 +39,13 @@ class CollectiveLog:
         self._size = size
         self._name = group
         self._generation = 0
-        """Joins that everybody has completed in this round; part of every key."""
+        """The number of joins that all ranks have completed in this round; part of every key."""
         self._last: deque[tuple[int, dict[str, Any]]] = deque(maxlen=64)
         self._publishing = False
         self._asking = False
 
     def launched(self, name: str, tensor: torch.Tensor, argument: Any) -> None:
-        """A collective is being launched. Called for every one of them: must cost next to nothing."""
+        """Record the launch of a collective. It is called for each of them, so it must cost almost nothing."""
         kind = (tensor.dtype, tensor.numel(), tensor.device.type)
         entry = (self.count, {"name": name, "tensor": kind, "argument": argument})
         self._last.append(entry)
@@ -54,7 +54,7 @@ class CollectiveLog:
             self._publish(*entry)
 
     def stalled(self) -> None:
-        """A collective takes long: find out whether that is because somebody has joined."""
+        """Find out whether a collective takes long because a rank has joined."""
         if not self._asking:
             self._asking = True
             threading.Thread(target=self._ask, args=(self._generation,), name="spark-elastic-join", daemon=True).start()
@@ -65,7 +65,7 @@ class CollectiveLog:
             if generation != self._generation:
                 return
             self._publishing = True
-            # What is launched from here on is published by the launching thread; what was before is in the list.
+            # the launching thread publishes collectives from here on; the earlier ones are in the list
             for number, entry in list(self._last):
                 if number >= int(since):
                     self._publish(number, entry)
@@ -82,13 +82,13 @@ class CollectiveLog:
         return f"{self._prefix(self._generation)}/collective/{number}"
 
     def _prefix(self, generation: int) -> str:
-        # with the name: who has joined in one group must not be told of the collectives of another
+        # with the name: a rank that has joined in one group must not take part in the collectives of another
         return f"join/{self._name}/{generation}"
 
     # --- the rank that joins ------------------------------------------------------------------
 
     def join(self, group: GlooGroup) -> int:
-        """Take part in what the others do until all have joined; the rank that did so last."""
+        """Take part in the others' collectives until all have joined; return the rank that joined last."""
         prefix = self._prefix(self._generation)
         self._publishing = False
         self._link.kv_set(self._round, f"{prefix}/rank/{self._rank}", str(self.count).encode())
@@ -98,10 +98,10 @@ class CollectiveLog:
             target=self._end_when_all_have, args=(everyone,), name="spark-elastic-join", daemon=True
         ).start()
         while True:
-            (what,) = self._link.kv_get(self._round, [self._key(self.count)], _FOREVER_S)
-            if what == _END:
+            (call,) = self._link.kv_get(self._round, [self._key(self.count)], _FOREVER_S)
+            if call == _END:
                 break
-            _take_part(group, json.loads(what))
+            _contribute_neutral(group, json.loads(call))
         counts = self._link.kv_get(self._round, everyone, _FOREVER_S)
         self._generation += 1
         self._asking = False
@@ -120,23 +120,23 @@ def _plain(argument: Any) -> Any:
     return argument if isinstance(argument, int) else str(argument)
 
 
-def _take_part(group: GlooGroup, what: dict[str, Any]) -> None:
-    """Contribute nothing to one collective of the others."""
-    dtype = getattr(torch, what["dtype"].removeprefix("torch."))
-    if what["name"] == "allreduce":
-        operator = group.operator(what["argument"])
-        # of an all-reduce, the way that it goes depends on where the tensors lie
-        neutral = _neutral(what["argument"], dtype)
-        tensor = torch.full((what["count"],), neutral, dtype=dtype, device=what["device"])
+def _contribute_neutral(group: GlooGroup, call: dict[str, Any]) -> None:
+    """Take part in one collective of the others with neutral values."""
+    dtype = getattr(torch, call["dtype"].removeprefix("torch."))
+    if call["name"] == "allreduce":
+        operator = group.operator(call["argument"])
+        # on the same kind of device: it decides which backend reduces the tensor
+        neutral = _neutral(call["argument"], dtype)
+        tensor = torch.full((call["count"],), neutral, dtype=dtype, device=call["device"])
         group.wait(group.allreduce(tensor, operator))
-    elif what["name"] == "allgather":
-        tensor = torch.zeros(what["count"], dtype=dtype)
-        group.wait(group.allgather(tensor.new_empty(what["count"] * group.size), tensor))
-    elif what["name"] == "broadcast" and what["argument"] != group.rank:
-        group.wait(group.broadcast(torch.empty(what["count"], dtype=dtype), what["argument"]))
+    elif call["name"] == "allgather":
+        tensor = torch.zeros(call["count"], dtype=dtype)
+        group.wait(group.allgather(tensor.new_empty(call["count"] * group.size), tensor))
+    elif call["name"] == "broadcast" and call["argument"] != group.rank:
+        group.wait(group.broadcast(torch.empty(call["count"], dtype=dtype), call["argument"]))
     else:
         raise UsageError(
-            f"another rank has called {what['name']} while this one is in hvd.join(), which it cannot take part in; "
+            f"another rank has called {call['name']} while this one is in hvd.join(), which it cannot take part in; "
             "allreduce, allgather and broadcasts from ranks that have not joined are possible then"
         )
 

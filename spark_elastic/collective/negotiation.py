@@ -1,12 +1,12 @@
-"""Compare what the members of a group are about to do, before any data is sent.
+"""Compare the collectives that the members of a group have called, before any data is sent.
 
-A backend cannot be asked to do different things on different ranks: Gloo aborts the process, waits for ever, or adds up
-what does not belong together. So a collective is queued first. Where a member has to wait for one, all members compare
-their queues: usually they are equal, which one small all-reduce of a fingerprint shows. Otherwise the queues themselves
-are exchanged: what all members have queued alike is launched, in one order; what they have queued differently, or what
-nobody else will ever come to, fails on every member with the same error.
+If members call different collectives, Gloo aborts the process, waits for ever, or combines tensors that do not belong
+together. So a collective is queued first. When a member has to wait for one, all members compare their queues. Usually
+the queues are equal, which one small all-reduce of a fingerprint shows. Otherwise the queues themselves are exchanged:
+collectives that all members have queued alike are launched, in one order; those that they have queued differently, or
+that some members never call, fail on every member with the same error.
 
-The buckets of an optimizer do not pass through here: their layout is compared once for each world.
+The buckets of an optimizer are not queued here: their layout is compared once for each world.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from spark_elastic.collective.gloo import GlooGroup
 
 Launched = tuple[Sequence[Any], Callable[[], Any]]
-"""The works of a collective, and what turns them into its result once they are done."""
+"""The works of a collective, and the function that makes its result once they are done."""
 
 _LONGEST_QUEUE_BYTES = 64 << 20
 _LONGEST_TEXT = 300
@@ -41,24 +41,32 @@ class Pending:
     """A collective that was called and is not launched yet.
 
     Args:
-        key: its name, or its number among those of its kind without a name.
-        what: what has to be the same on all members.
-        problem: why this member's call is refused, which the others have to be told.
-        detail: what may be another one on each member.
+        kind: the name of the collective.
+        key: the user's name for it, or its number among those of its kind without a name.
+        description: a text that must be the same on all members.
+        problem: the error of this member's call, for the others; "" if it is valid.
+        launch: launches it; None if there is nothing to launch.
+        detail: a text that may differ between members.
     """
 
-    __slots__ = ("alike", "detail", "error", "key", "kind", "launch", "launched", "problem", "what")
+    __slots__ = ("alike", "description", "detail", "error", "key", "kind", "launch", "launched", "problem")
 
     def __init__(
-        self, kind: str, key: str, what: str, problem: str, launch: Callable[[], Launched] | None, detail: str = ""
+        self,
+        kind: str,
+        key: str,
+        description: str,
+        problem: str,
+        launch: Callable[[], Launched] | None,
+        detail: str = "",
     ) -> None:
         self.kind = kind
         self.key = key
-        self.what = what
+        self.description = description
         self.problem = problem
         self.detail = detail
         self.alike = False
-        """Whether it is known that all members have the same detail; the same answer on all of them."""
+        """All members are known to have the same detail; the answer is the same on all of them."""
         self.launch = launch
         self.launched: Launched | None = None
         self.error: Exception | None = None
@@ -67,12 +75,12 @@ class Pending:
     def is_settled(self) -> bool:
         return self.launched is not None or self.error is not None
 
-    def told(self) -> list[str]:
-        """What the other members learn of it."""
-        return [self.key, self.kind, self.what, self.problem]
+    def message(self) -> list[str]:
+        """Return the part that the other members get."""
+        return [self.key, self.kind, self.description, self.problem]
 
     def start(self) -> None:
-        """Launch it; an error is kept for who waits for it."""
+        """Launch it; an error is kept and raised to the waiting caller."""
         launch, self.launch = self.launch, None
         try:
             self.launched = ((), _nothing) if launch is None else launch()
@@ -85,7 +93,7 @@ class Pending:
 
 
 class _Comparison:
-    """One that is under way. queued: what this member had queued when it began."""
+    """A comparison in progress, of the calls that this member had queued when it began."""
 
     __slots__ = ("queued", "token", "work")
 
@@ -96,38 +104,39 @@ class _Comparison:
 
 
 class Negotiation:
-    """The queue of one group. The group's thread uses it.
+    """The queue of one group. Only the group's thread uses it.
 
-    While a member waits for one group, it compares the queues of its other groups, too: another member of those may
-    wait for that before it comes to this one.
+    While a member waits for one group, it also compares the queues of its other groups: a member of those may have to
+    wait for that comparison before it calls the collective of this group.
     """
 
     def __init__(self, group: GlooGroup) -> None:
         self._group = group
         self._queue: dict[str, Pending] = {}
         self._numbers: dict[str, int] = {}
-        """How many collectives of each kind without a name were queued."""
+        """The number of collectives without a name that were queued, by kind."""
         self._comparison: _Comparison | None = None
         self._busy = False
         self._waiting = False
 
     @property
     def is_due(self) -> bool:
-        """Whether something was queued that must come before whatever is launched next."""
+        """True if a queued collective has to be launched before the next one that is not queued."""
         return bool(self._queue) and not self._busy
 
     def queue(
         self,
         kind: str,
         name: str | None,
-        what: str,
+        description: str,
         launch: Callable[[], Launched] | None,
         problem: str = "",
         detail: str = "",
     ) -> Pending:
-        """Add a collective; it is launched, at the latest, when it is waited for.
+        """Add a collective; it is launched when it is waited for, or earlier. See `Pending` for the arguments.
 
-        Raises: UsageError: one of this name is queued already.
+        Raises:
+            UsageError: one with this name is queued already.
         """
         if name is None:
             number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
@@ -136,16 +145,16 @@ class Negotiation:
             key = f"{kind} named {name!r}"
         if key in self._queue:
             raise UsageError(f"{key} is under way already; synchronize it first, or give the second another name")
-        pending = Pending(kind, key, what, problem, launch, detail)
+        pending = Pending(kind, key, description, problem, launch, detail)
         self._queue[key] = pending
         _in_use.add(self)
         return pending
 
-    def bring(self, pending: Pending) -> Launched:
-        """Block until all members have called this one, and launch it.
+    def launch(self, pending: Pending) -> Launched:
+        """Block until all members have called this collective, and launch it.
 
         Raises:
-            MismatchError: they have called something else, or the same in another way.
+            MismatchError: they have called another collective, or this one with another description.
             HorovodInternalError: a peer is gone.
         """
         while not pending.is_settled:
@@ -159,9 +168,10 @@ class Negotiation:
         return pending.launched
 
     def settle(self) -> None:
-        """Launch all that is queued: something that does not pass through the queue comes next.
+        """Launch all queued collectives, before one that is not queued.
 
-        Raises: as `bring`.
+        Raises:
+            MismatchError, HorovodInternalError: see `launch`.
         """
         while self._queue:
             waiting = list(self._queue.values())
@@ -173,19 +183,19 @@ class Negotiation:
     def serve_others(self, work: Any) -> None:
         """Complete the comparisons that were begun for other groups, before this member blocks in `work`.
 
-        Their other members go on to launch what they have compared. That takes room in shared memory which is free only
-        once this member has launched the same, and before that they do not come to `work`.
+        The other members of those groups then launch the compared collectives. They need slots in shared memory that
+        are free only once this member has launched the same collectives, and they come to `work` only after that.
         """
         begun = [other for other in _in_use if other is not self and other._comparison is not None]
         if begun:
             self._serve(begun, work.is_completed, begin=False)
 
-    def start_anew(self) -> None:
-        """All members are at the same place, with nothing under way; some have called less than others."""
+    def reset_numbers(self) -> None:
+        """Restart the numbering of calls without a name, when no member has a call in progress."""
         self._numbers.clear()
 
     def close(self) -> None:
-        """The group is over; who waits for something queued here finds that out."""
+        """End the negotiation with its group; waiting for a queued collective then raises."""
         _in_use.discard(self)
 
     # --- comparing ----------------------------------------------------------------------------
@@ -207,16 +217,16 @@ class Negotiation:
         self._busy = True
         try:
             queued = list(self._queue.values())
-            what = _fingerprint(json.dumps([pending.told() for pending in queued]))
+            what = _fingerprint(json.dumps([pending.message() for pending in queued]))
             detail = _fingerprint(json.dumps([pending.detail for pending in queued]))
-            # the largest and the smallest are the same; a rank that has joined adds nothing to a maximum
+            # the maximum of x and of -x shows whether all x are equal; a rank that has joined does not change a maximum
             token = torch.tensor([what, -what, detail, -detail])
             self._comparison = _Comparison(queued, token, self._group.allreduce(token, dist.ReduceOp.MAX))
         finally:
             self._busy = False
 
     def _is_over(self) -> bool:
-        """Whether `_end` would not block for long."""
+        """Return True if `_end` would not block for long."""
         return self._comparison is None or bool(self._comparison.work.is_completed())
 
     def _end(self) -> None:
@@ -234,14 +244,17 @@ class Negotiation:
                 for pending in comparison.queued:
                     pending.start()
             else:
-                self._sort_out(self._everyones_queues(comparison.queued))
+                self._resolve(self._exchange_queues(comparison.queued))
         finally:
             self._busy = False
 
     def _serve(self, others: list[Negotiation], is_over: Callable[[], bool], begin: bool) -> None:
-        """Do what members of other groups may wait for, until `is_over()` or nothing is left to do.
+        """Compare the queues of other groups, whose members may wait for it.
 
-        begin: also begin comparisons of what is queued there; False: only complete those that were begun.
+        Args:
+            others: the negotiations of these groups.
+            is_over: ends the work once it returns True.
+            begin: also begin comparisons; False: only complete those that were begun.
         """
         began, stalled = clock.monotonic(), False
         try:
@@ -260,10 +273,10 @@ class Negotiation:
             if stalled:
                 self._group.stalls(False)
 
-    def _everyones_queues(self, queued: list[Pending]) -> dict[int, _Told]:
-        """By rank in the group, without those that have joined."""
+    def _exchange_queues(self, queued: list[Pending]) -> dict[int, _MemberQueue]:
+        """Return the members' queues, by rank in the group, without the ranks that have joined."""
         group = self._group
-        entries = [pending.told() for pending in queued]
+        entries = [pending.message() for pending in queued]
         mine = json.dumps({"waits": self._waiting, "numbers": self._numbers, "queue": entries}).encode()
         sizes = torch.empty(group.size, dtype=torch.int64)
         group.wait(group.allgather(sizes, torch.tensor([len(mine)])))
@@ -274,19 +287,19 @@ class Negotiation:
         everyone = sent.new_empty((group.size, longest))
         group.wait(group.allgather(everyone.view(-1), sent))
         return {
-            rank: _Told(json.loads(row.numpy().tobytes()[:size]))
+            rank: _MemberQueue(json.loads(row.numpy().tobytes()[:size]))
             for rank, (row, size) in enumerate(zip(everyone, sizes.tolist(), strict=True))
             if size
         }
 
-    def _sort_out(self, told: dict[int, _Told]) -> None:
-        """Launch what all have queued alike, fail what they have queued differently."""
-        queues = {rank: each.queue for rank, each in told.items()}
+    def _resolve(self, members: dict[int, _MemberQueue]) -> None:
+        """Launch the collectives that all have queued alike, fail those that they have queued differently."""
+        queues = {rank: member.queue for rank, member in members.items()}
         first = next(iter(queues.values()))
         common = [key for key in first if all(key in queue for queue in queues.values())]
         if not common:
-            if all(each.waits for each in told.values()):
-                self._fail_all(told)
+            if all(member.waits for member in members.values()):
+                self._fail_all(members)
             return
         for key in common:
             pending = self._queue.pop(key)
@@ -302,17 +315,17 @@ class Negotiation:
             else:
                 pending.start()
 
-    def _fail_all(self, told: dict[int, _Told]) -> None:
+    def _fail_all(self, members: dict[int, _MemberQueue]) -> None:
         error = MismatchError(
             "ranks wait for collectives that other ranks do not call: "
-            + self._by_rank({rank: "; ".join(map(_said, each.queue.values())) for rank, each in told.items()})
+            + self._by_rank({rank: "; ".join(map(_shown, each.queue.values())) for rank, each in members.items()})
             + "; call the same ones, with the same names and in the same order, on all ranks"
         )
         for pending in self._queue.values():
             pending.fail(error)
         self._queue.clear()
-        for each in told.values():
-            for kind, number in each.numbers.items():
+        for member in members.values():
+            for kind, number in member.numbers.items():
                 self._numbers[kind] = max(number, self._numbers.get(kind, 0))
 
     def _by_rank(self, texts: dict[int, str]) -> str:
@@ -328,8 +341,8 @@ class Negotiation:
         return ", ".join(shown) + (f" and {len(ranks) - len(shown)} more" if len(ranks) > len(shown) else "")
 
 
-class _Told:
-    """What a member has told of itself: whether it waits for something in its queue, and the queue by key."""
+class _MemberQueue:
+    """A member's queue by key, with its numbering; `waits` is True if it waits for one of the queued collectives."""
 
     def __init__(self, message: dict[str, Any]) -> None:
         self.waits: bool = message["waits"]
@@ -338,7 +351,7 @@ class _Told:
 
 
 _in_use: weakref.WeakSet[Negotiation] = weakref.WeakSet()
-"""Those in which something was queued."""
+"""The negotiations in which a collective was queued."""
 
 
 def _fingerprint(text: str) -> int:
@@ -346,20 +359,20 @@ def _fingerprint(text: str) -> int:
 
 
 def _nothing() -> None:
-    """There is no result."""
+    """Return no result."""
 
 
-def _said(entry: list[str]) -> str:
+def _shown(entry: list[str]) -> str:
     return f"{entry[0]} ({entry[2]})" if entry[2] else entry[0]
 
 
 def _common_start(texts: list[str]) -> int:
-    """How many characters all of them begin with."""
+    """Return the length of the common prefix."""
     return next((at for at, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), len(min(texts)))
 
 
 def _short(text: str, start: int) -> str:
-    """The part of a text from `start` on, where it is of interest."""
+    """Return the part of a long text from `start` on, where it differs from the others."""
     if len(text) <= _LONGEST_TEXT:
         return text
     part = text[start : start + _LONGEST_TEXT]

@@ -11,8 +11,9 @@ from typing import Any
 import cloudpickle
 import torch
 
+from spark_elastic.collective.calls import agree, as_bytes, describe_tensor
 from spark_elastic.collective.gloo import GlooGroup
-from spark_elastic.collective.operations import agree, as_bytes, outside_world, shaped
+from spark_elastic.collective.operations import outside_world
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.errors import AuthenticationError
@@ -150,7 +151,7 @@ def broadcast_tensors(
     root = process_set.place_of(root_rank)
     if group is None:
         return
-    agree(group, "broadcast_tensors", f"root_rank={root_rank}: {'; '.join(map(shaped, tensors))}")
+    agree(group, "broadcast_tensors", f"root_rank={root_rank}: {'; '.join(map(describe_tensor, tensors))}")
     chunk: list[torch.Tensor] = []
     filled = 0
     for tensor in tensors:

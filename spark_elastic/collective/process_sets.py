@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from spark_elastic.collective.calls import agree
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.process import process
 from spark_elastic.errors import MismatchError, UsageError
@@ -189,7 +190,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Rule) -> ProcessSe
     # inside of the loop ranks are computed from the size, and may be those of another set by chance
     if same is not None and chosen._rule is None and not in_loop:
         raise UsageError(f"there is a set of these ranks already: {same}; use that one, or remove it first")
-    _agree("add_process_set", chosen)
+    agree(process.group(), "add_process_set", str(chosen.ranks))
     chosen.ends_with_world = in_loop
     process.register(chosen)
     return chosen
@@ -203,12 +204,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     process.require()
     if isinstance(process_set, StandingSet) or process_set.process_set_id is None:
         return False
-    _agree("remove_process_set", process_set)
+    agree(process.group(), "remove_process_set", str(process_set.ranks))
     process.unregister(process_set)
     return True
-
-
-def _agree(what: str, process_set: ProcessSet) -> None:
-    from spark_elastic.collective.operations import agree
-
-    agree(process.group(), what, str(process_set.ranks))

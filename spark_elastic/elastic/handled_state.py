@@ -8,7 +8,7 @@ import secrets
 import sys
 from typing import Any
 
-from spark_elastic.collective.operations import agree
+from spark_elastic.collective.calls import agree
 from spark_elastic.collective.process import process
 from spark_elastic.elastic import state as base
 from spark_elastic.elastic.frontend import frontend

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from spark_elastic.collective.calls import as_bytes
 from spark_elastic.collective.objects import broadcast_object, broadcast_tensors
-from spark_elastic.collective.operations import as_bytes
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Max
 

@@ -208,10 +208,10 @@ def _check_device(link: ChannelLink) -> None:
     asked = os.environ.get(DEVICE_SETTING, "auto")
     if not asked.startswith("cuda") or "tensorflow" in sys.modules:  # which looks for its own
         return
-    from spark_elastic.collective.devices import choose_device, sight
+    from spark_elastic.collective.devices import choose_device, device_info
 
     try:
-        choose_device(asked, sight(), local_rank=0)
+        choose_device(asked, device_info(), local_rank=0)
     except InvalidSettingsError as error:
         link.raised(error, "".join(traceback.format_exception(error)))
         exit_now(EXIT_RAISED, str(error))

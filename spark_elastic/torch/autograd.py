@@ -20,6 +20,17 @@ from spark_elastic.collective.reduction import (
     resolve_op,
 )
 
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "reducescatter",
+]
+
 
 class _Allreduce(Function):
     @staticmethod

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from spark_elastic.collective.devices import choose_device, setting, sight
+from spark_elastic.collective.devices import choose_device, device_info, device_setting
 from spark_elastic.collective.objects import broadcast_tensors
 from spark_elastic.collective.operations import outside_world
 from spark_elastic.collective.process import local_rank
@@ -32,7 +32,7 @@ def device(asked: str | None = None) -> torch.device:
         InvalidSettingsError: there is no such device here; with what to do.
         NotInitializedError: `init` has not been called.
     """
-    chosen = choose_device(setting() if asked is None else asked, sight(), local_rank())
+    chosen = choose_device(device_setting() if asked is None else asked, device_info(), local_rank())
     log.info("this worker computes on %s: %s", chosen.device, chosen.reason)
     found = torch.device(chosen.device)
     if found.type == "cuda":

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from spark_elastic.collective.buckets import Bucket, partition
+from spark_elastic.collective.calls import Handle, agree, describe_tensor, start_allgather
 from spark_elastic.collective.gloo import GlooGroup
-from spark_elastic.collective.handles import Handle
-from spark_elastic.collective.operations import agree, shaped, start_allgather
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, Compressor, Max, ReduceOp, Sum
@@ -255,7 +254,7 @@ class GradientReducer:
         self._rearm()
 
     def _agree(self, group: GlooGroup) -> None:
-        shapes = "; ".join(shaped(slot.param) for slot in self._slots)
+        shapes = "; ".join(describe_tensor(slot.param) for slot in self._slots)
         settings = f"op={self._op.name}, predivide={self._predivide}, compression={self._compression.__name__}"
         buckets = [len(part) for part in partition([slot.param for slot in self._slots], self._groups)]
         settings += f", sparse_as_dense={self._sparse_as_dense}, parameters by bucket {buckets}"

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 import spark_elastic
 import spark_elastic.torch as hvd
-from spark_elastic.collective.gpu_reduction import seat_of
-from spark_elastic.collective.nccl import CudaRuntime, NcclGroup
+from spark_elastic.collective.gpu_reduction import CudaRuntime, NcclGroup, member_device
 from spark_elastic.collective.process import process
 from spark_elastic.errors import HorovodInternalError
 
@@ -34,9 +33,9 @@ def alone(check_alive=lambda: None, stalled=lambda: None):
 
 
 def test_a_gpu_has_a_name_of_its_own_and_nccl_can_be_used():
-    seat = seat_of(torch.device("cuda", 0))
-    assert seat.uuid
-    assert seat.why == ""
+    described = member_device(torch.device("cuda", 0))
+    assert described.uuid
+    assert described.why == ""
 
 
 def test_a_communicator_of_one_reduces_is_aborted_and_made_anew():

@@ -2,16 +2,16 @@
 
 import pytest
 
-from spark_elastic.collective.devices import Seat, Sight, choose_backend, choose_device, may_use_gpu
+from spark_elastic.collective.devices import DeviceInfo, MemberDevice, choose_backend, choose_device, may_use_gpu
 from spark_elastic.driver import preflight
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.task.worker_process import worker_environment
 from spark_elastic.wire.launch_spec import AgentOrder
 
-NONE = Sight("2.7.0+cpu", None, 0)
-BLIND = Sight("2.7.0", "12.6", 0)
-ONE = Sight("2.7.0", "12.6", 1)
-FOUR = Sight("2.7.0", "12.6", 4)
+NONE = DeviceInfo("2.7.0+cpu", None, 0)
+BLIND = DeviceInfo("2.7.0", "12.6", 0)
+ONE = DeviceInfo("2.7.0", "12.6", 1)
+FOUR = DeviceInfo("2.7.0", "12.6", 4)
 
 
 @pytest.mark.parametrize(
@@ -51,22 +51,22 @@ def test_a_device_that_is_not_there_is_an_error_with_a_remedy(asked, seen, says)
         assert "device='auto'" in str(raised.value)
 
 
-def seats(*uuids, nccl=(2, 27)):
-    return [Seat(uuid, nccl) for uuid in uuids]
+def gpus(*uuids, nccl=(2, 27)):
+    return [MemberDevice(uuid, nccl) for uuid in uuids]
 
 
 def test_workers_with_a_gpu_each_reduce_by_nccl():
-    assert choose_backend(seats("a", "b", "c"), "auto").device == "nccl"
+    assert choose_backend(gpus("a", "b", "c"), "auto").device == "nccl"
 
 
 @pytest.mark.parametrize(
     ("those", "wanted", "reason"),
     [
-        (seats("a", "b", "a"), "auto", "ranks 0 and 2 share one GPU"),
-        (seats("a", "b", nccl=(2, 21)), "auto", "NCCL 2.21 cannot be aborted safely"),
-        ([*seats("a"), Seat("b", (2, 28))], "auto", "different versions"),
-        ([*seats("a"), Seat("", (0, 0), "it is built without NCCL")], "auto", "rank 1 cannot use NCCL"),
-        (seats("a", "b"), "gloo", "SPARK_ELASTIC_REDUCTION=gloo"),
+        (gpus("a", "b", "a"), "auto", "ranks 0 and 2 share one GPU"),
+        (gpus("a", "b", nccl=(2, 21)), "auto", "NCCL 2.21 cannot be aborted safely"),
+        ([*gpus("a"), MemberDevice("b", (2, 28))], "auto", "different versions"),
+        ([*gpus("a"), MemberDevice("", (0, 0), "it is built without NCCL")], "auto", "rank 1 cannot use NCCL"),
+        (gpus("a", "b"), "gloo", "SPARK_ELASTIC_REDUCTION=gloo"),
     ],
 )
 def test_gloo_is_taken_where_nccl_cannot_be_with_the_reason(those, wanted, reason):

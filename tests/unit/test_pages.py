@@ -16,7 +16,8 @@ import pytest
 import spark_elastic
 from spark_elastic import errors
 from spark_elastic.cli import options
-from spark_elastic.collective import surface
+from spark_elastic.collective import operations, surface
+from spark_elastic.torch import autograd
 from tests.pages import DOCS, LANGUAGES, PAGES, ROOT, blocks
 
 ERRORS = (DOCS / "errors.md").read_text()
@@ -124,7 +125,8 @@ def names_of(package: str) -> set[str]:
     """What a package of the frontends lists as its own, and what all have in common."""
     tree = ast.parse((ROOT / "spark_elastic" / package / "__init__.py").read_text())
     assigned = [node for node in tree.body if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node)]
-    return {name for each in assigned for name in ast.literal_eval(each.value)} | set(surface.__all__)
+    shared = {*surface.__all__, *operations.__all__, *autograd.__all__}
+    return {name for each in assigned for name in ast.literal_eval(each.value)} | shared
 
 
 def test_what_is_said_to_be_the_same_as_in_horovod_is_there() -> None:

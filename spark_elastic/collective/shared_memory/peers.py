@@ -1,9 +1,9 @@
-"""How the members of a host find one another's segments, and prove that they have.
+"""The members of a group on this host: find their segments, and wait for the words in them.
 
-A process id and a descriptor's number say nothing by themselves: the same host address can belong to containers that
-cannot see each other's processes. So each member writes into its own segment an identity that only members of the job
-can compute, of a number drawn for this occasion, and looks for those of the others in theirs. Only if every member has
-found all of them, all use the segments; otherwise none does.
+A process id and a descriptor's number do not identify a member: the same host address can belong to containers that
+cannot see each other's processes. So each member writes an identity into its own segment that only members of the job
+can compute, from a nonce drawn for this occasion, and checks the identities in the segments of the others. The segments
+are used only if every member has found all of them.
 """
 
 from __future__ import annotations
@@ -12,37 +12,73 @@ import hashlib
 import hmac
 import logging
 import os
+import select
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from spark_elastic import clock
+from spark_elastic.collective.devices import AUTO, GLOO, REDUCTION_SETTING, SHARED, reduction_setting
+from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.joining import STALL_S
 from spark_elastic.collective.shared_memory.segment import (
     ARRIVED,
     CONSUMED,
     FUTEX_AVAILABLE,
+    LEFT,
     REDUCED,
     OwnSegment,
     PeerSegment,
+    futex_wait,
+    futex_wake,
 )
-from spark_elastic.collective.shared_memory.spin_wait import Peer
-from spark_elastic.errors import InvalidSettingsError, UsageError
-
-if TYPE_CHECKING:
-    from spark_elastic.collective.gloo import GlooGroup
-    from spark_elastic.wire.worker_link import WorkerLink
+from spark_elastic.errors import HorovodInternalError, UsageError
+from spark_elastic.wire.worker_link import WorkerLink
 
 log = logging.getLogger("spark_elastic.collective")
 
-SETTING = "SPARK_ELASTIC_REDUCTION"
-AUTO, GLOO, SHARED = "auto", "gloo", "shared"
+SPIN_S = 100e-6
+"""About the cost of a sleep and its wake-up. A longer spin takes the core from a peer that needs it to compute."""
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.5e-3, 20e-3
+_warned = False
 
 
-class Announced(NamedTuple):
-    """What a member says of itself. pid: 0: it has no segment."""
+class Peer:
+    """Another member on this host: its segment, and whether its process lives."""
+
+    def __init__(self, rank: int, pid: int, segment: PeerSegment) -> None:
+        self.rank = rank
+        """Its rank among the members on this host."""
+        self.segment = segment
+        self.words = segment.words
+        try:
+            self._process = os.pidfd_open(pid)
+        except (AttributeError, OSError):
+            self._process = -1
+
+    def is_dead(self) -> bool:
+        if self._process < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        descriptor, self._process = self._process, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        self.segment.unmap()
+
+
+# --- finding them -----------------------------------------------------------------------------------
+
+
+class _Announcement(NamedTuple):
+    """A member's message to the others. `pid` is 0 if the member has no segment."""
 
     pid: int
     descriptor: int
@@ -51,31 +87,21 @@ class Announced(NamedTuple):
     nonce: bytes
 
 
-_ANNOUNCED = struct.Struct("<QQQQ32s")
-_warned = False
-
-
-def setting() -> str:
-    """What the environment asks for. Raises: InvalidSettingsError."""
-    value = os.environ.get(SETTING, AUTO)
-    if value not in (AUTO, GLOO, SHARED):
-        raise InvalidSettingsError(f"{SETTING}={value}: it is auto, gloo or shared")
-    return value
+_ANNOUNCEMENT = struct.Struct("<QQQQ32s")
 
 
 @dataclass(slots=True)
-class Met:
-    """What a member knows of those on its host.
-
-    rank: its own among them. cores: the fewest that any of them may use. demanded: whether all members of the group
-    are set to reduce through memory even where it may be slower.
-    """
+class HostPeers:
+    """This member's segment, and the other members on its host."""
 
     own: OwnSegment
     rank: int
+    """This member's rank among those on its host."""
     peers: list[Peer]
     cores: int
+    """The smallest number of cores that any of them may use."""
     demanded: bool
+    """All members of the group are set to use shared memory even where it may be slower."""
 
     def close(self) -> None:
         for peer in self.peers:
@@ -83,23 +109,25 @@ class Met:
         self.own.close()
 
 
-def meet(group: GlooGroup, link: WorkerLink, hosts: Sequence[str]) -> Met | None:
-    """Find the members on this host that a connected group can share memory with; None: some cannot.
+def find_peers(group: GlooGroup, link: WorkerLink, hosts: Sequence[str]) -> HostPeers | None:
+    """Open the segments of the group's members on this host; return None if any member of the group cannot.
 
-    All members of the group call this together, and all of them can or none does.
+    All members of the connected group call this together, and get peers or None alike.
 
     Args:
-        hosts: of the members, in the order of their ranks.
+        group: connects the members.
+        link: derives the key of the job.
+        hosts: the members' hosts, in the order of their ranks.
 
     Raises:
         HorovodInternalError: a peer is gone.
-        UsageError: the setting demands what is impossible here.
+        UsageError: the setting demands shared memory, which is impossible here.
     """
-    wanted = setting()
+    wanted = reduction_setting()
     own: OwnSegment | None = None
     why = ""
     if wanted == GLOO:
-        why = f"{SETTING}=gloo"
+        why = f"{REDUCTION_SETTING}=gloo"
     elif not FUTEX_AVAILABLE:
         why = "it needs Linux on x86-64"
     else:
@@ -107,40 +135,47 @@ def meet(group: GlooGroup, link: WorkerLink, hosts: Sequence[str]) -> Met | None
             own = OwnSegment()
         except (OSError, AttributeError, ValueError) as error:
             why = f"no memory to share could be made: {error}"
-    met: Met | None = None
+    found: HostPeers | None = None
     try:
         here = [rank for rank, host in enumerate(hosts) if host == hosts[group.rank]]
         identities = _Identities(link, group, here)
         if own is not None:
             identities.identify(own)
-        everyone = _exchange(group, own, identities.nonce)
+        everyone = _exchange(group, own, identities.nonce, wanted == SHARED)
         if own is not None and all(announced.pid for announced in everyone):
             try:
                 cores = min(everyone[rank].cores for rank in here)
                 demanded = all(announced.demanded for announced in everyone)
-                met = Met(own, here.index(group.rank), identities.open(everyone), cores, demanded)
+                found = HostPeers(own, here.index(group.rank), identities.open(everyone), cores, demanded)
             except (OSError, ValueError) as error:
                 why = f"another worker's memory cannot be opened: {error}"
-        if _all_agree(group, met is not None):
-            return met
+        if _all_agree(group, found is not None):
+            return found
     except BaseException:
-        _drop(own, met)
+        _close(own, found)
         raise
-    _drop(own, met)
+    _close(own, found)
+    why = why or "another worker cannot"
     if wanted == SHARED:
-        raise UsageError(f"{SETTING}=shared, but workers cannot share memory: {why or 'another worker cannot'}")
+        raise UsageError(f"{REDUCTION_SETTING}=shared, but workers cannot share memory: {why}")
     if wanted == AUTO:
-        _warn(why or "another worker cannot")
+        _warn(why)
     return None
 
 
-def base(round: int) -> int:
-    """What all counts of a round begin with."""
+def first_count(round: int) -> int:
+    """Return the number that all counts of a round begin with, so that a count of another round is recognised."""
     return (round & 0xFFFFFF) << 40
 
 
 class _Identities:
-    """What is written into segments, and looked for in those of others. here: the group's ranks on this host."""
+    """The identities that are written into segments, and checked in those of others.
+
+    Args:
+        link: derives the key of the job.
+        group: the group, for its round, name and rank.
+        here: the group's ranks on this host.
+    """
 
     def __init__(self, link: WorkerLink, group: GlooGroup, here: list[int]) -> None:
         self.nonce = os.urandom(32)
@@ -149,23 +184,28 @@ class _Identities:
         self._here = here
 
     def identify(self, own: OwnSegment) -> None:
-        """Write who this is, and let the counts begin."""
+        """Write this member's identity, and initialise the counts."""
         own.write(0, self._identity(self._group.rank, self.nonce))
         for word in (ARRIVED, REDUCED, CONSUMED):
-            own.words[word] = base(self._group.round)
+            own.words[word] = first_count(self._group.round)
 
-    def open(self, everyone: list[Announced]) -> list[Peer]:
-        """The segments of the others here. Raises: OSError, ValueError: one is not what it should be."""
+    def open(self, everyone: list[_Announcement]) -> list[Peer]:
+        """Open the segments of the others on this host.
+
+        Raises:
+            OSError: one cannot be opened.
+            ValueError: one does not belong to the member.
+        """
         peers: list[Peer] = []
         try:
-            for place, rank in enumerate(self._here):
+            for local_rank, rank in enumerate(self._here):
                 if rank == self._group.rank:
                     continue
                 other = everyone[rank]
                 segment = PeerSegment(other.pid, other.descriptor)
                 if not hmac.compare_digest(segment.read(0, 32), self._identity(rank, other.nonce)):
                     raise ValueError(f"process {other.pid} is not rank {rank} here")
-                peers.append(Peer(place, other.pid, segment))
+                peers.append(Peer(local_rank, other.pid, segment))
         except BaseException:
             for peer in peers:
                 peer.close()
@@ -177,14 +217,14 @@ class _Identities:
         return hmac.digest(self._key, text + nonce, hashlib.sha256)
 
 
-def _exchange(group: GlooGroup, own: OwnSegment | None, nonce: bytes) -> list[Announced]:
+def _exchange(group: GlooGroup, own: OwnSegment | None, nonce: bytes, demanded: bool) -> list[_Announcement]:
     pid, descriptor = (os.getpid(), own.descriptor) if own is not None else (0, 0)
     cores = len(os.sched_getaffinity(0)) if own is not None else 0
-    packed = _ANNOUNCED.pack(pid, descriptor, cores, setting() == SHARED, nonce)
+    packed = _ANNOUNCEMENT.pack(pid, descriptor, cores, demanded, nonce)
     mine = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     everyone = torch.empty(group.size * mine.numel(), dtype=torch.uint8)
     group.wait(group.allgather(everyone, mine))
-    return [Announced(*fields) for fields in _ANNOUNCED.iter_unpack(everyone.numpy().tobytes())]
+    return [_Announcement(*fields) for fields in _ANNOUNCEMENT.iter_unpack(everyone.numpy().tobytes())]
 
 
 def _all_agree(group: GlooGroup, mine: bool) -> bool:
@@ -193,9 +233,9 @@ def _all_agree(group: GlooGroup, mine: bool) -> bool:
     return bool(token.item())
 
 
-def _drop(own: OwnSegment | None, met: Met | None) -> None:
-    if met is not None:
-        met.close()
+def _close(own: OwnSegment | None, found: HostPeers | None) -> None:
+    if found is not None:
+        found.close()
     elif own is not None:
         own.close()
 
@@ -208,5 +248,76 @@ def _warn(why: str) -> None:
             "workers on this host add up gradients through its network interface, not through memory: %s; run them as "
             "one user who sees their processes (one container, or a shared process id namespace), or set %s=gloo",
             why,
-            SETTING,
+            REDUCTION_SETTING,
         )
+
+
+# --- waiting for them -------------------------------------------------------------------------------
+
+
+class SpinWait:
+    """Waits for a peer's word: spins for a moment, then sleeps, and notices when the word will never come.
+
+    Args:
+        check: raises if the round is over.
+        stalled: called once for each wait that takes longer than `STALL_S`.
+        blocked: called with True when such a long wait begins and with False when it ends.
+    """
+
+    def __init__(self, check: Callable[[], None], stalled: Callable[[], None], blocked: Callable[[bool], None]) -> None:
+        self._check = check
+        self._stalled = stalled
+        self._blocked = blocked
+        self._asleep_on = 0
+        self.meanwhile: Callable[[], None] = _nothing
+        """Called after each nap of a wait."""
+
+    def until(self, peer: Peer, word: int, target: int) -> None:
+        """Return as soon as the peer's word has reached `target`.
+
+        Raises:
+            HorovodInternalError: the peer has left or died, or the round is over.
+        """
+        words = peer.words
+        if words[word] >= target:
+            return
+        give_up = clock.monotonic() + SPIN_S
+        while clock.monotonic() < give_up:
+            for _ in range(4):
+                if words[word] >= target:
+                    return
+            os.sched_yield()
+        self._sleep_until(peer, word, target)
+
+    def _sleep_until(self, peer: Peer, word: int, target: int) -> None:
+        words = peer.words
+        address = peer.segment.word_address(word)
+        nap, stall_at, stalled = _SHORTEST_NAP_S, clock.monotonic() + STALL_S, False
+        try:
+            while (value := words[word]) < target:
+                self._asleep_on = address
+                self._check()
+                if words[LEFT] and words[word] < target:
+                    raise HorovodInternalError(f"a collective failed: rank {peer.rank} has left the round")
+                futex_wait(address, value, nap)
+                self.meanwhile()
+                if nap > _SHORTEST_NAP_S and peer.is_dead() and words[word] < target:
+                    raise HorovodInternalError(f"a collective failed: the process of rank {peer.rank} is gone")
+                nap = min(2 * nap, _LONGEST_NAP_S)
+                if not stalled and clock.monotonic() >= stall_at:
+                    stalled = True
+                    self._stalled()
+                    self._blocked(True)
+        finally:
+            self._asleep_on = 0
+            if stalled:
+                self._blocked(False)
+
+    def interrupt(self) -> None:
+        """Wake a sleeping wait so that it checks the round again; from any thread."""
+        if self._asleep_on:
+            futex_wake(self._asleep_on)
+
+
+def _nothing() -> None:
+    """Do nothing while waiting."""

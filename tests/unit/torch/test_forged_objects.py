@@ -6,7 +6,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective import objects
-from spark_elastic.collective.operations import agree
+from spark_elastic.collective.calls import agree
 from spark_elastic.collective.process import process
 from tests.unit.torch.test_collectives import together
 from tests.unit.torch.test_mismatches import raised

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective import devices, group, nccl
-from spark_elastic.collective import gpu_reduction as gpu
-from spark_elastic.collective.devices import Seat, Sight
-from spark_elastic.collective.nccl import NcclGroup
+from spark_elastic.collective import devices, gpu_reduction, group
+from spark_elastic.collective.devices import DeviceInfo, MemberDevice
+from spark_elastic.collective.gpu_reduction import NcclGroup
 from spark_elastic.collective.process import process
 from spark_elastic.errors import HorovodInternalError
 from tests.unit.world_link import die, link
@@ -84,10 +83,10 @@ class Runtime:
 
 def pretend(uuid: str, version=(2, 27), sees: int = 1) -> None:
     """In a worker: this process has a GPU of that name."""
-    devices.sight = lambda: Sight("2.7.0", "12.6", sees)
-    gpu.seat_of = lambda device: Seat(uuid, version)
-    nccl.CudaRuntime = Runtime
-    group.is_elsewhere = lambda *tensors: any(tensor.dtype == torch.float64 for tensor in tensors)
+    devices.device_info = lambda: DeviceInfo("2.7.0", "12.6", sees)
+    gpu_reduction.member_device = lambda device: MemberDevice(uuid, version)
+    gpu_reduction.CudaRuntime = Runtime
+    group.is_on_gpu = lambda *tensors: any(tensor.dtype == torch.float64 for tensor in tensors)
 
 
 def train(dies_at: int | None, shared: bool):
@@ -141,11 +140,11 @@ def reduce_through_the_host():
     hvd.init()
     mine = process.group()
     takes = mine._gpu.takes(torch.zeros(3, dtype=torch.float64))
-    group.is_elsewhere = lambda *tensors: False  # a copy is on the host
+    group.is_on_gpu = lambda *tensors: False  # a copy is on the host
     sums = torch.full((3,), float(me))
-    mine.wait(group.launch_on_host(lambda copy: mine.allreduce(copy, hvd.Sum.gloo), sums))
+    mine.wait(group.launch_staged(lambda copy: mine.allreduce(copy, hvd.Sum.gloo), sums))
     gathered = torch.zeros(mine.size, dtype=torch.int64)
-    mine.wait(group.launch_on_host(mine.allgather, gathered, torch.tensor([me])))
+    mine.wait(group.launch_staged(mine.allgather, gathered, torch.tensor([me])))
     return {"takes": takes, "why": mine._gpu.reason, "sums": sums.tolist(), "gathered": gathered.tolist()}
 
 
@@ -168,7 +167,7 @@ def mixed():
     tensor = torch.full((4,), float(hvd.rank() + 1), dtype=torch.float32)
     mine = process.group()
     if link().worker == 1:
-        work = group.launch_on_host(lambda copy: mine.allreduce(copy, hvd.Sum.gloo), tensor)
+        work = group.launch_staged(lambda copy: mine.allreduce(copy, hvd.Sum.gloo), tensor)
     else:
         work = mine.allreduce(tensor, hvd.Sum.gloo)
     mine.wait(work)

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
+from spark_elastic.collective import devices
 from spark_elastic.collective.process import process
-from spark_elastic.collective.shared_memory import peers, segment
+from spark_elastic.collective.shared_memory import segment
 from spark_elastic.errors import InvalidSettingsError, UsageError
 from tests.leftovers import threads_settle
 from tests.unit.world_link import die, tell
@@ -27,7 +28,7 @@ COUNTS = (0, 1, 7, 4095, 70_001, segment.LARGE_BYTES // 2 + 5)
 TWICE_ROUNDED = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-6, torch.float64: 1e-14}
 OPERATORS = {hvd.Sum: torch.Tensor.sum, hvd.Min: torch.Tensor.amin, hvd.Max: torch.Tensor.amax}
 
-pytestmark = pytest.mark.skipif(not peers.FUTEX_AVAILABLE, reason="words cannot be shared here")
+pytestmark = pytest.mark.skipif(not segment.FUTEX_AVAILABLE, reason="words cannot be shared here")
 
 
 def together(function, count, *args, hosts=ONE_HOST):
@@ -49,7 +50,7 @@ def contribution(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 def reduces_everything(cores: int, setting: str):
     os.sched_getaffinity = lambda _: range(cores)
-    os.environ[peers.SETTING] = setting
+    os.environ[devices.REDUCTION_SETTING] = setting
     hvd.init()
     wrong, digest = [], hashlib.sha256()
     for dtype in FLOATS + INTEGERS:
@@ -97,7 +98,7 @@ def test_products_and_what_only_gloo_reduces():
 
 
 def in_any_order():
-    os.environ[peers.SETTING] = "shared"
+    os.environ[devices.REDUCTION_SETTING] = "shared"
     hvd.init()
     r, n = hvd.rank(), hvd.size()
     first = [hvd.allreduce_async(torch.full((3,), float(r + k)), op=hvd.Sum) for k in range(2 * segment.DEPTH)]
@@ -271,7 +272,7 @@ def chooses(value: str, breaks: str):
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("spark_elastic.collective").addHandler(handler)
-    os.environ[peers.SETTING] = value
+    os.environ[devices.REDUCTION_SETTING] = value
     if breaks:
         _break(breaks)
     try:
@@ -301,7 +302,7 @@ def _break(what: str) -> None:
         process_key = link().derive_key
         link().derive_key = lambda purpose: process_key(purpose + "!")
     elif what == "setting":
-        os.environ[peers.SETTING] = "gloo"
+        os.environ[devices.REDUCTION_SETTING] = "gloo"
 
 
 @pytest.mark.parametrize("breaks", ["no memfd", "other processes", "another job", "setting"])
@@ -323,14 +324,14 @@ def test_the_setting_can_demand_either_way():
 
 
 def test_a_setting_that_does_not_exist_is_refused(monkeypatch):
-    monkeypatch.setenv(peers.SETTING, "fast")
+    monkeypatch.setenv(devices.REDUCTION_SETTING, "fast")
     with pytest.raises(InvalidSettingsError, match="auto, gloo or shared"):
-        peers.setting()
+        devices.reduction_setting()
 
 
 def joins_unevenly(cores: int):
     os.sched_getaffinity = lambda _: range(cores)
-    os.environ[peers.SETTING] = "shared"
+    os.environ[devices.REDUCTION_SETTING] = "shared"
     hvd.init()
     sums = []
     for number in range(3 * hvd.rank()):

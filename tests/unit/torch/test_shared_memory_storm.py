@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
+from spark_elastic.collective import devices
 from spark_elastic.collective.process import process
-from spark_elastic.collective.shared_memory import peers
+from spark_elastic.collective.shared_memory import segment
 from tests.unit.world_link import link, tell
 from tests.unit.worlds import WorldDriver
 
-pytestmark = pytest.mark.skipif(not peers.FUTEX_AVAILABLE, reason="words cannot be shared here")
+pytestmark = pytest.mark.skipif(not segment.FUTEX_AVAILABLE, reason="words cannot be shared here")
 
 COUNTS = (3, 5_000, 300_000, 1_200_000)
 
@@ -23,7 +24,7 @@ COUNTS = (3, 5_000, 300_000, 1_200_000)
 def reduces_for(seconds: float, cores: int):
     """Reduce known numbers for a while, in world after world; a sum that mixes rounds or steps cannot be right."""
     os.sched_getaffinity = lambda _: range(cores)
-    os.environ[peers.SETTING] = "shared"
+    os.environ[devices.REDUCTION_SETTING] = "shared"
     hvd.init()
     end = time.time() + seconds  # everybody stops with the first
     state = hvd.elastic.ObjectState(step=0)

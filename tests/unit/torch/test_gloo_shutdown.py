@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from spark_elastic.collective import in_flight
+from spark_elastic.collective import gloo_shutdown
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.reduction import Sum
 from spark_elastic.errors import HorovodInternalError
@@ -67,7 +67,7 @@ def group_with(work):
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     yield
-    in_flight._left_behind.clear()
+    gloo_shutdown._left_behind.clear()
 
 
 def test_after_a_cut_a_collective_that_does_not_end_is_not_waited_for():
@@ -97,17 +97,17 @@ def test_a_group_with_such_a_collective_is_kept_until_it_has_ended():
     process_group = group.pg
     group.cut("rank 1 is gone")
     group.close()
-    assert [kept for kept, _ in in_flight._left_behind] == [process_group]
+    assert [kept for kept, _ in gloo_shutdown._left_behind] == [process_group]
     work.over.set()
-    in_flight.free_those_that_ended()
-    assert in_flight._left_behind == []
+    gloo_shutdown.free_ended_groups()
+    assert gloo_shutdown._left_behind == []
 
 
 def test_a_group_whose_collectives_have_ended_or_failed_is_freed_at_once():
     group = group_with(work := Work(error=RuntimeError("Connection closed by peer")))
     work.over.set()
     group.close()
-    assert in_flight._left_behind == []
+    assert gloo_shutdown._left_behind == []
 
 
 def test_a_collective_that_ends_just_as_the_wait_for_it_does_counts_as_it_ended():

@@ -1,0 +1,223 @@
+"""The life of a call of a collective: it is queued, compared with the other members' calls, launched and waited for.
+
+`operations` has the collectives themselves. Each of them describes its call in a text that must be the same on all
+members, and passes a function that launches it once they have agreed, see `negotiation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.collective.negotiation import Launched, Pending
+from spark_elastic.collective.reduction import ReduceOp
+from spark_elastic.errors import UsageError
+
+# --- handles ----------------------------------------------------------------------------------------
+
+
+class Handle:
+    """A collective that was called. `wait` returns its result, or raises its error, as often as it is called.
+
+    Args:
+        group: the members; None: a world of one.
+        works: the works that were launched already.
+        finish: makes the result from the completed works.
+        pending: the queued call, if it is launched only after the members have agreed; it has its works and `finish`.
+    """
+
+    __slots__ = ("_error", "_finish", "_group", "_pending", "_result", "_works")
+
+    def __init__(
+        self,
+        group: GlooGroup | None,
+        works: Sequence[Any],
+        finish: Callable[[], Any] | None,
+        pending: Pending | None = None,
+    ) -> None:
+        self._group = group
+        self._works: list[Any] = list(works)
+        self._finish: Callable[[], Any] | None = finish
+        self._pending = pending
+        self._result: Any = None
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        if self._pending is not None:
+            try:
+                self._launch()
+            except Exception as error:
+                self._fail(error)
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        try:
+            self._launch()
+            while self._works:
+                assert self._group is not None
+                self._group.negotiation.serve_others(self._works[0])
+                self._group.wait(self._works[0])
+                del self._works[0]
+            if self._finish is not None:
+                finish, self._finish = self._finish, None
+                self._result = finish()
+        except Exception as error:
+            self._fail(error)
+            raise
+        return self._result
+
+    def _launch(self) -> None:
+        if self._pending is not None:
+            assert self._group is not None
+            works, self._finish = self._group.negotiation.launch(self._pending)
+            self._works = list(works)
+            self._pending = None
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self._works, self._finish, self._pending = [], None, None
+
+
+class SparseHandle(Handle):
+    """A `Handle` that can be called for its result; Horovod returns a function in its place."""
+
+    __slots__ = ()
+
+    def __call__(self) -> torch.Tensor:
+        result: torch.Tensor = self.wait()
+        return result
+
+
+def poll(handle: Handle) -> bool:
+    """Return True if `synchronize` would return or raise without blocking.
+
+    The first call waits until all members have called this collective, or wait for another one.
+    """
+    return handle.done()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Wait for a collective and return its result.
+
+    Raises:
+        HorovodInternalError: a peer is gone.
+        MismatchError: the members have not called the same collective, or not in the same way.
+    """
+    return handle.wait()
+
+
+# --- announcing a call --------------------------------------------------------------------------------
+
+
+def queue_call(
+    group: GlooGroup,
+    kind: str,
+    name: str | None,
+    description: str,
+    launch: Callable[[GlooGroup], Launched],
+    handle: type[Handle] = Handle,
+) -> Handle:
+    """Queue a collective for comparison with the other members' calls; return its handle.
+
+    Args:
+        group: the members.
+        kind: the name of the collective.
+        name: the user's name for this call, by which it is matched; None: it is matched by its order.
+        description: types, shapes and settings; it must be the same on all members.
+        launch: launches it on the group.
+        handle: the class of the handle.
+    """
+    return handle(group, [], None, group.negotiation.queue(kind, name, description, partial(launch, group)))
+
+
+def refuse_call(group: GlooGroup | None, kind: str, name: str | None, error: UsageError) -> UsageError:
+    """Return the error for the caller to raise, and queue it for the other members, who wait for this collective."""
+    if group is not None:
+        group.negotiation.queue(kind, name, "", None, problem=str(error))
+    return error
+
+
+def agree(group: GlooGroup | None, kind: str, description: str = "", name: str | None = None, detail: str = "") -> bool:
+    """Wait until all members have called this with the same `kind`, `name` and `description`.
+
+    Args:
+        group: the members; None: a world of one.
+        kind, name, description: see `queue_call`.
+        detail: a text that may differ between members.
+
+    Returns:
+        True if all members have the same `detail`. False, on all of them, if some differ or it is not known.
+
+    Raises:
+        MismatchError: they have called something else.
+        HorovodInternalError: a peer is gone.
+    """
+    if group is None:
+        return True
+    pending = group.negotiation.queue(kind, name, description, None, detail=detail)
+    group.negotiation.launch(pending)
+    return pending.alike
+
+
+def describe_tensor(tensor: torch.Tensor, rows: bool = True) -> str:
+    """Return the type and shape of a tensor; without the first dimension's size if `rows` is False."""
+    shape = list(tensor.shape) if rows else ["any", *tensor.shape[1:]]
+    return f"{str(tensor.dtype).removeprefix('torch.')} [{', '.join(map(str, shape))}]"
+
+
+def describe_reduction(
+    tensors: Sequence[torch.Tensor], op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0
+) -> str:
+    """Return the description of a reduction of these tensors, for `queue_call`."""
+    factors = "" if prescale == postscale == 1.0 else f", factors {prescale} and {postscale}"
+    return f"{'; '.join(map(describe_tensor, tensors))}, op={op.name}{factors}"
+
+
+# --- launching ----------------------------------------------------------------------------------------
+
+
+def start_allgather(group: GlooGroup, tensor: torch.Tensor) -> Launched:
+    """Launch an all-gather of contiguous tensors along the first dimension, without comparing the members' calls."""
+    rows = _row_counts(group, tensor)
+    most = max(rows)
+    if most * tensor.shape[1:].numel() == 0:
+        return [], lambda: tensor.new_empty((sum(rows), *tensor.shape[1:]))
+    sent = tensor if tensor.shape[0] == most else _padded(tensor, most)
+    out = tensor.new_empty((group.size, most, *tensor.shape[1:]))
+    work = group.allgather(as_bytes(out), as_bytes(sent))
+
+    def finish() -> torch.Tensor:
+        if min(rows) == most:
+            return out.flatten(0, 1)
+        return torch.cat([out[rank, :count] for rank, count in enumerate(rows)])
+
+    return [work], finish
+
+
+def _row_counts(group: GlooGroup, tensor: torch.Tensor) -> list[int]:
+    everyone = torch.empty(group.size, dtype=torch.int64)
+    group.wait(group.allgather(everyone, torch.tensor([tensor.shape[0]])))  # a rank that has joined sends zero
+    return [int(count) for count in everyone]
+
+
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    out = tensor.new_zeros((rows, *tensor.shape[1:]))
+    out[: tensor.shape[0]] = tensor
+    return out
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor, shape (bytes,), in the same memory.
+
+    Gloo has fewer types than torch, but it moves bytes.
+    """
+    if not tensor.numel():  # an empty tensor may have a stride of 0, which cannot be viewed as another type
+        return tensor.new_empty(0, dtype=torch.uint8)
+    # not `view(-1)`: a single element counts as contiguous whatever its stride is, and would keep that stride
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

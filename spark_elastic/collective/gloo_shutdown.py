@@ -1,0 +1,195 @@
+"""End a Gloo group in the middle of its collectives, for which Gloo has no call.
+
+Blocked collectives are interrupted by `shutdown()` of the TCP sockets below them, within a millisecond. It is called
+from another thread than the one that uses or closes the group, so it goes through duplicates of the descriptors: the
+number of a closed descriptor may already belong to another file, the number of an open duplicate cannot.
+
+One kind of collective does not notice. When a peer is gone, Gloo loses the error of a send that its own thread writes
+at that moment (`UnboundBuffer::waitSend`, in about one of fifty kills in the middle of an all-reduce). That collective
+then waits for its timeout, and the group's destructor waits for the collective while it holds Python's lock. So nobody
+waits longer than `GRACE_S` for a group that is over, and a group with a collective that does not end is kept alive
+until it has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import stat
+import threading
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+log = logging.getLogger("spark_elastic.collective")
+
+GRACE_S = 0.1
+"""The time that a collective may take to fail after the end of its group. Usually it takes a millisecond."""
+_PRUNE_AT = 64
+_DESCRIPTORS = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+
+# --- sockets ----------------------------------------------------------------------------------------
+
+
+def open_descriptors() -> frozenset[int]:
+    """Return the numbers of all open descriptors of this process.
+
+    The descriptor that lists them is not among them: it is closed again by now.
+    """
+    return frozenset(number for number in map(int, os.listdir(_DESCRIPTORS)) if _is_open(number))
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+class GroupSockets:
+    """Duplicates of the connections of one group.
+
+    Args:
+        before: the descriptors that were open before the group was made.
+        addresses: the addresses of its members.
+        announced: the values that the members have put into the rendezvous; each contains its listener's port.
+    """
+
+    def __init__(self, before: Collection[int], addresses: Collection[str], announced: Sequence[bytes]) -> None:
+        self._lock = threading.Lock()
+        self.descriptors: list[int] = []
+        """Gloo's own descriptors. A forked child closes them, so that it does not hold its parent's connections."""
+        self._duplicates: list[socket.socket] = []
+        for descriptor in sorted(open_descriptors() - frozenset(before)):
+            duplicate = _connection(descriptor)
+            if duplicate is None:
+                continue
+            if _belongs_to_group(duplicate, addresses, announced):
+                self.descriptors.append(descriptor)
+                self._duplicates.append(duplicate)
+            else:
+                duplicate.close()
+
+    def shutdown(self) -> None:
+        """End every connection: blocked collectives fail. May be called from any thread, repeatedly."""
+        with self._lock:
+            for duplicate in self._duplicates:
+                try:
+                    duplicate.shutdown(socket.SHUT_RDWR)
+                except OSError:  # the peer was faster
+                    pass
+
+    def close(self) -> None:
+        """Close the duplicates; Gloo closes the connections themselves."""
+        with self._lock:
+            for duplicate in self._duplicates:
+                duplicate.close()
+            self._duplicates.clear()
+
+    def close_in_child(self) -> None:
+        """Close duplicates and originals in a forked child, so that the parent's death reaches its peers."""
+        for duplicate in self._duplicates:
+            os.close(duplicate.detach())
+        self._duplicates.clear()
+        for descriptor in self.descriptors:
+            try:
+                os.close(descriptor)
+            except OSError:
+                pass
+
+
+def _connection(descriptor: int) -> socket.socket | None:
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return None
+        duplicate = socket.socket(fileno=os.dup(descriptor))
+    except OSError:  # closed meanwhile
+        return None
+    if duplicate.type == socket.SOCK_STREAM and duplicate.family in (socket.AF_INET, socket.AF_INET6):
+        return duplicate
+    duplicate.close()
+    return None
+
+
+def _belongs_to_group(connection: socket.socket, addresses: Collection[str], announced: Sequence[bytes]) -> bool:
+    """Return True if one end of the connection is a listener that a member announced.
+
+    Gloo announces the raw socket address, with port and address in network order. A search for these bytes does not
+    depend on the rest of the layout, which changes between versions.
+    """
+    try:
+        ends = [connection.getsockname()[:2], connection.getpeername()[:2]]
+    except OSError:  # a listener, or already closed
+        return False
+    if any(host not in addresses for host, _ in ends):
+        return False
+    if connection.family == socket.AF_INET6:
+        return True
+    needles = [port.to_bytes(2, "big") + socket.inet_aton(host) for host, port in ends]
+    return any(needle in value for needle in needles for value in announced)
+
+
+# --- collectives that do not end ----------------------------------------------------------------------
+
+
+def has_ended(work: dist.Work, within: timedelta) -> bool:
+    """Wait for a collective for at most `within`; return True if it is done.
+
+    Raises:
+        Exception: the error that the collective failed with.
+    """
+    try:
+        work.wait(within)
+    except Exception:
+        if not work.is_completed():
+            return False
+        work.wait()  # the wait may have timed out just before the collective ended
+    return True
+
+
+class InFlight:
+    """The launched collectives of one group that were not yet seen to end."""
+
+    def __init__(self) -> None:
+        self._works: list[dist.Work] = []
+
+    def add(self, work: dist.Work) -> None:
+        if len(self._works) >= _PRUNE_AT:
+            self._works = [known for known in self._works if not known.is_completed()]
+        self._works.append(work)
+
+    def discard(self, work: dist.Work) -> None:
+        """Remove the collective if it has ended."""
+        if work in self._works and work.is_completed():
+            self._works.remove(work)
+
+    def stuck(self) -> list[dist.Work]:
+        """Return those that do not end although the group's connections were shut down."""
+        return [work for work in self._works if not _has_ended_or_failed(work)]
+
+
+def _has_ended_or_failed(work: dist.Work) -> bool:
+    try:
+        return has_ended(work, timedelta(seconds=GRACE_S))
+    except Exception:
+        return True
+
+
+_left_behind: list[tuple[Any, list[dist.Work]]] = []
+
+
+def leave_behind(group: Any, stuck: list[dist.Work]) -> None:
+    """Keep a process group alive until its collectives have ended."""
+    log.warning(
+        "Gloo does not let go of %d collectives of a world that is over; their threads stay for now", len(stuck)
+    )
+    _left_behind.append((group, stuck))
+
+
+def free_ended_groups() -> None:
+    """Free the groups that were left behind and whose collectives have ended since."""
+    _left_behind[:] = [kept for kept in _left_behind if not all(work.is_completed() for work in kept[1])]
