@@ -1,4 +1,4 @@
-"""Fused gradient buckets: one flat buffer for many gradients."""
+"""Gradient buckets: one flat buffer for many gradients, which are reduced together."""
 
 from __future__ import annotations
 
@@ -13,20 +13,26 @@ from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.reduction import CastCompressor, Compressor, NoneCompressor, ReduceOp, scaling_factors
 
 BUCKET_BYTES = 25 << 20
-"""Largest bucket. Buckets are filled in the order in which backward usually finishes gradients: last layer first."""
+"""The size at which a bucket is full. Buckets are filled in the usual order of backward: last layer first."""
 FIRST_BUCKET_BYTES = 1 << 20
 
 
 class Bucket:
     """Gradients of one type that are reduced together.
 
-    flat: where the sums of all of them go, and in the flagged bucket one element more behind them: whether this member
-    has been told of a coming world. views: the gradients' places in it, shaped like their parameters. cargo: places for
-    a few numbers that travel along, between the two; None if there are none, or if they would be rounded on the way.
-
     Args:
-        params: tensors of one type and device each; only their shapes matter.
-        align: each view begins at a multiple of so many bytes.
+        params: tensors of one type and device; only their shapes are used.
+        compression: the compressor of the sent values.
+        flagged: the bucket has a `flag`.
+        piggyback: the number of elements for other numbers that are reduced with the gradients.
+        align: each view begins at a multiple of this many bytes.
+
+    Attributes:
+        flat: the buffer, for the gradients, then the piggyback numbers, then the flag.
+        views: the gradients in `flat`, shaped like their parameters.
+        piggyback: the other numbers in `flat`; None if there are none, or if the sent type would round them.
+        flag: the element of `flat` that says that the driver has announced a coming world; None in other buckets.
+        after: the factor to multiply `flat` by after the sum.
     """
 
     __slots__ = (
@@ -36,11 +42,11 @@ class Bucket:
         "_starts",
         "_wire",
         "after",
-        "cargo",
         "compression",
         "flag",
         "flat",
         "params",
+        "piggyback",
         "ready",
         "uses",
         "views",
@@ -51,7 +57,7 @@ class Bucket:
         params: Sequence[torch.Tensor],
         compression: type[Compressor],
         flagged: bool,
-        cargo: int = 0,
+        piggyback: int = 0,
         align: int = 1,
     ) -> None:
         self.params = list(params)
@@ -62,14 +68,14 @@ class Bucket:
         unit = max(1, align // first.element_size())
         sizes = [-(-param.numel() // unit) * unit for param in params]
         if compression is not NoneCompressor or first.dtype not in (torch.float32, torch.float64):
-            cargo = 0
-        self.flat = torch.zeros(sum(sizes) + cargo + flagged, dtype=first.dtype, device=first.device)
+            piggyback = 0
+        self.flat = torch.zeros(sum(sizes) + piggyback + flagged, dtype=first.dtype, device=first.device)
         self.flag = self.flat[-1] if flagged else None
-        self.cargo = self.flat[sum(sizes) : sum(sizes) + cargo] if cargo else None
+        self.piggyback = self.flat[sum(sizes) : sum(sizes) + piggyback] if piggyback else None
         pieces = self.flat[: sum(sizes)].split(sizes)
         self.views = [_shaped(piece[: param.numel()], param) for piece, param in zip(pieces, params, strict=True)]
         self._starts = [0, *accumulate(sizes)]
-        """Where each gradient begins in `flat`, and at the end where the numbers behind them do."""
+        """The index in `flat` at which each gradient begins, and the index behind the last one."""
         self._sources: list[torch.Tensor | None] = []
         self._before = 1.0
         self.after = 1.0
@@ -77,18 +83,22 @@ class Bucket:
         self._context: Any = None
 
     def scale(self, op: ReduceOp, predivide: float, size: int) -> None:
-        """Set what gradients are multiplied by before the sum, and `after`, what is still to multiply by after it."""
+        """Set the factors to multiply gradients by before and after the sum."""
         cast = issubclass(self.compression, CastCompressor) and self.flat.dtype.is_floating_point
         wire = self.compression.dtype if cast else self.flat.dtype  # type: ignore[attr-defined]
         self._before, self.after = scaling_factors(op, predivide, size, wire)
 
     def send(self, group: GlooGroup, op: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
-        """Launch the reduction of the scaled gradients; `flag` and `cargo` are what they are in `flat` now.
+        """Launch the reduction of the scaled gradients; `flag` and `piggyback` are sent with their present values.
 
-        gradients: in the order of `params`, shaped like them, or None for zeros; not needed any more on return. They
-        may be the views.
+        Args:
+            group: the members.
+            op: Gloo's operator.
+            gradients: in the order of `params`, shaped like them, or None for zeros. They may be the views, and are no
+                longer needed when this returns.
 
-        Returns: the work; once it is waited for, `unpack`.
+        Returns:
+            The work. After waiting for it, call `unpack`.
         """
         self._sources = [
             None if gradient is None else _flattened(gradient, view)
@@ -103,9 +113,9 @@ class Bucket:
             self._sources = []
 
     def _fill(self, out: torch.Tensor, start: int) -> None:
-        """Write what is sent of the elements from `start` on into `out`, shape (elements,)."""
+        """Write the values to send, beginning with the element at `start` of `flat`, into `out`, shape (elements,)."""
         end = start + out.numel()
-        behind = self._starts[-1]
+        gradients_end = self._starts[-1]
         number = bisect_right(self._starts, start) - 1
         while number < len(self._sources) and self._starts[number] < end:
             source, place = self._sources[number], self._starts[number]
@@ -121,8 +131,8 @@ class Bucket:
             if last - first < size:
                 source = source[first - place : last - place]
             torch.mul(source, self._before, out=part)
-        if end > behind and out is not self.flat:
-            first = max(start, behind)
+        if end > gradients_end and out is not self.flat:
+            first = max(start, gradients_end)
             out[first - start :].copy_(self.flat[first:end])
 
     def _compressed(self) -> torch.Tensor:
@@ -135,7 +145,7 @@ class Bucket:
         return self._wire
 
     def unpack(self) -> None:
-        """Put what was received into the bucket."""
+        """Decompress the received values into `flat`."""
         if self._wire is None:
             return
         if issubclass(self.compression, CastCompressor):
@@ -145,7 +155,7 @@ class Bucket:
 
 
 def _shaped(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The piece as a tensor of the parameter's shape and memory layout, so that optimizers run at full speed."""
+    """Return the piece with the parameter's shape and memory layout, with which optimizers are fastest."""
     if param.is_contiguous():
         return piece.view(param.shape)
     if param.numel() == 0 or not param.is_non_overlapping_and_dense():  # type: ignore[attr-defined]
@@ -154,7 +164,7 @@ def _shaped(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def _flattened(gradient: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """Its elements, shape (elements,), in the order in which they lie in the view. Copies only where that differs."""
+    """Return the elements, shape (elements,), in the memory order of the view; copy only if the orders differ."""
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()
     if gradient.is_contiguous() and view.is_contiguous():
@@ -167,12 +177,15 @@ def _flattened(gradient: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
 def partition(
     params: Sequence[torch.Tensor], groups: int | Sequence[Sequence[torch.Tensor]] | None
 ) -> list[list[torch.Tensor]]:
-    """Which parameters share a bucket.
+    """Divide parameters into buckets.
 
-    params: in the order of their registration. groups: None: filled last layer first up to the bucket size; a number
-    of about equal buckets; or lists of parameters, those not named forming buckets by size.
+    Args:
+        params: the parameters in the order of their registration.
+        groups: the number of about equal buckets; or lists of parameters that share a bucket, where the parameters in
+            none of them are divided by size; or None to fill buckets up to their size, last layer first.
 
-    Returns: lists of parameters of one type and device each, in the order in which they are reduced.
+    Returns:
+        Lists of parameters of one type and device each, in the order in which they are reduced.
     """
     if groups is None:
         return _by_size(list(reversed(params)))

@@ -148,7 +148,9 @@ def agree(group: GlooGroup | None, kind: str, description: str = "", name: str |
 
     Args:
         group: the members; None: a world of one.
-        kind, name, description: see `queue_call`.
+        kind: the name of the collective.
+        description: a text that must be the same on all members.
+        name: the user's name for this call; None: it is matched by its order.
         detail: a text that may differ between members.
 
     Returns:

@@ -74,7 +74,9 @@ def reduction_setting() -> str:
     """
     value = os.environ.get(REDUCTION_SETTING, AUTO)
     if value not in (AUTO, GLOO, SHARED):
-        raise InvalidSettingsError(f"{REDUCTION_SETTING}={value}: it is auto, gloo or shared")
+        raise InvalidSettingsError(
+            f"{REDUCTION_SETTING}={value!r} is not a way of reduction; expected auto, gloo or shared"
+        )
     return value
 
 

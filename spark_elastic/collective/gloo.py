@@ -300,8 +300,8 @@ class GlooGroup:
         if self.negotiation.is_due:
             self.negotiation.settle()
 
-    def stalls(self, begins: bool) -> None:
-        """Report the beginning or the end of a long wait that does not go through `wait`."""
+    def report_stall(self, begins: bool) -> None:
+        """Report the beginning or the end of a long wait to the driver, and look for ranks that have joined."""
         if begins:
             self.log.stalled()
         self._link.blocked(begins)
@@ -321,7 +321,6 @@ class GlooGroup:
         """
         try:
             if not has_ended(work, _STALL):
-                self.log.stalled()
                 self._wait_on(work)
         except Exception as error:
             raise self.translate(error) from error
@@ -329,14 +328,14 @@ class GlooGroup:
             self._in_flight.discard(work)
 
     def _wait_on(self, work: dist.Work) -> None:
-        self._link.blocked(True)
+        self.report_stall(True)
         try:
             while not has_ended(work, _SLICE):
                 self._while_waiting()
                 if clock.monotonic() - self._cut_at > GRACE_S:  # see `gloo_shutdown`
                     raise HorovodInternalError(f"round {self.round} is over: {self._why}")
         finally:
-            self._link.blocked(False)
+            self.report_stall(False)
 
     def _while_waiting(self) -> None:
         """Do other work; called repeatedly during a long wait."""

@@ -6,9 +6,9 @@ number of a closed descriptor may already belong to another file, the number of 
 
 One kind of collective does not notice. When a peer is gone, Gloo loses the error of a send that its own thread writes
 at that moment (`UnboundBuffer::waitSend`, in about one of fifty kills in the middle of an all-reduce). That collective
-then waits for its timeout, and the group's destructor waits for the collective while it holds Python's lock. So nobody
-waits longer than `GRACE_S` for a group that is over, and a group with a collective that does not end is kept alive
-until it has ended.
+then waits for its timeout, and the group's destructor waits for the collective while it holds Python's lock. So no
+thread waits longer than `GRACE_S` for a group that is over, and a group with a collective that does not end is kept
+alive until it has ended.
 """
 
 from __future__ import annotations

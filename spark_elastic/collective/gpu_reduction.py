@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -90,17 +90,10 @@ class CudaRuntime:
         return event
 
 
-def _nothing() -> None:
-    """Do nothing while waiting."""
-
-
-class NcclWork:
+class NcclWork(NamedTuple):
     """A launched reduction."""
 
-    __slots__ = ("work",)
-
-    def __init__(self, work: Any) -> None:
-        self.work = work
+    work: Any
 
     def is_completed(self) -> bool:
         return bool(self.work.is_completed())
@@ -110,11 +103,11 @@ class NcclGroup:
     """The NCCL communicator of a group with one GPU for each member. One thread uses it; `cut` may come from another.
 
     Args:
+        device: this member's GPU.
         check_alive: raises HorovodInternalError once the round is over.
-        stalled: called once a wait takes long.
-        blocked: called with True when a long wait begins and with False when it ends.
+        report_stall: called with True when a wait takes longer than `stall_s`, and with False when that wait ends.
+        while_waiting: does other work; called repeatedly during a wait.
         stall_s: the time after which a wait is long.
-        while_waiting: called repeatedly during a wait.
         runtime: CUDA and NCCL, or a test's replacement.
     """
 
@@ -122,19 +115,16 @@ class NcclGroup:
         self,
         device: torch.device,
         check_alive: Callable[[], None],
-        stalled: Callable[[], None],
-        blocked: Callable[[bool], None],
+        report_stall: Callable[[bool], None],
+        while_waiting: Callable[[], None],
         stall_s: float,
-        *,
-        while_waiting: Callable[[], None] = _nothing,
         runtime: Runtime | None = None,
     ) -> None:
         self.device = device
         self._check_alive = check_alive
-        self._stalled = stalled
-        self._blocked = blocked
-        self._stall_s = stall_s
+        self._report_stall = report_stall
         self._while_waiting = while_waiting
+        self._stall_s = stall_s
         self._runtime: Runtime = runtime or CudaRuntime()
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -201,13 +191,12 @@ class NcclGroup:
             work.work.wait()  # the stream waits, this thread does not
             done = self._runtime.mark(self.device)
             if not self._ended(work.work, done, self._stall_s):
-                self._stalled()
-                self._blocked(True)
+                self._report_stall(True)
                 try:
                     while not self._ended(work.work, done, 0.1):
                         pass
                 finally:
-                    self._blocked(False)
+                    self._report_stall(False)
         except HorovodInternalError:
             raise
         except RuntimeError as error:
@@ -295,22 +284,19 @@ class GpuReduction:
     Args:
         group: the group, for its members' agreement.
         connect_store: makes a store for the communicator's rendezvous, in the driver's key-value store.
-        stalled, blocked, while_waiting, stall_s: see `NcclGroup`.
+        while_waiting: see `NcclGroup`.
+        stall_s: see `NcclGroup`.
     """
 
     def __init__(
         self,
         group: GlooGroup,
         connect_store: Callable[[], Any],
-        stalled: Callable[[], None],
-        blocked: Callable[[bool], None],
         while_waiting: Callable[[], None],
         stall_s: float,
     ) -> None:
         self._group = group
         self._connect_store = connect_store
-        self._stalled = stalled
-        self._blocked = blocked
         self._while_waiting = while_waiting
         self._stall_s = stall_s
         self._decided = False
@@ -350,14 +336,7 @@ class GpuReduction:
     def _connect(self, device: torch.device) -> str | None:
         """Connect the communicator; return the failure as text, or None."""
         group = self._group
-        made = NcclGroup(
-            device,
-            group.check_alive,
-            self._stalled,
-            self._blocked,
-            self._stall_s,
-            while_waiting=self._while_waiting,
-        )
+        made = NcclGroup(device, group.check_alive, group.report_stall, self._while_waiting, self._stall_s)
         self._nccl = made
         if self._over:  # later cuts find it in `_nccl`
             made.cut()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,17 +38,13 @@ cores: up to 1 MB, shared memory takes 0.6 to 0.8 of Gloo's time; from 2 MB on, 
 # --- host staging: collectives on tensors of a GPU through copies in this host's memory ------------------
 
 
-class StagedWork:
-    """A collective on copies in the host's memory.
+class StagedWork(NamedTuple):
+    """A collective on copies in the host's memory."""
 
-    Args:
-        inner: the collective that was launched on the copies.
-        copy_back: copies the result to the GPU; called once `inner` is done.
-    """
-
-    def __init__(self, inner: Any, copy_back: Callable[[], None]) -> None:
-        self.inner = inner
-        self.copy_back = copy_back
+    inner: Any
+    """The collective that was launched on the copies."""
+    copy_back: Callable[[], None]
+    """Copies the result to the GPU; called once `inner` is done."""
 
     def is_completed(self) -> bool:
         return bool(self.inner.is_completed())
@@ -87,14 +83,7 @@ class Group(GlooGroup):
         self._hosts = list(hosts)
         self._shared: SharedMemoryReducer | None = None
         self._between: GlooGroup | None = None
-        self._gpu = GpuReduction(
-            self,
-            lambda: LinkStore(link, round, f"nccl/{name}/", []),
-            self.log.stalled,
-            link.blocked,
-            serve_peers,
-            STALL_S,
-        )
+        self._gpu = GpuReduction(self, lambda: LinkStore(link, round, f"nccl/{name}/", []), serve_peers, STALL_S)
         self._most_bytes: int | None = None
         """Larger tensors are reduced by Gloo; None: no limit."""
 
@@ -125,7 +114,7 @@ class Group(GlooGroup):
         except BaseException:
             found.close()
             raise
-        wait = SpinWait(self.check_alive, self.log.stalled, self._link.blocked)
+        wait = SpinWait(self.check_alive, self.report_stall, serve_peers)
         # slices need a second wait, which is worth it if all members can combine theirs at the same time
         several = len(hosts) > 1
         self._most_bytes = MOST_BYTES_BETWEEN_HOSTS if several and not found.demanded else None

@@ -16,7 +16,8 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,39 +38,26 @@ _MOST_VARIANTS = 4
 _PAUSE_S = 1e-4
 
 
+@dataclass(slots=True, eq=False)
 class Pending:
-    """A collective that was called and is not launched yet.
+    """A collective that was called and is not launched yet."""
 
-    Args:
-        kind: the name of the collective.
-        key: the user's name for it, or its number among those of its kind without a name.
-        description: a text that must be the same on all members.
-        problem: the error of this member's call, for the others; "" if it is valid.
-        launch: launches it; None if there is nothing to launch.
-        detail: a text that may differ between members.
-    """
-
-    __slots__ = ("alike", "description", "detail", "error", "key", "kind", "launch", "launched", "problem")
-
-    def __init__(
-        self,
-        kind: str,
-        key: str,
-        description: str,
-        problem: str,
-        launch: Callable[[], Launched] | None,
-        detail: str = "",
-    ) -> None:
-        self.kind = kind
-        self.key = key
-        self.description = description
-        self.problem = problem
-        self.detail = detail
-        self.alike = False
-        """All members are known to have the same detail; the answer is the same on all of them."""
-        self.launch = launch
-        self.launched: Launched | None = None
-        self.error: Exception | None = None
+    kind: str
+    """The name of the collective."""
+    key: str
+    """The user's name for the call, or its number among those of its kind without a name."""
+    description: str
+    """A text that must be the same on all members."""
+    problem: str
+    """The error of this member's call, for the others; "" if it is valid."""
+    launch: Callable[[], Launched] | None
+    """Launches it; None if there is nothing to launch."""
+    detail: str = ""
+    """A text that may differ between members."""
+    alike: bool = False
+    """All members are known to have the same detail; the answer is the same on all of them."""
+    launched: Launched | None = None
+    error: Exception | None = None
 
     @property
     def is_settled(self) -> bool:
@@ -92,15 +80,12 @@ class Pending:
         self.error = error
 
 
-class _Comparison:
+class _Comparison(NamedTuple):
     """A comparison in progress, of the calls that this member had queued when it began."""
 
-    __slots__ = ("queued", "token", "work")
-
-    def __init__(self, queued: list[Pending], token: torch.Tensor, work: Any) -> None:
-        self.queued = queued
-        self.token = token
-        self.work = work
+    queued: list[Pending]
+    token: torch.Tensor
+    work: Any
 
 
 class Negotiation:
@@ -267,11 +252,11 @@ class Negotiation:
                         other._end()
                 if not stalled and clock.monotonic() - began > STALL_S:
                     stalled = True
-                    self._group.stalls(True)
+                    self._group.report_stall(True)
                 time.sleep(_PAUSE_S)
         finally:
             if stalled:
-                self._group.stalls(False)
+                self._group.report_stall(False)
 
     def _exchange_queues(self, queued: list[Pending]) -> dict[int, _MemberQueue]:
         """Return the members' queues, by rank in the group, without the ranks that have joined."""

@@ -1,4 +1,4 @@
-"""Collectives on Python objects, and on many tensors at once."""
+"""Collectives on Python objects, and broadcasts of many tensors at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.errors import AuthenticationError
 
 _HEAD_BYTES = 16 * 1024
-"""Size of the first message of an object: most fit into it, so one broadcast is enough."""
+"""The size of an object's first message. Most objects fit into it, so one broadcast is enough."""
 _SIZE_BYTES, _MAC_BYTES = 8, 32
 _CHUNK_BYTES = 32 << 20
 
@@ -30,17 +30,17 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The object of `root_rank`, pickled. Returns `obj` itself on the root, and before the elastic loop.
+    """Return the object of `root_rank`, sent as a pickle; `obj` itself on the root, and before the elastic loop.
 
     Raises:
         HorovodInternalError: a peer is gone.
-        MismatchError: the members have called something else, or name different roots.
-        AuthenticationError: what arrived was not sent by a worker of this job; it was not unpickled.
+        MismatchError: the members have called another collective, or with another root.
+        AuthenticationError: the message was not sent by a worker of this job; it was not unpickled.
     """
     if outside_world():
         return obj
     group = process_set.group()
-    root = process_set.place_of(root_rank)
+    root = process_set.set_rank_of(root_rank)
     if group is None:
         return obj
     agree(group, "broadcast_object", f"root_rank={root_rank}", name)
@@ -52,11 +52,12 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Every member's object, pickled, in rank order.
+    """Return the objects of all members, sent as pickles, in rank order.
 
     Raises:
         HorovodInternalError: a peer is gone.
-        MismatchError, AuthenticationError: see `broadcast_object`.
+        MismatchError: the members have called another collective.
+        AuthenticationError: a message was not sent by a worker of this job; it was not unpickled.
     """
     group = process_set.group()
     if group is None:
@@ -65,9 +66,9 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     group.objects += 1
     data = cloudpickle.dumps(obj)
     mine = torch.frombuffer(bytearray(_sealed_size(len(data), group, group.rank)), dtype=torch.uint8)
-    told = mine.new_empty((group.size, _SIZE_BYTES + _MAC_BYTES))
-    group.wait(group.allgather(told.view(-1), mine))
-    sizes = [_opened_size(row.numpy().tobytes(), group, rank) for rank, row in enumerate(told)]
+    sealed_sizes = mine.new_empty((group.size, _SIZE_BYTES + _MAC_BYTES))
+    group.wait(group.allgather(sealed_sizes.view(-1), mine))
+    sizes = [_opened_size(row.numpy().tobytes(), group, rank) for rank, row in enumerate(sealed_sizes)]
     longest = max(sizes) + _MAC_BYTES
     everyone = mine.new_empty((group.size, longest))
     group.wait(group.allgather(everyone.view(-1), _tensor(_seal(data, group, group.rank).ljust(longest, b"\0"))))
@@ -99,19 +100,19 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 def _sealed_size(size: int, group: GlooGroup, sender: int) -> bytes:
-    """A length that the receivers may allocate, because a worker of this job has sealed it."""
-    told = size.to_bytes(_SIZE_BYTES, "big")
-    return told + _mac(b"size " + told, group, sender)
+    """Return a length with its MAC: receivers allocate memory only for lengths from a worker of this job."""
+    encoded = size.to_bytes(_SIZE_BYTES, "big")
+    return encoded + _mac(b"size " + encoded, group, sender)
 
 
 def _opened_size(sealed: bytes, group: GlooGroup, sender: int) -> int:
-    told = sealed[:_SIZE_BYTES]
-    if not hmac.compare_digest(sealed[_SIZE_BYTES:], _mac(b"size " + told, group, sender)):
+    encoded = sealed[:_SIZE_BYTES]
+    if not hmac.compare_digest(sealed[_SIZE_BYTES:], _mac(b"size " + encoded, group, sender)):
         raise AuthenticationError(
             f"the length of an object said to come from rank {sender} does not carry this job's seal; nothing was "
             "allocated for it"
         )
-    return int.from_bytes(told, "big")
+    return int.from_bytes(encoded, "big")
 
 
 def _send(group: GlooGroup, data: bytes) -> None:
@@ -124,14 +125,14 @@ def _send(group: GlooGroup, data: bytes) -> None:
 def _receive(group: GlooGroup, root: int) -> bytes:
     head = torch.empty(_HEAD_BYTES, dtype=torch.uint8)
     group.wait(group.broadcast(head, root))
-    told = head.numpy().tobytes()
+    message = head.numpy().tobytes()
     begin = _SIZE_BYTES + _MAC_BYTES
-    end = begin + _MAC_BYTES + _opened_size(told[:begin], group, root)
+    end = begin + _MAC_BYTES + _opened_size(message[:begin], group, root)
     if end > _HEAD_BYTES:
         tail = torch.empty(end - _HEAD_BYTES, dtype=torch.uint8)
         group.wait(group.broadcast(tail, root))
-        told += tail.numpy().tobytes()
-    return _open(told[begin:end], group, root)
+        message += tail.numpy().tobytes()
+    return _open(message[begin:end], group, root)
 
 
 # --- many tensors at once -------------------------------------------------------------------------
@@ -140,15 +141,17 @@ def _receive(group: GlooGroup, root: int) -> bytes:
 def broadcast_tensors(
     tensors: Sequence[torch.Tensor], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Overwrite each tensor with the root's, in few large messages.
+    """Overwrite each tensor with that of `root_rank`, in few large messages.
 
-    Small tensors are packed into chunks of at most `_CHUNK_BYTES`; large ones travel alone, without a copy if they are
-    contiguous.
+    Small tensors are packed into chunks of at most `_CHUNK_BYTES`. Each large one is sent separately, without a copy if
+    it is contiguous.
 
-    Raises: MismatchError: types or shapes are not the same everywhere.
+    Raises:
+        HorovodInternalError: a peer is gone.
+        MismatchError: types or shapes differ between members.
     """
     group = process_set.group()
-    root = process_set.place_of(root_rank)
+    root = process_set.set_rank_of(root_rank)
     if group is None:
         return
     agree(group, "broadcast_tensors", f"root_rank={root_rank}: {'; '.join(map(describe_tensor, tensors))}")
@@ -157,7 +160,7 @@ def broadcast_tensors(
     for tensor in tensors:
         plain = tensor.detach()
         size = plain.numel() * plain.element_size()
-        if size >= _CHUNK_BYTES // 8:  # by size alone: members must cut the messages alike
+        if size >= _CHUNK_BYTES // 8:  # decided by size alone, so that all members divide the tensors in the same way
             wire = plain.cpu().contiguous()
             group.wait(group.broadcast(as_bytes(wire), root))
             if wire.data_ptr() != plain.data_ptr():
@@ -182,6 +185,6 @@ def _broadcast_chunk(group: GlooGroup, tensors: Sequence[torch.Tensor], root: in
         flat = torch.empty(sum(sizes), dtype=torch.uint8)
     group.wait(group.broadcast(flat, root))
     if group.rank != root:
-        for tensor, piece in zip(tensors, flat.split(sizes), strict=True):
-            # a piece may start at any byte; a copy of its own is aligned for every type
-            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+        for tensor, part in zip(tensors, flat.split(sizes), strict=True):
+            # a part may start at any byte; a copy is aligned for every type
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

@@ -125,7 +125,7 @@ def broadcast_async_(
     group = process_set.group()
     plain = tensor.detach()
     try:
-        root = process_set.place_of(root_rank)
+        root = process_set.set_rank_of(root_rank)
     except UsageError as error:
         raise refuse_call(group, "broadcast", name, error) from None
     if group is None:

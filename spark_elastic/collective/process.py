@@ -1,4 +1,4 @@
-"""This process's place in the world: init, rank, size, and the groups of the round it stands in."""
+"""This process's position in the world: `init`, `rank`, `size`, and the groups of its round."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ log = logging.getLogger("spark_elastic.collective")
 
 @dataclass(frozen=True, slots=True)
 class Position:
+    """The numbers of this process in its world; by default those of a world of one."""
+
     rank: int = 0
     size: int = 1
     local_rank: int = 0
@@ -32,36 +34,40 @@ class Position:
 
 
 class Process:
-    """The one owner of the link and the groups. Only `_on_cut` is called from another thread than the user's."""
+    """The state of this process: the link to the driver, its position and its groups. There is one instance, `process`.
+
+    The user's thread calls everything but `_on_cut`.
+    """
 
     def __init__(self) -> None:
         self._connections: dict[str, tuple[int, int]] = {}
-        """By name of a group: the newest round in which it was connected, and how often. Outlives `shutdown`."""
-        self._forget()
+        """By group name: the newest round in which it was connected, and how often. It survives `shutdown`."""
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.link: WorkerLink | None = None
         self.position: Position | None = None
         self.assignment: Assignment | None = None
         self.apart = False
-        """Its world is over, and it has not come to the loop where it joins the next."""
+        """Its world is over, and it has not reached the elastic loop, where it joins the next one."""
         self.alone = False
-        """It has a place in a world, and is to do without the others for a while."""
-        self._told_alone = False
+        """It is a member of a world, but its collectives stay local for a while, see `collectives_alone`."""
+        self._warned_alone = False
         self.updates_handled = 0
         self.update_agreed: bool | None = None
-        """What the reductions since the last check have said of a coming world; None: there was none."""
+        """Since the last check, a reduction has reported a coming world (True) or none (False); None: no reduction."""
         self._groups: dict[str, Group | None] = {}
         for chosen in getattr(self, "sets", {}).values():
             chosen.process_set_id = None
         self.sets: dict[int, ProcessSet] = {}
-        """Sets of chosen ranks, by id, in the order in which they were added."""
+        """The sets of chosen ranks, by id, in the order in which they were added."""
         self._next_set = 1
         self._cut: tuple[int, str] = (0, "")
 
-    # --- life ---------------------------------------------------------------------------------
+    # --- joining and leaving worlds -----------------------------------------------------------
 
     def init(self, sets: Sequence[ProcessSet] = ()) -> None:
+        """Register the process sets and take a position in the world, unless it has one; see the function `init`."""
         if self.position is not None and not self.provisional:
             return
         for chosen in sets:
@@ -76,7 +82,7 @@ class Process:
         self.link.on_cut(self._on_cut)
         answer = self.link.join_at_init()
         if loops.waits_for_loop and not isinstance(answer, ProvisionalPosition):
-            self._stand_in(answer)  # that world is over; the loop joins the next
+            self._take_position(answer)  # that world is over; the loop joins the next
             self.apart = True
             return
         if isinstance(answer, ProvisionalPosition):
@@ -86,28 +92,32 @@ class Process:
             try:
                 self.adopt(answer)
                 return
-            except HorovodInternalError as error:  # a member was lost at once; nothing has begun, so just go on
+            except HorovodInternalError as error:  # a member was lost at once, before anything has begun: join again
                 log.info("round %d broke before it was connected: %s", answer.world.round, error)
                 next_answer = self.link.join(answer.world.round, None, 0)
-                if isinstance(next_answer, ProvisionalPosition):  # the others stand in the loop
+                if isinstance(next_answer, ProvisionalPosition):  # the others are in the loop
                     self.stand_apart()
                     return
                 answer = next_answer
 
     def adopt(self, assignment: Assignment) -> None:
-        """Stand in this world from now on. Raises: HorovodInternalError: it broke before it was connected."""
+        """Leave the present world and join this one.
+
+        Raises:
+            HorovodInternalError: it broke before it was connected.
+        """
         assert self.link is not None
         self.leave()
         for chosen in list(self.sets.values()):
             if chosen.ends_with_world:
                 self.unregister(chosen)
-        self._stand_in(assignment)
+        self._take_position(assignment)
         self.apart = False
         self.updates_handled = max(self.updates_handled, assignment.updates_seen)
         self.group("global")
         loops.joined()
 
-    def _stand_in(self, assignment: Assignment) -> None:
+    def _take_position(self, assignment: Assignment) -> None:
         me = assignment.world.member(assignment.worker)
         self.assignment = assignment
         self.position = Position(
@@ -115,13 +125,13 @@ class Process:
         )
 
     def run_again(self) -> None:
-        """The user's function is about to be called again: it adds its process sets again, and comes to a loop."""
+        """Prepare for another call of the user's function, which adds its process sets and reaches a loop again."""
         for chosen in list(self.sets.values()):
             self.unregister(chosen)
         self.stand_apart()
 
     def stand_apart(self) -> None:
-        """Do without a world until an elastic loop joins the next: the function is called again, or passes a loop."""
+        """Leave the world; collectives are local until an elastic loop joins the next one."""
         self.leave()
         self.apart = self.assignment is not None
 
@@ -137,18 +147,18 @@ class Process:
         self.leave()
         if self.link is not None:
             self.link.on_cut(None)
-        self._forget()
+        self._reset()
 
     # --- sets of chosen ranks -----------------------------------------------------------------
 
     def register(self, chosen: ProcessSet) -> None:
-        """Let the set be used, from now on."""
+        """Give the set an id, which makes it usable."""
         chosen.process_set_id = self._next_set
         self.sets[self._next_set] = chosen
         self._next_set += 1
 
     def unregister(self, chosen: ProcessSet) -> None:
-        """The set is used no more. Its group is closed unless another set has the same members."""
+        """Take the set's id away, and close its group unless another set has the same members."""
         number, chosen.process_set_id = chosen.process_set_id, None
         if number is not None:
             del self.sets[number]
@@ -162,7 +172,7 @@ class Process:
         return [chosen.ranks for chosen in self.sets.values()]
 
     def ranks_of(self, name: str) -> list[int]:
-        """The world's ranks in one of the groups that exist in every world."""
+        """Return the ranks of a group that exists in every world: "global", "local" or "cross"."""
         position = self.require()
         if self.assignment is None:
             return [position.rank] if name != "global" else list(range(position.size))
@@ -173,32 +183,37 @@ class Process:
 
     @property
     def update_pending(self) -> bool:
-        """Whether this process has been told of a coming world."""
+        """True if the driver has announced a coming world to this process."""
         return self.link is not None and self.link.updates_seen() > self.updates_handled
 
     def saw_update(self, agreed: bool) -> None:
-        """A reduction has told every member alike whether any of them has been told of a coming world."""
+        """Record the result of a reduction: True if the driver has announced a coming world to any of the members."""
         self.update_agreed = agreed or bool(self.update_agreed)
 
     # --- groups -------------------------------------------------------------------------------
 
     def require(self) -> Position:
+        """Return the position.
+
+        Raises:
+            NotInitializedError: `init` has not been called.
+        """
         if self.position is None:
             raise NotInitializedError("hvd.init() has not been called in this process")
         return self.position
 
     @property
     def provisional(self) -> bool:
-        """Whether this process has no place in a world, and its collectives reach nobody.
+        """True while this process is in no world, so that its collectives are local.
 
-        Of a newcomer, and of a process that runs its function again, until the elastic loop is entered; and of all
-        while they call their reset callbacks.
+        That is so for a newcomer, and for a process that runs its function again, until the elastic loop is entered;
+        and for all processes during their reset callbacks.
         """
         return self.link is not None and (self.assignment is None or self.apart or self.alone)
 
     @contextmanager
     def collectives_alone(self) -> Iterator[None]:
-        """Within it, collectives reach nobody."""
+        """Keep collectives local within this context."""
         self.alone = True
         try:
             yield
@@ -206,25 +221,25 @@ class Process:
             self.alone = False
 
     def say_alone(self) -> None:
-        """Warn, once, that a collective reaches nobody."""
+        """Warn, once, that a collective is local."""
         if self.alone:
             log.info("a collective in a reset callback reaches nobody else, and gives this worker's own values")
-        elif not self._told_alone:
-            self._told_alone = True
+        elif not self._warned_alone:
+            self._warned_alone = True
             log.warning(
                 "this worker joins the others in the elastic loop; until then its collectives reach nobody else, and "
                 "give its own values. Keep what was computed with them in the state, which the loop brings"
             )
 
     def group(self, name: str = "global", ranks: Sequence[int] | None = None) -> Group | None:
-        """The group of this round with that name ("global", "local" or "cross"); None if it has one member only.
-
-        Made at the first use, by all its members together.
+        """Return the group of this round with that name; all its members connect it together at its first use.
 
         Args:
-            ranks: of the members, of whom this process is one, for a group of chosen ranks.
+            name: "global", "local", "cross", or the name of a group of chosen ranks.
+            ranks: the members' ranks, this process's among them, for a group of chosen ranks.
 
-        None as well before the elastic loop, if this process joins its world only there.
+        Returns:
+            The group. None if it has only one member, or if this process is `provisional`.
 
         Raises:
             HorovodInternalError: the round is over.
@@ -258,8 +273,8 @@ class Process:
         addresses = [assignment.addresses[member.worker] for member in members]
         hosts = [member.place.host for member in members]
         round = assignment.world.round
-        # The driver keeps what was set in a round until it is over: who connects again, after `shutdown`, must not
-        # find the addresses of the time before. All members come here equally often, as with any collective.
+        # The driver keeps the keys of a round until it is over. A group that connects again after `shutdown` must not
+        # find its old addresses, so its key has a number. All members connect equally often, as with any collective.
         last_round, times = self._connections.get(name, (0, 0))
         times = times + 1 if last_round == round else 1
         self._connections[name] = round, times
@@ -269,7 +284,7 @@ class Process:
             group.note = "; ".join(str(ranks) for ranks in self._ranks_of_sets())
         self._groups[name] = group
         try:
-            if self._cut[0] >= round:  # only now: a cut that comes from here on finds the group
+            if self._cut[0] >= round:  # checked here: later cuts find the group in `_groups`
                 raise HorovodInternalError(f"round {round} is over: {self._cut[1]}")
             if ranks is not None:
                 _wait_for_all(self.link, group)
@@ -300,14 +315,15 @@ _FOREVER_S = 1e6
 
 
 def _name_of(ranks: Sequence[int], size: int) -> str:
-    """Of the group of a set with these ranks, in a world of this size."""
+    """Return the name of the group of a set with these ranks, in a world of this size."""
     return _SET + ",".join(str(rank) for rank in ranks if rank < size)
 
 
 def _wait_for_all(link: WorkerLink, group: Group) -> None:
-    """Until all members have come to their first use of a set: some may be busy with other things for long.
+    """Wait until all members have reached their first use of a set; some may do other work for a long time first.
 
-    Raises: HorovodInternalError: the round is over.
+    Raises:
+        HorovodInternalError: the round is over.
     """
     keys = [f"{group.name}/here/{rank}" for rank in range(group.size)]
     link.kv_set(group.round, keys[group.rank], b"")
@@ -324,14 +340,14 @@ atexit.register(process.leave)
 
 
 def init(comm: Any = None, process_sets: str | Iterable[ProcessSet] | None = None, **kwargs: object) -> None:
-    """Join the job that this process was started for; a world of one outside of a job. Repeats do nothing.
+    """Join the job that this process was started for, or a world of one outside of a job. Repeats do nothing.
 
-    In a job that is already running, the position is provisional until the elastic loop is entered. Arguments that
-    Horovod knows are accepted and ignored.
+    In a job that is already running, the position is provisional until the elastic loop is entered.
 
     Args:
-        comm: ignored, as far as it is not about process sets.
+        comm: accepted for compatibility with Horovod; ignored.
         process_sets: sets of chosen ranks to add, the same on all ranks.
+        **kwargs: other arguments of Horovod; ignored.
     """
     chosen = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
     process.init(chosen)
@@ -343,41 +359,45 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
+    """Return True after `init` and before `shutdown`."""
     return process.position is not None
 
 
+# All functions below raise NotInitializedError before `init`.
+
+
 def rank() -> int:
-    """This process's number in the world. Raises: NotInitializedError."""
+    """Return this process's rank in the world."""
     return process.require().rank
 
 
 def size() -> int:
-    """Processes in the world. Raises: NotInitializedError."""
+    """Return the number of processes in the world."""
     return process.require().size
 
 
 def local_rank() -> int:
-    """This process's number among those on its host. Raises: NotInitializedError."""
+    """Return this process's rank among those on its host."""
     return process.require().local_rank
 
 
 def local_size() -> int:
-    """Processes of the world on this host. Raises: NotInitializedError."""
+    """Return the number of the world's processes on this host."""
     return process.require().local_size
 
 
 def cross_rank() -> int:
-    """The number of this host among those that have this local rank. Raises: NotInitializedError."""
+    """Return the index of this host among the hosts that have this local rank."""
     return process.require().cross_rank
 
 
 def cross_size() -> int:
-    """Hosts that have this local rank. Raises: NotInitializedError."""
+    """Return the number of hosts that have this local rank."""
     return process.require().cross_size
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has equally many processes."""
+    """Return True if all hosts have the same number of processes."""
     process.require()
     if process.assignment is None:
         return True

@@ -1,11 +1,11 @@
-"""The groups of processes that a collective can be called on: the world, its parts by host, and chosen ranks.
+"""Process sets, on which a collective can be called: the world, its parts by host, and sets of chosen ranks.
 
-A set of chosen ranks names **numbers of ranks**, as Horovod's do: in each world it consists of those of its numbers
-that exist there. Survivors of a loss move up, so a set may have other workers in the next world. A set can also be
-given as a rule, which is asked anew for each size of the world.
+A set of chosen ranks consists of **numbers of ranks**, as Horovod's do: in each world, its members are those of its
+ranks that exist there. After a loss the survivors get new ranks, so the same set may have other workers in the next
+world. A set can also be given as a rule, which is called for each size of the world.
 
-A set that was added before the elastic loop, where a newcomer comes by too, stays for all worlds. One that was added
-inside of the loop belongs to the present world: the loop's function is called again in the next and adds it again.
+A set that is added before the elastic loop, where newcomers add it too, stays for all worlds. A set that is added
+inside of the loop belongs to the present world: the loop's function is called again in the next one and adds it again.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from spark_elastic.errors import MismatchError, UsageError
 from spark_elastic.wire.worker_link import loops
 
 Rule = Callable[[int], Iterable[int]]
-"""Gives the ranks of a set in a world of this size."""
+"""A function from the size of a world to the ranks of a set in it."""
 
 
 class ProcessSet:
     """Chosen ranks of the world; usable between `add_process_set` and `remove_process_set`.
 
     Args:
-        ranks: numbers of ranks, or a rule that gives them for a size of the world.
+        ranks: rank numbers, or a rule that returns them for a size of the world.
 
-    Raises: UsageError: no numbers, negative ones, or one twice.
+    Raises:
+        UsageError: the ranks are not numbers, or are negative or repeated.
     """
 
     def __init__(self, ranks: Iterable[int] | Rule) -> None:
@@ -40,11 +41,15 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
-        """The numbers that it was given; of a rule, those for the present world."""
+        """The given rank numbers; for a rule, its ranks in the present world."""
         return list(self._ranks if self._rule is None else _checked(self._rule(process.require().size)))
 
     def _members(self) -> list[int]:
-        """Its ranks in the present world. Raises: UsageError: it is not in use."""
+        """Return the ranks of the set that exist in the present world.
+
+        Raises:
+            UsageError: the set is not in use.
+        """
         if self.process_set_id is None:
             raise UsageError(
                 f"{self} is not in use: it was not added with hvd.add_process_set, was removed, or was added inside of "
@@ -55,10 +60,10 @@ class ProcessSet:
         return [rank for rank in self.ranks if rank < size]
 
     def group(self) -> GlooGroup | None:
-        """Its Gloo group; None if this process is alone in it.
+        """Return the group of the set; None if this process is alone in it.
 
         Raises:
-            UsageError: this process is not a member of it.
+            UsageError: this process is not a member of the set.
             MismatchError: other ranks have other sets.
         """
         position = process.require()
@@ -72,20 +77,24 @@ class ProcessSet:
             )
         whole = process.group()
         if whole is not None and len(set(whole.notes)) > 1:
-            told = ", ".join(f"rank {rank}: [{note}]" for rank, note in enumerate(whole.notes))
+            shown = ", ".join(f"rank {rank}: [{note}]" for rank, note in enumerate(whole.notes))
             raise MismatchError(
-                f"ranks began this world with different process sets: {told}; add the same sets before the elastic "
+                f"ranks began this world with different process sets: {shown}; add the same sets before the elastic "
                 "loop on all ranks, a newcomer's too"
             )
         return process.group("set " + ",".join(map(str, members)), members)
 
     def size(self) -> int:
-        """How many processes a collective on it reaches now: one, of a newcomer before the elastic loop."""
+        """Return the number of processes in the set; 1 in a newcomer before the elastic loop."""
         members = self._members()
         return 1 if process.provisional else len(members)
 
     def rank(self) -> int:
-        """This process's number in the set. Raises: UsageError: it is not in it."""
+        """Return this process's rank in the set.
+
+        Raises:
+            UsageError: it is not a member.
+        """
         members = self._members()
         if process.provisional:
             return 0
@@ -95,12 +104,16 @@ class ProcessSet:
         return members.index(rank)
 
     def included(self) -> bool:
-        """Whether this process is in it, in the present world. True of a newcomer before the elastic loop."""
+        """Return True if this process is in the set in the present world, or is a newcomer before the elastic loop."""
         members = self._members()
         return process.provisional or process.require().rank in members
 
-    def place_of(self, root_rank: int) -> int:
-        """The number in this set of a process that a caller names. Raises: UsageError: it is not in it."""
+    def set_rank_of(self, root_rank: int) -> int:
+        """Return the rank in this set of the process with that rank in the world.
+
+        Raises:
+            UsageError: it is not a member.
+        """
         members = self._members()
         if process.provisional:
             return 0
@@ -114,7 +127,7 @@ class ProcessSet:
 
 
 class StandingSet(ProcessSet):
-    """One of the groups that exist in every world, whoever is in it. `root_rank` is a number within it."""
+    """A set that exists in every world: "global", "local" or "cross". Its `root_rank` is a rank within the set."""
 
     def __init__(self, name: str) -> None:
         super().__init__([])
@@ -123,7 +136,7 @@ class StandingSet(ProcessSet):
 
     @property
     def ranks(self) -> list[int]:
-        """Numbers of the world's ranks that are in it."""
+        """The world's ranks that are in the set."""
         return process.ranks_of(self.name)
 
     def group(self) -> GlooGroup | None:
@@ -144,7 +157,7 @@ class StandingSet(ProcessSet):
     def included(self) -> bool:
         return True
 
-    def place_of(self, root_rank: int) -> int:
+    def set_rank_of(self, root_rank: int) -> int:
         if not 0 <= root_rank < self.size():
             raise UsageError(f"root_rank={root_rank} is not a rank of {self!r}, which has {self.size()}")
         return root_rank
@@ -168,16 +181,19 @@ global_process_set = StandingSet("global")
 local_process_set = StandingSet("local")
 """The processes on this host."""
 cross_process_set = StandingSet("cross")
-"""The processes that have this one's local rank, one a host."""
+"""The processes with this one's local rank, one on each host."""
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int] | Rule) -> ProcessSet:
-    """Have a set of chosen ranks be usable; all ranks of the world call this, with the same ranks.
+    """Make a set of chosen ranks usable; all ranks of the world call this, with the same ranks.
 
-    Ranks that do not exist now are allowed: they may come with a larger world. Returns: the set.
+    Ranks that do not exist now are allowed: they may exist in a larger world.
+
+    Returns:
+        The set.
 
     Raises:
-        UsageError: there is a set of these ranks already, and this is not the elastic loop.
+        UsageError: outside of the elastic loop, there is a set of these ranks already.
         MismatchError: the ranks of the world add different sets.
         NotInitializedError: `init` has not been called.
     """
@@ -187,7 +203,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Rule) -> ProcessSe
         raise UsageError(f"{chosen} is in use already")
     in_loop = loops.entered > loops.last and (process.alone or not process.provisional)
     same = next((known for known in process.sets.values() if known._rule is None and known.ranks == chosen.ranks), None)
-    # inside of the loop ranks are computed from the size, and may be those of another set by chance
+    # inside of the loop, ranks are computed from the size, and may equal those of another set by chance
     if same is not None and chosen._rule is None and not in_loop:
         raise UsageError(f"there is a set of these ranks already: {same}; use that one, or remove it first")
     agree(process.group(), "add_process_set", str(chosen.ranks))
@@ -197,9 +213,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Rule) -> ProcessSe
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Stop using a set; all ranks of the world call this. Handles of its collectives must have been waited for.
+    """Remove a set; all ranks of the world call this, after they have waited for all of its collectives.
 
-    Returns: whether it was one that can be removed.
+    Returns:
+        True if it was removed; False for the sets that exist in every world, and for sets that are not in use.
     """
     process.require()
     if isinstance(process_set, StandingSet) or process_set.process_set_id is None:

@@ -1,9 +1,10 @@
-"""How values are reduced: the operators, the scaling around a sum, and the compression of what is sent."""
+"""Reduction operators, the scaling around a sum, and the compression of the values that are sent."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -223,3 +224,34 @@ def compressed_sum_scaling(
     if not (issubclass(compression, CastCompressor) and compression.dtype is torch.float16):
         return op, 1.0, 1.0
     return Sum, *scaling_factors(op, 1.0, size, torch.float16)
+
+
+def reduce_compressed(
+    tensors: Sequence[torch.Tensor],
+    compression: type[Compressor],
+    op: ReduceOp,
+    size: int,
+    reduce: Callable[[ReduceOp, list[torch.Tensor]], Sequence[torch.Tensor]],
+) -> list[torch.Tensor]:
+    """Compress and scale tensors, reduce them, and undo both.
+
+    Args:
+        tensors: the tensors to reduce.
+        compression: the compressor.
+        op: the operator.
+        size: the number of members.
+        reduce: reduces compressed tensors by an operator; called twice if only some of the tensors are compressed.
+    """
+    scaling = [compressed_sum_scaling(compression, op, size, tensor.dtype) for tensor in tensors]
+    results: list[Any] = [None] * len(tensors)
+    for how in dict.fromkeys(each for each, _, _ in scaling):
+        indexes = [index for index, (other, _, _) in enumerate(scaling) if other is how]
+        sent = [compression.compress(_times(tensors[index], scaling[index][1])) for index in indexes]
+        received = reduce(how, [tensor for tensor, _ in sent])
+        for index, tensor, (_, context) in zip(indexes, received, sent, strict=True):
+            results[index] = _times(compression.decompress(tensor, context), scaling[index][2])
+    return results
+
+
+def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    return tensor if factor == 1.0 else tensor * factor

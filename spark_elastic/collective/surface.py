@@ -1,4 +1,4 @@
-"""The names that are the same for every framework: each of the packages that users import passes them on."""
+"""The names that are the same for every framework; each of the packages that users import exports them."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from spark_elastic.collective.process_sets import (
 from spark_elastic.collective.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, NotInitializedError, OutsideLoopError
 
-# What Horovod builds can be asked about themselves; the answers of this one.
+# --- the questions about a build that programs ask Horovod ----------------------------------------------
 
 
 def _no(*_: Any, **__: Any) -> bool:
-    """This is not part of spark_elastic."""
+    """Return False: spark_elastic does not have this."""
     return False
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Collectives run over torch's Gloo."""
+    """Return True: collectives run over torch's Gloo."""
     return True
 
 
 def gloo_enabled() -> bool:
-    """Collectives run over torch's Gloo."""
+    """Return True: collectives run over torch's Gloo."""
     return True
 
 
@@ -55,17 +55,17 @@ ddl_built = ccl_built = _no
 
 
 def nccl_built(verbose: bool = False) -> bool:
-    """Gradients on GPUs can be reduced by NCCL."""
+    """Return True if torch has NCCL, which reduces gradients on GPUs."""
     return bool(dist.is_available() and dist.is_nccl_available())
 
 
 def cuda_built(verbose: bool = False) -> bool:
-    """Torch is built for CUDA."""
+    """Return True if torch is built for CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built(verbose: bool = False) -> bool:
-    """Torch is built for ROCm."""
+    """Return True if torch is built for ROCm."""
     return getattr(torch.version, "hip", None) is not None
 
 

@@ -150,7 +150,7 @@ def take_over(
     group = process_set.group()
     if group is None:
         return extra
-    am_root = group.rank == process_set.place_of(root)
+    am_root = group.rank == process_set.set_rank_of(root)
     offer = None
     if am_root:
         offer = ({name: (h.layout(), h.light(), h.outline()) for name, h in handlers.items()}, known, extra)

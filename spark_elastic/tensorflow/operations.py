@@ -17,7 +17,7 @@ import torch
 from spark_elastic.collective import operations as on_torch
 from spark_elastic.collective.process import local_rank, local_size
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, ReduceOp, Sum, compressed_sum_scaling, resolve_op
+from spark_elastic.collective.reduction import Average, ReduceOp, Sum, reduce_compressed, resolve_op
 from spark_elastic.errors import UnsupportedOperationError
 from spark_elastic.tensorflow.compression import Compression, Compressor, graph_compressor, host_compressor
 from spark_elastic.tensorflow.host import call_host
@@ -92,19 +92,11 @@ def _reduced(tensors: list[tf.Tensor], how: _How) -> list[tf.Tensor]:
     packed = [in_graph.compress(tensor) for tensor in tensors]
 
     def on_host(*arrays: Array) -> list[Array]:
+        def reduce(operator: ReduceOp, sent: list[torch.Tensor]) -> list[torch.Tensor]:
+            return on_torch.grouped_allreduce_async(sent, None, None, operator, prescale, postscale, process_set).wait()
+
         tensors = [torch_of(array) for array in arrays]
-        size = process_set.size()
-        around = [compressed_sum_scaling(on_wire, op, size, each.dtype) for each in tensors]
-        results: list[Any] = [None] * len(tensors)
-        for operator in dict.fromkeys(each for each, _, _ in around):  # two, if only some are compressed
-            places = [place for place, (other, _, _) in enumerate(around) if other is operator]
-            sent = [on_wire.compress(_multiplied(tensors[place], around[place][1])) for place in places]
-            handle = on_torch.grouped_allreduce_async(
-                [each for each, _ in sent], None, None, operator, prescale, postscale, process_set
-            )
-            for place, each, (_, context) in zip(places, handle.wait(), sent, strict=True):
-                results[place] = array_from(_multiplied(on_wire.decompress(each, context), around[place][2]))
-        return results
+        return [array_from(result) for result in reduce_compressed(tensors, on_wire, op, process_set.size(), reduce)]
 
     @tf.custom_gradient
     def reduce(*sent: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
@@ -116,10 +108,6 @@ def _reduced(tensors: list[tf.Tensor], how: _How) -> list[tf.Tensor]:
     received = reduce(*(each for each, _ in packed))
     received = list(received) if isinstance(received, (list, tuple)) else [received]
     return [in_graph.decompress(each, context) for each, (_, context) in zip(received, packed, strict=True)]
-
-
-def _multiplied(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    return tensor if factor == 1.0 else tensor * factor
 
 
 def _allreduce_slices(

@@ -1,4 +1,7 @@
-"""The collectives that return new tensors, with gradients through them as Horovod defines them."""
+"""Differentiable collectives, which return new tensors; their gradients are those that Horovod defines.
+
+To add one, write it here and add its name to `__all__`: `spark_elastic.torch` exports all of them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from spark_elastic.collective import operations as raw
+from spark_elastic.collective import operations
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import (
     Average,
@@ -16,7 +19,7 @@ from spark_elastic.collective.reduction import (
     Compressor,
     ReduceOp,
     Sum,
-    compressed_sum_scaling,
+    reduce_compressed,
     resolve_op,
 )
 
@@ -37,7 +40,7 @@ class _Allreduce(Function):
     def forward(ctx: Any, tensor: torch.Tensor, *how: Any) -> torch.Tensor:
         name, *ctx.how = how
         op, prescale, postscale, process_set = ctx.how
-        return raw.allreduce_async(tensor, None, name, op, prescale, postscale, process_set).wait()
+        return operations.allreduce_async(tensor, None, name, op, prescale, postscale, process_set).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -54,22 +57,18 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The average (or `op`) of the members' tensors; `tensor` is not modified.
+    """Return the average (or `op`) of the members' tensors; `tensor` is not modified.
 
-    The gradient is reduced in the same way.
+    Its gradient is reduced in the same way.
 
     Raises:
         HorovodInternalError: a peer is gone.
     """
-    how = resolve_op(op, average)
-    how, before, after = compressed_sum_scaling(compression, how, process_set.size(), tensor.dtype)
-    sent, context = compression.compress(_times(tensor, before))
-    out = _Allreduce.apply(sent, name, how, prescale_factor, postscale_factor, process_set)
-    return _times(compression.decompress(out, context), after)
 
+    def reduce(how: ReduceOp, sent: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [_Allreduce.apply(sent[0], name, how, prescale_factor, postscale_factor, process_set)]
 
-def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    return tensor if factor == 1.0 else tensor * factor
+    return reduce_compressed([tensor], compression, resolve_op(op, average), process_set.size(), reduce)[0]
 
 
 class _GroupedAllreduce(Function):
@@ -77,7 +76,9 @@ class _GroupedAllreduce(Function):
     def forward(ctx: Any, how: Any, *tensors: torch.Tensor) -> Any:
         name, *ctx.how = how
         op, prescale, postscale, process_set = ctx.how
-        return tuple(raw.grouped_allreduce_async(tensors, None, name, op, prescale, postscale, process_set).wait())
+        return tuple(
+            operations.grouped_allreduce_async(tensors, None, name, op, prescale, postscale, process_set).wait()
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -94,18 +95,14 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """As `allreduce`, of several tensors at once."""
-    asked, size = resolve_op(op, average), process_set.size()
-    around = [compressed_sum_scaling(compression, asked, size, tensor.dtype) for tensor in tensors]
-    results: list[Any] = [None] * len(tensors)
-    for how in dict.fromkeys(how for how, _, _ in around):  # two, if only some of the tensors are compressed
-        places = [place for place, (other, _, _) in enumerate(around) if other is how]
-        sent = [compression.compress(_times(tensors[place], around[place][1])) for place in places]
+    """Reduce several tensors at once, each as `allreduce` does."""
+
+    def reduce(how: ReduceOp, sent: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         settings = (name, how, prescale_factor, postscale_factor, process_set)
-        outs = _GroupedAllreduce.apply(settings, *(tensor for tensor, _ in sent))
-        for place, out, (_, context) in zip(places, outs, sent, strict=True):
-            results[place] = _times(compression.decompress(out, context), around[place][2])
-    return results
+        reduced: tuple[torch.Tensor, ...] = _GroupedAllreduce.apply(settings, *sent)
+        return reduced
+
+    return reduce_compressed(tensors, compression, resolve_op(op, average), process_set.size(), reduce)
 
 
 class _Allgather(Function):
@@ -113,12 +110,12 @@ class _Allgather(Function):
     def forward(ctx: Any, process_set: ProcessSet, name: str | None, *tensors: torch.Tensor) -> Any:
         ctx.shapes = [tensor.shape for tensor in tensors]
         ctx.process_set = process_set
-        return tuple(raw.grouped_allgather_async(tensors, name, process_set).wait())
+        return tuple(operations.grouped_allgather_async(tensors, name, process_set).wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         rows = [shape[0] if len(shape) else 1 for shape in ctx.shapes]
-        counts = raw.allgather_async(torch.tensor([rows]), None, ctx.process_set).wait()
+        counts = operations.allgather_async(torch.tensor([rows]), None, ctx.process_set).wait()
         starts = counts[: ctx.process_set.rank()].sum(dim=0).tolist()
         reduced = grouped_allreduce(grads, op=Average, process_set=ctx.process_set)
         parts = [
@@ -131,7 +128,7 @@ class _Allgather(Function):
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The members' tensors, concatenated along the first dimension, which may differ between them.
+    """Return the members' tensors, concatenated along the first dimension, whose size may differ between them.
 
     The gradient is the average of the members' gradients for this member's rows.
     """
@@ -142,7 +139,7 @@ def allgather(
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """As `allgather`, of several tensors."""
+    """Gather several tensors, each as `allgather` does."""
     return list(_Allgather.apply(process_set, name, *tensors)) if tensors else []
 
 
@@ -152,12 +149,12 @@ class _Broadcast(Function):
         ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
     ) -> torch.Tensor:
         ctx.root_rank, ctx.process_set = root_rank, process_set
-        return raw.broadcast_async(tensor, root_rank, name, process_set).wait()
+        return operations.broadcast_async(tensor, root_rank, name, process_set).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         reduced = allreduce(grad, op=Average, process_set=ctx.process_set)
-        is_root = ctx.process_set.rank() == ctx.process_set.place_of(ctx.root_rank)
+        is_root = ctx.process_set.rank() == ctx.process_set.set_rank_of(ctx.root_rank)
         return (reduced if is_root else torch.zeros_like(reduced)), None, None, None
 
 
@@ -167,7 +164,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The tensor of `root_rank`, as a new tensor. The root's gradient is the average of all members'."""
+    """Return the tensor of `root_rank` as a new tensor. The root's gradient is the average of all members'."""
     return _Broadcast.apply(tensor, root_rank, name, process_set)
 
 
@@ -176,7 +173,7 @@ class _Alltoall(Function):
     def forward(ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Any:
         if splits is None and tensor.dim() and tensor.shape[0] % process_set.size() == 0:
             splits = [tensor.shape[0] // process_set.size()] * process_set.size()
-        out, received = raw.alltoall_async(tensor, splits, name, process_set).wait()
+        out, received = operations.alltoall_async(tensor, splits, name, process_set).wait()
         ctx.received, ctx.process_set = received, process_set
         ctx.mark_non_differentiable(received)
         return out, received
@@ -192,7 +189,10 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send `splits[r]` rows to each rank r and concatenate what arrives; (tensor, received splits) if given splits.
+    """Send `splits[r]` rows of `tensor` to each rank r, in order, and concatenate the received rows in rank order.
+
+    Returns:
+        The tensor, or (tensor, received splits) if `splits` was given.
 
     Raises:
         UsageError: the splits do not add up to the rows, or the rows cannot be divided equally.
@@ -206,7 +206,7 @@ class _Reducescatter(Function):
     def forward(ctx: Any, how: Any, *tensors: torch.Tensor) -> Any:
         name, *ctx.how = how
         op, process_set, prescale, postscale = ctx.how
-        handle = raw.grouped_reducescatter_async(tensors, name, op, process_set, prescale, postscale)
+        handle = operations.grouped_reducescatter_async(tensors, name, op, process_set, prescale, postscale)
         return tuple(handle.wait())
 
     @staticmethod
@@ -225,7 +225,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """This rank's rows of the average (or sum) of the members' tensors; the first ranks have a row more if need be."""
+    """Return this rank's rows of the members' average (or sum); the first ranks get one row more if need be."""
     settings = (compression, op, process_set, prescale_factor, postscale_factor)
     return grouped_reducescatter([tensor], name, *settings)[0]
 
@@ -239,7 +239,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """As `reducescatter`, of several tensors."""
+    """Reduce and scatter several tensors, each as `reducescatter` does."""
     if not tensors:
         return []
     sent = [compression.compress(tensor) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Models and optimizers taken over from one rank."""
+"""Set up a worker: its device, and the broadcast of models and optimizers from one rank."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from spark_elastic.collective.process import local_rank
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.errors import UsageError
 
-# The device that this worker computes on.
-
 log = logging.getLogger("spark_elastic.torch")
 
 
 def device(asked: str | None = None) -> torch.device:
-    """What to put the model and its batches on; also makes it this process's current one, if it is a GPU.
+    """Return the device to put the model and its batches on; if it is a GPU, make it this process's current one.
 
-    asked: "auto", "cpu", "cuda", "cuda:N"; default: what `spark_elastic.run(device=...)` was given, "auto" by itself.
+    Call this once, before the elastic loop, and keep the result: if workers see GPUs of other workers too, it depends
+    on the local rank, which changes with the world.
 
-    Ask once, before the elastic loop, and keep it: where workers see GPUs that are not their own, it depends on the
-    local rank, which changes with the world.
+    Args:
+        asked: "auto", "cpu", "cuda" or "cuda:N"; by default the `device` of `spark_elastic.run`, or "auto".
 
     Raises:
-        InvalidSettingsError: there is no such device here; with what to do.
+        InvalidSettingsError: there is no such device here; the message has the remedy.
         NotInitializedError: `init` has not been called.
     """
     chosen = choose_device(device_setting() if asked is None else asked, device_info(), local_rank())
@@ -46,7 +45,7 @@ def broadcast_parameters(
     """Overwrite the tensors of a `state_dict()`, `named_parameters()` or a list of tensors with those of `root_rank`.
 
     Raises:
-        UsageError: `params` is none of these.
+        UsageError: `params` is something else.
     """
     if outside_world():
         return
@@ -67,13 +66,16 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Take over the state and the options (learning rate and so on) of the optimizer of `root_rank`.
+    """Overwrite the state and the options (such as the learning rate) of an optimizer with those of `root_rank`.
 
-    An optimizer that never stepped gets its state created from what arrives. If that of the root never stepped either,
-    parameters without a gradient have one of zeros afterwards, as with Horovod.
+    The state of an optimizer that has made no step yet is created. If the root's optimizer has made no step either,
+    parameters without a gradient get one of zeros, as with Horovod.
 
     Args:
-        model: tells which parameters have sparse gradients.
+        optimizer: the optimizer to change.
+        root_rank: the rank to copy from.
+        model: the model, to find the parameters with sparse gradients.
+        process_set: the processes that take part.
     """
     from spark_elastic.elastic.handled_values import take_over
     from spark_elastic.torch.elastic.handlers import OptimizerStateHandler
@@ -82,10 +84,10 @@ def broadcast_optimizer_state(
         return
     handlers = {"optimizer": OptimizerStateHandler(optimizer)}
     if take_over(handlers, root_rank, extra=not optimizer.state, process_set=process_set):
-        _begin_with_zeros(optimizer, model)
+        _set_zero_gradients(optimizer, model)
 
 
-def _begin_with_zeros(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+def _set_zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     layers = () if model is None else (module for module in model.modules() if isinstance(module, embeddings))
     sparse = {id(layer.weight) for layer in layers if layer.sparse}

@@ -1,9 +1,10 @@
-"""Reducing the gradients of one optimizer: hooks that fill the buckets, and the order in which buckets are sent."""
+"""Reduce the gradients of one optimizer while backward runs: hooks fill the buckets, which are sent in one order."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,29 +20,40 @@ from spark_elastic.collective.reduction import Average, Compressor, Max, ReduceO
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
 
 _owners = WeakTensorKeyDictionary()
-"""Who reduces the gradient of each parameter."""
+"""The reducer of each parameter's gradient, as a weak reference."""
 
 
-class Slot:
-    """One parameter's place. left: backward passes until its gradient is due; bucket: None if it is gathered."""
+@dataclass(slots=True, eq=False)
+class GradientSlot:
+    """A parameter in a reducer."""
 
-    __slots__ = ("bucket", "left", "param")
+    param: torch.nn.Parameter
+    left: int
+    """The number of backward passes until its gradient is due."""
+    bucket: Bucket | None = None
+    """The bucket of its gradient; None if the gradient is sparse and gathered."""
 
-    def __init__(self, param: torch.nn.Parameter, passes: int) -> None:
-        self.param = param
-        self.left = passes
-        self.bucket: Bucket | None = None
 
+class BackwardReducer:
+    """Averages or sums the gradients of `params` over the members; `finish` completes the reduction of a step.
 
-class GradientReducer:
-    """Averages the gradients of `params` over the members; `finish` completes one step's reduction.
+    All members send the buckets in one order, each bucket as soon as backward has computed all gradients in it and in
+    those before it. Gradients are scaled while they are copied, and `grad` becomes the view that receives the result.
+    The last bucket has one more element: it says that the driver has announced a coming world to this member.
 
-    Buckets of gradients are sent in one order on every member, each as soon as backward has accumulated all that
-    belongs to it and to those before it. They are scaled on their way out, and `grad` becomes the place where the
-    result arrives. The last bucket carries one element more: whether this member knows of a coming world.
+    The first step in each world begins with a small extra reduction, in which the members agree on the parameters with
+    sparse gradients: a member without a gradient for such a parameter cannot know that it is sparse.
 
-    The first step in each world begins with a small extra reduction, in which the members agree on the parameters
-    whose gradients are sparse: a member that has none for such a parameter cannot know.
+    Args:
+        params: the parameters; those that need no gradient are left out.
+        names: the parameters' names for messages, by id.
+        compression: the compressor of the sent values.
+        passes: the number of backward passes in a step.
+        op: Average or Sum.
+        predivide: divisor before the sum; after it, sums are divided by size / predivide.
+        groups: see `buckets.partition`.
+        sparse_as_dense: reduce sparse gradients as dense ones instead of gathering them.
+        process_set: the processes to reduce over.
     """
 
     def __init__(
@@ -59,7 +71,7 @@ class GradientReducer:
     ) -> None:
         self.passes = passes
         self.launched = 0
-        """Buckets sent in the present step; not 0 between backward and the end of the reduction."""
+        """The number of buckets sent in the present step; not 0 between backward and the end of the reduction."""
         self._names = names
         self._compression = compression
         self._op = op
@@ -67,30 +79,30 @@ class GradientReducer:
         self._groups = groups
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
-        self._slots: list[Slot] = []
+        self._slots: list[GradientSlot] = []
         self._hooks: dict[int, Any] = {}
         self._replaced = False
         """Another reducer has taken over parameters of this one."""
         self._sparse: set[int] = set()
         self._made_dense: set[int] = set()
-        """Parameters whose sparse gradients are reduced as dense ones, and sparse again afterwards."""
+        """The parameters with sparse gradients that are reduced as dense ones and then converted back."""
         self._buckets: list[Bucket] = []
         self._works: list[dist.Work] = []
         self._group: GlooGroup | None = None
         self._active = False
         self._agreed_on: GlooGroup | None = None
         self._failure: SparkElasticError | None = None
-        self._cargo: torch.Tensor | None = None
-        self._cargo_width = 0
+        self._scalars: torch.Tensor | None = None
+        self._scalars_width = 0
         self.on_reduced: list[Callable[[], None]] = []
-        """Called whenever a step's reduction is complete."""
+        """Functions to call when the reduction of a step is complete."""
         self.add(params)
 
     def add(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Reduce these as well from now on, in place of a reducer that has done so until now."""
+        """Reduce these parameters too from now on; another reducer of them stops doing so."""
         for param in params:
             if param.requires_grad:
-                slot = Slot(param, self.passes)
+                slot = GradientSlot(param, self.passes)
                 self._slots.append(slot)
                 self._take_over(param)
                 self._hooks[id(param)] = param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot))
@@ -106,7 +118,7 @@ class GradientReducer:
         _owners[param] = weakref.ref(self)
 
     def detach(self) -> None:
-        """Take the hooks off the parameters, so that another optimizer can reduce them from now on."""
+        """Remove the hooks from the parameters, so that another optimizer can reduce them."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
@@ -116,27 +128,30 @@ class GradientReducer:
         for slot in self._slots:
             slot.left = passes
 
-    def carry(self, numbers: torch.Tensor) -> None:
-        """Add these up over the members together with this step's gradients: `numbers`, of float64, on the CPU, holds
-        the sums after `finish`. On every member, equally many, before the step's last backward pass.
+    def attach_scalars(self, numbers: torch.Tensor) -> None:
+        """Sum a few numbers over the members together with this step's gradients; `finish` replaces them by the sums.
 
-        They travel in the last bucket, as float32 if the parameters are: exact for counts up to 2**24. Where that is
-        rounded more coarsely, or there is no bucket, they get a reduction of their own.
+        They are sent in the last bucket, as float32 if the parameters are: exact for counts up to 2**24. If the sent
+        type has less precision, or there is no bucket, they are reduced separately.
+
+        Args:
+            numbers: a vector of float64 on the CPU, of the same length on every member. Attach it before the step's
+                last backward pass.
         """
-        self._cargo = numbers
-        if numbers.numel() != self._cargo_width:
-            self._cargo_width = numbers.numel()
-            self._group = None  # has the buckets made anew
+        self._scalars = numbers
+        if numbers.numel() != self._scalars_width:
+            self._scalars_width = numbers.numel()
+            self._group = None  # the next step makes new buckets
 
     @property
     def accumulating(self) -> bool:
-        """Whether gradients of some but not all backward passes of a step are held here."""
+        """True between the first and the last backward pass of a step."""
         return any(slot.left != self.passes for slot in self._slots)
 
     # --- while backward runs ------------------------------------------------------------------
 
-    def accumulated(self, slot: Slot) -> None:
-        """Backward has added to the gradient of this parameter."""
+    def accumulated(self, slot: GradientSlot) -> None:
+        """Count a backward pass that has added to the gradient of this parameter; send the buckets that are full."""
         slot.left -= 1
         if slot.left:
             if slot.left < 0:
@@ -155,7 +170,7 @@ class GradientReducer:
             self._send_full()
 
     def _begin(self) -> None:
-        """The first gradient of a step is due: look at the world it will be reduced in."""
+        """Prepare the buckets for the present world, when the first gradient of a step is due."""
         self._active = True
         try:
             group = self._present_group()
@@ -166,7 +181,7 @@ class GradientReducer:
             self._plan(group)
 
     def _present_group(self) -> GlooGroup | None:
-        """None if there is nobody to reduce with, or this process is not in the set: it steps by itself then."""
+        """Return the group to reduce with; None if this process is alone or not in the set, and steps by itself."""
         return self._process_set.group() if self._process_set.included() else None
 
     def _plan(self, group: GlooGroup | None) -> None:
@@ -181,7 +196,7 @@ class GradientReducer:
         parts = partition(dense, self._groups)
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
-            bucket = Bucket(part, self._compression, flagged=last, cargo=self._cargo_width if last else 0)
+            bucket = Bucket(part, self._compression, flagged=last, piggyback=self._scalars_width if last else 0)
             bucket.scale(self._op, self._predivide, group.size)
             self._buckets.append(bucket)
             for param in part:
@@ -203,8 +218,8 @@ class GradientReducer:
         assert self._group is not None
         if bucket.flag is not None:
             bucket.flag.fill_(process.update_pending)
-        if bucket.cargo is not None and self._cargo is not None:
-            bucket.cargo.copy_(self._cargo)
+        if bucket.piggyback is not None and self._scalars is not None:
+            bucket.piggyback.copy_(self._scalars)
         self.launched += 1
         gradients = [param.grad for param in bucket.params]
         self._works.append(bucket.send(self._group, self._op.gloo, gradients))
@@ -214,7 +229,7 @@ class GradientReducer:
     # --- at the end of the step ---------------------------------------------------------------
 
     def finish(self) -> None:
-        """Complete the reduction: every gradient is the average over the members when this returns.
+        """Complete the reduction of the step: afterwards every gradient is the reduced one.
 
         Raises:
             HorovodInternalError: a peer is gone. The gradients are dropped; nothing else has changed.
@@ -273,16 +288,16 @@ class GradientReducer:
     def _reduce(self, group: GlooGroup) -> None:
         for bucket in self._buckets[self.launched :]:
             self._send(bucket)
-        cargo = self._cargo
+        scalars = self._scalars
         alone = None
-        if cargo is not None and not (self._buckets and self._buckets[-1].cargo is not None):
-            alone = group.allreduce(cargo, Sum.gloo)
+        if scalars is not None and not (self._buckets and self._buckets[-1].piggyback is not None):
+            alone = group.allreduce(scalars, Sum.gloo)
         gathered = [self._gather(slot) for slot in self._slots if id(slot.param) in self._sparse]
         for bucket, work in zip(self._buckets, self._works, strict=True):
             group.wait(work)
             bucket.unpack()
-            if bucket.cargo is not None and cargo is not None:
-                cargo.copy_(bucket.cargo)
+            if bucket.piggyback is not None and scalars is not None:
+                scalars.copy_(bucket.piggyback)
             if bucket.after != 1.0:
                 bucket.flat.mul_(bucket.after)
             if bucket.flag is not None and self._process_set is global_process_set:
@@ -296,8 +311,11 @@ class GradientReducer:
                 if id(slot.param) in self._made_dense and slot.param.grad is not None:
                     slot.param.grad = slot.param.grad.to_sparse(1)
 
-    def _gather(self, slot: Slot) -> Callable[[], None]:
-        """Sparse gradients are the members' entries one after the other; equal indices add up."""
+    def _gather(self, slot: GradientSlot) -> Callable[[], None]:
+        """Launch the gathering of a sparse gradient; return the function that completes it.
+
+        The entries of all members are concatenated; equal indices add up.
+        """
         param = slot.param
         grad = param.grad if param.grad is not None else _no_entries(param)
         if not grad.is_sparse:
@@ -318,7 +336,7 @@ class GradientReducer:
     def _rearm(self) -> None:
         self._active = False
         self._failure = None
-        self._cargo = None
+        self._scalars = None
         self.launched = 0
         self._works.clear()
         for bucket in self._buckets:
@@ -328,7 +346,7 @@ class GradientReducer:
             slot.left = passes
 
     def abandon(self) -> None:
-        """Drop the present step's gradients. What is in flight keeps its own buffers; new ones are made."""
+        """Drop the gradients of the present step. Collectives in flight keep their buffers; new ones are made."""
         if self.launched:
             self._buckets = []
             self._group = None
@@ -343,8 +361,8 @@ def _no_entries(param: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, param.new_empty((0, *param.shape[1:])), param.shape)
 
 
-def _hook(reducer: weakref.ref[GradientReducer], slot: Slot) -> Callable[[torch.Tensor], None]:
-    # weak: the hooks of an optimizer that was thrown away must not go on sending
+def _hook(reducer: weakref.ref[BackwardReducer], slot: GradientSlot) -> Callable[[torch.Tensor], None]:
+    # weak: the hooks of a discarded optimizer must stop sending
     def hook(_: Any) -> None:
         owner = reducer()
         if owner is not None:

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: gradients are averaged over the world before each step."""
+"""`DistributedOptimizer`: an optimizer that averages the gradients over the world before each step."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, Compression, Compressor, ReduceOp, check_gradient_op
 from spark_elastic.errors import HorovodInternalError, UsageError
-from spark_elastic.torch.gradients import GradientReducer
+from spark_elastic.torch.gradients import BackwardReducer
 
 
 class DistributedOptimizerMixin:
-    """What `DistributedOptimizer` puts in front of an optimizer's own class."""
+    """The methods that `DistributedOptimizer` adds to an optimizer's class."""
 
-    _reducer: GradientReducer
+    _reducer: BackwardReducer
     _inner: torch.optim.Optimizer
 
-    def _wrap(self, inner: torch.optim.Optimizer, reducer: GradientReducer, names: dict[torch.Tensor, str]) -> None:
-        # The inner optimizer's lists and dictionaries are shared, not copied: a learning rate scheduler made for
-        # either works on both. A scheduler leaves a patched `step` on the instance; that one belongs to the inner.
+    def _wrap(self, inner: torch.optim.Optimizer, reducer: BackwardReducer, names: dict[torch.Tensor, str]) -> None:
+        # The lists and dictionaries of the inner optimizer are shared, not copied: a learning rate scheduler for either
+        # works on both. A scheduler patches `step` of its optimizer instance; that patch stays with the inner one.
         self.__dict__.update({key: value for key, value in inner.__dict__.items() if key != "step"})
         self._inner = inner
         self._reducer = reducer
@@ -36,19 +36,20 @@ class DistributedOptimizerMixin:
         return self._reducer.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Backward passes whose gradients are added up before they are reduced."""
+        """Set the number of backward passes whose gradients are summed before they are reduced."""
         self._reducer.set_passes(_positive(passes))
 
-    def carry(self, numbers: torch.Tensor) -> None:
-        """Have a few numbers (losses, counts) added up over the members together with the gradients of this step.
+    def attach_scalars(self, numbers: torch.Tensor) -> None:
+        """Sum a few numbers (losses, counts) over the members together with the gradients of this step.
 
-        numbers: float64, on the CPU; holds the sums after `step` or `synchronize`. Every member gives equally many, in
-        every step before its last `backward`. Counts are exact up to 2**24.
+        Args:
+            numbers: a vector of float64 on the CPU, of the same length on every member; it holds the sums after `step`
+                or `synchronize`. Attach it in every step before its last `backward`. Counts are exact up to 2**24.
         """
-        self._reducer.carry(numbers)
+        self._reducer.attach_scalars(numbers)
 
     def synchronize(self) -> None:
-        """Finish the reduction, so that every `param.grad` is the average; for clipping and the like before `step`.
+        """Complete the reduction, so that every `param.grad` is the reduced one, for example to clip it before `step`.
 
         Raises:
             HorovodInternalError: a peer is gone. No parameter has been touched; the gradients are dropped.
@@ -58,7 +59,7 @@ class DistributedOptimizerMixin:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Have `step` not reduce again what `synchronize` has reduced."""
+        """Let `step` in this context use the gradients that `synchronize` has reduced, without reducing them again."""
         self._should_synchronize = False
         try:
             yield
@@ -66,7 +67,7 @@ class DistributedOptimizerMixin:
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce the gradients unless that was done, then step.
+        """Reduce the gradients, unless within `skip_synchronize`, then update the parameters.
 
         With a closure, the gradients are reduced after each of its evaluations.
 
@@ -109,7 +110,11 @@ class DistributedOptimizerMixin:
         return super().step(reduced)  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. Raises: AssertionError: between `backward` and `step`, when gradients are being reduced."""
+        """Reset the gradients, as torch's `zero_grad` does.
+
+        Raises:
+            AssertionError: gradients are being reduced, between `backward` and `step`.
+        """
         if self._reducer.launched:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -123,7 +128,7 @@ class DistributedOptimizerMixin:
             self._reducer.add(param_group["params"])
 
     def detach(self) -> None:
-        """Let go of the model: gradients are not reduced any more, and another optimizer can be made for it."""
+        """Stop reducing gradients, so that another optimizer can be made for the model."""
         self._reducer.abandon()
         self._reducer.detach()
 
@@ -147,26 +152,26 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The same optimizer, stepping with the gradients of all members.
+    """Return the optimizer in a form that steps with the gradients of all members.
 
     The result is an instance of a subclass of the optimizer's class and shares its state and parameter groups.
     Gradients are reduced in fused buckets while backward runs; after `step` each `param.grad` is the reduced one.
-    A parameter without a gradient on this rank takes part with zeros.
+    A parameter without a gradient on this rank contributes zeros.
 
     Args:
         optimizer: any torch optimizer.
         named_parameters: names for error messages; every parameter of the optimizer must be named, once.
-        compression: of what is sent.
-        backward_passes_per_step: passes whose gradients are added up before they are reduced.
+        compression: the compressor of the sent gradients, one of `hvd.Compression` or your own.
+        backward_passes_per_step: the number of backward passes whose gradients are summed before they are reduced.
         op: Average or Sum.
-        gradient_predivide_factor: gradients are divided by this before the sum and by size / factor after it.
-        num_groups: older name of `groups`.
+        gradient_predivide_factor: divisor before the sum; after it, sums are divided by size / factor.
+        num_groups: deprecated name of `groups`.
         groups: a number of buckets, or lists of parameters that share one; default: by size.
         sparse_as_dense: reduce sparse gradients as dense ones instead of gathering them.
         process_set: the processes to reduce over.
 
     Raises:
-        UsageError: arguments that contradict each other.
+        UsageError: the arguments contradict each other.
     """
     check_gradient_op(op, gradient_predivide_factor)
     if num_groups:
@@ -177,7 +182,7 @@ def DistributedOptimizer(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     names = _names(params, named_parameters)
     _check_groups(groups)
-    reducer = GradientReducer(
+    reducer = BackwardReducer(
         params,
         names,
         compression=compression,

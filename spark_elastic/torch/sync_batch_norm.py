@@ -1,4 +1,4 @@
-"""SyncBatchNorm: batch normalisation with the mean and variance of all ranks' rows."""
+"""`SyncBatchNorm`: batch normalisation with the mean and variance of all ranks' rows."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation over the rows of all ranks, for inputs of shape [rows, channels, ...].
 
-    In training, mean and variance are those of all members' rows, weighted by their numbers, which may differ between
-    ranks and may be 0; gradients flow through them. All members must call the layer equally often, and its backward as
-    well. In eval mode, and in a world of one, it is exactly `torch.nn.BatchNorm1d`, 2d or 3d. The members are those of
-    the world at the time of each call.
+    In training, mean and variance are computed over the rows of all members, whose numbers may differ between ranks and
+    may be 0; gradients flow through them. All members must call the layer equally often, and its backward too. In eval
+    mode, and in a world of one, it is exactly `torch.nn.BatchNorm1d`, 2d or 3d. Each call uses the members of the
+    present world.
+
+    `forward` raises HorovodInternalError if a peer is gone, with unchanged running statistics, and ValueError if all
+    ranks together have one value per channel, which has no variance.
 
     Args:
-        num_features: channels.
-        eps: added to the variance.
+        num_features: the number of channels.
+        eps: is added to the variance.
         momentum: of the running statistics; None: their cumulative average.
-        affine: whether there are a weight and a bias.
-        track_running_stats: whether running statistics are kept, which eval mode uses.
+        affine: have a weight and a bias.
+        track_running_stats: keep running statistics, which eval mode uses.
         process_set: the processes whose rows are normalised together.
-
-    Raises (forward):
-        HorovodInternalError: a peer is gone. Running statistics are what they were before this call.
-        ValueError: all ranks together have one value per channel, which has no variance.
+        device: of the parameters and buffers.
+        dtype: of the parameters and buffers.
     """
 
     _process_set: ProcessSet | None = None
-    """None: all of them."""
+    """None: all processes."""
     single_value_is_normalised = False
-    """Take the running statistics, where they are kept, for one value per channel, instead of raising."""
+    """Normalise a single value per channel by the running statistics, if they are kept, instead of raising."""
 
     def __init__(
         self,
@@ -59,13 +60,14 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
     ) -> torch.nn.Module:
-        """Make the batch normalisation layers in a module synchronised ones, in place.
+        """Convert the batch normalisation layers in a module to synchronised ones, in place.
 
-        Parameters, buffers and hooks stay what they are, so an optimizer on the parameters stays valid and
-        `state_dict` keeps its keys; a layer remains an instance of its former class. Layers whose class has a `forward`
-        of its own cannot be converted, see `unconverted`, and are left as they are.
+        Parameters, buffers and hooks are kept, so an optimizer on the parameters stays valid and `state_dict` keeps its
+        keys; a layer remains an instance of its former class. Layers whose class overrides `forward` cannot be
+        converted and are left as they are, see `unconverted`.
 
-        Returns: the module.
+        Returns:
+            The module.
         """
         chosen = None if process_set is global_process_set else process_set
         layer: Any
@@ -77,7 +79,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @property
     def takes_part(self) -> bool:
-        """Whether the layer would take the statistics of other ranks now."""
+        """True if a call of the layer would use the rows of other ranks now."""
         return self.training and self._group() is not None
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -99,14 +101,13 @@ class SyncBatchNorm(_BatchNorm):
                 f"this rank's input is of shape {tuple(input.shape)}"
             )
         if self.track_running_stats and self.running_mean is not None and count:
-            self._follow(count, mean, var)
+            self._update_running(count, mean, var)
         return _Normalise.apply(input, self.weight, self.bias, mean, var, count, self.eps, group, counts)
 
     def _group(self) -> GlooGroup | None:
         return group_of(self._process_set or global_process_set)
 
-    def _follow(self, count: int, mean: torch.Tensor, var: torch.Tensor) -> None:
-        """Update the running statistics."""
+    def _update_running(self, count: int, mean: torch.Tensor, var: torch.Tensor) -> None:
         assert self.running_mean is not None
         assert self.running_var is not None
         if self.num_batches_tracked is not None:
@@ -147,7 +148,7 @@ def _synchronised(kind: type[Any]) -> type[SyncBatchNorm]:
     known = _classes.get(kind)
     if known is None:
 
-        def reduced(self: SyncBatchNorm, protocol: Any) -> Any:  # the class is not where pickle would look for it
+        def reduced(self: SyncBatchNorm, protocol: Any) -> Any:  # pickle could not find the class by its name
             return _empty, (kind,), self.__dict__
 
         body = {
@@ -195,10 +196,10 @@ _classes: dict[type, type[SyncBatchNorm]] = {
 
 
 def _statistics(group: GlooGroup, input: torch.Tensor, counts: bool) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Return the values per channel of all members, and their mean and biased variance, shape (channels,).
+    """Return the number of values per channel over all members, and their mean and biased variance, shape (channels,).
 
-    The variances of the members' rows are about their own means, and are merged in float64. That is exact enough for
-    inputs of fewer bits. For inputs of float64, deviations are taken from the common mean, which needs two reductions.
+    Each member computes the variance about its own mean; they are merged in float64, which is exact enough for inputs
+    with fewer bits. For float64 inputs, deviations are taken from the common mean, which needs two reductions.
     """
     channels = input.shape[1]
     own = input.numel() // channels if counts and input.numel() else 0
@@ -232,7 +233,7 @@ def _in_eval(layer: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
 
 
 class _Normalise(Function):
-    """Normalisation by statistics that depend on the input of all members."""
+    """Normalises by statistics that depend on the input of all members."""
 
     @staticmethod
     def forward(
@@ -267,7 +268,7 @@ class _Normalise(Function):
             of_input, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
                 given, values, scale, mean, var, None, None, False, eps, [ctx.needs_input_grad[0], True, True]
             )
-        if not counts:  # whatever stands in for rows has no gradient
+        if not counts:  # the substitute rows have no gradient
             of_input, of_weight, of_bias = torch.zeros_like(of_input), torch.zeros_like(mean), torch.zeros_like(mean)
         if ctx.needs_input_grad[0]:
             sums = add_up(group, torch.cat([of_bias, of_weight]).double())

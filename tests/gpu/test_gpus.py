@@ -26,8 +26,9 @@ needs_two = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and torch sees {
 STEPS = 30
 
 
-def alone(check_alive=lambda: None, stalled=lambda: None):
-    made = NcclGroup(torch.device("cuda", 0), check_alive, stalled, lambda waiting: None, 0.05, runtime=CudaRuntime())
+def alone(check_alive=lambda: None, report_stall=lambda begins: None):
+    device = torch.device("cuda", 0)
+    made = NcclGroup(device, check_alive, report_stall, lambda: None, 0.05, runtime=CudaRuntime())
     made.connect(dist.HashStore(), 0, 1)
     return made
 
@@ -55,7 +56,7 @@ def test_a_cut_ends_the_wait_for_a_gpu_that_does_not_get_ready():
         if "why" in state:
             raise HorovodInternalError(state["why"])
 
-    communicator = alone(check_alive, stalled.set)
+    communicator = alone(check_alive, lambda begins: stalled.set())
     torch.cuda._sleep(20_000_000_000)  # in front of the reduction, on the same stream: about ten seconds
     work = communicator.allreduce(torch.ones(4, device="cuda"), dist.ReduceOp.SUM)
 

@@ -26,7 +26,7 @@ def failing(seed: int) -> Iterator[None]:
     """Within it reductions of gradients, broadcasts and sums fail at random."""
     import spark_elastic.torch as hvd
     from spark_elastic.errors import HorovodInternalError
-    from spark_elastic.torch.gradients import GradientReducer
+    from spark_elastic.torch.gradients import BackwardReducer
 
     rng = random.Random(f"failures {seed}")
 
@@ -38,7 +38,7 @@ def failing(seed: int) -> Iterator[None]:
 
         return call
 
-    targets: list[tuple[Any, str]] = [(GradientReducer, "_finish"), (hvd, "broadcast_object"), (hvd, "allreduce")]
+    targets: list[tuple[Any, str]] = [(BackwardReducer, "_finish"), (hvd, "broadcast_object"), (hvd, "allreduce")]
     plain = [getattr(owner, name) for owner, name in targets]
     for (owner, name), function in zip(targets, plain, strict=True):
         setattr(owner, name, wrapped(function))

@@ -260,17 +260,17 @@ class SpinWait:
 
     Args:
         check: raises if the round is over.
-        stalled: called once for each wait that takes longer than `STALL_S`.
-        blocked: called with True when such a long wait begins and with False when it ends.
+        report_stall: called with True when a wait takes longer than `STALL_S`, and with False when that wait ends.
+        meanwhile: does other work; called after each nap of a wait.
     """
 
-    def __init__(self, check: Callable[[], None], stalled: Callable[[], None], blocked: Callable[[bool], None]) -> None:
+    def __init__(
+        self, check: Callable[[], None], report_stall: Callable[[bool], None], meanwhile: Callable[[], None]
+    ) -> None:
         self._check = check
-        self._stalled = stalled
-        self._blocked = blocked
+        self._report_stall = report_stall
+        self._meanwhile = meanwhile
         self._asleep_on = 0
-        self.meanwhile: Callable[[], None] = _nothing
-        """Called after each nap of a wait."""
 
     def until(self, peer: Peer, word: int, target: int) -> None:
         """Return as soon as the peer's word has reached `target`.
@@ -300,24 +300,19 @@ class SpinWait:
                 if words[LEFT] and words[word] < target:
                     raise HorovodInternalError(f"a collective failed: rank {peer.rank} has left the round")
                 futex_wait(address, value, nap)
-                self.meanwhile()
+                self._meanwhile()
                 if nap > _SHORTEST_NAP_S and peer.is_dead() and words[word] < target:
                     raise HorovodInternalError(f"a collective failed: the process of rank {peer.rank} is gone")
                 nap = min(2 * nap, _LONGEST_NAP_S)
                 if not stalled and clock.monotonic() >= stall_at:
                     stalled = True
-                    self._stalled()
-                    self._blocked(True)
+                    self._report_stall(True)
         finally:
             self._asleep_on = 0
             if stalled:
-                self._blocked(False)
+                self._report_stall(False)
 
     def interrupt(self) -> None:
         """Wake a sleeping wait so that it checks the round again; from any thread."""
         if self._asleep_on:
             futex_wake(self._asleep_on)
-
-
-def _nothing() -> None:
-    """Do nothing while waiting."""

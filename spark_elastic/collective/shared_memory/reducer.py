@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -129,17 +129,14 @@ SLICED_FROM_BYTES = 128 << 10
 _MOST_VIEWS = 1024
 
 
-class SharedWork:
+class SharedWork(NamedTuple):
     """A launched reduction; it is complete when all chunks before `end` have been read."""
 
-    __slots__ = ("_reducer", "end")
-
-    def __init__(self, reducer: SharedMemoryReducer, end: int) -> None:
-        self._reducer = reducer
-        self.end = end
+    reducer: SharedMemoryReducer
+    end: int
 
     def is_completed(self) -> bool:
-        return self._reducer.has_done(self.end)
+        return self.reducer.has_done(self.end)
 
 
 class SharedMemoryReducer:
@@ -183,7 +180,6 @@ class SharedMemoryReducer:
         self._sent: deque[tuple[int, SlotPool, int]] = deque()
         """The slots in use: the number of the chunk, the pool of the slot, and its offset."""
         self._views: dict[tuple[int, int, int], torch.Tensor] = {}
-        wait.meanwhile = serve_peers
         _reducers.add(self)
 
     takes = staticmethod(reducible)

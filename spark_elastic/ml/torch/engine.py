@@ -143,7 +143,7 @@ class TorchEngine:
             if number < passes - 1:
                 share.backward()  # type: ignore[no-untyped-call]
         self._own_loss = tally.lost(numbers)
-        self.optimizer.carry(numbers)
+        self.optimizer.attach_scalars(numbers)
         everyones = gathered(pieces) if tally.gathers else ()
         if share is not None:
             share.backward()  # type: ignore[no-untyped-call]

@@ -234,15 +234,12 @@ class Round:
         if self.why is not None:
             raise HorovodInternalError(f"round 1 is over: {self.why}")
 
+    def report_stall(self, begins):
+        self.told.append(begins)
+        self.stalled.set()
+
     def communicator(self, stub):
-        made = NcclGroup(
-            torch.device("cuda", 0),
-            self.check_alive,
-            self.stalled.set,
-            self.told.append,
-            0.01,
-            runtime=stub,
-        )
+        made = NcclGroup(torch.device("cuda", 0), self.check_alive, self.report_stall, lambda: None, 0.01, runtime=stub)
         made.connect(None, 0, 2)
         return made
 
@@ -293,7 +290,7 @@ def test_a_cut_while_the_members_connect_does_not_wait_for_them_and_what_comes_l
 
     entered = threading.Event()
     communicator = NcclGroup(
-        torch.device("cuda", 0), here.check_alive, here.stalled.set, here.told.append, 0.01, runtime=Slow(None)
+        torch.device("cuda", 0), here.check_alive, here.report_stall, lambda: None, 0.01, runtime=Slow(None)
     )
 
     def cut():

@@ -252,7 +252,7 @@ def carried(dtype: torch.dtype, compression: str, uneven: bool) -> list[list[flo
     for step in range(4):
         numbers = torch.tensor([float(hvd.rank() + 1), 1e6 + step] + [0.5] * (step > 1), dtype=torch.float64)
         optimizer.zero_grad()
-        optimizer.carry(numbers)
+        optimizer.attach_scalars(numbers)
         if not (uneven and hvd.rank()):  # others have no rows
             model(rows_of(hvd.rank(), step).to(dtype)).square().sum().backward()
         optimizer.step()
