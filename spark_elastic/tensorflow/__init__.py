@@ -13,22 +13,10 @@ try:
 except ImportError as error:
     raise MissingExtraError(what="spark_elastic.tensorflow", package="tensorflow", extra="tensorflow") from error
 
+from spark_elastic.tensorflow import operations
 from spark_elastic.tensorflow.compression import Compression
 from spark_elastic.tensorflow.functions import broadcast_, broadcast_global_variables, broadcast_variables
-from spark_elastic.tensorflow.operations import (
-    allgather,
-    allreduce,
-    alltoall,
-    broadcast,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    local_rank_op,
-    local_size_op,
-    rank_op,
-    reducescatter,
-    size_op,
-)
+from spark_elastic.tensorflow.operations import *  # noqa: F403
 from spark_elastic.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 # Of the floor above, which itself stands on this package: resolved on first use.
@@ -57,22 +45,11 @@ __all__ = [
     "DistributedOptimizer",  # noqa: F405
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",  # noqa: F405
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "broadcast",
     "broadcast_",
     "broadcast_global_variables",
     "broadcast_variables",
     "elastic",  # noqa: F405
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_reducescatter",
     "keras",  # noqa: F405
-    "local_rank_op",
-    "local_size_op",
-    "rank_op",
-    "reducescatter",
-    "size_op",
 ]
 __all__ += surface.__all__
+__all__ += operations.__all__

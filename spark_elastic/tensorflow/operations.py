@@ -23,6 +23,21 @@ from spark_elastic.tensorflow.compression import Compression, Compressor, graph_
 from spark_elastic.tensorflow.host import call_host
 from spark_elastic.tensorflow.tensors import Array, array_from, torch_of
 
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "local_rank_op",
+    "local_size_op",
+    "rank_op",
+    "reducescatter",
+    "size_op",
+]
+
 # --- allreduce ----------------------------------------------------------------------------------
 
 

@@ -133,7 +133,7 @@ def test_a_worker_with_a_gpu_of_its_own_that_is_alone_trains_on_it():
 
 
 @needs_two
-def test_workers_with_a_gpu_each_reduce_by_nccl_and_come_to_the_same():
+def test_workers_with_a_gpu_each_reduce_by_nccl_and_get_equal_models():
     results = run(GPUS)
     assert all(result["nccl"] for result in results), results[0]["why"]
     assert len({result["device"] for result in results}) == GPUS

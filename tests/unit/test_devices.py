@@ -69,7 +69,7 @@ def test_workers_with_a_gpu_each_reduce_by_nccl():
         (gpus("a", "b"), "gloo", "SPARK_ELASTIC_REDUCTION=gloo"),
     ],
 )
-def test_gloo_is_taken_where_nccl_cannot_be_with_the_reason(those, wanted, reason):
+def test_gloo_is_chosen_with_a_reason_if_nccl_cannot_be_used(those, wanted, reason):
     chosen = choose_backend(those, wanted)
     assert chosen.device == "gloo"
     assert reason in chosen.reason
@@ -93,7 +93,7 @@ def test_a_job_asks_for_a_device_by_a_known_name():
             preflight.device(wrong)
 
 
-def test_a_process_that_may_have_no_gpu_is_no_gpu_process():
+def test_a_process_without_gpus_or_set_to_cpu_may_not_use_a_gpu():
     assert not may_use_gpu("auto", NONE)
     assert not may_use_gpu("cpu", ONE)
     assert may_use_gpu("auto", ONE)

@@ -17,7 +17,6 @@ import spark_elastic
 from spark_elastic import errors
 from spark_elastic.cli import options
 from spark_elastic.collective import operations, surface
-from spark_elastic.torch import autograd
 from tests.pages import DOCS, LANGUAGES, PAGES, ROOT, blocks
 
 ERRORS = (DOCS / "errors.md").read_text()
@@ -122,11 +121,13 @@ def _listed(piece: str) -> bool:
 
 
 def names_of(package: str) -> set[str]:
-    """What a package of the frontends lists as its own, and what all have in common."""
-    tree = ast.parse((ROOT / "spark_elastic" / package / "__init__.py").read_text())
-    assigned = [node for node in tree.body if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node)]
-    shared = {*surface.__all__, *operations.__all__, *autograd.__all__}
-    return {name for each in assigned for name in ast.literal_eval(each.value)} | shared
+    """Return the names that a package of the frontends lists, with those of the modules that it exports as a whole."""
+    folder = ROOT / "spark_elastic" / package
+    paths = [folder / name for name in ("__init__.py", "operations.py", "autograd.py")]
+    trees = [ast.parse(path.read_text()) for path in paths if path.exists()]
+    assigned = [node for tree in trees for node in tree.body if isinstance(node, ast.Assign)]
+    lists = [node.value for node in assigned if "__all__" in ast.unparse(node)]
+    return {name for value in lists for name in ast.literal_eval(value)} | {*surface.__all__, *operations.__all__}
 
 
 def test_what_is_said_to_be_the_same_as_in_horovod_is_there() -> None:

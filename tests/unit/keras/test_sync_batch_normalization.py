@@ -154,7 +154,7 @@ def with_a_stand_in(graph):
     return [each.numpy().tolist() for each in found], [each.numpy().tolist() for each in model.non_trainable_variables]
 
 
-def test_rows_that_stand_in_count_for_nothing(of_one_process):
+def test_substitute_rows_do_not_count(of_one_process):
     with WorldDriver(start_with=2) as driver:
         driver.start(with_stand_ins, count=2)
         for (real, running), (nothing, same) in zip(*driver.results(2), strict=True):

@@ -197,7 +197,7 @@ def joins_beside_a_group_of_its_host():
     return out
 
 
-def test_a_rank_that_has_joined_is_not_told_of_collectives_of_groups_within_hosts():
+def test_a_joined_rank_takes_no_part_in_collectives_of_groups_within_hosts():
     by_rank = together(joins_beside_a_group_of_its_host, 3, hosts=("127.0.0.1", "127.0.0.2"))
     assert sorted(by_rank) == [[], [2.0, 2.0, [2.0] * 3], [2.0, 2.0, [2.0] * 3]]
 

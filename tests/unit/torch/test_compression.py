@@ -66,14 +66,14 @@ def test_averages_of_bfloat16_have_the_range_of_float32(size):
     assert ((got - values).abs() / values).max() < 0.02 + size * 2**-8
 
 
-def test_a_sum_and_a_chosen_division_are_what_was_asked_for():
+def test_sums_and_predivided_averages_of_float16_keep_their_factors():
     values = torch.tensor([1.0, 3.0])
     assert reduced(values, 64, Compression.fp16, op=Sum).tolist() == [64.0, 192.0]
     assert reduced(values, 64, Compression.fp16, predivide=64.0).tolist() == [1.0, 3.0]
     assert reduced(torch.tensor([4000.0]), 64, Compression.fp16, op=Sum).item() == pytest.approx(256_000.0, rel=0.01)
 
 
-def test_what_comes_around_a_compressed_sum_makes_up_for_itself():
+def test_factors_around_a_compressed_sum_cancel_out():
     for size in range(2, 3000):
         operator, before, after = compressed_sum_scaling(Compression.fp16, Average, size, torch.float32)
         assert operator is Sum

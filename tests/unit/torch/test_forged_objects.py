@@ -52,7 +52,7 @@ def of_another_kind():
     return raised(lambda: hvd.broadcast_object(None, 0))
 
 
-def test_nothing_is_allocated_for_a_length_that_carries_no_seal():
+def test_nothing_is_allocated_for_a_length_without_a_valid_mac():
     for function in (forged_broadcast, forged_allgather, of_another_kind):
         _, error = together(function, 2)
         assert error is not None

@@ -92,7 +92,7 @@ def wait_for_waits(work, count):
         time.sleep(0.001)
 
 
-def test_a_group_with_such_a_collective_is_kept_until_it_has_ended():
+def test_a_group_with_a_stuck_collective_is_kept_until_that_has_ended():
     group = group_with(work := Work())
     process_group = group.pg
     group.cut("rank 1 is gone")
@@ -110,7 +110,7 @@ def test_a_group_whose_collectives_have_ended_or_failed_is_freed_at_once():
     assert gloo_shutdown._left_behind == []
 
 
-def test_a_collective_that_ends_just_as_the_wait_for_it_does_counts_as_it_ended():
+def test_a_collective_that_ends_as_its_wait_times_out_has_ended():
     class Late(Work):
         def wait(self, within=None):
             if self.waits == 0:

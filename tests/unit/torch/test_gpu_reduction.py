@@ -148,7 +148,7 @@ def reduce_through_the_host():
     return {"takes": takes, "why": mine._gpu.reason, "sums": sums.tolist(), "gathered": gathered.tolist()}
 
 
-def test_workers_that_share_a_gpu_agree_on_the_way_through_the_hosts_memory():
+def test_workers_that_share_a_gpu_reduce_through_host_memory():
     with WorldDriver(start_with=2) as driver:
         driver.start(reduce_through_the_host, count=2)
         results = driver.results(2)
@@ -174,7 +174,7 @@ def mixed():
     return {"kinds": sorted(mine.kinds), "shared": mine._shared is not None, "sum": tensor.tolist()}
 
 
-def test_where_only_some_have_a_gpu_everything_goes_through_gloo_on_all():
+def test_all_members_use_gloo_if_only_some_have_a_gpu():
     with WorldDriver(start_with=2) as driver:
         driver.start(mixed, count=2)
         results = driver.results(2)
@@ -244,7 +244,7 @@ class Round:
         return made
 
 
-def test_a_cut_sets_free_who_waits_and_what_the_kernels_left_is_not_believed():
+def test_a_cut_ends_a_wait_and_the_result_is_not_used():
     here, stub = Round(), Stub(Never())
     communicator = here.communicator(stub)
     work = communicator.allreduce(torch.zeros(2), dist.ReduceOp.SUM)
@@ -265,7 +265,7 @@ def test_a_cut_sets_free_who_waits_and_what_the_kernels_left_is_not_believed():
         communicator.allreduce(torch.zeros(2), dist.ReduceOp.SUM)
 
 
-def test_an_error_of_nccl_is_an_interrupted_reduction():
+def test_an_nccl_error_is_a_horovod_internal_error():
     class Failed(Never):
         def is_completed(self):
             return True
@@ -279,7 +279,7 @@ def test_an_error_of_nccl_is_an_interrupted_reduction():
         communicator.wait(work)
 
 
-def test_a_cut_while_the_members_connect_does_not_wait_for_them_and_what_comes_late_is_aborted():
+def test_a_cut_while_connecting_returns_at_once_and_a_late_communicator_is_aborted():
     here, stub, go = Round(), Stub(Never()), threading.Event()
 
     class Slow(Stub):

@@ -91,7 +91,7 @@ def refusals():
     return out
 
 
-def test_a_call_that_one_rank_makes_wrongly_is_an_error_on_the_others_too():
+def test_an_invalid_call_on_one_rank_is_an_error_on_the_others_too():
     own, others = together(refusals, 2)
     for mine, theirs in zip(own, others, strict=True):
         assert mine is not None
@@ -116,7 +116,7 @@ def in_any_order():
     return sorted(sums), again, early.wait().tolist(), hvd.poll(early)
 
 
-def test_collectives_that_are_under_way_together_match_by_their_names():
+def test_concurrent_collectives_match_by_name():
     for sums, again, gathered, done in together(in_any_order, 2):
         assert sums == [2.0 * ord(name) + 1 for name in "abc"]
         assert again is not None

@@ -170,7 +170,7 @@ def test_corner_cases_of_a_step():
         assert all(checks), checks
 
 
-def test_it_is_still_the_optimizer_that_it_was(alone):
+def test_the_wrapped_optimizer_keeps_its_class_and_state(alone):
     model = model_of()
     inner = torch.optim.Adam(model.parameters(), lr=0.1)
     early = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
@@ -276,13 +276,13 @@ CARRIED = [
 ]
 
 
-def test_numbers_that_are_carried_are_added_up_exactly():
+def test_attached_scalars_are_summed_exactly():
     for results in together(carried_each, 2, args=(CARRIED,)):
         for case, result in zip(CARRIED, results, strict=True):
             assert result == [[3, 2 * (1e6 + step)] + [1] * (step > 1) for step in range(4)], case
 
 
-def test_numbers_that_are_carried_alone_stay_as_they_are(alone):
+def test_attached_scalars_are_unchanged_in_a_world_of_one(alone):
     assert carried(torch.float32, "none", False)[3] == [1, 1e6 + 3, 0.5]
 
 
@@ -312,7 +312,7 @@ def both_ways() -> list[tuple[list[float], str]]:
     return [one_after_the_other(kept) for kept in (False, True)]
 
 
-def test_a_later_optimizer_takes_the_parameters_of_an_earlier_one_over():
+def test_a_later_optimizer_takes_over_the_parameters_of_an_earlier_one():
     for dropped, kept in together(both_ways, 2):
         assert kept[0] == dropped[0]
         assert "was made later" in kept[1]

@@ -92,7 +92,7 @@ def life_of_a_set():
     return out
 
 
-def test_a_set_lives_from_its_adding_to_its_removal():
+def test_a_set_is_usable_from_its_adding_to_its_removal():
     results = together(life_of_a_set, 3)
     for r, out in enumerate(results):
         assert out["repr"] == "ProcessSet(process_set_id=1, ranks=[0, 1])"
@@ -149,7 +149,7 @@ THREE = (3, [{"fixed": [0, 2], "halves": [0], "evens": [0, 2]}, {}, {"fixed": [0
 TWO = (2, [{"fixed": [0], "halves": [0], "evens": [0]}, {}])
 
 
-def test_after_a_loss_a_set_has_those_of_its_numbers_that_exist():
+def test_after_a_loss_a_set_consists_of_its_ranks_that_exist():
     with WorldDriver(start_with=3) as driver:
         driver.start(over_worlds, [3, 2], 5, count=3)
         for seen in driver.results(2):
@@ -192,7 +192,7 @@ def test_sets_that_a_newcomer_does_not_share_are_an_error_on_every_member():
             assert "rank 2: [[0, 2]]" in error[1]
 
 
-def test_sets_alone():
+def test_process_sets_in_a_world_of_one():
     hvd.init()
     chosen = hvd.add_process_set([0])
     assert (chosen.size(), chosen.rank(), chosen.included()) == (1, 0, True)

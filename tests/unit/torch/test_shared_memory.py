@@ -93,7 +93,7 @@ def products_and_truth():
     return product.tolist(), bool(nan.isnan().item()), either.tolist()
 
 
-def test_products_and_what_only_gloo_reduces():
+def test_products_nan_and_a_type_that_only_gloo_reduces():
     assert together(products_and_truth, 2) == [([9.0] * 5, True, [True, False])] * 2
 
 
@@ -120,7 +120,7 @@ def in_any_order():
 
 @pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("count", [2, 4])
-def test_more_reductions_than_there_is_room_for_can_be_waited_for_in_any_order(count, hosts):
+def test_more_reductions_than_free_slots_can_be_waited_for_in_any_order(count, hosts):
     for checks in together(in_any_order, count, hosts=hosts):
         assert checks == (True,) * 5
 
@@ -137,7 +137,7 @@ def only_one_polls():
     return hvd.synchronize(handle).tolist()
 
 
-def test_who_has_launched_need_not_wait_for_the_others_to_go_on():
+def test_polling_completes_a_reduction_that_the_other_rank_has_only_launched():
     assert together(only_one_polls, 2) == [[2.0] * 10] * 2
 
 
@@ -229,7 +229,7 @@ def _open(fd: str) -> bool:
     return True
 
 
-def test_a_forked_child_leaves_nobody_elses_world():
+def test_a_forked_child_does_not_leave_its_parents_world():
     assert together(forks_in_the_middle, 2) == [(0, 2.0)] * 2
 
 
@@ -306,7 +306,7 @@ def _break(what: str) -> None:
 
 
 @pytest.mark.parametrize("breaks", ["no memfd", "other processes", "another job", "setting"])
-def test_if_one_cannot_share_memory_all_use_gloo_and_say_so_once(breaks):
+def test_all_use_gloo_and_warn_once_if_one_cannot_share_memory(breaks):
     for shares, total, messages, mapped in together(chooses, 2, "auto", breaks):
         assert not shares
         assert total == [2.0] * 4
@@ -315,7 +315,7 @@ def test_if_one_cannot_share_memory_all_use_gloo_and_say_so_once(breaks):
     assert any(messages for _, _, messages, _ in together(chooses, 2, "auto", breaks))
 
 
-def test_the_setting_can_demand_either_way():
+def test_the_setting_selects_shared_memory_or_gloo():
     assert together(chooses, 2, "gloo", "") == [(False, [2.0] * 4, [], 0)] * 2
     assert together(chooses, 2, "shared", "") == [(True, [2.0] * 4, [], 4)] * 2
     for kind, message in together(chooses, 2, "shared", "no memfd"):
@@ -323,7 +323,7 @@ def test_the_setting_can_demand_either_way():
         assert "shared, but workers cannot share memory" in message
 
 
-def test_a_setting_that_does_not_exist_is_refused(monkeypatch):
+def test_an_invalid_reduction_setting_is_refused(monkeypatch):
     monkeypatch.setenv(devices.REDUCTION_SETTING, "fast")
     with pytest.raises(InvalidSettingsError, match="auto, gloo or shared"):
         devices.reduction_setting()
@@ -342,7 +342,7 @@ def joins_unevenly(cores: int):
 
 
 @pytest.mark.parametrize(("count", "cores", "hosts"), [(3, 1, ONE_HOST), (4, 64, ONE_HOST), (4, 1, TWO_HOSTS)])
-def test_ranks_that_have_joined_take_part_in_either_way_of_adding_up(count, cores, hosts):
+def test_joined_ranks_take_part_in_both_kinds_of_shared_memory_reduction(count, cores, hosts):
     for rank, (sums, minima, last) in enumerate(together(joins_unevenly, count, cores, hosts=hosts)):
         del rank
         assert last == count - 1

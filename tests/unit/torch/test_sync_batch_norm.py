@@ -131,7 +131,7 @@ def far_from_zero(dtype, offset):
 
 
 @pytest.mark.parametrize(("dtype", "offset", "bound"), [(torch.float32, 1e4, 5e-3), (torch.float64, 1e7, 1e-7)])
-def test_a_small_spread_about_a_large_mean_is_not_lost(dtype, offset, bound):
+def test_a_small_variance_about_a_large_mean_is_kept(dtype, offset, bound):
     with WorldDriver(start_with=2) as driver:
         driver.start(far_from_zero, dtype, offset, count=2)
         for error, same_type in driver.results(2):
@@ -152,14 +152,14 @@ def in_eval():
     return torch.equal(model(x), plain(x))  # one rank alone: a collective would never end
 
 
-def test_eval_mode_communicates_with_nobody():
+def test_eval_mode_does_not_communicate():
     with WorldDriver(start_with=2) as driver:
         driver.start(in_eval, count=2)
         assert driver.results(2) == [True, True]
 
 
 @pytest.mark.parametrize("initialised", [True, False], ids=["a world of one", "before init"])
-def test_alone_it_is_exactly_the_ordinary_layer(initialised, request):
+def test_in_a_world_of_one_it_equals_the_plain_layer(initialised, request):
     if initialised:
         request.getfixturevalue("alone")
     model, plain = build(torch.float32), build(torch.float32, sync=False)
@@ -186,7 +186,7 @@ def with_a_stand_in():
     return grads, [b.tolist() for b in model.buffers()]
 
 
-def test_rows_that_stand_in_count_for_nothing():
+def test_substitute_rows_do_not_count():
     model = build(sync=False)
     x, y = rows()
     torch.nn.functional.cross_entropy(model(x), y).backward()
@@ -210,7 +210,7 @@ def one_value(tolerant):
 
 
 @pytest.mark.parametrize("tolerant", [True, False])
-def test_one_value_in_all_the_world_is_refused_on_every_rank_or_takes_running_statistics(tolerant):
+def test_a_single_value_per_channel_is_refused_on_every_rank_or_uses_running_statistics(tolerant):
     with WorldDriver(start_with=2) as driver:
         driver.start(one_value, tolerant, count=2)
         results = driver.results(2)

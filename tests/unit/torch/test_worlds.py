@@ -107,7 +107,7 @@ def stops_before_connecting():
     return hvd.size(), process.assignment.world.round
 
 
-def test_a_member_that_is_lost_while_the_world_connects_holds_nobody_up():
+def test_a_member_lost_while_the_world_connects_does_not_delay_the_others():
     with WorldDriver(start_with=2) as driver:
         driver.start(stops_before_connecting, count=2)
         driver.wait(lambda: driver.told("stopped"))
@@ -151,7 +151,7 @@ def test_after_a_shutdown_init_connects_the_same_world_again():
         assert driver.results(2) == [[6.0, 2.0] * 4] * 2
 
 
-def test_a_cut_on_the_way_into_a_group_is_not_missed(monkeypatch):
+def test_a_cut_while_a_group_is_made_is_not_missed(monkeypatch):
     """It comes after the last look at the round, and before the group begins to connect."""
 
     class CutWhileItIsMade:
