@@ -36,7 +36,7 @@ Fill = Callable[[torch.Tensor, int], None]
 """`fill(out, start)` writes the elements of a flat tensor from index `start` on into `out`."""
 
 CONNECT_TIMEOUT_S = 20.0
-"""The time in which the members of a new world connect to one another; all are waiting when it is published."""
+"""The time limit for the members of a new world to connect; all of them are waiting when it is published."""
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Gloo's own timeout, at least. The driver sees deaths and hangs much earlier, and then orders a cut."""
 _LONGEST_TIMEOUT_S = 20 * 24 * 3600.0

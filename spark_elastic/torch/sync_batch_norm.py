@@ -28,13 +28,13 @@ class SyncBatchNorm(_BatchNorm):
 
     Args:
         num_features: the number of channels.
-        eps: is added to the variance.
-        momentum: of the running statistics; None: their cumulative average.
+        eps: added to the variance.
+        momentum: the weight of a new value in the running statistics; None: their cumulative average.
         affine: have a weight and a bias.
         track_running_stats: keep running statistics, which eval mode uses.
         process_set: the processes whose rows are normalised together.
-        device: of the parameters and buffers.
-        dtype: of the parameters and buffers.
+        device: the device of parameters and buffers.
+        dtype: the type of parameters and buffers.
     """
 
     _process_set: ProcessSet | None = None
@@ -144,7 +144,7 @@ def _is_convertible(layer: torch.nn.Module) -> bool:
 
 
 def _synchronised(kind: type[Any]) -> type[SyncBatchNorm]:
-    """Return the subclass of `SyncBatchNorm` and a batch normalisation class."""
+    """Return the class that derives from `SyncBatchNorm` and from `kind`."""
     known = _classes.get(kind)
     if known is None:
 
