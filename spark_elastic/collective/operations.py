@@ -300,7 +300,7 @@ def _reducescatter(
 def _check_scatter(tensor: torch.Tensor, op: ReduceOp) -> None:
     _ = op.gloo
     if op not in (Average, Sum):
-        raise UsageError(f"reducescatter knows op=hvd.Average and op=hvd.Sum, not {op}")
+        raise UsageError(f"reducescatter supports op=hvd.Average and op=hvd.Sum, not {op}")
     if tensor.dim() == 0:
         raise UsageError("reducescatter needs a tensor with rows, not a scalar")
 

@@ -97,7 +97,7 @@ def check_gradient_op(op: ReduceOp, predivide: float) -> None:
     if op not in (Average, Sum):
         raise UsageError(f"gradients are reduced with op=hvd.Average or op=hvd.Sum, not {op}")
     if predivide != 1.0 and op is not Average:
-        raise UsageError("gradient_predivide_factor needs op=hvd.Average")
+        raise UsageError(f"gradient_predivide_factor={predivide} needs op=hvd.Average, not {op}")
 
 
 # --- scaling ----------------------------------------------------------------------------------------
