@@ -30,9 +30,8 @@ from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.layout import Layout, TensorField
 from spark_elastic.data.manifest import MANIFEST_NAME, Manifest, Shard
 from spark_elastic.data.order.permutation import GlobalOrder, Order
-from spark_elastic.data.order.windows import LaneOrder, LaneSettings
+from spark_elastic.data.order.windows import WindowedShuffle, WindowSettings, window_settings
 from spark_elastic.data.packing import pack
-from spark_elastic.data.read_order import lane_settings
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.data.store import Store
 
@@ -151,7 +150,7 @@ def chunk_reads(dataset: Dataset) -> None:
 
 def cold(name: str, dataset: Dataset, rounds: int) -> tuple[list[Series], dict[str, list[float]]]:
     rows, stride = dataset.rows(), dataset.layout.stride
-    windows = lane_settings(rows, stride, open_bytes=rows * stride // 8)
+    windows = window_settings(rows, stride, open_bytes=rows * stride // 8)
     ns: dict[str, list[float]] = {"chunks": [], "lanes": [], "global": []}
     for number in range(rounds):
         dropped(dataset)
@@ -239,10 +238,12 @@ def memory_of(where: str, order: str) -> None:
 
 def resume(dataset: Dataset) -> list[float]:
     """ms until the rows of the first batch of a resume in the middle of an epoch are known, per world of 8."""
-    settings = lane_settings(dataset.rows(), dataset.layout.stride)
+    settings = window_settings(dataset.rows(), dataset.layout.stride)
 
     def once(number: int) -> None:
-        LaneOrder(dataset.rows(), 0, number, settings).take([dataset.rows() // 2, dataset.rows() // 2 + BATCH], 3, 8)
+        WindowedShuffle(dataset.rows(), 0, number, settings).take(
+            [dataset.rows() // 2, dataset.rows() // 2 + BATCH], 3, 8
+        )
 
     return [seconds(lambda: once(number)) * 1e3 for number in range(5)]  # noqa: B023
 
@@ -284,12 +285,12 @@ def main() -> None:
                 found, raw[f"{name} cold"] = cold(name, dataset, 2 if args.quick else 3)
                 series += found
         if "quality" in parts:
-            large = lane_settings(100_000_000, 88)
+            large = window_settings(100_000_000, 88)
             orders = {
                 "global, 2 M rows": GlobalOrder(2_000_000, 0, 0),
-                "lanes, 2 M rows, one window a lane": LaneOrder(2_000_000, 0, 0, lane_settings(2_000_000, 88)),
-                "lanes, 100 M rows (8.8 GB), windows of 1 GiB": LaneOrder(100_000_000, 0, 0, large),
-                "lanes, 2 M rows, 128 chunks open": LaneOrder(2_000_000, 0, 0, LaneSettings(64, 2048, 4096)),
+                "lanes, 2 M rows, one window a lane": WindowedShuffle(2_000_000, 0, 0, window_settings(2_000_000, 88)),
+                "lanes, 100 M rows (8.8 GB), windows of 1 GiB": WindowedShuffle(100_000_000, 0, 0, large),
+                "lanes, 2 M rows, 128 chunks open": WindowedShuffle(2_000_000, 0, 0, WindowSettings(64, 2048, 4096)),
             }
             for name, order in orders.items():
                 target = None if "128" in name else 1.3

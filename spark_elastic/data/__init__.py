@@ -1,7 +1,9 @@
-"""DataFrames as packed records on shared storage, and batches from them at memory speed.
+"""DataFrames as packed records on shared storage, and batches of them at memory speed.
 
-`materialize` writes a DataFrame, `pack` arrays; `Dataset` opens what was written; `BatchReader` reads it, and
-`TorchBatches` makes a torch dataset of that; `clear_cache` removes the sets of a store.
+`materialize` writes a DataFrame and `pack` writes arrays; `Dataset` opens what they wrote, `BatchReader` reads batches
+of it, and `TorchBatches` is a torch dataset of these. `clear_cache` deletes the datasets of a store.
+
+Start reading with `materialization` for writing, `reader` for reading, and `layout` and `manifest` for the files.
 """
 
 from __future__ import annotations
@@ -9,27 +11,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spark_elastic.data.batch import Batch
     from spark_elastic.data.catalog import clear_cache
     from spark_elastic.data.dataset import Dataset
     from spark_elastic.data.materialization import materialize
     from spark_elastic.data.packing import pack
-    from spark_elastic.data.read_order import resolve_order
-    from spark_elastic.data.reader import BatchReader
+    from spark_elastic.data.reader import Batch, BatchReader, resolve_order
     from spark_elastic.data.store import Store
     from spark_elastic.data.torch_dataset import TorchBatches
 
-# Resolved on first use: a writer task needs no reader, and not everybody torch.
-_HOMES = {
-    "Batch": "batch",
+# Imported on first use: tasks that write need no reader, and most programs need no torch.
+_MODULES = {
+    "Batch": "reader",
     "BatchReader": "reader",
     "Dataset": "dataset",
     "Store": "store",
     "TorchBatches": "torch_dataset",
-    "clear_cache": "cache",
+    "clear_cache": "catalog",
     "materialize": "materialization",
     "pack": "packing",
-    "resolve_order": "read_order",
+    "resolve_order": "reader",
 }
 
 __all__ = [
@@ -46,10 +46,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value

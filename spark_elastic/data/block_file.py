@@ -1,9 +1,10 @@
-"""A local copy of parts of a remote file, shared by the processes of a host: blocks that are fetched, held, dropped.
+"""A local copy of parts of a remote file, shared by the processes of a host, in blocks that are fetched and dropped.
 
-Beside the data lies a file of states, 8 bytes a block: the CRC-32 of the block, and when it was last wanted (0: it is
-not there). Byte b of that file is also block b's lock: whoever fetches or drops the block has it alone, whoever reads
-the block shares it. Locks belong to the open file: a process that dies lets go of them, and what it was fetching is
-still marked as absent. Nobody waits for a lock while holding another one alone, so nobody waits for ever.
+A second file has the states, 8 bytes a block: the block's CRC-32, and when it was last used (0: it is absent). Byte b
+of that file is also block b's lock: a process that fetches or drops the block locks it exclusively, a process that
+reads the block shares the lock. Locks belong to the open file, so the system releases them when a process dies, and
+the block that it was fetching is still marked as absent. No process waits for a lock while it holds another one
+exclusively, so there are no deadlocks.
 """
 
 from __future__ import annotations
@@ -25,22 +26,30 @@ import numpy as np
 from spark_elastic.errors import StoreError
 
 BLOCK = 64 << 10
-"""Chunks of lanes do not begin where blocks do: smaller blocks fetch less twice, larger ones need less book-keeping."""
+"""Bytes of a block. Chunks of rows are not aligned with blocks: smaller blocks fetch fewer bytes that are not needed,
+larger ones need less book-keeping."""
 _RUN = 64
 """Blocks that are fetched in one request: 4 MiB."""
-_STATE = np.dtype([("crc32", "<u4"), ("wanted", "<u4")])
+_STATE = np.dtype([("crc32", "<u4"), ("used", "<u4")])
 _KEEP_SIZE_AND_PUNCH_HOLE = 0x1 | 0x2
 _POLL_S = 0.005
-_PATIENCE_S = 300.0
+_LOCK_TIMEOUT_S = 300.0
 
 Fetch = Callable[[int, int], bytes]
 """(offset, nbytes) -> those bytes of the remote file."""
 
 
 class BlockFile:
-    """path: of the local copy, sparse, as long as the remote file; it may be mapped, and held blocks may be read.
+    """One file of the cache. Safe for threads.
 
-    Safe for threads. Files only ever grow: one that became shorter would kill whoever has it mapped.
+    The local copy is sparse and as long as the remote file. It may be mapped, and blocks that are held may be read. It
+    only ever grows: if it became shorter, processes that have it mapped would be killed by SIGBUS.
+
+    Args:
+        path: The local copy.
+        nbytes: The size of the remote file.
+        fetch: Reads a range of the remote file. None: blocks can only be dropped.
+        create: Make the files if they do not exist.
     """
 
     def __init__(self, path: Path, nbytes: int, fetch: Fetch | None = None, *, create: bool = True) -> None:
@@ -62,11 +71,11 @@ class BlockFile:
         self._held: Counter[int] = Counter()
         self._fetching: set[int] = set()
         self._verified = np.full(self._blocks, -1, np.int64)
-        """CRC-32 of what this process has seen in a block; -1: nothing yet."""
+        """The CRC-32 that this process computed of a block; -1: not yet."""
 
     @classmethod
     def of_others(cls, path: Path) -> BlockFile | None:
-        """A file that some reader made, to make room in it; None: it is not all there yet, or gone."""
+        """Open another reader's file, to drop blocks of it. None: it was removed, or is not completely created yet."""
         try:
             nbytes, states = path.stat().st_size, path.with_suffix(".state").stat().st_size
             if nbytes and states == -(-nbytes // BLOCK) * _STATE.itemsize:
@@ -78,16 +87,17 @@ class BlockFile:
     # --- for readers --------------------------------------------------------------------------
 
     def hold(self, start: int, stop: int) -> int:
-        """Have bytes `start`..`stop` here, and keep them until `release`. Returns: the bytes that were fetched.
+        """Fetch the absent blocks of bytes `start`..`stop`, keep all until `release`, and return the bytes fetched.
 
-        Raises: StoreError: they cannot be fetched.
+        Raises:
+            StoreError: They cannot be fetched.
         """
         fetched, first, last = 0, start // BLOCK, -(-stop // BLOCK)
         try:
             for here in range(first, last, _RUN):
                 blocks = range(here, min(here + _RUN, last))
                 fetched += self._hold_run(blocks)
-                self.states["wanted"][blocks.start : blocks.stop] = int(time.time())
+                self.states["used"][blocks.start : blocks.stop] = int(time.time())
         except BaseException:
             self._release(range(first, here))
             raise
@@ -97,8 +107,8 @@ class BlockFile:
         self._release(range(start // BLOCK, -(-stop // BLOCK)))
 
     def complete(self) -> int | None:
-        """The CRC-32 of the whole file; None while blocks are absent."""
-        if not self.states["wanted"].all():
+        """Return the CRC-32 of the whole file; None while blocks are absent."""
+        if not self.states["used"].all():
             return None
         crc, last = 0, self._blocks - 1
         for length, blocks in (
@@ -110,21 +120,22 @@ class BlockFile:
                 crc = block ^ _times(shift, crc)
         return crc
 
-    # --- for who makes room -------------------------------------------------------------------
+    # --- to make room -------------------------------------------------------------------------
 
     def drop(self, block: int) -> int:
-        """Take a block away unless somebody reads it. Returns: the bytes that are free now.
+        """Drop a block unless it is held or being fetched, and return the bytes that this freed.
 
-        Raises: OSError: files cannot be made smaller here; the block is still there.
+        Raises:
+            OSError: The filesystem cannot punch holes; the block is unchanged.
         """
         with self._guard:
             if self._held[block] or block in self._fetching or not self._lock(fcntl.F_WRLCK, block, block + 1):
                 return 0
             try:
-                if not self.states["wanted"][block]:
+                if not self.states["used"][block]:
                     return 0
                 state, verified = self.states[block].copy(), self._verified[block]
-                self.forget(block)  # before its bytes are gone, so that a death in between leaves nothing wrong
+                self.mark_absent(block)  # before the bytes are removed, in case the process dies in between
                 if not _punch(self._data, block * BLOCK, BLOCK):
                     self.states[block], self._verified[block] = state, verified
                     raise OSError(f"{self.path} cannot be made smaller")
@@ -132,13 +143,12 @@ class BlockFile:
             finally:
                 self._lock(fcntl.F_UNLCK, block, block + 1)
 
-    def forget(self, block: int) -> None:
-        """Mark a block as absent."""
-        self.states["wanted"][block] = 0
+    def mark_absent(self, block: int) -> None:
+        self.states["used"][block] = 0
         self._verified[block] = -1
 
     def close(self) -> None:
-        """Lets go of everything that is held."""
+        """Close the files, which releases all blocks."""
         if self._data >= 0:
             os.close(self._data)
             os.close(self._locks)
@@ -148,14 +158,14 @@ class BlockFile:
     # --- blocks and locks ---------------------------------------------------------------------
 
     def _hold_run(self, blocks: range) -> int:
-        fetched, deadline = 0, time.monotonic() + _PATIENCE_S
+        fetched, deadline = 0, time.monotonic() + _LOCK_TIMEOUT_S
         while True:
             self._share(blocks, deadline)
-            absent = [block for block in blocks if not self._sound(block)]
+            absent = [block for block in blocks if not self._is_intact(block)]
             if not absent:
                 return fetched
             self._release(blocks)
-            for run in _runs(absent):  # one of them may be dropped again before all are there: then once more
+            for run in _runs(absent):  # if one is dropped again before all are fetched, the loop repeats
                 fetched += self._fetch_run(run, deadline)
 
     def _share(self, blocks: range, deadline: float) -> None:
@@ -178,10 +188,10 @@ class BlockFile:
                 self._lock(fcntl.F_UNLCK, run.start, run.stop)
 
     def _fetch_run(self, blocks: range, deadline: float) -> int:
-        """Fetch them, unless somebody else is at one of them; then it is only waited for a moment, for what is absent
-        may be another range by then: others keep what they fetched, maybe for as long as we do not come on.
+        """Fetch blocks and return the bytes fetched; if one is locked elsewhere, only wait for a moment.
 
-        Returns: the bytes that were fetched.
+        The caller then looks again at which blocks are absent. Waiting for the lock instead could be a deadlock: other
+        readers keep the blocks that they fetched, perhaps until this reader makes progress.
         """
         with self._guard:
             mine = (
@@ -196,7 +206,7 @@ class BlockFile:
             return 0
         try:
             start, stop = blocks.start * BLOCK, min(blocks.stop * BLOCK, self.nbytes)
-            if all(self._sound(block) for block in blocks):
+            if all(self._is_intact(block) for block in blocks):
                 return 0
             data = memoryview(self._fetched(start, stop - start))
             for block in blocks:
@@ -212,7 +222,7 @@ class BlockFile:
 
     def _write(self, data: memoryview, offset: int) -> None:
         try:
-            while len(data):  # a disk that is nearly full takes a part of it first
+            while len(data):  # a disk that is nearly full accepts a part of the data
                 written = os.pwrite(self._data, data, offset)
                 data, offset = data[written:], offset + written
         except OSError as error:
@@ -229,10 +239,10 @@ class BlockFile:
             )
         return data
 
-    def _sound(self, block: int) -> bool:
-        """Whether a block is there, and its bytes are those that were fetched."""
-        crc, wanted = self.states[block].tolist()
-        if not wanted:
+    def _is_intact(self, block: int) -> bool:
+        """Return whether a block is present with the bytes that were fetched."""
+        crc, used = self.states[block].tolist()
+        if not used:
             return False
         if self._verified[block] != crc:
             self._verified[block] = zlib.crc32(
@@ -251,7 +261,7 @@ class BlockFile:
     def _pause(self, deadline: float) -> None:
         if time.monotonic() > deadline:
             raise StoreError(
-                f"another process has held {self.path} for {_PATIENCE_S:.0f} s; end it, or use another cache_dir"
+                f"another process has locked {self.path} for {_LOCK_TIMEOUT_S:.0f} s; end it, or use another cache_dir"
             )
         time.sleep(_POLL_S)
 
@@ -266,7 +276,7 @@ def _opened(path: Path, nbytes: int, create: bool) -> int:
 
 
 def _runs(blocks: Iterable[int]) -> Iterator[range]:
-    """Ascending numbers as ranges without gaps."""
+    """Group ascending numbers into ranges without gaps."""
     start = stop = -1
     for block in blocks:
         if block != stop:
@@ -285,7 +295,7 @@ def _punch(file: int, offset: int, nbytes: int) -> bool:
 
 
 def _shift(nbytes: int) -> list[int]:
-    """What appending `nbytes` does to each bit of a CRC-32: the CRC is linear in the one it goes on from."""
+    """Return what `nbytes` zero bytes make of each bit of a CRC-32: a CRC is linear in its initial value."""
     zeros = bytes(nbytes)
     return [zlib.crc32(zeros, 1 << bit) ^ zlib.crc32(zeros) for bit in range(32)]
 

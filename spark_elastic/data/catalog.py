@@ -33,7 +33,7 @@ from spark_elastic.data.manifest import MANIFEST_NAME, Manifest
 from spark_elastic.data.store import FileEntry, Store
 from spark_elastic.errors import InvalidSettingsError
 
-SETS = "spark_elastic-sets"
+DATASETS = "spark_elastic-sets"
 LEASE_S = 600.0
 """How long a lease outlives a process that was killed. Renewed four times as often."""
 ORPHAN_AGE_S = 86_400.0
@@ -73,7 +73,7 @@ _guard = threading.RLock()
 
 
 def folder_of(store: Store, name: str) -> Store:
-    return store.sub(f"{SETS}/{name}")
+    return store.sub(f"{DATASETS}/{name}")
 
 
 @contextmanager
@@ -230,7 +230,7 @@ def collect_unkept(limits: Limits, now: float) -> list[str]:
                 if not (over or late) or is_leased(each.folder, now):
                     continue
                 if not each.folder.exists("keep"):
-                    delete_set(each.folder)
+                    delete_dataset(each.folder)
                     deleted.append(each.folder.url)
             except Exception as error:  # each filesystem has errors of its own
                 _log.warning("the set in %s could not be deleted: %s", each.folder.url, error)
@@ -269,12 +269,12 @@ def delete_unkept() -> None:
         folder = unkept.folder
         try:
             if not folder.exists("keep") and not is_leased(folder, wall()):
-                delete_set(folder)
+                delete_dataset(folder)
         except Exception as error:  # each filesystem has errors of its own, and at exit some are closed already
             _log.warning("the set in %s could not be deleted: %s", url, error)
 
 
-def delete_set(folder: Store) -> None:
+def delete_dataset(folder: Store) -> None:
     """The manifest first: whoever looks meanwhile finds no set rather than half of one."""
     with _guard:
         _unkept.pop(folder.url, None)
@@ -304,7 +304,7 @@ class _Found:
 
 def _sets(store: Store) -> list[_Found]:
     found = []
-    for entry in store.list(SETS):
+    for entry in store.list(DATASETS):
         if entry.is_dir:
             folder = store.sub(entry.path)
             found.append(_Found(folder, [file for file in folder.list(recursive=True) if not file.is_dir]))
@@ -326,8 +326,8 @@ def collect_orphans(store: Store, now: float, age_s: float = ORPHAN_AGE_S) -> li
         paths = {entry.path for entry in found.files}
         unused = MANIFEST_NAME not in paths or "keep" not in paths
         if unused and found.used_s < now - age_s and found.only_ours:
-            delete_set(found.folder)
-            deleted.append(f"{SETS}/{name}")
+            delete_dataset(found.folder)
+            deleted.append(f"{DATASETS}/{name}")
         elif MANIFEST_NAME in paths:
             old = [entry.path for entry in found.files if entry.modified_s < now - age_s]
             orphans = {path for path in old if path.endswith((".rows", ".side"))}
@@ -335,7 +335,7 @@ def collect_orphans(store: Store, now: float, age_s: float = ORPHAN_AGE_S) -> li
                 orphans -= Manifest.loads(found.folder.read_bytes(MANIFEST_NAME)).files
             for path in sorted(orphans):
                 found.folder.delete(path)
-                deleted.append(f"{SETS}/{name}/{path}")
+                deleted.append(f"{DATASETS}/{name}/{path}")
     return deleted
 
 
@@ -364,7 +364,7 @@ def clear_cache(
             break
         if found.used_s > now - older_than_s or not found.only_ours or is_leased(found.folder, now):
             continue
-        delete_set(found.folder)
+        delete_dataset(found.folder)
         _unkept.pop(found.folder.url, None)
         total -= found.nbytes
         deleted.append(found.folder.root.rpartition("/")[2])

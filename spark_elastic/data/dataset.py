@@ -1,4 +1,4 @@
-"""A materialised set: its manifest, and the folder that holds the files which the manifest lists."""
+"""A materialised dataset: a folder with packed shards, and the manifest that lists them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from spark_elastic.data.catalog import delete_dataset, leased
 from spark_elastic.data.layout import Layout
 from spark_elastic.data.manifest import MANIFEST_NAME, Manifest
+from spark_elastic.data.reader import BatchReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError
-
-if TYPE_CHECKING:
-    from spark_elastic.data.reader import BatchReader
 
 
 @dataclass(frozen=True)
 class Dataset:
     """Rows in packed shards, complete and unchanging. Can be pickled.
 
-    store: the set's own folder; the manifest's files are relative to it.
+    Attributes:
+        store: The dataset's own folder; the manifest's files are relative to it.
+        manifest: The layout of the rows, and the shards of each split.
     """
 
     store: Store
@@ -29,16 +30,17 @@ class Dataset:
 
     @classmethod
     def open(cls, where: str | Path | Store, storage_options: Mapping[str, Any] | None = None) -> Dataset:
-        """The set in the folder `where`.
+        """Open the dataset in the folder `where`.
 
-        Raises: DatasetError: there is none, it is not complete, it is damaged, or something else wrote it.
+        Raises:
+            DatasetError: The folder has no dataset, or one that is incomplete, damaged, or of an unknown format.
         """
         store = Store.create(where, storage_options)
         try:
             text = store.read_bytes(MANIFEST_NAME)
         except (FileNotFoundError, NotADirectoryError):
             raise DatasetError(
-                f"{store.url} holds no {MANIFEST_NAME}: it is not a materialised set, or the write of it did not end",
+                f"{store.url} holds no {MANIFEST_NAME}: it is not a materialised dataset, or writing it did not end",
                 url=store.url,
             ) from None
         try:
@@ -57,41 +59,36 @@ class Dataset:
         return tuple(self.manifest.splits)
 
     def rows(self, split: str = "train") -> int:
-        """Raises: KeyError: there is no such split."""
+        """Return the number of rows of a split."""
         return self.manifest.rows(split)
 
     def reader(self, split: str = "train", **options: Any) -> BatchReader:
-        """A `BatchReader` of one split; `options` are its own."""
-        from spark_elastic.data.reader import BatchReader
-
+        """Return a `BatchReader` of one split; it takes the `options`."""
         return BatchReader(self, split, **options)
 
     def lease(self) -> AbstractContextManager[None]:
-        """While the block runs, clean-up leaves the set alone, that of other processes too."""
-        from spark_elastic.data.catalog import leased
-
+        """Protect the dataset from clean-up, by this and other processes, while the block runs."""
         return leased(self.store)
 
     def verify(self) -> None:
-        """Read every file and compare its checksum; as long as it takes to read the set once.
+        """Read every file and compare its checksum with the manifest.
 
-        Raises: DatasetError: a file is not what was written.
+        Raises:
+            DatasetError: A file differs from what was written.
         """
         for shard in self.manifest.shards:
             for file, expected in ((shard.file, shard.crc32), (shard.sidecar, shard.sidecar_crc32)):
                 if file is not None and (found := self.store.checksum(file)[1]) != expected:
                     raise DatasetError(
-                        f"{self.store.url}: {file} has checksum {found:08x}, the manifest says {expected:08x}; the set "
-                        "is damaged, delete it and write it again",
+                        f"{self.store.url}: {file} has checksum {found:08x}, the manifest says {expected:08x}; the "
+                        "dataset is damaged, delete it and write it again",
                         url=self.store.url,
                         file=file,
                     )
 
     def delete(self) -> None:
-        """Remove every file, the manifest first: whoever looks meanwhile finds no set rather than half of one."""
-        from spark_elastic.data.catalog import delete_set
-
-        delete_set(self.store)
+        """Delete all files of the dataset."""
+        delete_dataset(self.store)
 
     def _check_files(self) -> None:
         expected = {}
@@ -100,14 +97,14 @@ class Dataset:
             if shard.sidecar is not None:
                 expected[shard.sidecar] = shard.sidecar_nbytes
         found = {}
-        for folder in sorted({file.rpartition("/")[0] for file in expected}):  # one question, not one for each file
+        for folder in sorted({file.rpartition("/")[0] for file in expected}):  # one request a folder, not one a file
             found.update({entry.path: entry.nbytes for entry in self.store.list(folder) if not entry.is_dir})
         for file, nbytes in expected.items():
             if found.get(file) != nbytes:
                 size = f"{found[file]} bytes" if file in found else "not there"
                 raise DatasetError(
-                    f"{self.store.url}: {file} is {size}, the manifest says {nbytes} bytes; the set is damaged, delete "
-                    "it and write it again",
+                    f"{self.store.url}: {file} is {size}, the manifest says {nbytes} bytes; the dataset is damaged, "
+                    "delete it and write it again",
                     url=self.store.url,
                     file=file,
                 )

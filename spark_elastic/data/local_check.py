@@ -1,7 +1,7 @@
-"""Compare the files of a local set with the checksums in its manifest: beside the reading, once for each host and set.
+"""Compare the files of a local dataset with the manifest's checksums: during reading, once per host and dataset.
 
-The processes of a host that read the same set take turns at one lock: the first compares, and notes each file that is
-as it was written; the others find the notes. Whoever dies meanwhile lets the next go on where it was.
+The processes of a host that read the same dataset share one lock. The first one compares, and records each file that is
+intact; the others find the records. If a process dies, the next one continues after the last recorded file.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import zlib
 from concurrent.futures import Future
 from pathlib import Path
 
-from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError, InvalidSettingsError
 
 SETTING = "SPARK_ELASTIC_CHECK_ROWS"
-"""Environment variable: "off" leaves the files of local sets unread but for the rows that are needed."""
+"""Environment variable: with "off", files of local datasets are not compared with their checksums."""
 CHECKED = "checked"
-"""In the folder of a set: the folder with the notes of each host."""
+"""The subfolder of a dataset with the records of each host."""
 DAMAGED = "damaged"
-"""In the folder of a set: one of its files is not what was written. An automatic set is then written again."""
+"""A file in a dataset's folder that marks the dataset as damaged; an automatic dataset is then written again."""
 _PART = 1 << 20
-_TURN_S = 0.2
+_LOCK_POLL_S = 0.2
 _DONTNEED = getattr(os, "POSIX_FADV_DONTNEED", None)
 
 _log = logging.getLogger(__name__)
 
 
-def wanted() -> bool:
-    """Return whether files of local sets are to be compared. Raises: InvalidSettingsError."""
+def is_enabled() -> bool:
+    """Return whether files of local datasets are compared, by the environment variable."""
     value = os.environ.get(SETTING, "on")
     if value not in ("on", "off"):
         raise InvalidSettingsError(f"{SETTING} must be 'on' or 'off', not {value!r}")
@@ -43,14 +43,16 @@ def wanted() -> bool:
 
 
 class LocalCheck:
-    """A comparison that runs on a thread, from when this is made until `close`.
+    """A comparison on a thread, which ends with the last file or with `close`.
 
-    files: (path relative to the set, its checksum by the manifest). drop_behind: what was read leaves the page cache:
-    the set does not fit the memory.
+    Args:
+        store: The dataset's folder.
+        files: Paths relative to the store, with the manifest's checksum of each.
+        drop_behind: Remove from the page cache what was compared, because the dataset exceeds the memory.
     """
 
-    def __init__(self, dataset: Dataset, files: list[tuple[str, int]], drop_behind: bool) -> None:
-        self._dataset = dataset
+    def __init__(self, store: Store, files: list[tuple[str, int]], drop_behind: bool) -> None:
+        self._store = store
         self._files = files
         self._drop_behind = drop_behind
         self._stop = threading.Event()
@@ -60,11 +62,13 @@ class LocalCheck:
         self._thread.start()
 
     def result(self, timeout_s: float | None) -> bool:
-        """Wait for the end of the comparison.
+        """Wait for the end of the comparison, and return whether it was reached.
 
-        timeout_s: 0: only look; None: as long as it takes.
-        Returns: whether it has come to its end.
-        Raises: DatasetError: a file is not what was written.
+        Args:
+            timeout_s: The longest wait; 0: do not wait. None: as long as it takes.
+
+        Raises:
+            DatasetError: A file differs from what was written.
         """
         try:
             self._done.result(timeout_s)
@@ -79,35 +83,35 @@ class LocalCheck:
     def _run(self) -> None:
         try:
             self._compare_all()
-        except BaseException as error:  # for those who wait
+        except BaseException as error:  # raised again by `result`
             self._done.set_exception(error)
         else:
             self._done.set_result(None)
 
     def _compare_all(self) -> None:
         with contextlib.ExitStack() as open_files:
-            notes = self._own_notes(open_files)
+            records = self._locked_records(open_files)
             if self._stop.is_set():
                 return
-            known = {} if notes is None else _read(notes)
+            known = {} if records is None else _read(records)
             for file, crc32 in self._files:
-                path = self._dataset.store.local_path(file)
-                about = _about(path, crc32)
-                if known.get(file) == about:
+                path = self._store.local_path(file)
+                version = _file_version(path, crc32)
+                if known.get(file) == version:
                     continue
                 if not self._compare(path, file, crc32):
                     return
-                known[file] = about
-                if notes is not None:
-                    _write(notes, known)
+                known[file] = version
+                if records is not None:
+                    _write(records, known)
 
-    def _own_notes(self, open_files: contextlib.ExitStack) -> Path | None:
-        """The file with the notes of this host, locked until `open_files` close; None: the set cannot be written to."""
-        folder = self._dataset.store.local_path(CHECKED)
+    def _locked_records(self, open_files: contextlib.ExitStack) -> Path | None:
+        """Return this host's file of records, locked until `open_files` close; None: the dataset is read-only."""
+        folder = self._store.local_path(CHECKED)
         host = re.sub(r"[^\w.-]", "_", socket.gethostname())
         try:
             with contextlib.suppress(FileExistsError):
-                folder.mkdir()  # not those above it: the set may be deleted in this moment
+                folder.mkdir()  # without its parents: the dataset may be deleted at this moment
             lock = os.open(folder / f"{host}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             open_files.callback(os.close, lock)
             while not self._stop.is_set():
@@ -115,14 +119,14 @@ class LocalCheck:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    self._stop.wait(_TURN_S)
+                    self._stop.wait(_LOCK_POLL_S)
         except OSError as error:
-            _log.info("each process compares the checksums of %s for itself: %s", self._dataset.store.url, error)
+            _log.info("each process compares the checksums of %s for itself: %s", self._store.url, error)
             return None
         return folder / f"{host}.json"
 
     def _compare(self, path: Path, file: str, expected: int) -> bool:
-        """Returns: False: it was closed before the end of the file. Raises: DatasetError."""
+        """Compare one file; return False if `close` was called before its end."""
         found = 0
         try:
             with path.open("rb", buffering=0) as stream:
@@ -135,11 +139,11 @@ class LocalCheck:
         except OSError as error:
             raise DatasetError(f"shard {path} cannot be read: {error}", file=str(path)) from error
         if found != expected:
-            url = self._dataset.store.url
-            with contextlib.suppress(OSError):  # a set that cannot be written to stays as it is
-                self._dataset.store.local_path(DAMAGED).write_text(file)
+            url = self._store.url
+            with contextlib.suppress(OSError):  # a read-only dataset stays as it is
+                self._store.local_path(DAMAGED).write_text(file)
             raise DatasetError(
-                f"{url}/{file} has the checksum {found:08x}, the manifest says {expected:08x}; the set is damaged, "
+                f"{url}/{file} has the checksum {found:08x}, the manifest says {expected:08x}; the dataset is damaged, "
                 "delete it and write it again",
                 url=url,
                 file=file,
@@ -147,8 +151,8 @@ class LocalCheck:
         return True
 
 
-def _about(path: Path, crc32: int) -> list[int]:
-    """What changes when somebody writes to the file. Raises: DatasetError: it cannot be read."""
+def _file_version(path: Path, crc32: int) -> list[int]:
+    """Return values of which at least one changes if the file is written to."""
     try:
         status = path.stat()
     except OSError as error:
@@ -156,17 +160,17 @@ def _about(path: Path, crc32: int) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ino, crc32]
 
 
-def _read(notes: Path) -> dict[str, list[int]]:
+def _read(records: Path) -> dict[str, list[int]]:
     try:
-        found = json.loads(notes.read_bytes())
+        found = json.loads(records.read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _write(notes: Path, known: dict[str, list[int]]) -> None:
-    """As a whole, since it may be read by whoever comes next after a kill. Under the lock."""
-    with contextlib.suppress(OSError):  # the next one compares again
-        written = notes.with_suffix(".partial")
+def _write(records: Path, known: dict[str, list[int]]) -> None:
+    """Replace the records as a whole, so that a kill leaves either the old or the new ones. Needs the lock."""
+    with contextlib.suppress(OSError):  # the next process compares again
+        written = records.with_suffix(".partial")
         written.write_text(json.dumps(known))
-        os.replace(written, notes)
+        os.replace(written, records)

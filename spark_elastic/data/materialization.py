@@ -21,7 +21,7 @@ from spark_elastic.data.catalog import (
     Limits,
     collect_orphans,
     collect_unkept,
-    delete_set,
+    delete_dataset,
     folder_of,
     leased,
     mark_used,
@@ -35,9 +35,8 @@ from spark_elastic.data.local_check import DAMAGED
 from spark_elastic.data.manifest import FOUND_AGAIN, MANIFEST_NAME, Manifest
 from spark_elastic.data.reuse import Identity, identify, key_of
 from spark_elastic.data.shards import SHARD_BYTES
-from spark_elastic.data.sharing import ensure_shared
 from spark_elastic.data.spark_jobs import collect, has_lost_its_order, reason_of, refuse_connect, small_batches
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, ensure_shared
 from spark_elastic.data.write_task import RECEIPT_SCHEMA, Receipt, WriteTask
 from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, StoreError
 
@@ -180,7 +179,7 @@ def _find(folder: Store, key: str, settings: Mapping[str, Any], dataset_id: str 
     except DatasetError:
         if dataset_id is not None:
             raise
-        delete_set(folder)
+        delete_dataset(folder)
         return None
 
 

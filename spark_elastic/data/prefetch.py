@@ -1,37 +1,44 @@
-"""One thread that works ahead of whoever takes its results."""
+"""Work done before its result is needed: items made ahead by a thread, buffers to reuse, rows read ahead."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Generic, TypeVar
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from spark_elastic.data.order.permutation import GlobalOrder, Order
+from spark_elastic.data.order.windows import WindowedShuffle
+from spark_elastic.data.rows import Numbering
 
 T = TypeVar("T")
 
 
 class Buffers:
-    """Arrays that are used again once nobody refers to them, nor to a view of them.
+    """Arrays that are used again once nobody refers to them or to a view of them. Safe for threads.
 
-    A view's `base` is the array that owns the memory, and tensors made from views keep them: so the count of
-    references to the owner tells whether anybody can still see it. Safe for threads.
+    The `base` of a view is the array that owns the memory, and tensors made from views keep it alive. So the owner's
+    reference count tells whether anybody can still see the memory.
     """
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
         self._guard = threading.Lock()
         self._held: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8)]
-        self._unseen = self._references(0)  # what Python counts differs between its versions
+        self._unused = self._references(0)  # the count differs between versions of Python
 
-    def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """uint8, at least `nbytes`; its contents are whatever they were."""
-        with self._guard:  # what is returned has been referred to before another thread looks
+    def acquire(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return an array of at least `nbytes` bytes with arbitrary contents."""
+        with self._guard:  # the caller refers to the array before another thread looks
             for index in range(len(self._held)):
-                if self._held[index].nbytes >= nbytes and self._references(index) == self._unseen:
+                if self._held[index].nbytes >= nbytes and self._references(index) == self._unused:
                     return self._held[index]
             made = np.empty(nbytes, np.uint8)
             large = [buffer for buffer in self._held if buffer.nbytes >= nbytes]
@@ -43,12 +50,16 @@ class Buffers:
 
 
 class Prefetcher(Iterator[T], Generic[T]):
-    """Items of `source`, made ahead of time by a thread, at most `depth` of them.
+    """An iterator whose items a thread makes ahead of time.
 
-    What `source` raises is raised to the consumer, in its turn. Whoever stops early calls `close`, which waits for
-    the item under way.
+    An exception of the source is raised to the consumer after the items before it. A consumer that stops early must
+    call `close`.
 
-    on_close: tells the source to hurry.
+    Args:
+        source: Returns the items; called on the thread.
+        depth: The most items that are ready at a time.
+        name: The thread's name.
+        on_close: Called by `close`, to interrupt a source that waits.
     """
 
     def __init__(
@@ -72,7 +83,7 @@ class Prefetcher(Iterator[T], Generic[T]):
         items: Iterator[T] = iter(())
         try:
             items = iter(source())
-            while self._room():
+            while self._wait_for_room():
                 try:
                     item = next(items)
                 except StopIteration:
@@ -81,7 +92,7 @@ class Prefetcher(Iterator[T], Generic[T]):
                     self._items.append(item)
                     self._changed.notify_all()
                 del item
-        except BaseException as error:  # crosses to the consumer's thread
+        except BaseException as error:  # raised again on the consumer's thread
             self._error = error
         finally:
             if isinstance(items, Generator):
@@ -90,9 +101,11 @@ class Prefetcher(Iterator[T], Generic[T]):
                 self._ended = True
                 self._changed.notify_all()
 
-    def _room(self) -> bool:
-        """Waits before an item is made, not after: what is made and not wanted yet would only take memory. False: close
-        was called."""
+    def _wait_for_room(self) -> bool:
+        """Wait until another item may be made, and return False if `close` was called.
+
+        Waiting before an item is made rather than after saves the memory of one item.
+        """
         with self._changed:
             while len(self._items) >= self._depth and not self._closed:
                 self._changed.wait()
@@ -113,7 +126,7 @@ class Prefetcher(Iterator[T], Generic[T]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread. Again: nothing."""
+        """Stop the thread and wait for the item that it is making. Repeated calls do nothing."""
         with self._changed:
             self._closed = True
             self._items.clear()
@@ -121,3 +134,166 @@ class Prefetcher(Iterator[T], Generic[T]):
         self._on_close()
         if self._thread is not threading.current_thread():
             self._thread.join()
+
+
+# --- rows that are read ahead -----------------------------------------------------------------------
+
+Ranges = list[tuple[int, int]]
+"""Ranges of row numbers, `[start, stop)` each."""
+
+
+class Stopped(Exception):
+    """The pass over the epoch was stopped while rows were waited for."""
+
+
+class Source(Protocol):
+    """The storage that rows are read from: files of this host, or a remote store.
+
+    Attributes:
+        preload_always: The dataset is small enough to be read as a whole, whatever the order.
+    """
+
+    preload_always: bool
+
+    def request(self, ranges: Ranges) -> Any:
+        """Start to read these rows, and return the request for `wait` and `release`."""
+
+    def wait(self, request: Any, stopping: Future[None]) -> None:
+        """Wait until the rows of a request are local.
+
+        Raises:
+            Stopped: `stopping` is done.
+            DatasetError: A file is damaged.
+            StoreError: The rows cannot be read.
+        """
+
+    def release(self, request: Any) -> None:
+        """Tell that the rows of a request are not needed any more."""
+
+    def preload(self, stopping: Future[None]) -> None:
+        """Read all rows once, and wait until they can be gathered in any order. Safe for threads."""
+
+
+@dataclass(slots=True)
+class _Requested:
+    """A window of a stream, or a part of the files, that was requested.
+
+    Attributes:
+        stop: The row of the stream, or the position in the files, that it ends before.
+        request: The source's request.
+        local: Its rows have been waited for.
+    """
+
+    stop: int
+    request: Any
+    local: bool = False
+
+
+class ReadAhead:
+    """Requests the rows of one pass before they are gathered, and releases them afterwards.
+
+    Of each stream of a windowed shuffle, the open window is local and the next one is requested. Rows in the order of
+    the files are requested a few parts at a time. Rows of a permutation come from everywhere, so all are preloaded.
+
+    Args:
+        source: The storage that rows are read from.
+        numbering: The numbers of the rows.
+        part_rows: Rows of one request in the order of the files.
+    """
+
+    def __init__(self, source: Source, numbering: Numbering, part_rows: int = 1) -> None:
+        self._source = source
+        self._numbering = numbering
+        self._part_rows = part_rows
+        self._parts: deque[_Requested] = deque()
+        self._stopping: Future[None] = Future()
+        self._order: Order | None = None
+        self._owned = (0, 0)
+        self._streams: list[deque[_Requested]] = []
+        self._ends = np.empty(0, np.int64)
+        """Of each stream, the end of its first requested window: before that, nothing has to be done for it."""
+
+    def prepare(self, order: Order, start: int, stop: int, rank: int, size: int) -> None:
+        """Wait until positions `start`..`stop` of an order can be gathered.
+
+        They follow those of the last call, unless the order or the world is another.
+
+        Raises:
+            Stopped: `stop` was called.
+        """
+        if isinstance(order, GlobalOrder) and not order.shuffle and not self._source.preload_always:
+            if order is not self._order:
+                self.release_all()
+                self._order = order
+            self._prepare_parts(start, stop)
+        elif self._source.preload_always or not isinstance(order, WindowedShuffle):
+            if order is not self._order:
+                self._source.preload(self._stopping)
+            self._order = order
+        else:
+            self._prepare_windows(order, start, stop, rank, size)
+
+    def _prepare_windows(self, order: WindowedShuffle, start: int, stop: int, rank: int, size: int) -> None:
+        owned = order.owned(rank, size)
+        if order is not self._order or owned != self._owned:
+            self.release_all()
+            self._order, self._owned = order, owned
+            self._streams = [deque() for _ in range(*owned)]
+            self._ends = np.zeros(len(self._streams), np.int64)
+        first, last = start // order.settings.lanes, -(-stop // order.settings.lanes)
+        due = np.flatnonzero(self._ends < last).tolist()
+        for stream in due:  # everything is requested before anything is waited for
+            windows = self._streams[stream]
+            while windows and windows[0].stop <= first:
+                self._source.release(windows.popleft().request)
+            while not windows or windows[-1].stop < last:
+                if not self._request_window(order, stream, windows[-1].stop if windows else first):
+                    break
+        for stream in due:
+            windows = self._streams[stream]
+            begin = 0
+            for window in windows:
+                if begin < last and not window.local:
+                    self._source.wait(window.request, self._stopping)
+                    window.local = True
+                begin = window.stop
+            if windows and windows[-1].local:
+                self._request_window(order, stream, begin)
+            self._ends[stream] = windows[0].stop if windows else order.rows
+
+    def _prepare_parts(self, start: int, stop: int) -> None:
+        parts, rows = self._parts, self._numbering.rows
+        while parts and parts[0].stop <= start:
+            self._source.release(parts.popleft().request)
+        end = parts[-1].stop if parts else start
+        while end < min(stop + 2 * self._part_rows, rows):
+            begin, end = end, min(end + self._part_rows, rows)
+            parts.append(_Requested(end, self._source.request(self._numbering.ranges_in_files(begin, end))))
+        for part in parts:
+            if not part.local:
+                self._source.wait(part.request, self._stopping)
+                part.local = True
+            if part.stop >= stop:
+                break
+
+    def _request_window(self, order: WindowedShuffle, stream: int, index: int) -> bool:
+        """Request the window around row `index` of an owned stream; return False after the stream's end."""
+        number = stream + self._owned[0]
+        if index >= order.stream(number)[1]:
+            return False
+        _, start, stop = order.window_at(number, index)
+        self._streams[stream].append(_Requested(stop, self._source.request(order.window_ranges(number, start, stop))))
+        return True
+
+    def stop(self) -> None:
+        """End a `prepare` that waits in another thread, and all later ones. Repeated calls do nothing."""
+        with contextlib.suppress(InvalidStateError):
+            self._stopping.set_result(None)
+
+    def release_all(self) -> None:
+        """Release every request."""
+        for requested in [*(window for windows in self._streams for window in windows), *self._parts]:
+            self._source.release(requested.request)
+        self._streams = []
+        self._parts.clear()
+        self._order = None

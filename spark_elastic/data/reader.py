@@ -1,36 +1,145 @@
-"""Reads the batches of a materialised set: the same global batches for any number of ranks."""
+"""Read the batches of a materialised dataset: the same global batches for any number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data.batch import Batch, Turn
-from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.files import SplitFiles
 from spark_elastic.data.layout import Kind, TensorField
-from spark_elastic.data.order.permutation import GlobalOrder, Order
-from spark_elastic.data.order.sampling import Indices
-from spark_elastic.data.order.windows import LaneOrder, LaneSettings
-from spark_elastic.data.prefetch import Buffers, Prefetcher
-from spark_elastic.data.read_ahead import Ahead, Stopped
-from spark_elastic.data.read_order import lanes_of, resolve_order
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.order.permutation import GlobalOrder, Indices, Order
+from spark_elastic.data.order.windows import WindowedShuffle, WindowSettings, window_settings
+from spark_elastic.data.prefetch import Buffers, Prefetcher, ReadAhead, Stopped
+from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError, nearest
 
-_TURN_ROWS = 1 << 14
-"""Rows that are gathered at a time where batches are smaller: what one turn costs besides its rows (a hand-over
-between threads, some dozen calls) is then shared by several batches."""
+GLOBAL_BYTES = 4 << 30
+"""Datasets up to this size are expected to fit into the page cache of every host, next to everything else there."""
+_GROUP_ROWS = 1 << 14
+"""Rows that are gathered at a time if batches are smaller: several batches then share what one gather costs besides its
+rows, which is a hand-over between threads and some dozen calls."""
+_GROUP_BYTES = 4 << 20
+"""The limit of a group in bytes, so that the rows are still in the processor's cache when they are used."""
 _PLANNED_ROWS = 1 << 16
-"""Rows whose numbers are computed at a time: gathering pushes what that needs out of the cache."""
-_TURN_BYTES = 4 << 20
-"""But no more than this, so that what was gathered is still in the cache when it is used."""
+"""Rows whose numbers are computed at a time: gathering evicts the tables of the computation from the cache."""
 _AHEAD_BYTES = 4 << 20
-"""Nor is more than this gathered ahead, besides one turn: more buffers only push each other out of the cache."""
+"""Bytes gathered ahead, besides one group: more buffers only evict each other from the processor's cache."""
+
+
+class StoredDataset(Protocol):
+    """The part of a `Dataset` that reading needs."""
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """One rank's rows of one global batch.
+
+    Attributes:
+        tensors: By field name: arrays `[rows, *shape]` for dense and sparse fields; lists of `bytes`, `str` or arrays
+            for fields of variable length. Arrays are views into a buffer that is used again once nothing refers to
+            them, so a batch can be kept without copying it.
+        rows: Rows of this rank; 0 on some ranks if a last batch has fewer rows than there are ranks.
+        global_rows: Rows of all ranks together.
+        start: The position in the epoch's order at which the global batch starts.
+        stop: The position at which it ends, and from which to resume after the batch was applied.
+    """
+
+    tensors: Mapping[str, Any]
+    rows: int
+    global_rows: int
+    start: int
+    stop: int
+
+    def __getitem__(self, name: str) -> Any:
+        return self.tensors[name]
+
+
+class BatchGroup:
+    """Consecutive batches that were gathered together.
+
+    Args:
+        tensors: The tensors of all their rows.
+        edges: The positions between which the global batches are.
+        counts: This rank's rows of each batch.
+    """
+
+    __slots__ = ("_counts", "_edges", "_tensors")
+
+    def __init__(self, tensors: Mapping[str, Any], edges: Sequence[int], counts: Sequence[int]) -> None:
+        self._tensors = tensors
+        self._edges = edges
+        self._counts = counts
+
+    def batches(self) -> Iterator[Batch]:
+        """Return the batches, once: the group keeps no reference to rows that it has returned."""
+        tensors, self._tensors = self._tensors, {}
+        start, first = self._edges[0], 0
+        for stop, count in zip(self._edges[1:], self._counts, strict=True):
+            last = first + count
+            yield Batch({name: rows[first:last] for name, rows in tensors.items()}, count, stop - start, start, stop)
+            start, first = stop, last
+
+
+def resolve_order(
+    dataset: StoredDataset,
+    split: str = "train",
+    *,
+    order: str = "auto",
+    shuffle: bool = True,
+    cache_bytes: int | None = None,
+) -> str:
+    """Return the order in which a split is read, "global" or "lanes". It is the same on every process.
+
+    Without a shuffle the order is always "global".
+
+    Args:
+        dataset: A `Dataset`.
+        split: The split that is read.
+        order: "global", "lanes" or "auto", as of `BatchReader`.
+        shuffle: Whether rows are shuffled.
+        cache_bytes: The size of a remote dataset's cache. A permutation needs all rows at once, so they must fit.
+
+    Raises:
+        InvalidSettingsError: An unknown order, "lanes" without a shuffle, or a permutation that the cache cannot hold.
+    """
+    nbytes = dataset.manifest.nbytes(split)
+    too_large = not dataset.store.is_local and cache_bytes is not None and nbytes > cache_bytes
+    if order not in ("auto", "global", "lanes"):
+        raise InvalidSettingsError(f"order must be 'auto', 'global' or 'lanes', not {order!r}")
+    if not shuffle:
+        if order == "lanes":
+            raise InvalidSettingsError("order='lanes' shuffles rows; with shuffle=False use order='auto'")
+        return "global"
+    if order == "global" and too_large:
+        raise InvalidSettingsError(
+            f"a cache of {cache_bytes} bytes cannot hold the {nbytes} bytes of {split!r}; raise cache_bytes, or use "
+            "order='lanes'"
+        )
+    if order != "auto":
+        return order
+    return "global" if nbytes <= GLOBAL_BYTES and not too_large else "lanes"
+
+
+def window_settings_of(
+    dataset: StoredDataset, split: str = "train", *, cache_bytes: int | None = None
+) -> WindowSettings:
+    """Return how a reader divides a split for order "lanes"; the same for all readers with a cache of this size."""
+    manifest = dataset.manifest
+    cache_bytes = None if dataset.store.is_local else cache_bytes
+    return window_settings(manifest.rows(split), manifest.layout.stride, cache_bytes=cache_bytes)
 
 
 class BatchReader:
@@ -42,29 +151,35 @@ class BatchReader:
             for batch in reader.epoch(0):
                 step(batch["features_0"], batch["label_0"], weight=batch.rows / batch.global_rows)
 
-    The state is (epoch, position): `reader.epoch(epoch, position)` goes on after the first `position` rows of that
-    epoch's order, on however many ranks there are by then.
+    The state is (epoch, position): `reader.epoch(epoch, position)` resumes after the first `position` rows of that
+    epoch's order, with any number of ranks.
 
     Args:
-        dataset: a `Dataset`.
-        batch_size: rows of a global batch; ranks share them.
-        shuffle: another order each epoch. Otherwise rows come as they lie in the files.
-        order: "global": a true permutation of all rows. "lanes": for sets that do not fit into memory, or are remote:
-            shuffled in windows, see `LaneOrder`. "auto": `resolve_order`.
-        lanes: how lanes are cut; None: `lanes_of`. The same on all ranks, and for all of a training.
-        prefetch: batches that a thread gathers ahead, fewer if they are large, more if they are small; 0: no thread.
-        fields: the tensors that batches hold; None: all.
-        cache_dir, cache_bytes: where, and how much of, remote sets are kept on this host's disk; None: a folder of
-            the user's temporary files, and most of what is free there. Sets that nobody opened for a week go.
+        dataset: A `Dataset`.
+        split: The split to read.
+        batch_size: Rows of a global batch, which the ranks share.
+        rank: This process's rank.
+        size: The number of ranks.
+        seed: Of the order; the same on all ranks.
+        shuffle: Another order each epoch. Otherwise rows come in the order of the files.
+        order: "global": a true permutation of all rows. "lanes": shuffled in windows, for datasets that do not fit
+            into memory or are remote, see `WindowedShuffle`. "auto": decided by `resolve_order`.
+        lanes: How order "lanes" divides the dataset, the same on all ranks and for a whole training. None: decided by
+            `window_settings_of`.
+        prefetch: Batches that a thread gathers ahead: fewer if they are large, more if they are small. 0: no thread.
+        fields: The tensors that batches contain. None: all.
+        cache_dir: A folder of this host's disk for the cache of remote datasets. None: one in the user's temporary
+            files. Datasets that nobody opened for a week are removed from it.
+        cache_bytes: The size of that cache. None: most of what is free on the disk.
 
     Raises:
-        InvalidSettingsError: a value that cannot be, a split or a field that the set does not have.
-        DatasetError: a shard is missing or damaged.
+        InvalidSettingsError: An impossible value, or a split or field that the dataset does not have.
+        DatasetError: A shard is missing or damaged.
     """
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: StoredDataset,
         split: str = "train",
         *,
         batch_size: int,
@@ -73,36 +188,38 @@ class BatchReader:
         seed: int = 0,
         shuffle: bool = True,
         order: str = "auto",
-        lanes: LaneSettings | None = None,
+        lanes: WindowSettings | None = None,
         prefetch: int = 3,
         fields: Sequence[str] | None = None,
         cache_dir: str | Path | None = None,
         cache_bytes: int | None = None,
     ) -> None:
-        if split not in dataset.splits:
-            raise InvalidSettingsError(f"the set has no split {split!r}, but {', '.join(map(repr, dataset.splits))}")
+        manifest = dataset.manifest
+        if split not in manifest.splits:
+            known = ", ".join(map(repr, manifest.splits))
+            raise InvalidSettingsError(f"the dataset has no split {split!r}; its splits are {known}")
         if prefetch < 0:
-            raise InvalidSettingsError(f"prefetch must not be negative, not {prefetch}")
+            raise InvalidSettingsError(f"prefetch must be at least 0, not {prefetch}")
         self.batch_size = _checked_batch_size(batch_size)
         self.seed = seed
         self.shuffle = shuffle
-        self.rows = dataset.rows(split)
+        self.rows = manifest.rows(split)
         self.order = resolve_order(dataset, split, order=order, shuffle=shuffle, cache_bytes=cache_bytes)
-        self.fields = _chosen(dataset, fields)
-        self._lanes = lanes or lanes_of(dataset, split, cache_bytes=cache_bytes)
+        self.fields = _chosen_fields(manifest, fields)
+        self._windows = lanes or window_settings_of(dataset, split, cache_bytes=cache_bytes)
         self._prefetch = prefetch
-        self._dtype = dataset.layout.dtype
+        self._dtype = manifest.layout.dtype
         self._buffers = Buffers(keep=prefetch + 3)
-        self._running: set[Prefetcher[Turn]] = set()
+        self._running: set[Prefetcher[BatchGroup]] = set()
         self._closed = False
         self.set_world(rank, size)
         sidecars = any(field.kind is not Kind.DENSE for field in self.fields)
-        self._files = SplitFiles(dataset, split, sidecars, cache_dir, cache_bytes)
+        self._files = SplitFiles(dataset.store, manifest, split, sidecars, cache_dir, cache_bytes)
 
     def set_world(self, rank: int, size: int) -> None:
-        """From the next batch on, be rank `rank` of `size`. To be called between batches."""
+        """Be rank `rank` of `size` from the next batch on. To be called between batches."""
         if not 0 <= rank < size:
-            raise InvalidSettingsError(f"rank {rank} is not one of {size}")
+            raise InvalidSettingsError(f"rank must be from 0 to {size - 1} with size={size}, not {rank}")
         self._world = (rank, size)
 
     @property
@@ -113,59 +230,70 @@ class BatchReader:
     def size(self) -> int:
         return self._world[1]
 
-    def bring(self) -> None:
-        """Bring the rows near, where all of them are needed at once; the first batch waits for them otherwise.
+    def preload(self) -> None:
+        """Read all rows if the order needs all at once. Otherwise the first batch would wait for that.
 
-        Raises: DatasetError, StoreError: they cannot be had.
+        Raises:
+            DatasetError: A file is damaged.
+            StoreError: The rows cannot be read.
         """
         if self.order == "global":
-            self._files.ahead().prepare(self._order_of(0), 0, 0, self.rank, self.size)
+            self._files.read_ahead().prepare(self._order_of(0), 0, 0, self.rank, self.size)
 
     def checked(self, timeout_s: float | None = None) -> bool:
-        """Wait until the files were compared with the manifest's checksums, as an epoch that is read to its end does.
+        """Wait until the files have been compared with the manifest's checksums. The end of an epoch waits for it too.
 
-        timeout_s: 0: only look; None: as long as it takes.
-        Returns: whether they were.
-        Raises: DatasetError: one is not what was written.
+        Args:
+            timeout_s: The longest wait; 0: do not wait. None: as long as it takes.
+
+        Returns:
+            Whether the comparison has ended.
+
+        Raises:
+            DatasetError: A file differs from what was written.
         """
         return self._files.checked(timeout_s)
 
     def epoch(self, epoch: int, position: int = 0, *, batch_size: int | None = None) -> Generator[Batch]:
-        """The global batches from `position` on: this rank's rows of each.
+        """Return this rank's rows of the global batches from `position` on.
 
-        batch_size: another one for this pass.
+        Args:
+            epoch: The number of the epoch.
+            position: Rows of the epoch's order to leave out.
+            batch_size: Another batch size for this pass.
 
-        Raises: InvalidSettingsError: a position outside of the epoch; ValueError: the reader is closed.
+        Raises:
+            InvalidSettingsError: The position is outside of the epoch.
+            ValueError: The reader is closed.
         """
         if self._closed:
             raise ValueError("the reader is closed")
         if not 0 <= position <= self.rows:
-            raise InvalidSettingsError(f"position {position} is not one of an epoch of {self.rows} rows")
+            raise InvalidSettingsError(f"position must be from 0 to {self.rows}, the rows of an epoch, not {position}")
         batch_size = self.batch_size if batch_size is None else _checked_batch_size(batch_size)
         return self._batches(epoch, position, batch_size)
 
     def _batches(self, epoch: int, position: int, batch_size: int) -> Generator[Batch]:
         while position < self.rows:
             world = self._world
-            ahead = self._files.ahead()
-            made = partial(self._turns, ahead, epoch, position, batch_size, *world)
-            turns = self._started(made, batch_size, ahead.stop)
+            ahead = self._files.read_ahead()
+            groups = self._started(partial(self._groups, ahead, epoch, position, batch_size, *world), batch_size, ahead)
             try:
-                for turn in turns:
+                for group in groups:
                     self._files.checked(0)
-                    for batch in turn.batches():
+                    for batch in group.batches():
                         position = batch.stop
                         yield batch
                         self._refuse_closed()
                         if self._world is not world:
                             break
                     if self._world is not world:
-                        break  # what was gathered ahead is another rank's by now
+                        break  # the groups gathered ahead belong to another rank now
                 self._refuse_closed()
             finally:
-                if isinstance(turns, Prefetcher):
-                    self._running.discard(turns)
-                    turns.close()
+                if isinstance(groups, Prefetcher):
+                    self._running.discard(groups)
+                    groups.close()
         self._files.checked(None)
 
     def _refuse_closed(self) -> None:
@@ -173,27 +301,29 @@ class BatchReader:
             raise ValueError("the reader was closed in the middle of an epoch")
 
     def _started(
-        self, turns: Callable[[], Iterator[Turn]], batch_size: int, stop: Callable[[], None]
-    ) -> Iterator[Turn]:
-        """The turns, gathered ahead by a thread if there is to be one."""
+        self, groups: Callable[[], Iterator[BatchGroup]], batch_size: int, ahead: ReadAhead
+    ) -> Iterator[BatchGroup]:
+        """Return the groups, gathered by a thread unless `prefetch` is 0."""
         if not self._prefetch:
-            return turns()
-        turn_batches, turn_rows = self._together(batch_size, self.size)
-        ahead = min(-(-self._prefetch // turn_batches), _AHEAD_BYTES // (turn_rows * self._dtype.itemsize))
-        started = Prefetcher(turns, max(1, ahead), "spark-elastic-reader", stop)
+            return groups()
+        group_batches, group_rows = self._group_size(batch_size, self.size)
+        depth = min(-(-self._prefetch // group_batches), _AHEAD_BYTES // (group_rows * self._dtype.itemsize))
+        started = Prefetcher(groups, max(1, depth), "spark-elastic-reader", ahead.stop)
         self._running.add(started)
         return started
 
-    def _together(self, batch_size: int, size: int) -> tuple[int, int]:
-        """Global batches of a turn, and a rank's rows in them."""
+    def _group_size(self, batch_size: int, size: int) -> tuple[int, int]:
+        """Return the global batches of a group, and a rank's rows in them."""
         mine = -(-batch_size // size)
-        batches = max(1, min(_TURN_ROWS, _TURN_BYTES // self._dtype.itemsize) // mine)
+        batches = max(1, min(_GROUP_ROWS, _GROUP_BYTES // self._dtype.itemsize) // mine)
         return batches, batches * mine
 
-    def _turns(self, ahead: Ahead, epoch: int, position: int, batch_size: int, rank: int, size: int) -> Iterator[Turn]:
-        order, windows = self._order_of(epoch), self._order_of(epoch)  # one for each of the threads
-        together, turn_rows = self._together(batch_size, size)
-        planned = max(1, _PLANNED_ROWS // turn_rows) * together * batch_size
+    def _groups(
+        self, ahead: ReadAhead, epoch: int, position: int, batch_size: int, rank: int, size: int
+    ) -> Iterator[BatchGroup]:
+        order, windows = self._order_of(epoch), self._order_of(epoch)  # one for each of the two threads
+        group_batches, group_rows = self._group_size(batch_size, size)
+        planned = max(1, _PLANNED_ROWS // group_rows) * group_batches * batch_size
 
         def plans() -> Iterator[tuple[list[int], Indices, list[int]]]:
             for begin in range(position, self.rows, planned):
@@ -201,34 +331,34 @@ class BatchReader:
                 numbers, counts = order.take(edges, rank, size)
                 yield edges, numbers if self.shuffle else self._files.numbering.in_file_order(numbers), counts
 
-        # with a thread of its own, what the order costs does not add to what the gather costs
+        # on its own thread, the time to compute the order is hidden behind the time to gather
         planning = Prefetcher(plans, 1, "spark-elastic-order") if self._prefetch else None
         try:
             for edges, numbers, counts in planning or plans():
                 done = 0
-                for first in range(0, len(counts), together):
-                    part = counts[first : first + together]
-                    bounds = edges[first : first + together + 1]
+                for first in range(0, len(counts), group_batches):
+                    part = counts[first : first + group_batches]
+                    bounds = edges[first : first + group_batches + 1]
                     ahead.prepare(windows, bounds[0], bounds[-1], rank, size)
-                    yield Turn(self._gathered(numbers[done : done + sum(part)]), bounds, part)
+                    yield BatchGroup(self._gathered(numbers[done : done + sum(part)]), bounds, part)
                     done += sum(part)
         except Stopped:
             return
         finally:
             if planning is not None:
                 planning.close()
-            ahead.forget()
+            ahead.release_all()
 
     def _order_of(self, epoch: int) -> Order:
         if self.order == "lanes":
-            return LaneOrder(self.rows, self.seed, epoch, self._lanes)
+            return WindowedShuffle(self.rows, self.seed, epoch, self._windows)
         return GlobalOrder(self.rows, self.seed, epoch, self.shuffle)
 
     def _gathered(self, numbers: Indices) -> dict[str, Any]:
-        """The tensors of these rows."""
+        """Return the tensors of these rows."""
         nbytes = len(numbers) * self._dtype.itemsize
-        out: npt.NDArray[Any] = self._buffers.take(nbytes)[:nbytes]
-        self._files.rows.take(numbers, out.view(np.dtype((np.void, self._dtype.itemsize))))
+        out: npt.NDArray[Any] = self._buffers.acquire(nbytes)[:nbytes]
+        self._files.rows.gather(numbers, out.view(np.dtype((np.void, self._dtype.itemsize))))
         records = out.view(self._dtype)
         tensors: dict[str, Any] = {field.name: records[field.name] for field in self.fields}
         if self._files.sidecars is not None:
@@ -239,10 +369,10 @@ class BatchReader:
         return tensors
 
     def close(self) -> None:
-        """Stop reading and let go of the files. Batches that were handed over stay as they are."""
+        """Stop reading and close the files. Batches that were returned stay valid."""
         self._closed = True
-        for turns in list(self._running):
-            turns.close()
+        for groups in list(self._running):
+            groups.close()
         self._running.clear()
         self._files.close()
 
@@ -259,11 +389,12 @@ def _checked_batch_size(batch_size: int) -> int:
     return batch_size
 
 
-def _chosen(dataset: Dataset, names: Sequence[str] | None) -> tuple[TensorField, ...]:
-    known = [field.name for field in dataset.layout.fields]
+def _chosen_fields(manifest: Manifest, names: Sequence[str] | None) -> tuple[TensorField, ...]:
+    fields = manifest.layout.fields
+    known = [field.name for field in fields]
     for name in names or ():
         if name not in known:
             close = nearest(name, known)
-            hint = f"; did you mean {close!r}?" if close else f", but {', '.join(map(repr, known))}"
-            raise InvalidSettingsError(f"the set has no tensor {name!r}{hint}")
-    return tuple(field for field in dataset.layout.fields if names is None or field.name in names)
+            hint = f"did you mean {close!r}?" if close else f"its tensors are {', '.join(map(repr, known))}"
+            raise InvalidSettingsError(f"the dataset has no tensor {name!r}; {hint}")
+    return tuple(field for field in fields if names is None or field.name in names)

@@ -1,4 +1,7 @@
-"""Remote shards on this host's disk: as much of them as fits a limit, shared by all workers of the host."""
+"""A cache of remote shards on this host's disk: limited in size, and shared by all workers of the host.
+
+Each dataset has a folder in the cache, which is removed once nobody has read the dataset for days.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +26,40 @@ import numpy as np
 
 from spark_elastic.clock import wall
 from spark_elastic.data.block_file import BlockFile
-from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.layout import Kind
-from spark_elastic.data.read_ahead import Ranges, Stopped
+from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.prefetch import Ranges, Stopped
 from spark_elastic.data.rows import Numbering
+from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError, StoreError
 
-# The folders of a host's cache: one a set, and gone once nobody has read the set for days.
-
 _LOCK = "lock"
-"""Shared by those who read the set, alone for who removes it. Its time of change is when the set was last opened."""
+"""A file in a dataset's folder. Readers of the dataset lock it shared, a process that removes the folder exclusively.
+Its modification time is when the dataset was last opened."""
 _STALE_S = 7 * 86_400.0
 _FREE_SHARE = 0.8
 _OURS = re.compile(r"lock|[0-9a-f]{16}\.(data|state)")
+_FETCHERS = 8
+"""Concurrent requests: an object store takes tens of ms for each, and answers several as fast as one."""
+_PAUSES_S = (0.0, 1.0)
+"""Pauses before the second and third try: a broken connection must not end hours of training."""
+_TARGET_SHARE = 0.9
+"""The part of the limit that is still in use after room was made."""
+_CHECK_EVERY = 16 << 20
+"""Bytes that a process fetches between two checks of the limit, so it is exceeded by this times the processes."""
+_PRELOAD_PART_BYTES = 8 << 20
+
+_log = logging.getLogger(__name__)
 
 
-def claim(folder: Path) -> int:
-    """Makes the folder, and keeps it until the file that is returned is closed. Raises: OSError."""
+def lock_folder(folder: Path) -> int:
+    """Make a dataset's folder, and protect it from removal until the returned file descriptor is closed."""
     path = folder / _LOCK
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:  # removed in this moment
+        except FileNotFoundError:  # the folder was removed at this moment
             continue
         try:
             fcntl.flock(file, fcntl.LOCK_SH)
@@ -61,7 +75,7 @@ def claim(folder: Path) -> int:
 
 
 def remove_stale(root: Path, now: float) -> None:
-    """Sets that nobody reads, nor has opened for days. Other files and folders stay."""
+    """Remove datasets that nobody reads and nobody has opened for days. Other files and folders stay."""
     for folder in root.iterdir():
         try:
             names = os.listdir(folder) if re.fullmatch("[0-9a-f]{24}", folder.name) else []
@@ -69,7 +83,7 @@ def remove_stale(root: Path, now: float) -> None:
                 continue
             if (folder / _LOCK).stat().st_mtime < now - _STALE_S:
                 _remove(folder, names)
-        except OSError:  # somebody reads it, or was quicker
+        except OSError:  # a process reads the dataset, or has removed it
             continue
 
 
@@ -77,7 +91,7 @@ def _remove(folder: Path, names: list[str]) -> None:
     file = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for name in sorted(names, key=_LOCK.__eq__):  # the lock last: until then nobody else begins
+        for name in sorted(names, key=_LOCK.__eq__):  # the lock last: until then no other process uses the folder
             (folder / name).unlink()
         folder.rmdir()
     finally:
@@ -85,35 +99,43 @@ def _remove(folder: Path, names: list[str]) -> None:
 
 
 def used_bytes(root: Path) -> int:
-    """What all sets take of the disk."""
+    """Return the bytes of disk that all datasets in the cache use."""
     total = 0
     for path in root.glob("*/*.data"):
         try:
             total += path.stat().st_blocks * 512
-        except FileNotFoundError:  # removed in this moment
+        except FileNotFoundError:  # removed at this moment
             continue
     return total
 
 
 def default_limit(root: Path) -> int:
-    """Bytes that the cache may take: most of what is free, so that others find some room too."""
+    """Return the bytes that the cache may use by default: most of what is free on the disk."""
     return int(_FREE_SHARE * (used_bytes(root) + shutil.disk_usage(root).free))
 
 
-_log = logging.getLogger(__name__)
-_FETCHERS = 8
-"""Requests under way at a time: an object store answers each in tens of ms, and many of them as fast as one."""
-_PAUSES_S = (0.0, 1.0)
-"""Before the second try and the third: hours of training should not end with one connection."""
-_ROOM = 0.9
-"""Part of the limit that is left in use when room is made."""
-_CHECK_EVERY = 16 << 20
-"""Bytes fetched between two looks at what the cache takes: the limit is kept up to this, times the processes."""
+def default_folder() -> Path:
+    """Return this user's cache folder among the host's temporary files.
+
+    Raises:
+        StoreError: The folder belongs to another user.
+    """
+    folder = Path(tempfile.gettempdir()) / f"spark_elastic-cache-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
+        raise StoreError(f"{folder} belongs to another user; set cache_dir")
+    return folder
 
 
 @dataclass(slots=True)
-class Wanted:
-    """futures: one a range. held: (file, start, stop) of what they have brought."""
+class FetchRequest:
+    """Ranges of rows that are fetched and then held.
+
+    Attributes:
+        futures: One per range.
+        held: The parts of files that were fetched so far: (file, start, stop) in bytes.
+        released: The rows are not needed any more.
+    """
 
     futures: list[Future[None]] = field(default_factory=list)
     held: list[tuple[BlockFile, int, int]] = field(default_factory=list)
@@ -121,52 +143,67 @@ class Wanted:
 
 
 class CachedSplit:
-    """A split of a remote set. paths, sidecar_paths: of its files here, as long as those there; only what is wanted
-    may be read of them.
+    """One split of a remote dataset in the cache; a `Source` of its rows.
 
-    Raises: StoreError: the folder cannot be used.
+    Args:
+        store: The dataset's folder.
+        manifest: Its manifest.
+        split: The split to read.
+        numbering: The numbers of its rows.
+        sidecars: Whether values in sidecars are read.
+        cache_dir: The cache's folder. None: `default_folder`.
+        cache_bytes: The limit of the cache. None: `default_limit`.
+
+    Attributes:
+        paths: The local copies of the shards, as long as the remote files. Only requested rows may be read from them.
+        sidecar_paths: Those of the sidecars.
+
+    Raises:
+        StoreError: The cache's folder cannot be used.
     """
 
     def __init__(
         self,
-        dataset: Dataset,
+        store: Store,
+        manifest: Manifest,
         split: str,
         numbering: Numbering,
         sidecars: bool,
         cache_dir: str | Path | None,
         cache_bytes: int | None,
     ) -> None:
-        self.at_once = False  # a rank's lanes need its share alone
-        self._dataset = dataset
+        self.preload_always = False  # with order "lanes" a rank needs its share alone
+        self._store = store
+        self._layout = manifest.layout
         self._numbering = numbering
-        self._stride = dataset.layout.stride
-        self._references = [f.name for f in dataset.layout.fields if f.kind is not Kind.DENSE] if sidecars else []
+        self._stride = manifest.layout.stride
+        self._references = [f.name for f in manifest.layout.fields if f.kind is not Kind.DENSE] if sidecars else []
         self._root = Path(cache_dir) if cache_dir is not None else default_folder()
         self._limit = cache_bytes
-        self._fetched = _CHECK_EVERY  # others may have left more than the limit
+        self._fetched = _CHECK_EVERY  # check at the first fetch: other processes may have left more than the limit
         self._guard = threading.Lock()
-        self._all = threading.Lock()
-        self._everything: Wanted | None = None
-        # another set at the same place is another set
-        key = hashlib.sha256(dataset.store.url.encode() + dataset.manifest.dumps()).hexdigest()[:24]
+        self._preload_guard = threading.Lock()
+        self._preloaded: FetchRequest | None = None
+        # a dataset that was written again under the same URL has another manifest, and so another key
+        key = hashlib.sha256(store.url.encode() + manifest.dumps()).hexdigest()[:24]
         self._unchecked: dict[BlockFile, tuple[str, int]] = {}
-        """File → what it is called there, and the manifest's CRC-32 of it."""
+        """Files that have not been compared yet → name in the store, and CRC-32 by the manifest."""
         self._touched: set[BlockFile] = set()
-        """Those of them that may have become whole since somebody looked."""
+        """Those of them that may have become complete since the last look."""
         self._remote: list[RemoteFile] = []
         self._files: list[BlockFile] = []
         self._sidecars: list[BlockFile | None] = []
-        self._claimed = -1
+        self._folder_lock = -1
         try:
-            self._claimed = claim(self._root / key)
+            self._folder_lock = lock_folder(self._root / key)
             remove_stale(self._root, wall())
             if self._limit is None:
                 self._limit = default_limit(self._root)
-            for shard in dataset.manifest.splits[split]:
-                self._files.append(self._local(key, shard.file, shard.nbytes, shard.crc32))
+            for shard in manifest.splits[split]:
+                self._files.append(self._local_copy(key, shard.file, shard.nbytes, shard.crc32))
                 side = shard.sidecar if sidecars else None
                 size, crc32 = shard.sidecar_nbytes, shard.sidecar_crc32
-                self._sidecars.append(self._local(key, side, size, crc32) if side else None)
+                self._sidecars.append(self._local_copy(key, side, size, crc32) if side else None)
         except OSError as error:
             self.close()
             raise StoreError(f"the cache in {self._root} cannot be used: {error}; set cache_dir") from error
@@ -174,8 +211,8 @@ class CachedSplit:
         self.sidecar_paths = [file.path if file else None for file in self._sidecars]
         self._pool = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="spark-elastic-fetch")
 
-    def _local(self, key: str, file: str, nbytes: int, crc32: int) -> BlockFile:
-        remote = RemoteFile(lambda: self._dataset.store.open_input(file), f"{self._dataset.store.url}/{file}")
+    def _local_copy(self, key: str, file: str, nbytes: int, crc32: int) -> BlockFile:
+        remote = RemoteFile(lambda: self._store.open_input(file), f"{self._store.url}/{file}")
         self._remote.append(remote)
         name = hashlib.sha256(file.encode()).hexdigest()[:16]
         made = BlockFile(self._root / key / f"{name}.data", nbytes, remote.read)
@@ -184,16 +221,16 @@ class CachedSplit:
 
     # --- a source of rows -----------------------------------------------------------------------
 
-    def want(self, ranges: Ranges) -> Wanted:
-        wanted = Wanted()
+    def request(self, ranges: Ranges) -> FetchRequest:
+        request = FetchRequest()
         for start, stop in ranges:
             for shard, first, last in self._numbering.ranges(start, stop):
-                wanted.futures.append(self._pool.submit(self._bring, wanted, shard, first, last))
-        return wanted
+                request.futures.append(self._pool.submit(self._fetch, request, shard, first, last))
+        return request
 
-    def wait(self, wanted: Wanted, stopping: Future[None]) -> None:
-        """Raises: DatasetError: a file is here as a whole by now, and is not what the manifest says."""
-        for future in wanted.futures:
+    def wait(self, request: FetchRequest, stopping: Future[None]) -> None:
+        """Wait until the rows are local, and compare the files that are complete by now with their checksums."""
+        for future in request.futures:
             if not future.done():
                 futures.wait((future, stopping), return_when=futures.FIRST_COMPLETED)
             if stopping.done():
@@ -204,29 +241,28 @@ class CachedSplit:
         for file in touched:
             self._check(file)
 
-    def release(self, wanted: Wanted) -> None:
+    def release(self, request: FetchRequest) -> None:
         with self._guard:
-            wanted.released = True
-            held, wanted.held = wanted.held, []
-        for future in wanted.futures:
+            request.released = True
+            held, request.held = request.held, []
+        for future in request.futures:
             future.cancel()
         for file, start, stop in held:
             file.release(start, stop)
 
-    def want_all(self, stopping: Future[None]) -> None:
-        """Raises: DatasetError: a file is not what the manifest says."""
-        with self._all:
-            if self._everything is not None:
+    def preload(self, stopping: Future[None]) -> None:
+        with self._preload_guard:
+            if self._preloaded is not None:
                 return
-            piece = max(1, (8 << 20) // self._stride)
+            part = max(1, _PRELOAD_PART_BYTES // self._stride)
             rows = self._numbering.rows
-            everything = self.want([(start, min(start + piece, rows)) for start in range(0, rows, piece)])
+            request = self.request([(start, min(start + part, rows)) for start in range(0, rows, part)])
             try:
-                self.wait(everything, stopping)
+                self.wait(request, stopping)
             except BaseException:
-                self.release(everything)
+                self.release(request)
                 raise
-            self._everything = everything
+            self._preloaded = request
 
     def _check(self, file: BlockFile) -> None:
         found = file.complete()
@@ -235,35 +271,36 @@ class CachedSplit:
         name, expected = self._unchecked.pop(file, ("", found))
         if found != expected:
             for block in range(len(file.states)):
-                file.forget(block)
+                file.mark_absent(block)
             raise DatasetError(
-                f"{self._dataset.store.url}/{name} has the checksum {found:08x}, the manifest says {expected:08x}; "
-                "the set is damaged, write it again",
+                f"{self._store.url}/{name} has the checksum {found:08x}, the manifest says {expected:08x}; "
+                "the dataset is damaged, write it again",
                 file=name,
             )
 
-    def _bring(self, wanted: Wanted, shard: int, first: int, last: int) -> None:
-        if wanted.released:
+    def _fetch(self, request: FetchRequest, shard: int, first: int, last: int) -> None:
+        """Fetch rows `first`..`last` of a shard, and the values in the sidecar that they refer to."""
+        if request.released:
             return
         start, stop = first * self._stride, last * self._stride
-        self._hold(wanted, self._files[shard], start, stop)
+        self._hold(request, self._files[shard], start, stop)
         side = self._sidecars[shard]
         if side is None or not self._references:
             return
-        records = np.fromfile(self.paths[shard], self._dataset.layout.dtype, last - first, offset=start)
+        records = np.fromfile(self.paths[shard], self._layout.dtype, last - first, offset=start)
         starts = [int(records[name]["start"].min()) for name in self._references]
         stops = [int((records[name]["start"] + records[name]["length"]).max()) for name in self._references]
-        if 0 <= min(starts) <= max(stops) <= side.nbytes:  # else whoever gathers it says what is wrong
-            self._hold(wanted, side, min(starts), max(stops))
+        if 0 <= min(starts) <= max(stops) <= side.nbytes:  # `Sidecars` reports references that are out of range
+            self._hold(request, side, min(starts), max(stops))
 
-    def _hold(self, wanted: Wanted, file: BlockFile, start: int, stop: int) -> None:
+    def _hold(self, request: FetchRequest, file: BlockFile, start: int, stop: int) -> None:
         if stop <= start:
             return
         fetched = file.hold(start, stop)
         with self._guard:
-            released = wanted.released
+            released = request.released
             if not released:
-                wanted.held.append((file, start, stop))
+                request.held.append((file, start, stop))
             if file in self._unchecked:
                 self._touched.add(file)
             self._fetched += fetched
@@ -278,7 +315,7 @@ class CachedSplit:
     # --- the limit ------------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Drop what was not wanted for longest, of all sets in the folder, until the limit is kept."""
+        """Drop the least recently used blocks of all datasets in the cache until the limit is kept."""
         if self._limit is None:
             return
         used = used_bytes(self._root)
@@ -296,12 +333,12 @@ class CachedSplit:
                         continue
                     others.append(file)
                 files.append(file)
-            ages = [file.states["wanted"].astype(np.int64) for file in files]
+            ages = [file.states["used"].astype(np.int64) for file in files]
             owners = np.repeat(np.arange(len(files)), [len(age) for age in ages])
             blocks = np.concatenate([np.arange(len(age)) for age in ages])
             age = np.concatenate(ages)
             for index in np.argsort(age, kind="stable"):
-                if used <= self._limit * _ROOM:
+                if used <= self._limit * _TARGET_SHARE:
                     break
                 if age[index]:
                     used -= files[owners[index]].drop(int(blocks[index]))
@@ -320,15 +357,19 @@ class CachedSplit:
                 file.close()
         for remote in self._remote:
             remote.close()
-        if self._claimed >= 0:
-            os.close(self._claimed)
-            self._claimed = -1
+        if self._folder_lock >= 0:
+            os.close(self._folder_lock)
+            self._folder_lock = -1
 
 
 class RemoteFile:
-    """Handles of one file: an open one costs a request, and not every filesystem's may be shared by threads.
+    """A pool of open handles of one remote file. Safe for threads.
 
-    open_handle: -> a pyarrow `RandomAccessFile`. Safe for threads.
+    To open a handle costs a request, and the handles of some filesystems may not be shared by threads.
+
+    Args:
+        open_handle: Opens a pyarrow `RandomAccessFile`.
+        name: The file's name for messages.
     """
 
     def __init__(self, open_handle: Callable[[], Any], name: str) -> None:
@@ -337,15 +378,19 @@ class RemoteFile:
         self._idle: list[Any] = []
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Raises: StoreError: not even with fresh handles."""
+        """Read a range of bytes, with up to three tries.
+
+        Raises:
+            StoreError: All tries failed.
+        """
         for pause_s in (*_PAUSES_S, None):
             try:
                 handle = self._handle()
                 data = bytes(handle.read_at(nbytes, offset))
-            except Exception as error:  # each filesystem's package has errors of its own
+            except Exception as error:  # each filesystem's package has its own exceptions
                 if pause_s is None or isinstance(error, FileNotFoundError | PermissionError):
                     raise StoreError(f"{self._name} cannot be read: {error}") from error
-                self.close()  # those that were opened before the connection broke
+                self.close()  # handles that were opened before the connection broke
                 time.sleep(pause_s)
             else:
                 self._idle.append(handle)
@@ -359,7 +404,7 @@ class RemoteFile:
             return self._open()
 
     def close(self) -> None:
-        """Closes those that nobody reads from."""
+        """Close the handles that no thread uses."""
         while True:
             try:
                 handle = self._idle.pop()
@@ -367,12 +412,3 @@ class RemoteFile:
                 return
             with contextlib.suppress(Exception):
                 handle.close()
-
-
-def default_folder() -> Path:
-    """Of this user, in this host's temporary files. Raises: StoreError: it belongs to somebody else."""
-    folder = Path(tempfile.gettempdir()) / f"spark_elastic-cache-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
-        raise StoreError(f"{folder} belongs to another user; set cache_dir")
-    return folder

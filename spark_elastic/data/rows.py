@@ -1,8 +1,12 @@
-"""The rows of a split by number, wherever their shards lie."""
+"""The rows of a split by number: records, and values of variable length, wherever the shards are.
+
+All shards are mapped into one range of memory where the system allows it, so that one gather serves all of them.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import sys
@@ -14,10 +18,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spark_elastic.data.layout import Kind, TensorField
+from spark_elastic.data.order.permutation import Indices
+from spark_elastic.data.shards import spans
 from spark_elastic.errors import DatasetError
 
-# Many files as one range of memory, so that one gather serves all of them.
+Bytes = npt.NDArray[np.uint8]
 
+# --- files in one range of memory -------------------------------------------------------------------
+
+_PAGE = 4096
 _PROT_NONE, _PROT_READ = 0, 1
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
 _MADV_DONTNEED = 4
@@ -26,10 +36,15 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Part of a file, and where it goes.
+class FileSegment:
+    """A part of a file, and where it is mapped.
 
-    offset: in the file, a multiple of 4096. at: in the range, likewise. expected: bytes that the whole file must have.
+    Attributes:
+        path: The file.
+        offset: Where the part starts in the file; a multiple of 4096.
+        nbytes: Its length.
+        at: Where it starts in the range; a multiple of 4096.
+        expected: The size that the whole file must have.
     """
 
     path: Path
@@ -40,16 +55,20 @@ class Piece:
 
 
 def can_map() -> bool:
-    """Whether files can be mapped where we want them: Linux (whose constants these are), with pages of 4 KiB."""
-    return sys.platform == "linux" and mmap.PAGESIZE == 4096
+    """Return whether files can be mapped at chosen addresses: only on Linux, with pages of 4 KiB."""
+    return sys.platform == "linux" and mmap.PAGESIZE == _PAGE
 
 
 def check_size(path: Path, expected: int, found: int | None = None) -> None:
-    """Before a file is mapped: reading a map past the file's end would kill the process with SIGBUS.
+    """Check a file's size before it is mapped: to read a map past the file's end would kill the process with SIGBUS.
 
-    found: None: look.
+    Args:
+        path: The file.
+        expected: Its size by the manifest.
+        found: Its size. None: ask the system.
 
-    Raises: DatasetError: the file is missing, or not as long as the manifest says.
+    Raises:
+        DatasetError: The file is missing, or has another size.
     """
     if found is None:
         try:
@@ -58,7 +77,7 @@ def check_size(path: Path, expected: int, found: int | None = None) -> None:
             raise DatasetError(f"shard {path} cannot be read: {error}", file=str(path)) from error
     if found != expected:
         raise DatasetError(
-            f"shard {path} has {found} bytes, the manifest says {expected}; the set is damaged, write it again",
+            f"shard {path} has {found} bytes, the manifest says {expected}; the dataset is damaged, write it again",
             file=str(path),
             expected=expected,
             found=found,
@@ -66,49 +85,52 @@ def check_size(path: Path, expected: int, found: int | None = None) -> None:
 
 
 class FileRange:
-    """Pieces of files, mapped read-only into one contiguous range; what lies between them must not be touched.
+    """Segments of files, mapped read-only into one contiguous range. Bytes between segments must not be touched.
 
-    bytes: uint8, shape (nbytes,): the range. No view of it may be used once it is closed.
+    Attributes:
+        bytes: The range, uint8. No view of it may be used after `close`.
 
-    Raises: DatasetError: a file is missing or has another size; OSError: the system does not map it.
+    Raises:
+        DatasetError: A file is missing, or has another size than expected.
+        OSError: The system cannot map it.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.nbytes = max((piece.at + piece.nbytes for piece in pieces), default=0)
+    def __init__(self, segments: Sequence[FileSegment]) -> None:
+        self.nbytes = max((segment.at + segment.nbytes for segment in segments), default=0)
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mmap.restype = ctypes.c_void_p
         self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong]
         self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self._address: int | None = None
-        self.bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self.bytes: Bytes = np.empty(0, np.uint8)
         if not self.nbytes:
             return
         reserved = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
         self._reserved = self._mmap(None, self.nbytes + _HUGE_PAGE, _PROT_NONE, reserved, -1, 0)
-        # where the page cache holds a file in large pieces, it is only mapped in large pieces at such an address
+        # the page cache maps files in huge pages only from an address that is a multiple of their size
         self._address = -(-self._reserved // _HUGE_PAGE) * _HUGE_PAGE
         try:
-            for piece in pieces:
-                self._map(piece)
+            for segment in segments:
+                self._map(segment)
         except BaseException:
             self.close()
             raise
-        # frombuffer of a ctypes array refuses ranges of more than 2 GiB on some versions; the interface does not
-        self.bytes = np.asarray(_Interface(self._address, self.nbytes))
+        # np.frombuffer of a ctypes array fails for more than 2 GiB on some versions; the array interface does not
+        self.bytes = np.asarray(_ArrayInterface(self._address, self.nbytes))
 
-    def _map(self, piece: Piece) -> None:
+    def _map(self, segment: FileSegment) -> None:
         assert self._address is not None
         try:
-            file = os.open(piece.path, os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise DatasetError(f"shard {piece.path} cannot be read: {error}", file=str(piece.path)) from error
+            raise DatasetError(f"shard {segment.path} cannot be read: {error}", file=str(segment.path)) from error
         try:
-            check_size(piece.path, piece.expected, os.fstat(file).st_size)
+            check_size(segment.path, segment.expected, os.fstat(file).st_size)
             flags = _MAP_SHARED | _MAP_FIXED
-            self._mmap(self._address + piece.at, piece.nbytes, _PROT_READ, flags, file, piece.offset)
+            self._mmap(self._address + segment.at, segment.nbytes, _PROT_READ, flags, file, segment.offset)
         finally:
-            os.close(file)  # the map keeps the file
+            os.close(file)  # the map keeps the file open
 
     def _mmap(self, address: int | None, nbytes: int, protection: int, flags: int, file: int, offset: int) -> int:
         made: int | None = self._libc.mmap(address, nbytes, protection, flags, file, offset)
@@ -117,8 +139,8 @@ class FileRange:
             raise OSError(code, f"cannot map {nbytes} bytes: {os.strerror(code)}")
         return made
 
-    def forget(self, start: int, stop: int) -> None:
-        """Take the whole pages of `[start, stop)` out of this process's memory; they are read again when touched."""
+    def evict(self, start: int, stop: int) -> None:
+        """Remove the whole pages of `[start, stop)` from this process's memory; a touch reads them again."""
         first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
         if self._address is not None and first < last:
             self._libc.madvise(self._address + first, last - first, _MADV_DONTNEED)
@@ -134,7 +156,7 @@ class FileRange:
             self.close()
 
 
-class _Interface:
+class _ArrayInterface:
     def __init__(self, address: int, nbytes: int) -> None:
         self.__array_interface__: dict[str, Any] = {
             "version": 3,
@@ -144,134 +166,146 @@ class _Interface:
         }
 
 
-Indices = npt.NDArray[np.int64]
+# --- numbers of rows --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Rows that follow each other in one file and in the order of numbers.
+class RowExtent:
+    """Rows that are consecutive in one file and in the numbering.
 
-    shard: its index. first: the first row's place in the shard. number: the first row's number. slot: its place in
-    the mapped range, in rows.
+    Attributes:
+        shard: The shard's index.
+        first: The first row's place in the shard.
+        rows: The number of rows.
+        number: The first row's number.
+        address: The first row's place in the mapped range, in rows.
     """
 
     shard: int
     first: int
     rows: int
     number: int
-    slot: int
+    address: int
 
 
 class Numbering:
-    """Which row has which number: a function of the shards' row counts and the stride, the same on every rank.
+    """The number of each row: a function of the shards' row counts and the stride, the same on every rank.
 
-    Shards are numbered in their order, but for the few rows at the end of each that do not fill a run of whole pages:
-    those come last. So all shards join in memory without a gap, and a number is a place, except for those few.
+    Rows are numbered in the order of their shards, except for the few rows at the end of each shard that do not fill
+    whole pages: these come last. So all shards join in memory without a gap, and a row's number is its address in the
+    mapped range, except for those few rows.
 
-    run: rows after which a page ends where a row ends.
+    Args:
+        shard_rows: The rows of each shard.
+        page_run: The fewest rows whose records fill whole pages.
     """
 
-    def __init__(self, shard_rows: Sequence[int], run: int) -> None:
+    def __init__(self, shard_rows: Sequence[int], page_run: int) -> None:
         last = max((shard for shard, rows in enumerate(shard_rows) if rows), default=-1)
-        self.runs: list[Run] = []
+        self.extents: list[RowExtent] = []
         tails = []
         number = 0
         for shard, rows in enumerate(shard_rows):
-            whole = rows if shard == last else rows // run * run
+            whole = rows if shard == last else rows // page_run * page_run
             if whole:
-                self.runs.append(Run(shard, 0, whole, number, number))
+                self.extents.append(RowExtent(shard, 0, whole, number, number))
             if rows > whole:
                 tails.append((shard, whole, rows - whole))
             number += whole
         self.joined = number
-        """Numbers below this are places."""
-        slot = -(-number // run) * run
+        """Numbers below this are addresses."""
+        address = -(-number // page_run) * page_run
         for shard, first, rows in tails:
-            self.runs.append(Run(shard, first, rows, number, slot))
+            self.extents.append(RowExtent(shard, first, rows, number, address))
             number += rows
-            slot += run
+            address += page_run
         self.rows = number
-        self._numbers = np.array([r.number for r in self.runs], np.int64)
-        self._shards = np.array([r.shard for r in self.runs], np.int64)
-        self._shifts = np.array([r.slot - r.number for r in self.runs], np.int64)
-        self._firsts = np.array([r.first - r.number for r in self.runs], np.int64)
-        natural = sorted(self.runs, key=lambda r: (r.shard, r.first))
-        self._natural = np.cumsum([0, *[r.rows for r in natural]])[:-1]
-        self._natural_shifts = np.array([r.number for r in natural], np.int64) - self._natural
+        self._numbers = np.array([e.number for e in self.extents], np.int64)
+        self._shards = np.array([e.shard for e in self.extents], np.int64)
+        self._to_address = np.array([e.address - e.number for e in self.extents], np.int64)
+        self._to_place = np.array([e.first - e.number for e in self.extents], np.int64)
+        in_files = sorted(self.extents, key=lambda e: (e.shard, e.first))
+        self._positions = np.cumsum([0, *[e.rows for e in in_files]])[:-1]
+        self._to_number = np.array([e.number for e in in_files], np.int64) - self._positions
 
-    def slots(self, numbers: Indices) -> Indices:
-        """Places in the mapped range, in rows; int64, same shape."""
+    def addresses(self, numbers: Indices) -> Indices:
+        """Return the rows' places in the mapped range, in rows."""
         if self.joined == self.rows:
             return numbers
         beyond = np.flatnonzero(numbers >= self.joined)
         if not len(beyond):
             return numbers
-        slots: Indices = numbers.copy()
-        slots[beyond] += self._shifts[self._run_of(numbers[beyond])]
-        return slots
+        addresses: Indices = numbers.copy()
+        addresses[beyond] += self._to_address[self._extents_of(numbers[beyond])]
+        return addresses
 
     def places(self, numbers: Indices) -> tuple[Indices, Indices]:
-        """The shard of each row, and its place in it; int64, same shape."""
-        runs = self._run_of(numbers)
-        return self._shards[runs], numbers + self._firsts[runs]
+        """Return the shard of each row, and its place in the shard."""
+        extents = self._extents_of(numbers)
+        return self._shards[extents], numbers + self._to_place[extents]
 
     def in_file_order(self, positions: Indices) -> Indices:
-        """The numbers of the rows at these positions of the files read one after another."""
+        """Return the numbers of the rows at these positions of the files read one after another."""
         if self.joined == self.rows:
             return positions
-        shifts: Indices = self._natural_shifts[np.searchsorted(self._natural, positions, side="right") - 1]
+        shifts: Indices = self._to_number[np.searchsorted(self._positions, positions, side="right") - 1]
         return positions + shifts
 
     def ranges_in_files(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The rows at positions `start`..`stop` of the files read one after another, as ranges of numbers."""
+        """Return the rows at positions `start`..`stop` of the files read one after another, as ranges of numbers."""
         found = []
-        index = int(np.searchsorted(self._natural, start, side="right")) - 1
+        index = int(np.searchsorted(self._positions, start, side="right")) - 1
         while start < stop:
-            following = int(self._natural[index + 1]) if index + 1 < len(self._natural) else self.rows
-            end, shift = min(stop, following), int(self._natural_shifts[index])
+            following = int(self._positions[index + 1]) if index + 1 < len(self._positions) else self.rows
+            end, shift = min(stop, following), int(self._to_number[index])
             found.append((start + shift, end + shift))
             start, index = end, index + 1
         return found
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(shard, first row, last row + 1) of the parts of shards that rows number `start`..`stop` are."""
+        """Return rows number `start`..`stop` as parts of shards: (shard, first row, last row + 1)."""
         found = []
         index = int(np.searchsorted(self._numbers, start, side="right")) - 1
         while start < stop:
-            run = self.runs[index]
-            end = min(stop, run.number + run.rows)
-            found.append((run.shard, start - run.number + run.first, end - run.number + run.first))
+            extent = self.extents[index]
+            end = min(stop, extent.number + extent.rows)
+            found.append((extent.shard, start - extent.number + extent.first, end - extent.number + extent.first))
             start, index = end, index + 1
         return found
 
-    def _run_of(self, numbers: Indices) -> Indices:
+    def _extents_of(self, numbers: Indices) -> Indices:
         found: Indices = np.searchsorted(self._numbers, numbers, side="right") - 1
         return found
 
 
+# --- records ----------------------------------------------------------------------------------------
+
+
 class MappedRows:
-    """Records of all shards in one mapped range: one `np.take` serves a batch. See `Numbering` for the numbers."""
+    """The records of all shards in one mapped range: one `np.take` serves a batch."""
 
     def __init__(self, files: Sequence[Path], numbering: Numbering, stride: int, shard_nbytes: Sequence[int]) -> None:
         self._numbering = numbering
         self._stride = stride
         self._range = FileRange(
             [
-                Piece(files[r.shard], r.first * stride, r.rows * stride, r.slot * stride, shard_nbytes[r.shard])
-                for r in numbering.runs
+                FileSegment(
+                    files[e.shard], e.first * stride, e.rows * stride, e.address * stride, shard_nbytes[e.shard]
+                )
+                for e in numbering.extents
             ]
         )
         self._records: npt.NDArray[Any] = self._range.bytes.view(np.dtype((np.void, stride)))
 
-    def take(self, numbers: Indices, out: npt.NDArray[Any]) -> None:
+    def gather(self, numbers: Indices, out: npt.NDArray[Any]) -> None:
         """Copy the records of these rows to `out`, shape (n,), void of `stride` bytes."""
         if len(numbers):
-            # numbers are in range by construction; "raise" would gather into a buffer of its own first
-            np.take(self._records, self._numbering.slots(numbers), out=out, mode="clip")
+            # numbers are always in range; mode "raise" would gather into a temporary buffer first
+            np.take(self._records, self._numbering.addresses(numbers), out=out, mode="clip")
 
-    def forget(self, start: int, stop: int) -> None:
-        """Rows number `start`..`stop` are not needed soon."""
-        self._range.forget(start * self._stride, min(stop, self._numbering.joined) * self._stride)
+    def evict(self, start: int, stop: int) -> None:
+        """Remove rows number `start`..`stop` from this process's memory; they are not needed soon."""
+        self._range.evict(start * self._stride, min(stop, self._numbering.joined) * self._stride)
 
     def close(self) -> None:
         self._records = self._records[:0].copy()
@@ -290,9 +324,10 @@ class GatheredRows:
                 check_size(file, nbytes)
             self._maps.append(np.memmap(file, record, "r") if nbytes else None)
 
-    def take(self, numbers: Indices, out: npt.NDArray[Any]) -> None:
+    def gather(self, numbers: Indices, out: npt.NDArray[Any]) -> None:
+        """Copy the records of these rows to `out`, shape (n,), void of `stride` bytes."""
         shards, rows = self._numbering.places(numbers)
-        # in the order of shards, each shard's rows are gathered in one go; a stable sort of 16 bits is a radix sort
+        # sorted by shard, each shard needs one gather; a stable sort of 16-bit values is a fast radix sort
         order = np.argsort(shards.astype(np.uint16) if len(self._maps) < 1 << 16 else shards, kind="stable")
         edges = np.searchsorted(shards[order], np.arange(len(self._maps) + 1))
         for shard in np.flatnonzero(np.diff(edges)):
@@ -301,8 +336,8 @@ class GatheredRows:
             assert records is not None
             out[chosen] = np.take(records, rows[chosen])
 
-    def forget(self, start: int, stop: int) -> None:
-        """Nothing: the system does as it likes."""
+    def evict(self, start: int, stop: int) -> None:
+        """Do nothing: the system decides which pages stay."""
 
     def close(self) -> None:
         self._maps = []
@@ -311,10 +346,116 @@ class GatheredRows:
 def open_rows(
     files: Sequence[Path], numbering: Numbering, stride: int, shard_nbytes: Sequence[int]
 ) -> MappedRows | GatheredRows:
-    """Raises: DatasetError: a file is missing or has another size than the manifest says."""
+    """Open the records of all shards.
+
+    Raises:
+        DatasetError: A file is missing, or has another size than the manifest says.
+    """
     if can_map():
         try:
             return MappedRows(files, numbering, stride, shard_nbytes)
-        except OSError:  # a limit of this system, or a filesystem that maps in its own way
+        except OSError:  # a limit of this system, or a filesystem that cannot map at an address
             pass
     return GatheredRows(files, numbering, stride, shard_nbytes)
+
+
+# --- values of variable length ----------------------------------------------------------------------
+
+
+class Sidecars:
+    """The sidecars of a split's shards: values of variable length, found through the references in records.
+
+    Args:
+        files: One path per shard; None where the shard has no sidecar.
+        nbytes: The size of each sidecar by the manifest.
+        url: Of the dataset, for error messages.
+
+    Raises:
+        DatasetError: A sidecar is missing, or has another size than the manifest says.
+    """
+
+    def __init__(self, files: Sequence[Path | None], nbytes: Sequence[int], url: str) -> None:
+        self._url = url
+        self._nbytes = np.array(nbytes, np.int64)
+        pages = -(-self._nbytes // _PAGE) * _PAGE
+        self._starts = np.cumsum(pages) - pages
+        self._range: FileRange | None = None
+        self._maps: list[Bytes] = []
+        segments = [
+            FileSegment(file, 0, size, int(at), size)
+            for file, size, at in zip(files, nbytes, self._starts.tolist(), strict=True)
+            if file is not None and size
+        ]
+        if can_map():
+            try:
+                self._range = FileRange(segments)
+                return
+            except OSError:  # a limit of this system, or a filesystem that cannot map at an address
+                pass
+        for segment in segments:
+            check_size(segment.path, segment.expected)
+        # mapped, never copied: the files of a cache receive their contents later
+        self._maps = [
+            np.memmap(file, np.uint8, "r") if file is not None and size else np.empty(0, np.uint8)
+            for file, size in zip(files, nbytes, strict=True)
+        ]
+
+    def values(self, field: TensorField, references: npt.NDArray[Any], shards: Indices) -> Any:
+        """Return a batch's values: a list for fields of variable length, an array [rows, *shape] for sparse fields."""
+        data, starts, lengths = self._located(references, shards)
+        if field.kind is Kind.SPARSE:
+            return _densified(field, data, starts, lengths, self._url)
+        view = data.data
+        edges = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
+        if field.kind is Kind.BYTES:
+            return [bytes(view[start:stop]) for start, stop in edges]
+        if field.kind is Kind.STRING:
+            return [str(view[start:stop], "utf-8") for start, stop in edges]
+        return [np.frombuffer(bytearray(view[start:stop]), field.dtype) for start, stop in edges]
+
+    def _located(self, references: npt.NDArray[Any], shards: Indices) -> tuple[Bytes, Indices, Indices]:
+        """Return an array of bytes, where each row's value starts in it, and how many bytes it has."""
+        starts, lengths = references["start"].astype(np.int64), references["length"].astype(np.int64)
+        if len(starts) and bool(((starts < 0) | (lengths < 0) | (starts + lengths > self._nbytes[shards])).any()):
+            raise DatasetError(
+                f"{self._url}: a record refers to bytes beyond the end of its sidecar; the dataset is damaged, delete "
+                "it and write it again"
+            )
+        if self._range is not None:
+            return self._range.bytes, starts + self._starts[shards], lengths
+        gathered = np.empty(int(lengths.sum()), np.uint8)
+        places: Indices = np.cumsum(lengths) - lengths
+        for shard in np.unique(shards).tolist():
+            chosen = np.flatnonzero(shards == shard)
+            there = spans(starts[chosen], lengths[chosen])
+            gathered[spans(places[chosen], lengths[chosen])] = self._maps[shard][there]
+        return gathered, places, lengths
+
+    def close(self) -> None:
+        self._maps = []
+        if self._range is not None:
+            self._range.close()
+
+
+def _densified(field: TensorField, data: Bytes, starts: Indices, lengths: Indices, url: str) -> npt.NDArray[Any]:
+    dtype = np.dtype(field.dtype)
+    out = np.zeros((len(starts), *field.shape), dtype)
+    flat = out.reshape(len(starts), math.prod(field.shape))
+    counts = lengths // (4 + dtype.itemsize)
+    indices = _gathered(data, starts, counts * 4).view("<i4")
+    values = _gathered(data, starts + counts * 4, counts * dtype.itemsize).view(dtype)
+    rows = np.repeat(np.arange(len(starts)), counts)
+    if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= flat.shape[1]):
+        raise DatasetError(
+            f"{url}: tensor {field.name!r}: a sparse value's index is outside of its {flat.shape[1]} values; the "
+            "dataset is damaged, delete it and write it again"
+        )
+    flat[rows, indices] = values
+    return out
+
+
+def _gathered(data: Bytes, starts: Indices, lengths: Indices) -> Bytes:
+    if not ((starts % 4).any() or (lengths % 4).any()):  # sparse values are whole words, and often start at one
+        words = data[: len(data) // 4 * 4].view(np.uint32)
+        return np.take(words, spans(starts // 4, lengths // 4)).view(np.uint8)
+    return np.take(data, spans(starts, lengths))

@@ -1,7 +1,7 @@
-"""Places that files live: a folder of this machine or of a shared mount, an object store, HDFS, anything of fsspec.
+"""Folders for files: of this machine or a shared mount, of an object store, HDFS, or any filesystem of fsspec.
 
 A `Store` is a folder; every path given to it is relative to that folder. It can be pickled, so executors and workers
-open what the driver named. Local folders need neither pyarrow nor fsspec.
+open the same folder as the driver. Local folders need neither pyarrow nor fsspec.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import errno
 import os
 import posixpath
 import shutil
+import socket
 import stat
 import tempfile
 import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,24 @@ from urllib.parse import unquote, urlsplit
 
 from spark_elastic.errors import StoreError
 
+PROBE = "probe-"
+"""Starts the name of the folder that `ensure_shared` makes in a store for a moment."""
 _PART = 1 << 20
-"""Read at a time for a checksum: what stays in the processor's cache until it is added up."""
-# An upload appears whole when it is closed, and renaming would copy it.
+"""Bytes read at a time for a checksum: few enough to stay in the processor's cache until they are added up."""
 _OBJECT_STORES = ("s3", "gcs", "gs", "abfs", "abfss", "az", "adl", "oci", "r2")
+"""Filesystems on which an upload appears whole when it is closed, and a rename would copy the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """path: relative to the store that listed it. modified_s: seconds since the epoch, by the store's clock."""
+    """A file or folder in a store.
+
+    Attributes:
+        path: Relative to the store that listed it.
+        nbytes: The size; 0 for folders.
+        modified_s: Seconds since 1970, by the store's clock.
+        is_dir: It is a folder.
+    """
 
     path: str
     nbytes: int
@@ -41,10 +51,12 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Store:
-    """A folder. Make one with `create`, or `sub` of another.
+    """A folder. Make one with `create`, or with `sub` of another.
 
-    url: what to call it in messages; `create(url, storage_options)` finds it again. root: the folder's path within the
-    filesystem, without a slash at its end. filesystem: pyarrow's; None: this machine's own.
+    Attributes:
+        url: Its name in messages; `create(url, storage_options)` opens it again.
+        root: The folder's path within the filesystem, without a slash at its end.
+        filesystem: A filesystem of pyarrow. None: this machine's own.
     """
 
     url: str
@@ -53,15 +65,15 @@ class Store:
 
     @classmethod
     def create(cls, where: str | Path | Store | None, storage_options: Mapping[str, Any] | None = None) -> Store:
-        """The store at `where`.
+        """Return the store at `where`. Writes nothing.
 
-        where: a path, ``file:``, ``dbfs:``, any URI that pyarrow or fsspec knows, a `Store`, or None: a folder of this
-            machine's temporary files that belongs to this user.
-        storage_options: what fsspec's filesystem takes, as with pandas. Given any, fsspec is used rather than pyarrow.
+        Args:
+            where: A path, ``file:``, ``dbfs:``, any URI that pyarrow or fsspec knows, or a `Store`. None: this user's
+                folder among the machine's temporary files.
+            storage_options: Options of fsspec's filesystem, as with pandas. Any option selects fsspec over pyarrow.
 
-        Nothing is written yet.
-
-        Raises: StoreError: no filesystem for such a URI, or it does not take the options.
+        Raises:
+            StoreError: No filesystem can open such a URI, or it refuses the options.
         """
         if isinstance(where, Store):
             return where
@@ -80,7 +92,7 @@ class Store:
 
     @classmethod
     def of(cls, filesystem: Any, root: str, url: str = "") -> Store:
-        """A folder of a filesystem object: one of pyarrow, or of fsspec."""
+        """Return a folder of a filesystem object of pyarrow or fsspec."""
         from pyarrow import fs
 
         if not isinstance(filesystem, fs.FileSystem):
@@ -115,7 +127,7 @@ class Store:
 
             filesystem, root = fsspec.core.url_to_fs(uri, **(storage_options or {}))
             return cls.of(filesystem, root, uri.rstrip("/"))
-        except Exception as error:  # each protocol's package has errors of its own
+        except Exception as error:  # each protocol's package has its own exceptions
             reasons.append(f"fsspec: {type(error).__name__}: {error}")
         raise StoreError(
             f"nothing here can open {uri!r}: {'; '.join(reasons)}. Install the fsspec package for {scheme}://, or use "
@@ -125,35 +137,38 @@ class Store:
 
     @property
     def is_local(self) -> bool:
-        """Whether its files are plain files of this machine's file tree, a shared mount included."""
+        """Whether the files have paths on this machine, which includes shared mounts."""
         return self.filesystem is None
 
     def local_path(self, path: str = "") -> Path:
-        """Raises: StoreError: the store is remote."""
+        """Return the path of a file or folder on this machine.
+
+        Raises:
+            StoreError: The store is remote.
+        """
         if self.filesystem is not None:
             raise StoreError(f"{self.url} has no paths on this machine", url=self.url)
         return Path(self._at(path))
 
     def sub(self, path: str) -> Store:
-        """The folder `path` of this one."""
+        """Return the subfolder `path`."""
         return Store(f"{self.url.rstrip('/')}/{path.strip('/')}", self._at(path), self.filesystem)
 
     def read_bytes(self, path: str) -> bytes:
-        """Raises: FileNotFoundError."""
         if self.filesystem is None:
             return Path(self._at(path)).read_bytes()
         with self.filesystem.open_input_stream(self._at(path), compression=None) as stream:
             return bytes(stream.read())
 
     def write_bytes(self, path: str, data: bytes, *, only_if_absent: bool = False, durable: bool = True) -> bool:
-        """A whole file or none of it, whoever looks and whenever this process ends. Makes the folders above it.
+        """Write a file atomically, and make the folders above it. Return whether it was written.
 
-        only_if_absent: leaves a file that is there alone; between two that write at the same moment this decides on
-            local folders, elsewhere the later one stays.
-        durable: it also survives a power cut, under its name. That costs waits for the disk, behind all that was
-            written lately.
-
-        Returns: whether it was written.
+        Args:
+            path: Where to.
+            data: The contents.
+            only_if_absent: Keep a file that exists. If two processes write at the same moment, the first one wins on
+                local folders, the last one elsewhere.
+            durable: The file also survives a power cut. That waits until the disk has written it and all before it.
         """
         if self.filesystem is None:
             return self._write_local(Path(self._at(path)), data, only_if_absent, durable)
@@ -174,7 +189,7 @@ class Store:
         return bool(self._file_info(path).type.name != "NotFound")
 
     def size(self, path: str) -> int | None:
-        """Bytes of a file; None: there is no such file."""
+        """Return the size of a file; None if there is no such file."""
         if self.filesystem is None:
             try:
                 status = os.stat(self._at(path))
@@ -185,7 +200,7 @@ class Store:
         return int(found.size) if found.type.name == "File" else None
 
     def list(self, path: str = "", *, recursive: bool = False) -> list[FileEntry]:
-        """What lies in a folder, by name; nothing if it does not exist."""
+        """Return the entries of a folder, sorted by path; none if it does not exist."""
         if self.filesystem is None:
             return sorted(_local_entries(Path(self._at("")), Path(self._at(path)), recursive), key=lambda e: e.path)
         from pyarrow import fs
@@ -204,7 +219,7 @@ class Store:
         return sorted(found, key=lambda entry: entry.path)
 
     def delete(self, path: str = "") -> None:
-        """A file, or a folder with everything in it; what is missing is fine."""
+        """Delete a file, or a folder with its contents, if it exists."""
         target = self._at(path)
         if self.filesystem is None:
             if os.path.isdir(target) and not os.path.islink(target):
@@ -221,11 +236,11 @@ class Store:
                 self.filesystem.delete_file(target)
 
     def open_input(self, path: str) -> Any:
-        """A pyarrow `RandomAccessFile`. Raises: FileNotFoundError."""
+        """Open a file as a pyarrow `RandomAccessFile`."""
         return self._arrow().open_input_file(self._at(path))
 
     def checksum(self, path: str) -> tuple[int, int]:
-        """Read a file in parts. Returns: its bytes, and their CRC-32. Raises: FileNotFoundError."""
+        """Return the size of a file and the CRC-32 of its contents."""
         nbytes, crc32 = 0, 0
         with open(self._at(path), "rb", buffering=0) if self.filesystem is None else self.open_input(path) as stream:
             while part := stream.read(_PART):
@@ -233,19 +248,21 @@ class Store:
         return nbytes, crc32
 
     def open_output(self, path: str) -> Any:
-        """A pyarrow output stream to a new file, never compressed, whatever its name. Makes the folders above it."""
+        """Open a pyarrow output stream to a new file, not compressed whatever its name, and make the folders above."""
         target = self._at(path)
         self._make_parent(target)
         return self._arrow().open_output_stream(target, compression=None)
 
     def check_shared(self, spark: Any) -> None:
-        """Ask the executors whether they see this folder as the driver does.
+        """Check that the executors and the driver see each other's files in this folder.
 
-        Raises: StoreError: they do not; with what to do.
+        A short job: the driver writes a token, each task reads it and writes its own, and the driver looks for those.
+        It has as many tasks as Spark has slots, so an executor that is busy with other tasks may be left out.
+
+        Raises:
+            StoreError: Hosts do not see the driver's file, or the driver does not see theirs.
         """
-        from spark_elastic.data.sharing import check_shared
-
-        check_shared(self, spark.sparkContext)
+        _check_shared(self, spark.sparkContext)
 
     def __fspath__(self) -> str:
         return os.fspath(self.local_path())
@@ -302,8 +319,8 @@ class Store:
                 stream.write(data)
                 stream.flush()
                 if durable:
-                    os.fsync(stream.fileno())  # or a power cut leaves the name with nothing behind it
-            if not Store._name(written, target, only_if_absent):
+                    os.fsync(stream.fileno())  # otherwise a power cut could leave an empty file of that name
+            if not Store._rename(written, target, only_if_absent):
                 return False
             if durable:
                 sync_folder(target.parent)
@@ -312,11 +329,11 @@ class Store:
             written.unlink(missing_ok=True)
 
     @staticmethod
-    def _name(written: Path, target: Path, only_if_absent: bool) -> bool:
-        """Let a file that is written appear as `target`. Returns: False: it was to be absent, and is not."""
+    def _rename(written: Path, target: Path, only_if_absent: bool) -> bool:
+        """Rename a file to `target`; return False if `target` exists and only_if_absent."""
         if only_if_absent:
             try:
-                os.link(written, target)  # fails if it exists, which rename does not
+                os.link(written, target)  # unlike a rename this fails if the target exists
                 return True
             except FileExistsError:
                 return False
@@ -327,8 +344,73 @@ class Store:
         return True
 
 
+_shared: set[tuple[str, str]] = set()
+"""(application id, URL) of the stores that were found to be shared."""
+
+
+def ensure_shared(store: Store, context: Any) -> None:
+    """Run `Store.check_shared`, once per application and store."""
+    about = (context.applicationId, store.url)
+    if about not in _shared:
+        _check_shared(store, context)
+        _shared.add(about)
+
+
+def _check_shared(store: Store, context: Any) -> None:
+    from spark_elastic.data.spark_jobs import named
+
+    token = uuid.uuid4().hex
+    folder = f"{PROBE}{token}"
+    try:
+        store.write_bytes(f"{folder}/driver", token.encode())
+    except Exception as error:  # each filesystem has its own exceptions
+        raise StoreError(f"the driver cannot write to {store.url}: {error}", url=store.url) from error
+    try:
+        if store.is_local and (context.master == "local" or context.master.startswith("local[")):
+            return  # driver and executors are one process
+        tasks = context.defaultParallelism
+        rows = context.parallelize(range(tasks), tasks).mapPartitionsWithIndex(_probe(store, folder, token))
+        with named(context, f"spark_elastic: check that all executors see {store.url}"):
+            answers = context.runJob(rows, list)
+        problems = {host: problem for host, _, problem in answers if problem}
+        for host, file, problem in answers:
+            if not problem and not store.exists(f"{folder}/{file}"):
+                problems[host] = "wrote a file that the driver does not see"
+        if problems:
+            listed = "; ".join(f"{host} {problem}" for host, problem in sorted(problems.items()))
+            raise StoreError(
+                f"the driver on {socket.gethostname()} and the executors do not share {store.url}: {listed}. Name "
+                "a store that all of them see: store= a mounted folder (NFS, /dbfs, /Volumes) or an hdfs://, "
+                "s3://, gs:// or abfs:// URI",
+                url=store.url,
+            )
+    finally:
+        store.delete(folder)
+
+
+def _probe(store: Store, folder: str, token: str) -> Any:
+    def probe(index: int, _rows: Iterator[int]) -> Iterator[tuple[str, str, str]]:
+        file = f"executor-{index}"
+        problem = ""
+        try:
+            if store.read_bytes(f"{folder}/driver") != token.encode():
+                problem = "reads another file in its place"
+            else:
+                store.write_bytes(f"{folder}/{file}", token.encode())
+        except FileNotFoundError:
+            problem = "does not see the driver's file"
+        except Exception as error:  # each filesystem has its own exceptions
+            problem = f"cannot use it ({type(error).__name__}: {error})"
+        yield socket.gethostname(), file, problem
+
+    return probe
+
+
+# --- local folders ----------------------------------------------------------------------------------
+
+
 def make_folder(folder: Path, durable: bool) -> None:
-    """Make a folder and those above it. durable: their names survive a power cut."""
+    """Make a folder and those above it; durable: so that they survive a power cut."""
     missing = []
     above = folder
     while durable and not above.exists():
@@ -340,15 +422,15 @@ def make_folder(folder: Path, durable: bool) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk: those of new files, and what renames have made of them.
+    """Wait until the entries of a folder are on the disk.
 
-    Without it a power cut may leave a file that was waited for without its name.
+    Without this, a power cut may lose the name of a file whose contents are on the disk.
     """
     file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a mount whose folders cannot be waited for
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a mount without fsync for folders
             raise
     finally:
         os.close(file)
@@ -372,7 +454,7 @@ def _local_entries(root: Path, folder: Path, recursive: bool) -> list[FileEntry]
     for child in children:
         try:
             status, is_dir = child.stat(), child.is_dir()
-        except FileNotFoundError:  # somebody deleted it meanwhile
+        except FileNotFoundError:  # deleted meanwhile
             continue
         path = Path(child.path).relative_to(root).as_posix()
         found.append(FileEntry(path, 0 if is_dir else status.st_size, status.st_mtime, is_dir))
@@ -382,7 +464,11 @@ def _local_entries(root: Path, folder: Path, recursive: bool) -> list[FileEntry]
 
 
 def _own_temporary_folder() -> Path:
-    """Raises: StoreError: somebody else made a folder of that name: sets in it are not to be trusted."""
+    """Return this user's folder among the temporary files.
+
+    Raises:
+        StoreError: Another user made a folder of that name, so its contents cannot be trusted.
+    """
     folder = Path(tempfile.gettempdir()) / f"spark_elastic-data-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from spark_elastic.data.batch import Batch
-from spark_elastic.data.reader import BatchReader
+from spark_elastic.data.reader import Batch, BatchReader
 from spark_elastic.errors import InvalidSettingsError
 
 

@@ -17,18 +17,18 @@ from spark_elastic.data.columns import Tensor
 from spark_elastic.data.encode import Encoder
 from spark_elastic.data.layout import Layout
 from spark_elastic.data.manifest import Shard
-from spark_elastic.data.order.permutation import hashes
-from spark_elastic.data.order.sampling import splitmix64
+from spark_elastic.data.order.permutation import hashes, seeded_key
 from spark_elastic.data.shards import ShardWriter
 from spark_elastic.data.store import Store
 
 # Which rows are set aside for validation: a hash of where they lie, so that a repeated task decides alike.
 
 
-def set_aside(fraction: float, seed: int, partition: int, first_row: int, rows: int) -> npt.NDArray[np.bool_]:
+def validation_rows(fraction: float, seed: int, partition: int, first_row: int, rows: int) -> npt.NDArray[np.bool_]:
     """Whether each of `rows` rows of a partition, from `first_row` on, is for validation. bool, shape (rows,)."""
-    key = splitmix64(splitmix64(seed & (1 << 64) - 1) ^ partition)
-    return hashes(key, first_row, first_row + rows) < np.uint64(min(int(fraction * 2.0**64), (1 << 64) - 1))
+    return hashes(seeded_key(seed, partition), first_row, first_row + rows) < np.uint64(
+        min(int(fraction * 2.0**64), (1 << 64) - 1)
+    )
 
 
 RECEIPT_SCHEMA = "receipt string"
@@ -140,7 +140,7 @@ class WriteTask:
         """Which rows of the batch are for validation."""
         if not isinstance(self.validation, str):
             assert self.validation is not None
-            return set_aside(self.validation, self.seed, partition, first_row, batch.num_rows)
+            return validation_rows(self.validation, self.seed, partition, first_row, batch.num_rows)
         column = batch.column(self.validation)
         if column.null_count:
             row = first_row + int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_elastic.data.order.permutation import GlobalOrder
-from spark_elastic.data.order.windows import LaneOrder, LaneSettings
+from spark_elastic.data.order.windows import WindowedShuffle, WindowSettings
 
-LANES = st.builds(LaneSettings, lanes=st.integers(1, 20), chunk_rows=st.integers(1, 40), window_rows=st.integers(1, 90))
+LANES = st.builds(
+    WindowSettings, lanes=st.integers(1, 20), chunk_rows=st.integers(1, 40), window_rows=st.integers(1, 90)
+)
 
 
 @st.composite
@@ -22,7 +24,7 @@ def orders(draw, rows=None):
     lanes, shuffle = draw(st.none() | LANES), draw(st.booleans())
     if lanes is None:
         return lambda: GlobalOrder(rows, seed, epoch, shuffle)
-    return lambda: LaneOrder(rows, seed, epoch, lanes)
+    return lambda: WindowedShuffle(rows, seed, epoch, lanes)
 
 
 def whole(order):
@@ -55,14 +57,14 @@ def test_each_row_comes_once_and_global_batches_are_the_same_however_the_world_c
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 600), lanes=LANES, size=st.integers(1, 9))
 def test_a_rank_reads_only_what_the_windows_of_its_lanes_cover(rows, lanes, size):
-    order = LaneOrder(rows, 1, 2, lanes)
+    order = WindowedShuffle(rows, 1, 2, lanes)
     seen = []
     for rank in range(size):
         first, last = order.owned(rank, size)
         taken = order.take([0, rows], rank, size)[0].tolist()
         covered = []
         for lane in range(first, last):
-            index, length = 0, order.lane(lane)[1]
+            index, length = 0, order.stream(lane)[1]
             while index < length:
                 _, start, stop = order.window_at(lane, index)
                 assert start == index < stop
@@ -77,22 +79,22 @@ def test_a_rank_reads_only_what_the_windows_of_its_lanes_cover(rows, lanes, size
 @settings(max_examples=50, deadline=None)
 @given(rows=st.integers(0, 5000), lanes=st.integers(1, 64))
 def test_lanes_differ_by_at_most_a_row_and_follow_each_other_on_the_tape(rows, lanes):
-    order = LaneOrder(rows, 0, 0, LaneSettings(lanes, 16, 64))
-    spans = [order.lane(lane) for lane in range(lanes)]
+    order = WindowedShuffle(rows, 0, 0, WindowSettings(lanes, 16, 64))
+    spans = [order.stream(lane) for lane in range(lanes)]
     assert max(length for _, length in spans) - min(length for _, length in spans) <= 1
     assert [begin for begin, _ in spans] == np.cumsum([0, *[length for _, length in spans]])[:-1].tolist()
     assert sum(length for _, length in spans) == rows
 
 
 def test_ranks_take_equal_parts_of_batches_that_the_lanes_divide():
-    order = LaneOrder(100_000, 0, 0, LaneSettings(64, 256, 4096))
+    order = WindowedShuffle(100_000, 0, 0, WindowSettings(64, 256, 4096))
     for size in (1, 2, 4, 8, 64):
         assert {len(order.take([1024, 2048], rank, size)[0]) for rank in range(size)} == {1024 // size}
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64, 100, 1000])
 def test_ranks_take_nearly_equal_parts_of_batches_of_any_size(batch):
-    order = LaneOrder(20_000, 0, 0, LaneSettings(128, 16, 200))
+    order = WindowedShuffle(20_000, 0, 0, WindowSettings(128, 16, 200))
     edges = list(range(0, 20_001, batch))
     for size in (2, 3, 5, 8, 16):
         counts = np.array([order.take(edges, rank, size)[1] for rank in range(size)])
@@ -101,8 +103,8 @@ def test_ranks_take_nearly_equal_parts_of_batches_of_any_size(batch):
 
 
 def test_orders_differ_between_seeds_and_epochs():
-    settings_ = LaneSettings(8, 16, 200)
-    for kind in (GlobalOrder, lambda *key: LaneOrder(*key, settings_)):
+    settings_ = WindowSettings(8, 16, 200)
+    for kind in (GlobalOrder, lambda *key: WindowedShuffle(*key, settings_)):
         made = [whole(kind(2000, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)]
         for i, a in enumerate(made):
             assert all((a == b).sum() < 30 for b in made[:i])
@@ -111,17 +113,17 @@ def test_orders_differ_between_seeds_and_epochs():
 @pytest.mark.parametrize(("window", "bound"), [(1 << 20, 1.15), (32_768, 1.15)])
 def test_batches_of_sorted_rows_vary_hardly_more_than_those_of_a_shuffle(window, bound):
     rows, batch = 1_000_000, 1024
-    order = LaneOrder(rows, 3, 0, LaneSettings(64, 1024, window))
+    order = WindowedShuffle(rows, 3, 0, WindowSettings(64, 1024, window))
     batches = whole(order)[: rows // batch * batch].reshape(-1, batch)
     of_ten = np.stack([(batches // (rows // 10) == label).sum(1) for label in range(10)])
     assert of_ten.var(1).mean() / (batch * 0.09) < bound
 
 
 def test_an_epoch_of_a_billion_rows_can_be_entered_in_the_middle():
-    order = LaneOrder(10**9, 0, 5, LaneSettings(64, 4096, 1 << 17))
+    order = WindowedShuffle(10**9, 0, 5, WindowSettings(64, 4096, 1 << 17))
     rows = order.take([500_000_000, 500_001_024], 1, 2)[0]
     assert len(np.unique(rows)) == 512
 
 
 def test_a_lane_order_never_changes_between_versions():
-    assert whole(LaneOrder(12, 0, 0, LaneSettings(3, 2, 3))).tolist() == [4, 6, 2, 1, 11, 3, 0, 7, 8, 5, 10, 9]
+    assert whole(WindowedShuffle(12, 0, 0, WindowSettings(3, 2, 3))).tolist() == [4, 6, 2, 1, 11, 3, 0, 7, 8, 5, 10, 9]

@@ -1,9 +1,9 @@
-"""A keyed permutation of range(rows) that is computed, not stored: any part of it, in any order, at 6 ns a row.
+"""Keyed permutations of range(rows) that are computed, not stored, and the order "global" that is made of one.
 
-Small ones are sorted hashes. Larger ones are a Feistel network over a grid of about √rows × √rows cells: a position is
-a cell (line, column); each round moves one coordinate around its ring by a distance that a table of hashes gives for
-the other coordinate. The tables have √rows entries each, so they stay in the processor's cache, and a billion rows
-cost 4 MB; and because the grid has hardly more cells than there are rows, next to nothing falls outside of it.
+Small permutations sort hashes. Larger ones are a Feistel network over a grid of about √rows × √rows cells: a position
+is a cell (line, column), and each round moves one coordinate around its ring by a distance that a table of hashes gives
+for the other coordinate. The tables have √rows entries each, so they stay in the processor's cache, and a billion rows
+cost 4 MB. The grid has hardly more cells than there are rows, so almost no cell lies outside of the rows.
 """
 
 from __future__ import annotations
@@ -16,56 +16,79 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data.order.sampling import Indices, splitmix64
-
-_SORTED = 4096
-"""Rows up to which hashes are sorted: a true shuffle, cheap enough at this size."""
-_ROUNDS = 4
-"""Enough for a pseudo-random permutation where the tables are random (Luby, Rackoff 1988). Two more cost 3 ns a row and
-improve nothing that the tests can see; with three, batch means already vary by some per cent too much."""
-_BLOCK = 1 << 14
-"""Positions worked on at a time: what all steps touch fits into a core's second-level cache."""
-
-_LONG_LINE = 512
-"""Cells in a line above which calls for a line each cost less than what they save."""
-
+Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
+_SORTED = 4096
+"""Up to this many rows hashes are sorted: a true shuffle, cheap enough at this size."""
+_ROUNDS = 4
+"""Enough for a pseudo-random permutation if the tables are random (Luby, Rackoff 1988). Two more rounds cost 3 ns a row
+and improve nothing that the tests can see; with three, batch means already vary by some per cent too much."""
+_BLOCK = 1 << 14
+"""Positions computed at a time, so that all buffers fit into a core's second-level cache."""
+_LONG_LINE = 512
+"""Cells in a line from which on it is cheaper to compute line by line."""
 
-def hashes(key: int, start: int, stop: int) -> Words:
-    """Outputs `start`..`stop` of the splitmix64 stream that `key` begins; uint64, shape (stop - start,)."""
-    z = np.arange(start + 1, stop + 1, dtype=np.uint64)
-    z *= np.uint64(0x9E3779B97F4A7C15)
-    z += np.uint64(key & ((1 << 64) - 1))
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+# The splitmix64 generator (Steele, Lea, Flood 2014): of single numbers, and of arrays.
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def splitmix64(state: int) -> int:
+    """Return the first output of the splitmix64 stream that starts at `state`."""
+    z = (state + _GAMMA) & _MASK
+    z = ((z ^ (z >> 30)) * _MULTIPLIERS[0]) & _MASK
+    z = ((z ^ (z >> 27)) * _MULTIPLIERS[1]) & _MASK
+    return z ^ (z >> 31)
+
+
+def mixed(z: Words) -> Words:
+    """Apply the output function of splitmix64 to an array of states."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
     return z ^ (z >> np.uint64(31))
 
 
+def hashes(key: int, start: int, stop: int) -> Words:
+    """Return outputs `start`..`stop` of the splitmix64 stream that starts at `key`."""
+    z = np.arange(start + 1, stop + 1, dtype=np.uint64)
+    z *= np.uint64(_GAMMA)
+    z += np.uint64(key & _MASK)
+    return mixed(z)
+
+
+def seeded_key(seed: int, number: int) -> int:
+    """Return the key of one epoch, or one partition, under a seed; both may be negative."""
+    return splitmix64(splitmix64(seed & _MASK) ^ (number & _MASK))
+
+
 def derived_key(*parts: int) -> int:
-    """One 64-bit key from several integers, which may be negative; their order matters."""
+    """Combine integers, which may be negative, into one 64-bit key. Their order matters."""
     key = 0
     for part in parts:
-        key = splitmix64(key ^ splitmix64(part & ((1 << 64) - 1)))
+        key = splitmix64(key ^ splitmix64(part & _MASK))
     return key
 
 
 def make_scratch() -> Indices:
-    """Memory that permutations need while they compute."""
+    """Allocate the work buffers of a permutation."""
     return np.empty((3, _BLOCK), np.int64)
 
 
 class Permutation:
     """A bijection of range(rows), a function of (rows, key) alone.
 
-    scratch: from `make_scratch()`; permutations that one thread uses may share it. None: one of its own.
-
-    Raises: ValueError: rows < 0.
+    Args:
+        rows: At least 0.
+        key: A 64-bit key, see `derived_key`.
+        scratch: Buffers of `make_scratch`, which permutations of one thread may share. None: allocate new ones.
     """
 
     def __init__(self, rows: int, key: int, scratch: Indices | None = None) -> None:
         if rows < 0:
-            raise ValueError(f"rows must not be negative, not {rows}")
+            raise ValueError(f"rows must be at least 0, not {rows}")
         self.rows = rows
         self._sorted: Indices | None = None
         if rows <= _SORTED:
@@ -75,13 +98,13 @@ class Permutation:
         columns = -(-rows // lines)
         steps: list[Indices] = []
         end = 0
-        for turn in range(_ROUNDS):  # even turns move the line, by what the column says
-            ring, other = (lines, columns) if turn % 2 == 0 else (columns, lines)
+        for number in range(_ROUNDS):  # even rounds move the line by a distance that depends on the column
+            ring, other = (lines, columns) if number % 2 == 0 else (columns, lines)
             values = hashes(key, end, end + other) >> np.uint64(32)
             steps.append(((values * np.uint64(ring)) >> np.uint64(32)).astype(np.int64))
             end += other
-        # Coordinates are not brought back into their ring after each move: the tables repeat instead, as often as a
-        # coordinate can have gone around by then, and the last two bring them back.
+        # Coordinates are not reduced modulo their ring after each move. Instead the tables are repeated, as often as a
+        # coordinate can have gone around by then, and the last two tables reduce them.
         self._first = steps[0]
         self._steps = [np.tile(step, times) for step, times in zip(steps[1:], (2, 2, 3), strict=True)]
         self._lines = np.tile(np.arange(0, lines * columns, columns), 3)
@@ -89,7 +112,7 @@ class Permutation:
         self._scratch = make_scratch() if scratch is None else scratch
 
     def __getitem__(self, positions: Indices) -> Indices:
-        """What stands at these positions, which must lie in range(rows); int64, same shape `(n,)`."""
+        """Return the rows at these positions, shape (n,). Positions must be in range(rows)."""
         if self._sorted is not None:
             return self._sorted[positions]
         out = np.empty(len(positions), np.int64)
@@ -106,7 +129,7 @@ class Permutation:
         return out
 
     def span(self, start: int, stop: int) -> Indices:
-        """The same as `self[np.arange(start, stop)]`, a little faster."""
+        """Return `self[np.arange(start, stop)]`, a little faster."""
         if self._sorted is not None:
             return self._sorted[start:stop]
         columns = len(self._first)
@@ -117,7 +140,7 @@ class Permutation:
             line, column, step = (row[: min(_BLOCK, stop - begin)] for row in self._scratch)
             number, first = divmod(begin, columns)
             filled = 0
-            while filled < len(line):  # along lines: neither a division nor a look-up is needed for the first step
+            while filled < len(line):  # along a line the first round needs neither a division nor a look-up
                 length = min(len(line) - filled, columns - first)
                 np.add(self._first[first : first + length], number, out=line[filled : filled + length])
                 column[filled : filled + length] = self._columns[first : first + length]
@@ -126,9 +149,9 @@ class Permutation:
         return out
 
     def _finish(self, line: Indices, column: Indices, step: Indices, out: Indices) -> None:
-        """All moves after the first one."""
-        for turn, table in enumerate(self._steps):
-            moved, other = (column, line) if turn % 2 == 0 else (line, column)
+        """Apply all rounds after the first one."""
+        for number, table in enumerate(self._steps):
+            moved, other = (column, line) if number % 2 == 0 else (line, column)
             np.take(table, other, out=step, mode="clip")
             np.add(moved, step, out=moved)
         np.take(self._lines, line, out=step, mode="clip")
@@ -136,31 +159,35 @@ class Permutation:
         np.add(out, step, out=out)
         if int(out.max()) < self.rows:
             return
-        # the few cells that are no rows walk on along their cycle until they are some: it stays a bijection
+        # The few cells beyond the last row follow their cycle until it meets a row: the result stays a bijection.
         outside = np.flatnonzero(out >= self.rows)
         out[outside] = self[out[outside]]
 
 
-# The orders in which an epoch's rows come, and which of them a rank takes of a global batch.
-#
-# Both are functions of (rows, seed, epoch) and settings that are the same on all ranks; neither depends on the number
-# of ranks. An epoch's state is one integer, the position up to which its order is done.
-
-
 class Order(Protocol):
-    """The order of one epoch."""
+    """The order of one epoch's rows, and each rank's part of a global batch.
+
+    A function of (rows, seed, epoch) and of settings that are the same on all ranks, never of the number of ranks. So
+    the state of an epoch is one integer: the position up to which its rows are done.
+    """
 
     rows: int
 
     def take(self, edges: Sequence[int], rank: int, size: int) -> tuple[Indices, list[int]]:
-        """What the rank takes of the consecutive global batches `[edges[0], edges[1])`, `[edges[1], edges[2])`, ..
+        """Return a rank's rows of consecutive global batches.
 
-        Returns: the rows of all of them, int64, one batch's after another's; and how many each has.
+        Args:
+            edges: Positions between the batches: `[edges[0], edges[1])`, `[edges[1], edges[2])`, ...
+            rank: The rank.
+            size: The number of ranks.
+
+        Returns:
+            The rows of all batches, one batch's after another's; and the number of rows in each batch.
         """
 
 
 class GlobalOrder:
-    """One permutation of all rows. A rank takes a contiguous part of each batch; parts differ by at most a row."""
+    """One permutation of all rows. A rank takes a contiguous part of each batch; parts differ by at most one row."""
 
     def __init__(self, rows: int, seed: int, epoch: int, shuffle: bool = True) -> None:
         self.rows = rows

@@ -1,4 +1,7 @@
-"""The order for sets that are larger than memory, or far away: shuffled well, read in chunks, resumed anywhere."""
+"""The windowed shuffle, `order="lanes"`: for datasets that are larger than memory, or remote.
+
+Rows are read in chunks of neighbours, well shuffled, and an epoch can be entered at any position.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,32 @@ from itertools import pairwise
 
 import numpy as np
 
-from spark_elastic.data.order.permutation import Permutation, derived_key, make_scratch
-from spark_elastic.data.order.sampling import Indices
+from spark_elastic.data.order.permutation import Indices, Permutation, derived_key, make_scratch
 
+_CHUNK_BYTES = 256 << 10
+"""Bytes of a chunk: reads of this size get most of what a disk or an object store can deliver."""
+_OPEN_BYTES = 1 << 30
+"""Bytes of the open windows of all streams: 4096 chunks. With sorted data the rows of a batch of n vary like
+1 + n / chunks times those of a true shuffle: 1.25 for a batch of 1024. It is page cache, which the ranks share."""
+_STREAMS = 128
+"""Several for each worker, so that workers whose number does not divide it still have nearly equal shares."""
+_MANY_ROWS = 1 << 23
+"""From here on there are twice as many streams: with fewer rows they would be so short that computing them is slow."""
 _PLANNED = 1 << 19
-"""Rows whose places in the lanes are computed at a time: what a resume costs, some ms and 4 MB."""
-_GOLDEN = 0.6180339887498949
+"""Rows whose places in the streams are computed at a time. A resume pays for one such block: some ms and 4 MB."""
+_GOLDEN_RATIO = 0.6180339887498949
 
 
 @dataclass(frozen=True, slots=True)
-class LaneSettings:
-    """How a set is read in lanes; the same on every rank and for all of a training.
+class WindowSettings:
+    """How the windowed shuffle divides a dataset; the same on every rank and for a whole training.
 
-    lanes: that positions are dealt out to in turns. chunk_rows: neighbours that are read together.
-    window_rows: rows of a lane that are shuffled among themselves; as many as the lane has, or more: all of them.
+    Checkpoints contain the fields, so their names stay.
+
+    Attributes:
+        lanes: The number of streams.
+        chunk_rows: Neighbouring rows that are read together.
+        window_rows: Rows of a stream that are shuffled among themselves; at least the stream's rows: all of them.
     """
 
     lanes: int
@@ -29,15 +44,38 @@ class LaneSettings:
     window_rows: int
 
 
-def _reversed(number: int, bits: int) -> int:
+def window_settings(
+    rows: int, stride: int, *, cache_bytes: int | None = None, open_bytes: int = _OPEN_BYTES
+) -> WindowSettings:
+    """Return the settings for a dataset. They do not depend on the batch size, which may change with the world.
+
+    Args:
+        rows: Rows of the dataset.
+        stride: Bytes of a record.
+        cache_bytes: The size of a remote dataset's cache, which also holds the next windows and those just used.
+        open_bytes: Bytes that the open windows of all streams may cover together.
+    """
+    if cache_bytes is not None:
+        open_bytes = min(open_bytes, cache_bytes // 4)
+    streams = _STREAMS if rows < _MANY_ROWS else 2 * _STREAMS
+    chunk_rows = max(1, min(_CHUNK_BYTES // stride, -(-rows // (4 * streams)) or 1))
+    return WindowSettings(streams, chunk_rows, max(chunk_rows, open_bytes // stride // streams))
+
+
+def _bits_reversed(number: int, bits: int) -> int:
     return int(f"{number:0{bits}b}"[::-1], 2) if bits else 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """number: of the window in its lane. order: of its rows. first: where its first row is, counted from the start of
-    the first chunk that it touches. chunks: the first rows of the chunks that it touches; None: the short one is among
-    them, and `first` is a place on the tape.
+    """The window of a stream that rows are taken from.
+
+    Attributes:
+        number: Its number in the stream.
+        order: The permutation of its rows.
+        first: The place of its first row, counted from the start of the first chunk that it touches.
+        chunks: The first rows of the chunks that it touches. None: it touches the short chunk, and `first` is a place
+            in the chunk sequence.
     """
 
     number: int
@@ -46,76 +84,75 @@ class _Window:
     chunks: Indices | None
 
 
-class LaneOrder:
-    """Rows in chunks, chunks shuffled into a tape, the tape cut into lanes, each lane shuffled window by window.
+class WindowedShuffle:
+    """Chunks of rows in shuffled sequence, the sequence cut into streams, each stream shuffled window by window.
 
-    Position p is row number p div P of a lane that p mod P names, and a rank owns a contiguous run of lanes: so it
-    touches only its share of the chunks, and of those only what the windows that are open now cover. Lanes are dealt
-    out in bit-reversed order, so that any few consecutive positions are spread evenly over all runs of lanes: ranks
-    have nearly equal shares of batches of any size. The lanes' windows end at different times, so that chunks are
-    needed one after another, not all at once.
+    With S streams, position p is row p div S of the stream that p mod S selects. A rank owns a contiguous range of
+    streams, so it reads only its share of the chunks, and of those only what the open windows cover. Positions are
+    dealt to the streams in bit-reversed order: any few consecutive positions are spread evenly over all ranges of
+    streams, so ranks have nearly equal shares of batches of any size. The windows of different streams end at different
+    times, so that new chunks are needed one after another, not all at once.
     """
 
-    def __init__(self, rows: int, seed: int, epoch: int, settings: LaneSettings) -> None:
+    def __init__(self, rows: int, seed: int, epoch: int, settings: WindowSettings) -> None:
         self.rows = rows
         self.settings = settings
         self._key = derived_key(seed, epoch, 1)
         self._scratch = make_scratch()
         full, self._short = divmod(rows, settings.chunk_rows)
         self._chunks = Permutation(full, derived_key(self._key, 1), self._scratch)
-        # a last chunk that is short stands anywhere on the tape, like any other
+        # a short last chunk may be anywhere in the sequence, like any other
         self._short_at = derived_key(self._key, 2) % (full + 1) * settings.chunk_rows
         bits = (settings.lanes - 1).bit_length()
-        # turns[i]: the lane of the positions p with p mod P = i
-        self._turns = np.array(sorted(range(settings.lanes), key=lambda lane: _reversed(lane, bits)), np.int64)
+        # _turns[i]: the stream of the positions p with p mod S = i
+        self._turns = np.array(sorted(range(settings.lanes), key=lambda s: _bits_reversed(s, bits)), np.int64)
         longer = np.zeros(settings.lanes, np.int64)
         longer[self._turns[: rows % settings.lanes]] = 1
         self._lengths = (rows // settings.lanes + longer).tolist()
         self._begins = (np.cumsum(self._lengths) - self._lengths).tolist()
-        self._share = (-1, -1)
-        self._mine: Indices = np.empty(0, np.int64)
-        self._until: list[int] = []
+        self._owned = (-1, -1)
+        self._owned_turns: Indices = np.empty(0, np.int64)
+        self._owned_before: list[int] = []
         self._windows: dict[int, _Window] = {}
         self._plan = np.empty((0, 0), np.int64)
         self._planned = (0, 0, 0)
 
-    # --- lanes and windows --------------------------------------------------------------------
+    # --- streams and windows ------------------------------------------------------------------
 
     def owned(self, rank: int, size: int) -> tuple[int, int]:
-        """The lanes `[first, last)` of a rank; none where there are more ranks than lanes."""
-        lanes = self.settings.lanes
-        return lanes * rank // size, lanes * (rank + 1) // size
+        """Return the streams `[first, last)` of a rank: none for some if there are more ranks than streams."""
+        streams = self.settings.lanes
+        return streams * rank // size, streams * (rank + 1) // size
 
-    def lane(self, lane: int) -> tuple[int, int]:
-        """Where on the tape a lane begins, and how many rows it has."""
-        return self._begins[lane], self._lengths[lane]
+    def stream(self, stream: int) -> tuple[int, int]:
+        """Return where a stream begins in the chunk sequence, and its number of rows."""
+        return self._begins[stream], self._lengths[stream]
 
-    def window_at(self, lane: int, index: int) -> tuple[int, int, int]:
-        """The window around a lane's row number `index`: its number, and the lane's rows `[start, stop)` it covers."""
-        length, window = self.lane(lane)[1], self.settings.window_rows
+    def window_at(self, stream: int, index: int) -> tuple[int, int, int]:
+        """Return the window around row `index` of a stream: its number, and its rows `[start, stop)` of the stream."""
+        length, window = self._lengths[stream], self.settings.window_rows
         if window >= length:
             return 0, 0, length
-        # the first one is longer or shorter by up to a half: neighbouring lanes are out of step
-        first = max(1, window // 2 + int(window * (lane * _GOLDEN % 1)))
+        # the first one is longer or shorter by up to a half, so that neighbouring streams are out of step
+        first = max(1, window // 2 + int(window * (stream * _GOLDEN_RATIO % 1)))
         if index < first:
             return 0, 0, min(first, length)
         number = (index - first) // window
         start = first + number * window
         return number + 1, start, min(start + window, length)
 
-    def window_ranges(self, lane: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """The ranges of rows, `[start, stop)` each, that a lane's rows number `start`..`stop` come from."""
-        begin = self.lane(lane)[0]
+    def window_ranges(self, stream: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the ranges of rows, `[start, stop)` each, that rows `start`..`stop` of a stream are taken from."""
+        begin = self._begins[stream]
         chunk = self.settings.chunk_rows
         first, last = begin + start, begin + stop
-        cuts = [self._short_at, self._short_at + self._short]
         edges = np.arange(first - first % chunk, last + chunk, chunk)
-        after = edges + self._short
-        cuts = sorted({first, last, *cuts, *edges.tolist(), *after.tolist()})
-        cuts = [cut for cut in cuts if first <= cut <= last]
-        begins = self._rows_on_tape(np.array(cuts[:-1], np.int64))
+        cuts = {first, last, self._short_at, self._short_at + self._short, *edges.tolist()}
+        cuts.update((edges + self._short).tolist())
+        inside = sorted(cut for cut in cuts if first <= cut <= last)
+        begins = self._rows_in_sequence(np.array(inside[:-1], np.int64))
         ranges: list[tuple[int, int]] = []
-        for row, cut, end in zip(begins.tolist(), cuts[:-1], cuts[1:], strict=True):
+        for row, cut, end in zip(begins.tolist(), inside[:-1], inside[1:], strict=True):
             if ranges and ranges[-1][1] == row:
                 ranges[-1] = (ranges[-1][0], row + end - cut)
             else:
@@ -125,91 +162,87 @@ class LaneOrder:
     # --- rows ---------------------------------------------------------------------------------
 
     def take(self, edges: Sequence[int], rank: int, size: int) -> tuple[Indices, list[int]]:
+        """Return a rank's rows of consecutive global batches, see `Order`."""
         first, last = self.owned(rank, size)
-        ends = [self._before(edge, first, last) for edge in edges]
+        if self._owned != (first, last):
+            mine = (self._turns >= first) & (self._turns < last)
+            self._owned_turns = self._turns[mine] - first
+            self._owned_before = [0, *np.cumsum(mine).tolist()]
+            self._owned = (first, last)
+        ends = []  # for each edge, the positions below it that belong to the owned streams
+        for edge in edges:
+            index, turn = divmod(edge, self.settings.lanes)
+            ends.append(index * (last - first) + self._owned_before[turn])
         return self._sequence(first, last, ends[0], ends[-1]), [stop - start for start, stop in pairwise(ends)]
 
-    def _own(self, first: int, last: int) -> None:
-        """Note whose turn is whose, for the lanes `[first, last)`."""
-        mine = (self._turns >= first) & (self._turns < last)
-        self._mine = self._turns[mine] - first
-        self._until = [0, *np.cumsum(mine).tolist()]
-        self._share = (first, last)
-
-    def _before(self, position: int, first: int, last: int) -> int:
-        """Positions below `position` that belong to the lanes `[first, last)`."""
-        if self._share != (first, last):
-            self._own(first, last)
-        index, turn = divmod(position, self.settings.lanes)
-        return index * (last - first) + self._until[turn]
-
     def _sequence(self, first: int, last: int, start: int, stop: int) -> Indices:
-        """Number `start`..`stop` of the rows of these lanes, in the order of their positions."""
-        lanes = last - first
+        """Return rows `start`..`stop` of the streams `[first, last)`, in the order of their positions."""
+        streams = last - first
         if start == stop:
             return np.empty(0, np.int64)
-        depth = max(1, _PLANNED // lanes)
+        depth = max(1, _PLANNED // streams)
         parts = []
-        index, end = start // lanes, -(-stop // lanes)
+        index, end = start // streams, -(-stop // streams)
         while index < end:
             block = index // depth
             if self._planned != (first, last, block):
-                self._plan = np.zeros((lanes, depth), np.int64)
-                for lane in range(first, last):
-                    self._fill(lane, block * depth, self._plan[lane - first])
+                self._plan = np.zeros((streams, depth), np.int64)
+                for stream in range(first, last):
+                    self._fill(stream, block * depth, self._plan[stream - first])
                 self._planned = (first, last, block)
             until = min(end, (block + 1) * depth)
-            plan = self._plan[self._mine, index - block * depth : until - block * depth]
+            plan = self._plan[self._owned_turns, index - block * depth : until - block * depth]
             parts.append(plan.T.reshape(-1))
             index = until
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return rows[start % lanes : start % lanes + stop - start]
+        return rows[start % streams : start % streams + stop - start]
 
-    def _fill(self, lane: int, index: int, out: Indices) -> None:
-        """A lane's rows from number `index` on; past its end `out` stays as it is."""
-        end = min(index + len(out), self.lane(lane)[1])
+    def _fill(self, stream: int, index: int, out: Indices) -> None:
+        """Write the rows of a stream from `index` on to `out`, whose rest after the stream's end stays unchanged."""
+        end = min(index + len(out), self._lengths[stream])
         at = index
         while at < end:
-            number, start, stop = self.window_at(lane, at)
+            number, start, stop = self.window_at(stream, at)
             until = min(stop, end)
-            window = self._windows.get(lane)
+            window = self._windows.get(stream)
             if window is None or window.number != number:
-                window = self._windows[lane] = self._window(lane, number, start, stop)
+                window = self._windows[stream] = self._window(stream, number, start, stop)
             positions = window.order.span(at - start, until - start)
-            out[at - index : until - index] = self._rows_in(window, positions)
+            out[at - index : until - index] = self._rows_in_window(window, positions)
             at = until
 
-    def _window(self, lane: int, number: int, start: int, stop: int) -> _Window:
-        begin = self.lane(lane)[0]
+    def _window(self, stream: int, number: int, start: int, stop: int) -> _Window:
+        begin = self._begins[stream]
         first, last = begin + start, begin + stop
-        order = Permutation(stop - start, derived_key(self._key, 3, lane, number), self._scratch)
+        order = Permutation(stop - start, derived_key(self._key, 3, stream, number), self._scratch)
         after = self._short_at + self._short
         if self._short and first < after and last > self._short_at:
             return _Window(number, order, first, None)
         if first >= after:
             first, last = first - self._short, last - self._short
         chunk = self.settings.chunk_rows
-        slots = np.arange(first // chunk, -(-last // chunk))
-        return _Window(number, order, first % chunk, self._chunks[slots] * chunk)
+        touched = np.arange(first // chunk, -(-last // chunk))
+        return _Window(number, order, first % chunk, self._chunks[touched] * chunk)
 
-    def _rows_in(self, window: _Window, positions: Indices) -> Indices:
+    def _rows_in_window(self, window: _Window, positions: Indices) -> Indices:
         places = positions + window.first
         if window.chunks is None:
-            return self._rows_on_tape(places)
-        slots = places // self.settings.chunk_rows
-        places -= slots * self.settings.chunk_rows
-        places += window.chunks[slots]
+            return self._rows_in_sequence(places)
+        touched = places // self.settings.chunk_rows
+        places -= touched * self.settings.chunk_rows
+        places += window.chunks[touched]
         return places
 
-    def _rows_on_tape(self, tape: Indices) -> Indices:
+    def _rows_in_sequence(self, places: Indices) -> Indices:
+        """Return the rows at these places of the chunk sequence."""
         chunk = self.settings.chunk_rows
         if not self._chunks.rows:
-            return tape
-        behind = tape >= self._short_at + self._short
-        offsets = tape - behind * self._short
-        # what lies in the short chunk would be looked up past the last full one
-        slots = np.minimum(offsets // chunk, self._chunks.rows - 1)
-        rows: Indices = self._chunks[slots] * chunk + (offsets - slots * chunk)
-        inside = np.flatnonzero((tape >= self._short_at) & ~behind)
-        rows[inside] = self._chunks.rows * chunk + tape[inside] - self._short_at
+            return places
+        behind = places >= self._short_at + self._short
+        offsets = places - behind * self._short
+        # places in the short chunk would be looked up past the last full one; they are overwritten below
+        touched = np.minimum(offsets // chunk, self._chunks.rows - 1)
+        rows: Indices = self._chunks[touched] * chunk + (offsets - touched * chunk)
+        inside = np.flatnonzero((places >= self._short_at) & ~behind)
+        rows[inside] = self._chunks.rows * chunk + places[inside] - self._short_at
         return rows

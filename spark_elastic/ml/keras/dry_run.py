@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from spark_elastic.data.batch import Batch
-from spark_elastic.data.read_order import resolve_order
+from spark_elastic.data.reader import Batch, resolve_order
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.keras.sync_batch_normalization import unconverted
 from spark_elastic.ml.callbacks import Callback, check_one_best

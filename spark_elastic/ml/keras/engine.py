@@ -12,8 +12,8 @@ import torch
 from spark_elastic.collective.objects import broadcast_tensors
 from spark_elastic.collective.operations import allreduce_
 from spark_elastic.collective.reduction import Sum
-from spark_elastic.data.batch import Batch
 from spark_elastic.data.order.permutation import derived_key
+from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError
 from spark_elastic.keras import variables as values
 from spark_elastic.keras.sync_batch_normalization import is_synchronised

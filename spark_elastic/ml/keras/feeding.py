@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from spark_elastic.data.batch import Batch
+from spark_elastic.data.reader import Batch
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.keras.compiling import CompileArguments, losses_by_output
 from spark_elastic.ml.keras.spec import KerasTraining

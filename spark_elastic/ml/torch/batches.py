@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spark_elastic.data.batch import Batch
+from spark_elastic.data.reader import Batch
 from spark_elastic.ml.preparation import WEIGHT, numbered
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.columns import INPUT, LABEL, Columns, cuts, is_trained_on, refused

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from spark_elastic.data.batch import Batch
-from spark_elastic.data.read_order import resolve_order
+from spark_elastic.data.reader import Batch, resolve_order
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.datasets import model_inputs

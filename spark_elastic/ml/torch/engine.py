@@ -10,8 +10,8 @@ import torch
 import spark_elastic.torch as hvd
 from spark_elastic.collective.fused import without_rows
 from spark_elastic.collective.objects import broadcast_tensors
-from spark_elastic.data.batch import Batch
 from spark_elastic.data.order.permutation import derived_key
+from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.torch.batch_norm import normalised_alone
 from spark_elastic.ml.torch.batches import BatchMaker

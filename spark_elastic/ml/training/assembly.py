@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from spark_elastic.collective.process import process
-from spark_elastic.data.read_order import lanes_of, resolve_order
+from spark_elastic.data.reader import resolve_order, window_settings_of
 from spark_elastic.elastic.frontend import frontend
 from spark_elastic.elastic.state import elastic_loop
 from spark_elastic.errors import CheckpointError
@@ -100,7 +100,7 @@ def _order(training: Training) -> dict[str, Any]:
     order = resolve_order(dataset, order=training.order, shuffle=training.shuffle, cache_bytes=cache_bytes)
     if order != "lanes":
         return {"order": order}
-    return {"order": order, "lanes": asdict(lanes_of(dataset, cache_bytes=cache_bytes))}
+    return {"order": order, "lanes": asdict(window_settings_of(dataset, cache_bytes=cache_bytes))}
 
 
 def _to_go_on(at: Progress, training: Training) -> Progress:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spark_elastic.data.batch import Batch
+from spark_elastic.data.reader import Batch
 from spark_elastic.errors import DataError
 from spark_elastic.ml.preparation import WEIGHT
 from spark_elastic.ml.training.spec import Training

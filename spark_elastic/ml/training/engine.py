@@ -11,7 +11,7 @@ from spark_elastic.elastic.handled_state import HandledState
 from spark_elastic.ml.training.progress import Piece, Progress, Sums
 
 if TYPE_CHECKING:
-    from spark_elastic.data.batch import Batch
+    from spark_elastic.data.reader import Batch
 
 # How many threads a worker may use, when it shares a host with others.
 

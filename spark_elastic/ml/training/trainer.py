@@ -62,7 +62,7 @@ class Trainer:
         self.save_s = timeout_s(os.environ)
         self.saving: Saving | None = None
         """Of what the training has come to; None: this worker was not rank 0 then."""
-        self.reader("train").bring()  # here, and not in the first step, for which all the others would wait
+        self.reader("train").preload()  # here, and not in the first step, for which all the others would wait
 
     def go_on(self) -> None:
         """From wherever the state stands to the end; in each new world again.

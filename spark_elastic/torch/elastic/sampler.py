@@ -11,7 +11,8 @@ import numpy as np
 import torch.utils.data
 
 from spark_elastic.collective.process import process
-from spark_elastic.data.order.sampling import EpochOrder, Indices, needs_padding, rows_done, share
+from spark_elastic.data.order.permutation import Indices
+from spark_elastic.data.order.sampling import EpochOrder, needs_padding, rows_done, share
 
 _CHUNK = 8192
 """Rows whose places in the order are computed at a time."""

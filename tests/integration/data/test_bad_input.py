@@ -7,7 +7,7 @@ from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from spark_elastic.data.catalog import SETS
+from spark_elastic.data.catalog import DATASETS
 from spark_elastic.data.materialization import materialize
 from spark_elastic.errors import DataError, InvalidSettingsError, StoreError
 
@@ -200,9 +200,9 @@ def test_an_error_of_the_query_itself_is_named(spark, store):
 
 def test_a_store_that_cannot_be_written_to(spark, tmp_path):
     place = tmp_path / "store"
-    (place / SETS).mkdir(parents=True)
+    (place / DATASETS).mkdir(parents=True)
     frame = spark.range(3)
-    blocked = place / SETS / "mine"
+    blocked = place / DATASETS / "mine"
     blocked.write_text("a file where the folder should be")
     with pytest.raises(StoreError, match=r"the driver cannot write to .*/mine"):
         materialize(frame, {"x": "id"}, store=place, dataset_id="mine")

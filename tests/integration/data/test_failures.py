@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from pyspark.sql import functions as F
 
-from spark_elastic.data.catalog import SETS, delete_unkept
+from spark_elastic.data.catalog import DATASETS, delete_unkept
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.materialization import materialize
-from spark_elastic.data.sharing import PROBE
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import PROBE, Store
 from spark_elastic.errors import StoreError
 from tests.integration.clusters import local_cluster
 from tests.integration.data.conftest import Rows
@@ -79,7 +78,7 @@ def test_a_task_that_dies_while_it_writes_is_repeated_and_counts_once(cluster, s
 def test_executors_that_share_the_store_are_believed(cluster, store):
     store.check_shared(cluster.spark)
     assert not [entry for entry in store.list() if entry.path.startswith(PROBE)]
-    assert store.list(SETS) == []
+    assert store.list(DATASETS) == []
 
 
 def test_executors_that_see_another_folder_are_found_before_anything_is_written(cluster, tmp_path, monkeypatch):
@@ -105,7 +104,7 @@ def blocking(url):
 
     @F.udf("long")
     def passes(x):
-        folder = Path(url) / SETS / "mine"
+        folder = Path(url) / DATASETS / "mine"
         if folder.is_dir():
             for entry in folder.iterdir():
                 entry.rename(folder.parent / "aside")

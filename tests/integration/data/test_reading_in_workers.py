@@ -12,11 +12,11 @@ import pytest
 
 import spark_elastic
 from spark_elastic.data import Dataset, pack
-from spark_elastic.data.order.windows import LaneSettings
+from spark_elastic.data.order.windows import WindowSettings
 from tests.unit.data.test_node_cache import cached_bytes, remote
 
 ROWS = 200_000
-LANES = LaneSettings(16, 256, 900)
+LANES = WindowSettings(16, 256, 900)
 
 
 @pytest.fixture

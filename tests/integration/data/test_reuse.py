@@ -17,7 +17,7 @@ import pytest
 from pyspark.sql import functions as F
 
 from spark_elastic.data import catalog, materialization
-from spark_elastic.data.catalog import SETS, clear_cache, delete_unkept
+from spark_elastic.data.catalog import DATASETS, clear_cache, delete_unkept
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.materialization import materialize
@@ -46,7 +46,7 @@ def test_the_same_query_is_written_once(spark, store, table):
     query = lambda: spark.read.parquet(table).filter("x > 10").select((F.col("x") * 2).alias("x"))  # noqa: E731
     first = materialize(query(), X, store=store)
     assert materialize(query(), X, store=store) == first
-    assert len(store.list(SETS)) == 1
+    assert len(store.list(DATASETS)) == 1
 
 
 def test_whatever_changes_the_rows_or_how_they_are_stored_is_written_anew(spark, store, table):
@@ -181,7 +181,7 @@ def test_a_damaged_set_is_written_again_or_refused_if_it_was_named(spark, store,
         if not options:
             assert len(Rows(materialize(frame, X, store=store))["x"]) == 100
         else:
-            with pytest.raises(DatasetError, match="the set is damaged"):
+            with pytest.raises(DatasetError, match="the dataset is damaged"):
                 materialize(frame, X, store=store, **options)
 
 
@@ -217,7 +217,7 @@ def test_a_store_that_is_no_folder_of_this_machine_serves_all_the_same(spark, ta
     assert materialize(frame, tensors, store=store, validation="v").manifest == dataset.manifest
     dataset.verify()
     delete_unkept()
-    assert store.list(SETS) == []
+    assert store.list(DATASETS) == []
 
 
 def test_settings_of_the_session_are_as_before(spark, store):
@@ -317,7 +317,7 @@ def test_a_set_that_another_fit_reads_stays(spark, store, table):
         assert clear_cache(store) == []
         assert Dataset.open(dataset.store) == dataset
     assert clear_cache(store) == [dataset.store.url.rpartition("/")[2]]
-    assert store.list(SETS) == []
+    assert store.list(DATASETS) == []
 
 
 def test_a_set_that_is_looked_at_is_not_taken_by_a_fit_that_ends_beside(spark, store, table, monkeypatch):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pyspark.sql import functions as F
 
-from spark_elastic.data.catalog import SETS
+from spark_elastic.data.catalog import DATASETS
 from spark_elastic.errors import InvalidSettingsError
 from tests.unit.ml.torch.estimators import HereEstimator, settings
 
@@ -24,7 +24,7 @@ def rows(spark: Any, number: int = 0) -> Any:
 
 
 def left(store: Path) -> int:
-    return len(list((store / SETS).glob("*/manifest.json")))
+    return len(list((store / DATASETS).glob("*/manifest.json")))
 
 
 def test_a_server_that_retrains_on_and_on_keeps_to_its_limit(

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_elastic.data.order.permutation import GlobalOrder
-from spark_elastic.data.order.windows import LaneOrder, LaneSettings
-from spark_elastic.data.read_ahead import Ahead
+from spark_elastic.data.order.windows import WindowedShuffle, WindowSettings
+from spark_elastic.data.prefetch import ReadAhead
 from spark_elastic.data.rows import Numbering
 
 NUMBERING = Numbering([400], 1)
@@ -17,14 +17,14 @@ NUMBERING = Numbering([400], 1)
 class Recording:
     """Rows that are wanted, there, or neither."""
 
-    def __init__(self, at_once=False):
-        self.at_once = at_once
+    def __init__(self, preload_always=False):
+        self.preload_always = preload_always
         self.open = {}
         self.there = set()
         self.most = 0
         self.all = 0
 
-    def want(self, ranges):
+    def request(self, ranges):
         token = object()
         self.open[token] = {row for start, stop in ranges for row in range(start, stop)}
         self.most = max(self.most, sum(map(len, self.open.values())))
@@ -36,7 +36,7 @@ class Recording:
     def release(self, token):
         self.there -= self.open.pop(token)
 
-    def want_all(self, stopping):
+    def preload(self, stopping):
         self.all += 1
 
 
@@ -44,15 +44,15 @@ class Recording:
 @given(
     rows=st.integers(1, 600),
     lanes=st.builds(
-        LaneSettings, lanes=st.integers(1, 9), chunk_rows=st.integers(1, 20), window_rows=st.integers(1, 60)
+        WindowSettings, lanes=st.integers(1, 9), chunk_rows=st.integers(1, 20), window_rows=st.integers(1, 60)
     ),
     turn=st.integers(1, 90),
     size=st.integers(1, 4),
     position=st.integers(0, 300),
 )
 def test_rows_are_there_when_they_are_gathered_and_gone_after_two_windows(rows, lanes, turn, size, position):
-    order, source = LaneOrder(rows, 1, 1, lanes), Recording()
-    ahead = Ahead(source, NUMBERING)
+    order, source = WindowedShuffle(rows, 1, 1, lanes), Recording()
+    ahead = ReadAhead(source, NUMBERING)
     for start in range(position, rows, turn):
         stop = min(rows, start + turn)
         ahead.prepare(order, start, stop, 0, size)
@@ -60,16 +60,16 @@ def test_rows_are_there_when_they_are_gathered_and_gone_after_two_windows(rows, 
     # of each lane what a turn covers, rounded up to windows, and a window more
     window = 2 * lanes.window_rows
     assert source.most <= lanes.lanes * (-(-turn // lanes.lanes) + 1 + 3 * window)
-    ahead.forget()
+    ahead.release_all()
     assert source.open == {}
 
 
 def test_a_new_epoch_or_world_lets_go_of_the_old_windows():
-    lanes = LaneSettings(4, 5, 20)
+    lanes = WindowSettings(4, 5, 20)
     source = Recording()
-    ahead = Ahead(source, NUMBERING)
+    ahead = ReadAhead(source, NUMBERING)
     for epoch, rank, size in ((0, 0, 1), (1, 0, 1), (1, 1, 2)):
-        order = LaneOrder(400, 0, epoch, lanes)
+        order = WindowedShuffle(400, 0, epoch, lanes)
         ahead.prepare(order, 40, 60, rank, size)
         mine = set(order.take([0, 400], rank, size)[0].tolist())
         assert source.open
@@ -80,26 +80,26 @@ def test_a_new_epoch_or_world_lets_go_of_the_old_windows():
 def test_rows_in_the_order_of_the_files_are_near_a_few_pieces_at_a_time(shard_rows, turn, run):
     numbering = Numbering(shard_rows, run)
     order, source = GlobalOrder(numbering.rows, 0, 0, shuffle=False), Recording()
-    ahead = Ahead(source, numbering, piece_rows=20)
+    ahead = ReadAhead(source, numbering, part_rows=20)
     for start in range(0, numbering.rows, turn):
         stop = min(numbering.rows, start + turn)
         ahead.prepare(order, start, stop, 0, 1)
         assert set(numbering.in_file_order(np.arange(start, stop)).tolist()) <= source.there
     assert source.all == 0
     assert source.most <= turn + 5 * 20
-    ahead.forget()
+    ahead.release_all()
     assert source.open == {}
 
 
 def test_a_permutation_wants_everything_once():
     source = Recording()
-    ahead, order = Ahead(source, NUMBERING), GlobalOrder(100, 0, 0)
+    ahead, order = ReadAhead(source, NUMBERING), GlobalOrder(100, 0, 0)
     for start in (0, 10):
         ahead.prepare(order, start, start + 10, 0, 1)
     assert (source.all, source.open) == (1, {})
 
 
-def test_a_small_set_is_wanted_at_once_in_any_order():
-    source = Recording(at_once=True)
-    Ahead(source, NUMBERING).prepare(LaneOrder(100, 0, 0, LaneSettings(4, 5, 20)), 0, 10, 0, 1)
+def test_a_small_set_is_wanted_preload_always_in_any_order():
+    source = Recording(preload_always=True)
+    ReadAhead(source, NUMBERING).prepare(WindowedShuffle(100, 0, 0, WindowSettings(4, 5, 20)), 0, 10, 0, 1)
     assert (source.all, source.open) == (1, {})

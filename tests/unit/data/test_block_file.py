@@ -141,7 +141,7 @@ class Overtaken(BlockFile):
 
 
 def test_what_others_fetched_meanwhile_and_keep_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(block_file, "_PATIENCE_S", 2.0)  # or who waits for it waits for minutes
+    monkeypatch.setattr(block_file, "_LOCK_TIMEOUT_S", 2.0)  # or who waits for it waits for minutes
     file = Overtaken(tmp_path / "a.data", len(CONTENT), Origin())
     assert file.hold(0, 3 * BLOCK) == 2 * BLOCK
     file.close()

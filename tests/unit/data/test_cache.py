@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from spark_elastic.data.catalog import (
+    DATASETS,
     LEASE_S,
-    SETS,
     Limits,
     clear_cache,
     collect_orphans,
@@ -53,14 +53,14 @@ def age(folder, age_s):
 
 
 def names(store):
-    return [entry.path.rpartition("/")[2] for entry in store.list(SETS)]
+    return [entry.path.rpartition("/")[2] for entry in store.list(DATASETS)]
 
 
 def test_what_nobody_kept_goes_when_it_is_old(store):
     make(store, "old", keep=False, age_s=2 * DAY)
     make(store, "young", keep=False, age_s=HOUR)
     make(store, "kept", keep=True, age_s=90 * DAY)
-    assert collect_orphans(store, time.time()) == [f"{SETS}/old"]
+    assert collect_orphans(store, time.time()) == [f"{DATASETS}/old"]
     assert names(store) == ["kept", "young"]
 
 
@@ -70,7 +70,7 @@ def test_a_write_that_did_not_end_goes_when_it_is_old(store):
     folder.write_bytes("keep", b"")
     assert collect_orphans(store, time.time()) == []
     age(folder, 2 * DAY)
-    assert collect_orphans(store, time.time()) == [f"{SETS}/unfinished"]
+    assert collect_orphans(store, time.time()) == [f"{DATASETS}/unfinished"]
 
 
 def test_files_of_repeated_tasks_go_and_the_set_stays(store):
@@ -79,7 +79,7 @@ def test_files_of_repeated_tasks_go_and_the_set_stays(store):
         dataset.store.write_bytes(f"run/orphan-{number}.rows", b"\0" * 8)
         if days:
             age(dataset.store, days * DAY)
-    assert collect_orphans(store, time.time()) == [f"{SETS}/set/run/orphan-0.rows"]
+    assert collect_orphans(store, time.time()) == [f"{DATASETS}/set/run/orphan-0.rows"]
     assert Dataset.open(dataset.store) == dataset
     assert dataset.store.exists("run/orphan-1.rows")
 
@@ -100,7 +100,7 @@ def test_what_is_leased_stays_whatever_its_age(store):
         delete_unkept()
         assert Dataset.open(dataset.store) == dataset
     age(dataset.store, 2 * DAY)
-    assert collect_orphans(store, time.time()) == [f"{SETS}/set"]
+    assert collect_orphans(store, time.time()) == [f"{DATASETS}/set"]
 
 
 def test_a_lease_of_a_process_that_died_runs_out(store):

@@ -15,7 +15,7 @@ from spark_elastic.data.arrow_values import RowsRefused
 from spark_elastic.data.columns import Column, Tensor
 from spark_elastic.data.encode import Encoder
 from spark_elastic.data.layout import Kind
-from spark_elastic.data.write_task import Receipt, WriteTask, set_aside
+from spark_elastic.data.write_task import Receipt, WriteTask, validation_rows
 
 NUMBER = Tensor("n", (Column("n", "scalar", "<i8"),), "<i4", Kind.DENSE, False, None, None, False)
 MATRIX = Tensor("m", (Column("m", "list", "<f4", 2),), "<f4", Kind.DENSE, True, None, None, False)
@@ -149,9 +149,9 @@ def test_a_partition_that_is_refused_leaves_no_file(tmp_path):
 @given(
     fraction=st.floats(0.01, 0.99), seed=st.integers(-(2**63), 2**64), cuts=st.lists(st.integers(0, 300), max_size=5)
 )
-def test_which_rows_are_set_aside_does_not_depend_on_the_batches(fraction, seed, cuts):
-    whole = set_aside(fraction, seed, 3, 0, 300)
+def test_which_rows_are_validation_rows_does_not_depend_on_the_batches(fraction, seed, cuts):
+    whole = validation_rows(fraction, seed, 3, 0, 300)
     edges = [0, *sorted(cuts), 300]
-    parts = [set_aside(fraction, seed, 3, lo, hi - lo) for lo, hi in pairwise(edges)]
+    parts = [validation_rows(fraction, seed, 3, lo, hi - lo) for lo, hi in pairwise(edges)]
     assert np.concatenate(parts).tolist() == whole.tolist()
-    assert abs(set_aside(fraction, seed, 3, 0, 20_000).mean() - fraction) < 0.02
+    assert abs(validation_rows(fraction, seed, 3, 0, 20_000).mean() - fraction) < 0.02

@@ -17,7 +17,7 @@ from spark_elastic.data import rows as mapping
 from spark_elastic.data.block_file import BLOCK
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
-from spark_elastic.data.order.windows import LaneSettings
+from spark_elastic.data.order.windows import WindowSettings
 from spark_elastic.data.packing import pack
 from spark_elastic.data.remote_cache import CachedSplit, RemoteFile
 from spark_elastic.data.rows import Numbering
@@ -65,7 +65,7 @@ def remote(folder):
 def opened(dataset, cache, limit=None):
     shards = dataset.manifest.splits["train"]
     numbering = Numbering([shard.rows for shard in shards], dataset.layout.rows_per_page_run)
-    return CachedSplit(dataset, "train", numbering, dataset.layout.has_sidecar, cache, limit)
+    return CachedSplit(dataset.store, dataset.manifest, "train", numbering, dataset.layout.has_sidecar, cache, limit)
 
 
 def cached_bytes(folder):
@@ -88,7 +88,7 @@ def test_sidecars_come_with_the_rows_that_refer_to_them(tmp_path):
     values = {"id": np.arange(3000), "text": [f"{row:0{row % 90}d}" for row in range(3000)]}
     pack(values, tmp_path / "set", shards=3)
     _, dataset = remote(tmp_path / "set")
-    options = {"batch_size": 64, "order": "lanes", "lanes": LaneSettings(4, 50, 200), "cache_dir": tmp_path / "cache"}
+    options = {"batch_size": 64, "order": "lanes", "lanes": WindowSettings(4, 50, 200), "cache_dir": tmp_path / "cache"}
     with dataset.reader(**options) as reader:
         seen = {}
         for batch in reader.epoch(0):
@@ -118,7 +118,7 @@ def test_the_cache_keeps_its_limit_and_the_rows_stay_right(tmp_path):
     nbytes = dataset_there.manifest.nbytes("train")
     _, dataset = remote(tmp_path / "set")
     limit = nbytes // 2
-    settings = LaneSettings(16, 512, 1500)
+    settings = WindowSettings(16, 512, 1500)
     options = {"batch_size": 4096, "order": "lanes", "lanes": settings}
     with dataset.reader(cache_dir=tmp_path / "cache", cache_bytes=limit, **options) as reader:
         found = np.concatenate([batch["label"] for batch in reader.epoch(0)])
@@ -140,7 +140,7 @@ def test_without_a_limit_the_cache_leaves_the_disk_some_room(tmp_path, monkeypat
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     split = opened(dataset, tmp_path / "cache")
     for start in range(0, 1200, 100):
-        wanted = split.want([(start, start + 100)])
+        wanted = split.request([(start, start + 100)])
         split.wait(wanted, Future())
         split.release(wanted)
     split.make_room()
@@ -324,7 +324,7 @@ def test_making_room_leaves_files_alone_that_others_are_still_making(tmp_path):
     (others / "short.state").write_bytes(b"x" * 8)
     before = {path.name: path.read_bytes() for path in others.iterdir()}
     split = opened(dataset, tmp_path / "cache", 2 << 20)
-    wanted = split.want([(0, 400_000)])
+    wanted = split.request([(0, 400_000)])
     split.wait(wanted, Future())
     split.release(wanted)
     split.make_room()
@@ -338,7 +338,7 @@ def test_what_cannot_be_dropped_stays_as_it_is_and_no_more_is_dropped(tmp_path, 
     far, dataset = remote(tmp_path / "set")
     split = opened(dataset, tmp_path / "cache", 100_000)
     for _ in range(2):
-        wanted = split.want([(0, 40_000)])
+        wanted = split.request([(0, 40_000)])
         split.wait(wanted, Future())
         split.release(wanted)
         before = far.read_bytes

@@ -162,7 +162,7 @@ def test_files_that_are_not_as_listed_are_a_damaged_set(tmp_path, damage):
         path.unlink()
     else:
         path.write_bytes(content + b"x" if damage == "longer" else content[:-1])
-    with pytest.raises(DatasetError, match="the set is damaged"):
+    with pytest.raises(DatasetError, match="the dataset is damaged"):
         Dataset.open(tmp_path)
 
 
@@ -174,7 +174,7 @@ def test_checksums_find_what_sizes_do_not(tmp_path, which):
     content = bytearray(path.read_bytes())
     content[7] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DatasetError, match=r"has checksum .* the set is damaged"):
+    with pytest.raises(DatasetError, match=r"has checksum .* the dataset is damaged"):
         Dataset.open(tmp_path).verify()
 
 

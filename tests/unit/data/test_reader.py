@@ -9,17 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_elastic.data.order.windows import LaneSettings
+from spark_elastic.data.order.windows import WindowSettings
 from spark_elastic.data.packing import pack
-from spark_elastic.data.read_order import resolve_order
-from spark_elastic.data.reader import BatchReader
+from spark_elastic.data.reader import BatchReader, resolve_order
 from spark_elastic.errors import DatasetError, InvalidSettingsError
 from tests.leftovers import nothing_left
 from tests.unit.data.sets import labels, numbered
 
 # 24 bytes a row: 512 rows fill whole pages, so shards of these sizes join in memory, or leave a few rows over
 SHARD_ROWS = st.lists(st.sampled_from([0, 1, 3, 511, 512, 513, 1024, 1500]), max_size=4)
-ORDERS = st.sampled_from([{"order": "global"}, {"shuffle": False}, {"order": "lanes", "lanes": LaneSettings(5, 7, 60)}])
+ORDERS = st.sampled_from(
+    [{"order": "global"}, {"shuffle": False}, {"order": "lanes", "lanes": WindowSettings(5, 7, 60)}]
+)
 
 
 def assert_whole_rows(batch):
@@ -273,12 +274,12 @@ def test_a_closed_reader_says_so(tmp_path):
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
-        ({"rank": 2, "size": 2}, "rank 2 is not one of 2"),
+        ({"rank": 2, "size": 2}, "rank must be from 0 to 1 with size=2, not 2"),
         ({"prefetch": -1}, "prefetch"),
         ({"order": "random"}, "order must be"),
         ({"order": "lanes", "shuffle": False}, "shuffle"),
         ({"fields": ["labl"]}, "did you mean 'label'"),
-        ({"split": "test"}, "no split 'test', but 'train'"),
+        ({"split": "test"}, "no split 'test'; its splits are 'train'"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(tmp_path, options, message):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_elastic.data.rows import FileRange, GatheredRows, MappedRows, Numbering, Piece, can_map
+from spark_elastic.data.rows import FileRange, FileSegment, GatheredRows, MappedRows, Numbering, can_map
 from spark_elastic.errors import DatasetError
 from tests.unit.data.sets import LAYOUT, numbered
 
@@ -28,9 +28,9 @@ def test_numbers_are_places_but_for_the_rows_that_fill_no_page(shard_rows):
     assert sorted(zip(shards.tolist(), rows.tolist(), strict=True)) == [
         (shard, row) for shard, count in enumerate(shard_rows) for row in range(count)
     ]
-    slots = numbering.slots(numbers)
-    assert len(set(slots.tolist())) == len(numbers)
-    assert (slots[: numbering.joined] == numbers[: numbering.joined]).all()
+    addresses = numbering.addresses(numbers)
+    assert len(set(addresses.tolist())) == len(numbers)
+    assert (addresses[: numbering.joined] == numbers[: numbering.joined]).all()
     assert numbering.rows - numbering.joined < RUN * max(1, len(shard_rows))
 
 
@@ -65,8 +65,8 @@ def test_both_ways_of_reading_deliver_the_same_records(tmp_path_factory, shard_r
         files = [folder / shard.file for shard in shards]
         rows = kind(files, numbering, LAYOUT.stride, [shard.nbytes for shard in shards])
         out = np.empty(len(numbers), np.dtype((np.void, LAYOUT.stride)))
-        rows.take(numbers, out)
-        rows.forget(0, numbering.rows)
+        rows.gather(numbers, out)
+        rows.evict(0, numbering.rows)
         rows.close()
         found.append(out.view(LAYOUT.dtype)["label"].tolist())
     assert found[0] == found[1]
@@ -83,11 +83,11 @@ def test_gathering_also_refuses_a_truncated_shard(tmp_path):
 @mapped_here
 def test_a_range_that_cannot_be_mapped_whole_leaves_nothing_mapped(tmp_path):
     (tmp_path / "a").write_bytes(bytes(8192))
-    good, missing = (Piece(tmp_path / name, 0, 8192, at, 8192) for name, at in (("a", 0), ("b", 8192)))
+    good, missing = (FileSegment(tmp_path / name, 0, 8192, at, 8192) for name, at in (("a", 0), ("b", 8192)))
     with pytest.raises(DatasetError, match="b cannot be read"):
         FileRange([good, missing])
     with pytest.raises(OSError, match="cannot map") as failed:
-        FileRange([Piece(tmp_path / "a", 1, 8192, 0, 8192)])  # not the beginning of a page
+        FileRange([FileSegment(tmp_path / "a", 1, 8192, 0, 8192)])  # not the beginning of a page
     assert failed.value.errno == errno.EINVAL
     with open("/proc/self/maps") as maps:
         assert not [line for line in maps if str(tmp_path) in line]

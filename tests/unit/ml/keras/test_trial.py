@@ -102,7 +102,7 @@ OTHER = {"metrics": []}
         ({"transformation_fn": Locked()}, NotPicklableError, r"transformation_fn \(Locked\) cannot be sent .*lock"),
         ({"transformation_fn": lambda columns: {}}, DataError, "returned no label_0, but nothing"),
         ({"loss": needs_python}, DataError, "numpy"),
-        ({"order": "lanes", "shuffle": False}, InvalidSettingsError, "lanes are a way to shuffle"),
+        ({"order": "lanes", "shuffle": False}, InvalidSettingsError, "lanes. shuffles rows"),
         (
             {"callbacks": [EarlyStopping("loss", restore_best=True), EarlyStopping("val_loss", restore_best=True)]},
             InvalidSettingsError,

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.data.batch import Batch
 from spark_elastic.data.files import LocalSource
 from spark_elastic.data.packing import pack
-from spark_elastic.data.reader import BatchReader
+from spark_elastic.data.reader import Batch, BatchReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.callbacks import LambdaCallback
@@ -237,7 +236,7 @@ def test_who_keeps_the_error_of_a_step_does_not_keep_what_reads_ahead(split, dat
 
 def test_rows_are_brought_near_before_the_worker_joins_the_others(data, tmp_path, monkeypatch):
     order = []
-    monkeypatch.setattr(LocalSource, "want_all", lambda self, *stopping: order.append("rows"))
+    monkeypatch.setattr(LocalSource, "preload", lambda self, *stopping: order.append("rows"))
     monkeypatch.setattr(Trainer, "go_on", lambda self: order.append("joined"))
     alone(make_training(data, tmp_path))
     assert order == ["rows", "joined"]

@@ -116,7 +116,7 @@ def frozen() -> nn.Module:
         ({"callbacks": [Odd()]}, InvalidSettingsError, r"state_dict\(\) of Odd is not for JSON"),
         ({"model": Odder(), **OTHER}, InvalidSettingsError, "_extra_state.* which a checkpoint cannot hold"),
         ({"callbacks": TWO_BEST}, InvalidSettingsError, "by loss min and by val_loss min"),
-        ({"data_options": {"order": "lanes"}, "shuffle": False}, InvalidSettingsError, "lanes are a way to shuffle"),
+        ({"data_options": {"order": "lanes"}, "shuffle": False}, InvalidSettingsError, "lanes. shuffles rows"),
         ({"transformation_fn": lambda columns: {}}, DataError, "returned no label_0, but nothing"),
         ({"transformation_fn": no_label}, DataError, "returned no label_0, but features_0"),
     ],
