@@ -1,8 +1,11 @@
-"""Which columns make which tensors: what was asked for, held against the DataFrame's schema. No Spark job runs here."""
+"""Columns and the tensors made of them: everything that the DataFrame's schema alone can show to be wrong.
+
+`materialize` resolves a `Request`; the estimators check their own settings with the same functions. No Spark job runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +14,11 @@ import numpy as np
 from spark_elastic.data.layout import Kind
 from spark_elastic.errors import DataError, InvalidSettingsError, nearest
 
+INTEGERS = frozenset({"byte", "short", "integer", "long"})
+REALS = frozenset({"float", "double", "decimal", "boolean"})
+TIMES = frozenset({"date", "timestamp", "timestamp_ntz"})
+TEXTS = frozenset({"string", "char", "varchar"})
+"""Types by the name that Spark's `typeName` gives them."""
 _ELEMENTS = {
     "byte": "<i1",
     "short": "<i2",
@@ -25,7 +33,7 @@ _ELEMENTS = {
     "timestamp_ntz": "<i8",
     "daytimeinterval": "<i8",
 }
-"""Spark's name of a type → what one value is stored as. Dates are days, the others microseconds since 1970 (UTC)."""
+"""Spark's name of a type → the dtype that stores a value. Dates are days, the others microseconds since 1970 (UTC)."""
 _INSTEAD = {
     "map": "take the values you need: df.withColumn(name, F.col(column)['key'])",
     "struct": "select its fields as columns: df.select('column.*')",
@@ -36,12 +44,65 @@ _INSTEAD = {
 }
 
 
+def find_column(schema: Any, name: str, role: str = "column", *, case_sensitive: bool = True) -> Any:
+    """Return the field of a column in a Spark schema.
+
+    Args:
+        schema: A StructType.
+        name: The column.
+        role: What the error message calls it: the setting that names it, if any.
+        case_sensitive: Columns whose names differ only in case are different columns.
+
+    Raises:
+        DataError: There is no such column, or more than one.
+    """
+    alike = [f for f in schema.fields if f.name == name or (not case_sensitive and f.name.lower() == name.lower())]
+    if len(alike) > 1:
+        raise DataError(
+            f"{role} {name!r} stands for {len(alike)} columns of the DataFrame, {[f.name for f in alike]}; rename all "
+            "but one",
+            column=name,
+        )
+    if not alike or alike[0].name != name:
+        close = nearest(name, schema.names)
+        hint = f"; did you mean {close!r}?" if close else ""
+        columns = ", ".join(schema.names)
+        raise DataError(f"{role} {name!r} is not a column of the DataFrame; it has {columns}{hint}", column=name)
+    return alike[0]
+
+
+def element_type(spark_type: Any) -> str:
+    """Return the name of a type; for arrays, however nested, that of their elements."""
+    while spark_type.typeName() == "array":
+        spark_type = spark_type.elementType
+    return str(spark_type.typeName())
+
+
+def check_validation(schema: Any, name: str, *, case_sensitive: bool = True) -> None:
+    """Check that a column can select the rows of the split "validation".
+
+    Raises:
+        DataError: It is missing or not boolean.
+    """
+    found = find_column(schema, name, "validation column", case_sensitive=case_sensitive).dataType
+    if found.typeName() != "boolean":
+        raise DataError(
+            f"validation column {name!r} is {found.simpleString()}; it must be boolean, true for the rows to set "
+            f"aside: df.withColumn({name!r}, F.col({name!r}) > 0), for example",
+            column=name,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column as the tasks see it. source: "scalar", "list", "vector", "binary" or "string".
+    """A column as the tasks that write it see it.
 
-    dtype: of one element, before any cast. depth: how many arrays lie in one another, for "list". whole: its values are
-    integers, although they come as float64: decimals without digits after the point.
+    Attributes:
+        name: Its name.
+        source: "scalar", "list", "vector", "binary" or "string".
+        dtype: Of one element, before any cast.
+        depth: The nesting of arrays, for "list".
+        whole: Its values are integers although they come as float64: decimals of scale 0.
     """
 
     name: str
@@ -53,10 +114,17 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor as it was asked for; what only rows can tell is left open.
+    """A tensor as it was requested; properties that depend on the rows are None.
 
-    kind: None: DENSE or SPARSE, as the vectors are. stacked: a single scalar becomes [1] rather than a scalar.
-    shape: None: as found. pad_to: None: all rows have to have one length.
+    Attributes:
+        name: Its name in batches.
+        columns: The columns, joined in this order.
+        dtype: What it is stored as.
+        kind: How it is stored. None: DENSE or SPARSE, decided by the first vectors.
+        stacked: A single scalar column becomes shape [1] rather than a scalar.
+        shape: Of one row's value. None: as found.
+        pad_to: The length that shorter arrays are padded to. None: all rows must have one length.
+        allow_nan: NaN and infinity may be stored.
     """
 
     name: str
@@ -71,7 +139,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Request:
-    """What `materialize` was asked for, apart from where to. Everything that decides the stored bytes is in it."""
+    """The arguments of `materialize` that decide the stored bytes."""
 
     tensors: Mapping[str, str | Sequence[str]]
     dtypes: Mapping[str, str]
@@ -86,9 +154,13 @@ class Request:
     pre_shuffle: str | None
 
     def check(self) -> None:
-        """Raises: InvalidSettingsError: values that cannot be, whatever the DataFrame."""
+        """Check the values that do not depend on the DataFrame.
+
+        Raises:
+            InvalidSettingsError: A value is impossible.
+        """
         if not self.tensors or not all(self.tensors.values()):
-            raise InvalidSettingsError(f"each tensor needs a column at least, not {dict(self.tensors)}")
+            raise InvalidSettingsError(f"each tensor needs at least one column, not {dict(self.tensors)}")
         names = list(self.tensors)
         for setting, given in {
             "dtypes": self.dtypes,
@@ -100,7 +172,9 @@ class Request:
         }.items():
             for name in given:
                 if name not in names:
-                    raise InvalidSettingsError(f"{setting} names {name!r}, which is no tensor{_hint(name, names)}")
+                    close = nearest(name, names)
+                    hint = f"did you mean {close!r}?" if close else f"the tensors are {', '.join(names)}"
+                    raise InvalidSettingsError(f"{setting} names {name!r}, which is not a tensor; {hint}")
         for name, length in self.pad_to.items():
             if length < 1:
                 raise InvalidSettingsError(f"pad_to of {name!r} must be at least 1, not {length}")
@@ -116,12 +190,12 @@ class Request:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns that are read, each once."""
+        """All columns that are read, without duplicates."""
         named = [column for columns in self.tensors.values() for column in _names(columns)]
         return tuple(dict.fromkeys(named + ([self.validation] if isinstance(self.validation, str) else [])))
 
     def to_json(self) -> dict[str, Any]:
-        """For the key, and to say later how a set was made."""
+        """Return plain values, for the dataset's key and for the settings in its manifest."""
         return {
             "tensors": {
                 name: columns if isinstance(columns, str) else list(columns) for name, columns in self.tensors.items()
@@ -139,29 +213,18 @@ class Request:
         }
 
     def resolve(self, schema: Any, case_sensitive: bool = False) -> tuple[Tensor, ...]:
-        """The tensors, with the types of their columns.
+        """Return the tensors with the types of their columns.
 
-        case_sensitive: whether Spark tells columns apart that differ in case alone.
+        Args:
+            schema: The DataFrame's schema.
+            case_sensitive: Spark's setting: columns whose names differ only in case are different columns.
 
-        Raises: DataError: columns that are missing, there twice, or of types that cannot be stored so.
+        Raises:
+            DataError: A column is missing, there more than once, or of a type that cannot be stored.
         """
-        types = {field.name: field.dataType for field in schema.fields}
-        for column in self.columns:
-            if column not in types:
-                raise DataError(
-                    f"there is no column {column!r}{_hint(column, list(types))}; the columns are {list(types)}",
-                    column=column,
-                )
-            alike = [name for name in schema.names if _same(name, column, case_sensitive)]
-            if len(alike) > 1:
-                raise DataError(
-                    f"column {column!r} is not unique, there are {alike}; rename all but one", column=column
-                )
-        if isinstance(self.validation, str) and types[self.validation].typeName() != "boolean":
-            found = types[self.validation].simpleString()
-            raise DataError(
-                f"validation column {self.validation!r} must be boolean, not {found}", column=self.validation
-            )
+        types = {name: find_column(schema, name, case_sensitive=case_sensitive).dataType for name in self.columns}
+        if isinstance(self.validation, str):
+            check_validation(schema, self.validation, case_sensitive=case_sensitive)
         return tuple(
             self._tensor(name, [_column(column, types[column]) for column in _names(columns)], isinstance(columns, str))
             for name, columns in self.tensors.items()
@@ -184,7 +247,9 @@ class Request:
                     column=first.name,
                 )
             if shape is not None or name in self.pad_to or (asked is not None and kind is not Kind.ARRAY):
-                raise InvalidSettingsError(f"tensor {name!r} is of variable length: no dtype, shape or pad_to applies")
+                raise InvalidSettingsError(
+                    f"tensor {name!r} is of variable length; remove it from dtypes, shapes and pad_to"
+                )
         elif first.source == "vector":
             kind = None
             if name in self.sparse:
@@ -198,18 +263,16 @@ class Request:
             if kind is not Kind.DENSE or others:
                 odd = (others or columns)[0].name
                 raise DataError(
-                    f"tensor {name!r}: column {odd!r} is of variable length or sparse and needs a tensor of its own",
+                    f"tensor {name!r}: column {odd!r} is of variable length or sparse; give it a tensor of its own",
                     column=odd,
                 )
         if kind is Kind.SPARSE and np.dtype(dtype).str not in ("<f4", "<f8"):
-            raise InvalidSettingsError(f"tensor {name!r} is sparse and so float32 or float64, not {dtype}")
+            raise InvalidSettingsError(f"tensor {name!r} is sparse, which needs float32 or float64, not {dtype}")
         if name in self.pad_to and (len(columns) > 1 or first.source not in ("list", "binary") or first.depth > 1):
-            raise InvalidSettingsError(f"pad_to is for one array or binary column, which tensor {name!r} is not")
+            raise InvalidSettingsError(
+                f"pad_to is for tensors of one array or binary column, and {name!r} is not one of them"
+            )
         return Tensor(name, tuple(columns), dtype, kind, not alone, shape, self.pad_to.get(name), allow)
-
-
-def _same(name: str, other: str, case_sensitive: bool) -> bool:
-    return name == other or (not case_sensitive and name.lower() == other.lower())
 
 
 def _names(columns: str | Sequence[str]) -> list[str]:
@@ -220,28 +283,25 @@ def _dtype(name: str, asked: str) -> str:
     try:
         dtype = np.dtype(asked)
     except TypeError:
-        raise InvalidSettingsError(f"dtypes of {name!r}: numpy knows no {asked!r}") from None
+        raise InvalidSettingsError(f"dtypes of {name!r}: {asked!r} is not a dtype of numpy") from None
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise InvalidSettingsError(f"dtypes of {name!r}: {asked!r} is not a number of at most 8 bytes")
     return dtype.newbyteorder("<").str
 
 
 def _column(name: str, spark_type: Any) -> Column:
-    element, depth = spark_type, 0
-    while element.typeName() == "array":
-        element, depth = element.elementType, depth + 1
-    kind = element.typeName()
-    if depth == 0:
-        if kind == "vectorudt":
-            return Column(name, "vector", "<f8")
-        if kind == "binary":
-            return Column(name, "binary", "|u1")
-        if kind in ("string", "char", "varchar"):
-            return Column(name, "string", "|u1")
+    outer, kind = spark_type.typeName(), element_type(spark_type)
+    if outer == "vectorudt":
+        return Column(name, "vector", "<f8")
+    if outer == "binary" or outer in TEXTS:
+        return Column(name, "binary" if outer == "binary" else "string", "|u1")
     if kind in _ELEMENTS:
+        element, depth = spark_type, 0
+        while element.typeName() == "array":
+            element, depth = element.elementType, depth + 1
         whole = kind == "decimal" and element.scale == 0
         return Column(name, "list" if depth else "scalar", _ELEMENTS[kind], depth, whole)
-    if depth and kind in ("string", "binary", "vectorudt"):
+    if outer == "array" and kind in ("string", "binary", "vectorudt"):
         instead = "turn the elements into numbers, or explode them into columns"
     else:
         instead = _INSTEAD.get(kind, "cast it to a number, an array of numbers, a vector, binary or string")
@@ -251,17 +311,12 @@ def _column(name: str, spark_type: Any) -> Column:
 
 
 def cast_of(spark_type: Any) -> str | None:
-    """What Spark has to cast a column to before it is sent to Python: decimals, which Arrow keeps as such, to double.
+    """Return the type that Spark has to cast a column to before it sends it to Python; None: no cast.
 
-    Returns: Spark's name of the type; None: nothing to do.
+    Decimals become doubles, because Arrow would send them as decimals.
     """
     if spark_type.typeName() == "decimal":
         return "double"
     if spark_type.typeName() == "array" and (inner := cast_of(spark_type.elementType)) is not None:
         return f"array<{inner}>"
     return None
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    found = nearest(name, list(known))
-    return f"; did you mean {found!r}?" if found else ""

@@ -19,6 +19,7 @@ from pyspark.ml import Estimator
 
 from spark_elastic import clock
 from spark_elastic.data.catalog import Limits
+from spark_elastic.data.columns import check_validation
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.spark_jobs import refuse_connect
@@ -281,7 +282,7 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         if self.getOrDefault("sample_weight_col") is not None:
             made |= preparation.weight(schema, self.getOrDefault("sample_weight_col"))
         if isinstance(self.getOrDefault("validation"), str):
-            preparation.check_validation(schema, self.getOrDefault("validation"))
+            check_validation(schema, self.getOrDefault("validation"))
         return made
 
     # The rows.

@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from spark_elastic.errors import DataError, InvalidSettingsError, nearest
+from spark_elastic.data.columns import INTEGERS, REALS, TEXTS, TIMES, element_type, find_column
+from spark_elastic.errors import DataError, InvalidSettingsError
 
 WEIGHT = "sample_weight"
-_INTEGERS = frozenset({"byte", "tinyint", "short", "smallint", "int", "integer", "long", "bigint"})
-_REALS = frozenset({"float", "double", "decimal", "boolean"})
-_TIMES = frozenset({"date", "timestamp", "timestamp_ntz"})
-_OPAQUE = frozenset({"string", "binary", "char", "varchar"})
+_OPAQUE = TEXTS | {"binary"}
 FLOAT, INTEGER = "<f4", "<i8"
 
 
@@ -102,7 +100,7 @@ def labels(
 def check_numbers(schema: Any, columns: Sequence[str], setting: str) -> None:
     """Raises: DataError: one of the columns is text or binary, of which no model makes anything by itself."""
     for name in columns:
-        if _element(_column(schema, name, setting).dataType) in _OPAQUE:
+        if element_type(find_column(schema, name, setting).dataType) in _OPAQUE:
             remedy = "StringIndexer makes numbers of classes" if setting == "label_cols" else "make numbers of it"
             raise DataError(
                 f"{setting} {name!r} is {_type_name(schema, name)}, which a model cannot take; {remedy}, or a "
@@ -112,24 +110,15 @@ def check_numbers(schema: Any, columns: Sequence[str], setting: str) -> None:
 
 def weight(schema: Any, name: str) -> Tensors:
     """Raises: DataError: the column is missing or no number."""
-    if _element(_column(schema, name, "sample_weight_col").dataType) not in _INTEGERS | _REALS:
+    if element_type(find_column(schema, name, "sample_weight_col").dataType) not in INTEGERS | REALS:
         raise DataError(f"sample_weight_col {name!r} is {_type_name(schema, name)}; weights must be numbers")
     return Tensors({WEIGHT: name}, {WEIGHT: FLOAT})
 
 
-def check_validation(schema: Any, name: str) -> None:
-    """Raises: DataError: the column is missing or not boolean."""
-    if _column(schema, name, "validation").dataType.typeName() != "boolean":
-        raise DataError(
-            f"validation column {name!r} is {_type_name(schema, name)}; it must be boolean, true for the rows to set "
-            f"aside: df.withColumn({name!r}, F.col({name!r}) > 0), for example"
-        )
-
-
 def _each_by_itself(schema: Any, feature_cols: Sequence[Any]) -> bool:
     flat = [name for name in feature_cols if isinstance(name, str)]
-    types = [_column(schema, name, "feature_cols").dataType for name in flat]
-    return any(is_list(each) or _element(each) in _OPAQUE for each in types)
+    types = [find_column(schema, name, "feature_cols").dataType for name in flat]
+    return any(is_list(each) or element_type(each) in _OPAQUE for each in types)
 
 
 def _tensor(
@@ -142,7 +131,7 @@ def _tensor(
     dtype: str | None = None,
 ) -> Tensors:
     """dtype: None: int64 if all columns are integers or times, or else float32."""
-    kinds = [_element(_column(schema, name, setting).dataType) for name in names]
+    kinds = [element_type(find_column(schema, name, setting).dataType) for name in names]
     if any(kind in _OPAQUE for kind in kinds):
         if len(names) > 1:
             raise DataError(f"{setting} {list(names)}: strings and binary cannot be joined with other columns")
@@ -153,7 +142,7 @@ def _tensor(
         return Tensors({tensor: names[0]}, shapes={} if shape is None else {tensor: shape})
     # Whatever else a column may be, `materialize` says what is wrong with it.
     if dtype is None:
-        dtype = INTEGER if all(kind in _INTEGERS | _TIMES for kind in kinds) else FLOAT
+        dtype = INTEGER if all(kind in INTEGERS | TIMES for kind in kinds) else FLOAT
     integer = np.dtype(dtype).kind in "iu"
     alone = len(names) == 1 and (alone_is_scalar or integer or is_list(schema[names[0]].dataType))
     return Tensors(
@@ -165,24 +154,6 @@ def _tensor(
 
 def is_list(spark_type: Any) -> bool:
     return spark_type.typeName() in ("array", "vectorudt")
-
-
-def _element(spark_type: Any) -> str:
-    """The type's name; of arrays, that of what they hold in the end."""
-    while spark_type.typeName() == "array":
-        spark_type = spark_type.elementType
-    return str(spark_type.typeName())
-
-
-def _column(schema: Any, name: str, setting: str) -> Any:
-    found = [column for column in schema.fields if column.name == name]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise DataError(f"{setting} {name!r} stands for {len(found)} columns of the DataFrame; rename all but one")
-    close = nearest(name, schema.names)
-    hint = f"did you mean {close!r}?" if close else f"it has {', '.join(schema.names)}"
-    raise DataError(f"{setting} {name!r} is not a column of the DataFrame; {hint}")
 
 
 def _type_name(schema: Any, name: str) -> str:

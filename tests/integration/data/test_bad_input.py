@@ -125,11 +125,21 @@ def test_a_null_where_the_split_should_be_said(spark, store):
 @pytest.mark.parametrize(
     ("sql", "tensors", "options", "complaint"),
     [
-        ("1 price", {"x": "pice"}, {}, r"no column 'pice'; did you mean 'price'\?; the columns are \['price'\]"),
-        ("1 x, 2 X", {"x": "x"}, {}, r"column 'x' is not unique, there are \['x', 'X'\]; rename all but one"),
-        ("1 x, 2 x", {"x": "x"}, {}, r"column 'x' is not unique, there are \['x', 'x'\]"),
-        ("1 price", {"x": "price"}, {"validation": "is_val"}, "no column 'is_val'"),
-        ("1 x, 2 v", {"x": "x"}, {"validation": "v"}, "validation column 'v' must be boolean, not int"),
+        (
+            "1 price",
+            {"x": "pice"},
+            {},
+            r"column 'pice' is not a column of the DataFrame; it has price; did you mean 'price'\?",
+        ),
+        (
+            "1 x, 2 X",
+            {"x": "x"},
+            {},
+            r"column 'x' stands for 2 columns of the DataFrame, \['x', 'X'\]; rename all but one",
+        ),
+        ("1 x, 2 x", {"x": "x"}, {}, r"column 'x' stands for 2 columns of the DataFrame, \['x', 'x'\]"),
+        ("1 price", {"x": "price"}, {"validation": "is_val"}, "column 'is_val' is not a column"),
+        ("1 x, 2 v", {"x": "x"}, {"validation": "v"}, "validation column 'v' is int; it must be boolean"),
         (
             "map('a', 1) x",
             {"x": "x"},
@@ -154,12 +164,12 @@ def test_what_the_schema_shows_is_refused_before_anything_runs(spark, store, sql
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"dtypes": {"y": "int8"}}, "dtypes names 'y', which is no tensor"),
-        ({"dtypes": {"x": "floaty"}}, "numpy knows no 'floaty'"),
+        ({"dtypes": {"y": "int8"}}, "dtypes names 'y', which is not a tensor; the tensors are x"),
+        ({"dtypes": {"x": "floaty"}}, "'floaty' is not a dtype of numpy"),
         ({"dtypes": {"x": "complex64"}}, "not a number of at most 8 bytes"),
-        ({"shapes": {"xs": (1,)}}, r"shapes names 'xs', which is no tensor; did you mean 'x'\?"),
+        ({"shapes": {"xs": (1,)}}, r"shapes names 'xs', which is not a tensor; did you mean 'x'\?"),
         ({"pad_to": {"x": 0}}, "pad_to of 'x' must be at least 1"),
-        ({"pad_to": {"x": 3}}, "pad_to is for one array or binary column"),
+        ({"pad_to": {"x": 3}}, "pad_to is for tensors of one array or binary column"),
         ({"sparse": {"x": True}}, "is not a vector"),
         ({"validation": 1.0}, "a fraction between 0 and 1, or a boolean column"),
         ({"validation": True}, "a fraction between 0 and 1"),
@@ -167,8 +177,8 @@ def test_what_the_schema_shows_is_refused_before_anything_runs(spark, store, sql
         ({"pre_shuffle": "python"}, "pre_shuffle must be None or 'spark'"),
         ({"dataset_id": "../up"}, "dataset_id must be letters"),
         ({"dataset_id": "auto-1"}, "dataset_id must be letters"),
-        ({"tensors": {}}, "needs a column at least"),
-        ({"tensors": {"x": []}}, "needs a column at least"),
+        ({"tensors": {}}, "needs at least one column"),
+        ({"tensors": {"x": []}}, "needs at least one column"),
     ],
 )
 def test_settings_that_cannot_be(spark, store, options, complaint):

@@ -146,7 +146,7 @@ def test_a_set_is_not_written_over(tmp_path):
 
 def test_a_folder_without_a_manifest_is_no_set(tmp_path):
     (tmp_path / "train-00000.rows").write_bytes(b"\0" * 88)
-    with pytest.raises(DatasetError, match="the write of it did not end"):
+    with pytest.raises(DatasetError, match="writing it did not end"):
         Dataset.open(tmp_path)
     with pytest.raises(DatasetError, match="holds no manifest"):
         Dataset.open(tmp_path / "nowhere")

@@ -19,6 +19,7 @@ from pyspark.sql.types import (
     StructType,
 )
 
+from spark_elastic.data.columns import check_validation
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml import preparation
 
@@ -111,7 +112,7 @@ def test_a_label_that_is_one_number_is_a_scalar() -> None:
         (lambda: preparation.features(SCHEMA, ["twice"], None), "stands for 2 columns"),
         (lambda: preparation.features(SCHEMA, [["text", "a"]], None), "cannot be joined"),
         (lambda: preparation.weight(SCHEMA, "text"), "sample_weight_col 'text' is string; weights must be numbers"),
-        (lambda: preparation.check_validation(SCHEMA, "b"), "validation column 'b' is int; it must be boolean"),
+        (lambda: check_validation(SCHEMA, "b"), "validation column 'b' is int; it must be boolean"),
     ],
 )
 def test_a_column_that_cannot_be_used_is_named_with_what_it_is(call: Any, said: str) -> None:
