@@ -136,7 +136,7 @@ class DataError(UsageError):
 
 
 class DatasetError(UsageError):
-    """A materialised set is missing, incomplete, damaged, or was not written by this package."""
+    """A materialised dataset is missing, incomplete, damaged, or was not written by this package."""
 
 
 class StoreError(UsageError):

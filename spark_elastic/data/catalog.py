@@ -1,13 +1,13 @@
-"""Where sets lie in a store, who needs them at the moment, and what may go.
+"""The datasets in a store: where they are, which are in use, and which may be deleted.
 
 ::
 
-    <store>/spark_elastic-sets/<name>/manifest.json       the commit
-                                     /keep                it stays when its process ends
-                                     /used                its time of change is when the set was last asked for
-                                     /leases/<id>.json    until when somebody needs it
-                                     /checked/<host>.json files that had the right checksums there
-                                     /damaged             a file that had not; the set is written again
+    <store>/spark_elastic-sets/<name>/manifest.json       written last: it commits the dataset
+                                     /keep                the dataset outlives the process that wrote it
+                                     /used                modified when the dataset was last requested
+                                     /leases/<id>.json    a process needs the dataset until the time in it
+                                     /checked/<host>.json files whose checksums were right on that host
+                                     /damaged             the name of a damaged file; the dataset is written again
                                      /<run>/*.rows, *.side
 """
 
@@ -22,6 +22,7 @@ import shutil
 import socket
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,28 +36,33 @@ from spark_elastic.errors import InvalidSettingsError
 
 DATASETS = "spark_elastic-sets"
 LEASE_S = 600.0
-"""How long a lease outlives a process that was killed. Renewed four times as often."""
+"""How long a lease outlives a process that was killed. A lease is renewed after a quarter of it."""
 ORPHAN_AGE_S = 86_400.0
 _OURS = re.compile(
     r"(manifest\.json|keep|used|damaged|leases/.*|checked/.*|[^/]+/[^/]+\.(rows|side))$|\..*\.partial$|.*\.partial$"
 )
 
 LIMIT_SETTING, TTL_SETTING = "SPARK_ELASTIC_ROWS_LIMIT", "SPARK_ELASTIC_ROWS_TTL"
-"""Environment variables of the driver: bytes of the sets that fits leave for later ones ("20g"), and the seconds since
-their last use after which they go."""
+"""Environment variables of the driver: the most bytes of temporary datasets that are kept for later fits ("20g"), and
+the seconds since their last use after which they are deleted."""
 TTL_S = 86_400.0
 DISK_SHARE = 0.25
-"""Of what a local store's disk has free, with these sets gone: the limit, unless told otherwise."""
+"""The default limit: this part of what a local store's disk would have free without temporary datasets."""
 REMOTE_LIMIT = 100 << 30
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Unkept:
-    """A set that goes when this process ends. pid: that said so: a forked child has nothing to clean up.
+class _Temporary:
+    """A dataset that is deleted when this process ends.
 
-    users: fits of this process that run on it, and calls of `materialize`, whose caller may read it until the end.
+    Attributes:
+        folder: Its folder.
+        pid: The process that uses it: a forked child must not delete it.
+        users: Fits of this process that read it, and calls of `materialize`, whose callers may read it until the end.
+        used_s: When it was last used.
+        nbytes: Its size. None: unknown since it was written.
     """
 
     folder: Store
@@ -64,10 +70,9 @@ class _Unkept:
     users: int = 0
     used_s: float = 0.0
     nbytes: int | None = None
-    """None: not looked at since it was written."""
 
 
-_unkept: dict[str, _Unkept] = {}
+_temporary: dict[str, _Temporary] = {}
 """By URL."""
 _guard = threading.RLock()
 
@@ -78,7 +83,7 @@ def folder_of(store: Store, name: str) -> Store:
 
 @contextmanager
 def leased(folder: Store) -> Iterator[None]:
-    """While the block runs nobody else's clean-up takes the set in `folder`."""
+    """Protect the dataset in `folder` from the clean-up of other processes while the block runs."""
     name = f"leases/{uuid.uuid4().hex}.json"
     stop = threading.Event()
 
@@ -90,7 +95,7 @@ def leased(folder: Store) -> Iterator[None]:
         while not stop.wait(LEASE_S / 4):
             try:
                 renew()
-            except Exception as error:  # tried again in a moment; the one before lasts three more turns
+            except Exception as error:  # the lease is still valid for three more tries
                 _log.warning("the lease on %s could not be renewed: %s", folder.url, error)
 
     renew()
@@ -118,10 +123,10 @@ def is_leased(folder: Store, now: float) -> bool:
 
 
 @contextmanager
-def spared(folder: Store) -> Iterator[None]:
-    """While the block runs no limit of this process takes the set in `folder`, if it is there."""
+def protected(folder: Store) -> Iterator[None]:
+    """Protect the dataset in `folder`, if there is one, from the limits of this process while the block runs."""
     with _guard:
-        mine = _unkept.get(folder.url)
+        mine = _temporary.get(folder.url)
         if mine is not None:
             mine.users += 1
     try:
@@ -133,38 +138,47 @@ def spared(folder: Store) -> Iterator[None]:
 
 
 def mark_used(folder: Store, keep: bool) -> None:
-    """Note that the set was asked for now; without `keep` it goes when this process ends, unless it was kept before.
+    """Record that the dataset was requested now; without `keep` it is temporary, unless it was kept before.
 
-    Until then whoever has asked may read it. A fit gives it back when it is over: see `give_back`.
+    The caller may read it until the process ends, or until `give_back`, which a fit calls at its end.
     """
     folder.write_bytes("used", b"", durable=False)
     if keep:
         folder.write_bytes("keep", b"")
         with _guard:
-            _unkept.pop(folder.url, None)
+            _temporary.pop(folder.url, None)
     elif not folder.exists("keep"):
         with _guard:
-            mine = _unkept.get(folder.url)
+            mine = _temporary.get(folder.url)
             if mine is None or mine.pid != os.getpid():
-                mine = _unkept[folder.url] = _Unkept(folder, os.getpid())
+                mine = _temporary[folder.url] = _Temporary(folder, os.getpid())
             mine.users += 1
             mine.used_s = wall()
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of the sets that fits leave for later ones. nbytes: None: as the disk has room. ttl_s: since their last use."""
+    """The limits of the temporary datasets that fits leave for later fits.
+
+    Attributes:
+        nbytes: Bytes of all of them. None: a share of what is free on the disk.
+        ttl_s: Seconds since the last use.
+    """
 
     nbytes: int | None = None
     ttl_s: float = TTL_S
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> Limits:
-        """Raises: InvalidSettingsError: not a size, or not a time."""
+        """Return the limits that the environment variables set.
+
+        Raises:
+            InvalidSettingsError: A variable is not a size, or not a time.
+        """
         return cls(_size(environment.get(LIMIT_SETTING)), _seconds(environment.get(TTL_SETTING)))
 
     def bytes_in(self, store: Store, used: int) -> int:
-        """used: by these sets now."""
+        """Return the bytes allowed in a store in which temporary datasets use `used` bytes now."""
         if self.nbytes is not None:
             return self.nbytes
         if not store.is_local:
@@ -177,7 +191,7 @@ def _size(text: str | None) -> int | None:
         return None
     found = re.fullmatch(r"(\d+)([kmgt]?)b?", text.strip().lower())
     if found is None:
-        raise InvalidSettingsError(f"{LIMIT_SETTING} must be bytes, such as 500m or 20g, not {text!r}")
+        raise InvalidSettingsError(f"{LIMIT_SETTING} must be a size in bytes, such as 500m or 20g, not {text!r}")
     return int(found[1]) << 10 * ("kmgt".index(found[2]) + 1 if found[2] else 0)
 
 
@@ -189,108 +203,111 @@ def _seconds(text: str | None) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise InvalidSettingsError(f"{TTL_SETTING} must be seconds, from 0, not {text!r}")
+        raise InvalidSettingsError(f"{TTL_SETTING} must be a number of seconds, at least 0, not {text!r}")
     return seconds
 
 
 def give_back(folder: Store, limits: Limits, now: float) -> list[str]:
-    """End one use of a set that `mark_used` began, and delete those of this process that are over the limits.
+    """End one use of a dataset that `mark_used` began, and apply the limits.
 
-    Returns: URLs of the sets that were deleted.
+    Returns:
+        URLs of the datasets that were deleted.
     """
     with _guard:
-        mine = _unkept.get(folder.url)
+        mine = _temporary.get(folder.url)
         if mine is not None:
             mine.users = max(0, mine.users - 1)
             mine.used_s, mine.nbytes = now, None
-    return collect_unkept(limits, now)
+    return collect_temporary(limits, now)
 
 
-def collect_unkept(limits: Limits, now: float) -> list[str]:
-    """Delete sets of this process that nobody uses: those past their time, then the least recently used until the rest
-    is within the limit. Never one that is leased, or that the caller of `materialize` holds.
+def collect_temporary(limits: Limits, now: float) -> list[str]:
+    """Delete this process's unused temporary datasets that exceed the limits, the least recently used first.
 
-    Returns: URLs of the sets that were deleted.
+    Datasets that are leased, or that a caller of `materialize` may read, stay.
+
+    Returns:
+        URLs of the datasets that were deleted.
     """
     deleted = []
     with _guard:
-        mine = [each for each in _unkept.values() if each.pid == os.getpid() and not each.users]
+        mine = [each for each in _temporary.values() if each.pid == os.getpid() and not each.users]
         mine.sort(key=lambda each: each.used_s)
+        stores: Counter[str] = Counter()
         for each in mine:
             if each.nbytes is None:
                 each.nbytes = _bytes_of(each.folder)
-        stores: dict[str, int] = {}
+            stores[_parent_of(each.folder)] += each.nbytes
         for each in mine:
-            stores[_place_of(each)] = stores.get(_place_of(each), 0) + (each.nbytes or 0)
-        for each in mine:
-            place, nbytes = _place_of(each), each.nbytes or 0
+            parent, nbytes = _parent_of(each.folder), each.nbytes or 0
             try:
-                over = stores[place] > limits.bytes_in(each.folder, stores[place])
+                over = stores[parent] > limits.bytes_in(each.folder, stores[parent])
                 late = each.used_s < now - limits.ttl_s
                 if not (over or late) or is_leased(each.folder, now):
                     continue
                 if not each.folder.exists("keep"):
                     delete_dataset(each.folder)
                     deleted.append(each.folder.url)
-            except Exception as error:  # each filesystem has errors of its own
-                _log.warning("the set in %s could not be deleted: %s", each.folder.url, error)
-            stores[place] -= nbytes
-            _unkept.pop(each.folder.url, None)
+            except Exception as error:  # each filesystem has its own exceptions
+                _log.warning("the dataset in %s could not be deleted: %s", each.folder.url, error)
+            stores[parent] -= nbytes
+            _temporary.pop(each.folder.url, None)
     if deleted:
-        _log.info("packed rows that no fit has used for longest are deleted: %s", ", ".join(deleted))
+        _log.info("the least recently used packed rows are deleted: %s", ", ".join(deleted))
     return deleted
 
 
-def _place_of(unkept: _Unkept) -> str:
-    return unkept.folder.root.rpartition("/")[0]
+def _parent_of(folder: Store) -> str:
+    return folder.root.rpartition("/")[0]
 
 
 def _bytes_of(folder: Store) -> int:
     try:
         return sum(entry.nbytes for entry in folder.list(recursive=True))
-    except Exception:  # each filesystem has errors of its own; it counts once it can be looked at
+    except Exception:  # each filesystem has its own exceptions; the dataset counts once it can be listed
         return 0
 
 
 def may_be_lost(folder: Store) -> bool:
-    """Whether the set's files may hold something else than was written, at the right sizes: nobody waited for the disk,
-    and the machine may have gone down since.
+    """Return whether the files may differ from what was written, at the right sizes.
+
+    Temporary datasets are not synced to the disk, and the machine may have crashed since another process wrote this.
     """
-    return folder.is_local and folder.url not in _unkept and not folder.exists("keep")
+    return folder.is_local and folder.url not in _temporary and not folder.exists("keep")
 
 
 @atexit.register
-def delete_unkept() -> None:
-    """Delete the sets that this process wrote or used, nobody asked to keep, and nobody else needs."""
-    for url, unkept in list(_unkept.items()):
-        if unkept.pid != os.getpid():
+def delete_temporary() -> None:
+    """Delete the temporary datasets that this process wrote or used, except those that another process leases."""
+    for url, temporary in list(_temporary.items()):
+        if temporary.pid != os.getpid():
             continue
-        del _unkept[url]
-        folder = unkept.folder
+        del _temporary[url]
+        folder = temporary.folder
         try:
             if not folder.exists("keep") and not is_leased(folder, wall()):
                 delete_dataset(folder)
-        except Exception as error:  # each filesystem has errors of its own, and at exit some are closed already
-            _log.warning("the set in %s could not be deleted: %s", url, error)
+        except Exception as error:  # each filesystem has its own exceptions, and at exit some are closed already
+            _log.warning("the dataset in %s could not be deleted: %s", url, error)
 
 
 def delete_dataset(folder: Store) -> None:
-    """The manifest first: whoever looks meanwhile finds no set rather than half of one."""
+    """Delete a dataset, the manifest first: a process that opens it meanwhile finds none rather than half of one."""
     with _guard:
-        _unkept.pop(folder.url, None)
+        _temporary.pop(folder.url, None)
     folder.delete(MANIFEST_NAME)
     folder.delete()
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Listed:
     folder: Store
     files: list[FileEntry]
     """Paths relative to the folder."""
 
     @property
     def used_s(self) -> float:
-        """When it was last used, or written to."""
+        """When it was last used or written to."""
         return max((entry.modified_s for entry in self.files), default=0.0)
 
     @property
@@ -302,24 +319,25 @@ class _Found:
         return all(_OURS.match(entry.path) for entry in self.files)
 
 
-def _sets(store: Store) -> list[_Found]:
+def _datasets(store: Store) -> list[_Listed]:
     found = []
     for entry in store.list(DATASETS):
         if entry.is_dir:
             folder = store.sub(entry.path)
-            found.append(_Found(folder, [file for file in folder.list(recursive=True) if not file.is_dir]))
+            found.append(_Listed(folder, [file for file in folder.list(recursive=True) if not file.is_dir]))
     return found
 
 
 def collect_orphans(store: Store, now: float, age_s: float = ORPHAN_AGE_S) -> list[str]:
-    """Delete what writes that did not end, repeated tasks, and processes that died left behind.
+    """Delete what interrupted writes, repeated tasks and killed processes left behind.
 
-    Never what is leased, younger than `age_s`, kept, or not named as our files are.
+    Datasets that are leased or kept stay, and so do files younger than `age_s` and files with other names than ours.
 
-    Returns: what was deleted, as paths below the store.
+    Returns:
+        The paths that were deleted, relative to the store.
     """
     deleted = []
-    for found in _sets(store):
+    for found in _datasets(store):
         name = found.folder.root.rpartition("/")[2]
         if is_leased(found.folder, now):
             continue
@@ -346,26 +364,27 @@ def clear_cache(
     max_bytes: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Delete materialised sets, kept ones too. Those that a running fit needs stay.
+    """Delete materialised datasets, kept ones too, except those that a running fit needs.
 
     Args:
-        store: the one that `materialize` was given; None: this user's temporary folder.
-        older_than_s: only sets that were last used longer ago.
-        max_bytes: only as many as it takes to come below this, the least recently used first; None: all.
+        store: The store that `materialize` was given. None: this user's temporary folder.
+        older_than_s: Delete only datasets that were last used longer ago than this.
+        max_bytes: Delete the least recently used until the rest is not larger than this. None: delete all.
+        storage_options: Options of fsspec's filesystem, as of `Store.create`.
 
-    Returns: the names of the sets that were deleted.
+    Returns:
+        The names of the datasets that were deleted.
     """
     place, now = Store.create(store, storage_options), wall()
-    sets = sorted(_sets(place), key=lambda found: found.used_s)
-    total = sum(found.nbytes for found in sets)
+    datasets = sorted(_datasets(place), key=lambda found: found.used_s)
+    total = sum(found.nbytes for found in datasets)
     deleted = []
-    for found in sets:
+    for found in datasets:
         if max_bytes is not None and total <= max_bytes:
             break
         if found.used_s > now - older_than_s or not found.only_ours or is_leased(found.folder, now):
             continue
         delete_dataset(found.folder)
-        _unkept.pop(found.folder.url, None)
         total -= found.nbytes
         deleted.append(found.folder.root.rpartition("/")[2])
     return deleted

@@ -20,13 +20,13 @@ from spark_elastic.data.arrow_values import Fault, error_of
 from spark_elastic.data.catalog import (
     Limits,
     collect_orphans,
-    collect_unkept,
+    collect_temporary,
     delete_dataset,
     folder_of,
     leased,
     mark_used,
     may_be_lost,
-    spared,
+    protected,
 )
 from spark_elastic.data.columns import Request, cast_of
 from spark_elastic.data.dataset import Dataset
@@ -137,7 +137,7 @@ def materialize(
     folder = folder_of(place, name)
     kept = keep if keep is not None else dataset_id is not None
     with _writing.setdefault(folder.url, threading.Lock()) if findable else nullcontext():
-        with spared(folder):  # between the look and the mark the end of another fit may find it unused
+        with protected(folder):  # between the look and the mark the end of another fit may find it unused
             found = _find(folder, key, settings, dataset_id) if reuse else None
             if found is not None:
                 mark_used(folder, kept)
@@ -145,7 +145,7 @@ def materialize(
             _log.info("rows are read from %s, where they were written before", folder.url)
             return found
         ensure_shared(place, df.sparkSession.sparkContext)
-        collect_unkept(Limits.of_environment(os.environ), wall())
+        collect_temporary(Limits.of_environment(os.environ), wall())
         try:
             with leased(folder):
                 dataset = _write(df, request, folder, key, settings, kept, verbose, findable)

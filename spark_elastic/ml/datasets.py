@@ -71,7 +71,7 @@ def remove_unless_used(dataset: Dataset) -> None:
         if not dataset.store.exists("keep") and not is_leased(dataset.store, clock.wall()):
             dataset.delete()
     except Exception as error:  # each filesystem has errors of its own
-        log.warning("the set in %s could not be deleted: %s", dataset.store.url, error)
+        log.warning("the dataset in %s could not be deleted: %s", dataset.store.url, error)
 
 
 def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None) -> tuple[TensorField, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spark_elastic.data.catalog import delete_unkept
+from spark_elastic.data.catalog import delete_temporary
 from spark_elastic.data.store import Store
 from tests.integration.clusters import local
 
@@ -20,7 +20,7 @@ def spark():
 @pytest.fixture
 def store(tmp_path):
     yield Store.create(tmp_path / "store")
-    delete_unkept()
+    delete_temporary()
 
 
 class Rows:

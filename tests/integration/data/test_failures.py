@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import functions as F
 
-from spark_elastic.data.catalog import DATASETS, delete_unkept
+from spark_elastic.data.catalog import DATASETS, delete_temporary
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.materialization import materialize
 from spark_elastic.data.store import PROBE, Store
@@ -31,7 +31,7 @@ def cluster():
 @pytest.fixture
 def store(tmp_path):
     yield Store.create(tmp_path / "store")
-    delete_unkept()
+    delete_temporary()
 
 
 def dies_once(folder, kill):

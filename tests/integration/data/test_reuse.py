@@ -17,7 +17,7 @@ import pytest
 from pyspark.sql import functions as F
 
 from spark_elastic.data import catalog, materialization
-from spark_elastic.data.catalog import DATASETS, clear_cache, delete_unkept
+from spark_elastic.data.catalog import DATASETS, clear_cache, delete_temporary
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.materialization import materialize
@@ -190,7 +190,7 @@ def test_a_set_that_nobody_waited_for_the_disk_with_is_compared_with_its_checksu
     dataset = materialize(frame, X, store=store)
     for shard in dataset.manifest.splits["train"]:
         dataset.store.write_bytes(shard.file, bytes(shard.nbytes))  # as after a power cut
-    monkeypatch.setattr(catalog, "_unkept", {})  # another process looks
+    monkeypatch.setattr(catalog, "_temporary", {})  # another process looks
     assert Rows(materialize(frame, X, store=store))["x"].sum() == 99 * 50
 
 
@@ -216,7 +216,7 @@ def test_a_store_that_is_no_folder_of_this_machine_serves_all_the_same(spark, ta
     assert sorted(Rows(dataset)["text"]) == sorted(b"%X" % x for x in range(100) if x % 5)
     assert materialize(frame, tensors, store=store, validation="v").manifest == dataset.manifest
     dataset.verify()
-    delete_unkept()
+    delete_temporary()
     assert store.list(DATASETS) == []
 
 
@@ -304,7 +304,7 @@ def test_sets_go_at_the_end_unless_they_are_kept(spark, store, table):
         materialize(frame, X, store=store, dataset_id="mine"),
     ]
     passing = materialize(frame, X, store=store, dataset_id="passing", keep=False)
-    delete_unkept()
+    delete_temporary()
     assert not gone.store.exists()
     assert not passing.store.exists()
     assert [Dataset.open(dataset.store) for dataset in kept] == kept
@@ -313,7 +313,7 @@ def test_sets_go_at_the_end_unless_they_are_kept(spark, store, table):
 def test_a_set_that_another_fit_reads_stays(spark, store, table):
     dataset = materialize(spark.read.parquet(table), X, store=store)
     with dataset.lease():
-        delete_unkept()
+        delete_temporary()
         assert clear_cache(store) == []
         assert Dataset.open(dataset.store) == dataset
     assert clear_cache(store) == [dataset.store.url.rpartition("/")[2]]
@@ -328,7 +328,7 @@ def test_a_set_that_is_looked_at_is_not_taken_by_a_fit_that_ends_beside(spark, s
 
     def find_and_wait(*asked):
         found = find(*asked)
-        assert catalog.collect_unkept(catalog.Limits(nbytes=0), time.time()) == []
+        assert catalog.collect_temporary(catalog.Limits(nbytes=0), time.time()) == []
         return found
 
     monkeypatch.setattr(materialization, "_find", find_and_wait)

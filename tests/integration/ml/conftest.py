@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.data.catalog import delete_unkept
+from spark_elastic.data.catalog import delete_temporary
 from tests.integration.clusters import local
 
 
@@ -15,7 +15,7 @@ def spark() -> Any:
     with local(3, spark_sql_shuffle_partitions="2") as cluster:
         cluster.sc.setLogLevel("OFF")  # tasks fail here on purpose
         yield cluster.spark
-        delete_unkept()
+        delete_temporary()
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
-from spark_elastic.data.catalog import delete_unkept
+from spark_elastic.data.catalog import delete_temporary
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, DataError
 from spark_elastic.ml.checkpoints import Checkpoints
@@ -181,7 +181,7 @@ def test_a_second_fit_finds_the_rows_and_dataset_id_and_keep_dataset_make_them_l
     assert first.read_bytes("manifest.json") == manifest
     named, kept = written(dataset_id="digits"), written(keep_dataset=True, seed=9, validation=0.5)
     assert named.url.endswith("digits")
-    delete_unkept()  # what happens when the process ends
+    delete_temporary()  # what happens when the process ends
     assert [store.exists("manifest.json") for store in (first, named, kept)] == [False, True, True]
 
 

@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from spark_elastic import ElasticTorchEstimator
-from spark_elastic.data.catalog import delete_unkept
+from spark_elastic.data.catalog import delete_temporary
 from tests.integration.clusters import Cluster, local_cluster
 from tests.integration.ml.holding import Hold, HoldingCallback, StepLog, standing_rows
 from tests.integration.processes import children, wait_until
@@ -175,5 +175,5 @@ def test_when_all_workers_are_lost_fit_goes_on_from_the_last_checkpoint(
     assert [int(line) for line in log.read_text().split()] == applied
     assert_same(model, undisturbed)
     assert_nothing_left(cluster, tmp_path)
-    delete_unkept()  # as at the end of a process
+    delete_temporary()  # as at the end of a process
     assert not list(tmp_path.rglob("manifest.json"))

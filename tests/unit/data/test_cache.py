@@ -16,8 +16,8 @@ from spark_elastic.data.catalog import (
     Limits,
     clear_cache,
     collect_orphans,
-    collect_unkept,
-    delete_unkept,
+    collect_temporary,
+    delete_temporary,
     folder_of,
     give_back,
     is_leased,
@@ -97,7 +97,7 @@ def test_what_is_leased_stays_whatever_its_age(store):
     with dataset.lease():
         age(dataset.store, 2 * DAY)
         assert collect_orphans(store, time.time()) == clear_cache(store) == []
-        delete_unkept()
+        delete_temporary()
         assert Dataset.open(dataset.store) == dataset
     age(dataset.store, 2 * DAY)
     assert collect_orphans(store, time.time()) == [f"{DATASETS}/set"]
@@ -149,7 +149,7 @@ def test_sets_of_this_process_go_with_it_unless_kept_since(store):
     dataset = make(store, "kept later", keep=False)
     mark_used(dataset.store, keep=True)
     mark_used(dataset.store, keep=False)  # another fit, that does not care, changes nothing
-    delete_unkept()
+    delete_temporary()
     assert names(store) == ["kept later"]
 
 
@@ -170,14 +170,14 @@ def test_fits_leave_no_more_than_the_limit_and_the_least_recently_used_go_first(
     limits = Limits(nbytes=20_000)  # two sets of 8,000 bytes and what is beside them
     assert fits(store, *"abacd", limits=limits) == ["a", "ab", "ab", "ac", "cd"]
     assert fits(store, *map(str, range(40)), limits=limits)[-1] == "3839"
-    delete_unkept()
+    delete_temporary()
 
 
 def test_sets_that_no_fit_has_used_for_long_go(store):
     now = time.time()
     limits = Limits(nbytes=1 << 30, ttl_s=HOUR)
     assert fits(store, *"abac", limits=limits, at=[now, now + 1, now + 2000, now + 4000]) == ["a", "ab", "ab", "ac"]
-    assert collect_unkept(limits, now + 9000) == [folder_of(store, name).url for name in "ac"]
+    assert collect_temporary(limits, now + 9000) == [folder_of(store, name).url for name in "ac"]
 
 
 def test_a_limit_of_nothing_leaves_nothing(store):
@@ -194,7 +194,7 @@ def test_neither_limit_nor_time_take_what_is_in_use(store):
     mark_used(held.store, keep=False)  # a fit on it, beside
     assert give_back(held.store, limits, later) == [leased_by_another.store.url]
     assert names(store) == ["held", "kept"]
-    delete_unkept()
+    delete_temporary()
 
 
 def test_a_local_store_is_given_a_quarter_of_its_disk_and_a_remote_one_a_fixed_size(store):
@@ -231,12 +231,12 @@ def test_a_forked_child_deletes_nothing(store):
     child = os.fork()
     if not child:
         try:
-            delete_unkept()
+            delete_temporary()
         finally:
             os._exit(0)
     os.waitpid(child, 0)
     assert names(store) == ["set"]
-    delete_unkept()
+    delete_temporary()
     assert names(store) == []
 
 
@@ -246,7 +246,7 @@ def test_sets_in_remote_stores_are_cleaned_up_alike():
     for folder, keep in zip(folders, (False, True), strict=True):
         pack({"x": np.arange(3)}, folder)
         mark_used(folder, keep)
-    delete_unkept()
+    delete_temporary()
     assert names(store) == ["kept"]
     assert clear_cache(store) == ["kept"]
     assert names(store) == []
@@ -276,8 +276,8 @@ def test_a_set_that_cannot_be_deleted_does_not_keep_the_others(store, caplog):
         mark_used(gone, keep=False)
     from spark_elastic.data import catalog
 
-    catalog._unkept[gone.url] = catalog._Unkept(gone, os.getpid())
+    catalog._temporary[gone.url] = catalog._Temporary(gone, os.getpid())
     make(store, "set", keep=False)
-    delete_unkept()
+    delete_temporary()
     assert names(store) == []
     assert "closed://x could not be deleted: already finalised" in caplog.text
