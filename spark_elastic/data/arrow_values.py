@@ -1,7 +1,8 @@
-"""Arrow columns as numpy arrays, without copies where that is possible. Nulls are refused here."""
+"""Arrow columns as numpy arrays, without copies where possible, and the faults that are found in their rows."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +13,23 @@ import numpy.typing as npt
 from spark_elastic.data.columns import Column
 from spark_elastic.errors import DataError
 
-# What is wrong with rows: found by tasks, put together by the driver into one error.
-
-_SHOWN = 5
+_MAX_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One kind of trouble in one column.
+    """A kind of value in one column that cannot be stored. Tasks find faults; the driver raises one error for all.
 
-    rows: how many rows have it. row: the first of them, counted in its partition. found, expected, remedy: for people.
-    setting: the argument of `materialize` that the remedy changes. missing: the rows have null, NaN or infinity.
+    Attributes:
+        column: The column.
+        rows: The number of rows that have it.
+        row: The first of them, counted within its partition.
+        found: The value found, in words.
+        expected: The value expected, in words.
+        remedy: A remedy, in words.
+        partition: The partition of the first row.
+        setting: The argument of `materialize` that the remedy changes.
+        missing: The value is null, NaN or infinity.
     """
 
     column: str
@@ -37,7 +44,7 @@ class Fault:
 
 
 class RowsRefused(Exception):
-    """Raised by the encoder for a batch that cannot be stored."""
+    """A batch cannot be stored; raised by the encoder with all faults of the batch."""
 
     def __init__(self, *faults: Fault) -> None:
         super().__init__(faults)
@@ -45,24 +52,24 @@ class RowsRefused(Exception):
 
 
 def error_of(faults: Iterable[Fault], rows_seen: int) -> DataError:
-    """One error for all of them. rows_seen: by all tasks, up to where each stopped."""
+    """Return one error for all faults. rows_seen counts the rows that all tasks read until each of them stopped."""
     first: dict[tuple[str, str], Fault] = {}
-    counts: dict[tuple[str, str], int] = {}
+    counts: Counter[tuple[str, str]] = Counter()
     for fault in sorted(faults, key=lambda fault: (fault.partition, fault.row)):
         about = (fault.column, fault.expected)
         first.setdefault(about, fault)
-        counts[about] = counts.get(about, 0) + fault.rows
+        counts[about] += fault.rows
     lines = []
     for about, fault in first.items():
         lines.append(
-            f"column {fault.column!r}: {counts[about]:,} of {rows_seen:,} rows looked at hold {fault.found} (the first "
-            f"is row {fault.row:,} of partition {fault.partition}); expected {fault.expected}"
+            f"column {fault.column!r}: {counts[about]:,} of {rows_seen:,} rows read have {fault.found} (the first is "
+            f"row {fault.row:,} of partition {fault.partition}); expected {fault.expected}"
             + (f". {fault.remedy}" if fault.remedy else "")
         )
-    more = f"\n... and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    more = f"\n... and {len(lines) - _MAX_SHOWN} more" if len(lines) > _MAX_SHOWN else ""
     shown = next(iter(first.values()))
     return DataError(
-        "\n".join(lines[:_SHOWN]) + more,
+        "\n".join(lines[:_MAX_SHOWN]) + more,
         column=shown.column,
         rows=counts[shown.column, shown.expected],
         found=shown.found,
@@ -76,10 +83,13 @@ _FILL = "Fill or drop them: df.na.fill, df.na.drop"
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """A column's values for some rows, end to end.
+    """The values of a column for some rows, end to end.
 
-    flat: one axis. lengths: how many each row has, int64, shape (rows,); None: all have `width`, which is not 0.
-    inner: of nested arrays, the shape of what a row has `lengths` of.
+    Attributes:
+        flat: All values, one axis.
+        lengths: The number of values of each row. None: all rows have `width`, which is not 0.
+        width: The number of values of every row, if `lengths` is None.
+        inner: For nested arrays, the shape of each of the `lengths` elements.
     """
 
     flat: npt.NDArray[Any]
@@ -90,7 +100,14 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class SparseValues:
-    """Vectors of one size as compressed rows: counts int64 [rows]; indices int32 and flat, of all rows end to end."""
+    """Vectors of one size as compressed sparse rows.
+
+    Attributes:
+        counts: The number of stored values of each row.
+        indices: The index of each stored value, of all rows end to end.
+        flat: The stored values of all rows end to end.
+        size: The size of the vectors.
+    """
 
     counts: npt.NDArray[np.int64]
     indices: npt.NDArray[np.int32]
@@ -99,7 +116,11 @@ class SparseValues:
 
 
 def values_of(column: Column, array: Any, first_row: int) -> Values | SparseValues:
-    """first_row: the number of the batch's first row, for messages. Raises: RowsRefused."""
+    """Return the values of a column. first_row is the number of the batch's first row, for messages.
+
+    Raises:
+        RowsRefused: The column has nulls, or inner arrays of different lengths.
+    """
     if array.null_count:
         empty = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
         raise RowsRefused(
@@ -118,14 +139,11 @@ def values_of(column: Column, array: Any, first_row: int) -> Values | SparseValu
 
 
 def missing_rows(array: Any, allow_nan: bool) -> npt.NDArray[np.bool_]:
-    """Which rows of a column have no value to compute with: null, NaN or infinity, in an array or vector as well.
-
-    allow_nan: NaN and infinity are values.
-    """
+    """Return which rows have a null, or a non-finite value unless allow_nan; arrays and vectors are searched as well."""
     from pyarrow import compute, types
 
     missing: npt.NDArray[np.bool_] = array.is_null().to_numpy(zero_copy_only=False).copy()
-    if types.is_struct(array.type):  # a vector: (type, size, indices, values), of which a dense one lacks some
+    if types.is_struct(array.type):  # a vector: (type, size, indices, values)
         array = array.flatten()[3]
     if types.is_list(array.type) or types.is_large_list(array.type):
         lengths = compute.fill_null(compute.list_value_length(array), 0).to_numpy()
@@ -143,7 +161,7 @@ def _ragged(flat: npt.NDArray[Any], lengths: npt.NDArray[Any], inner: tuple[int,
 
 
 def _numbers(array: Any) -> npt.NDArray[Any]:
-    """A primitive Arrow array without nulls. Dates and times become int64."""
+    """Return a primitive Arrow array without nulls. Dates and times become int64."""
     from pyarrow import types
 
     kind = array.type
@@ -194,7 +212,7 @@ def _lists(column: Column, array: Any, depth: int, first_row: int) -> Values:
 
 
 def _bytes(array: Any) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
-    """Offsets, shape (rows + 1,), and the data that they point into."""
+    """Return the offsets of a binary or string array, shape (rows + 1,), and its data."""
     from pyarrow import types
 
     wide = types.is_large_binary(array.type) or types.is_large_string(array.type)
@@ -204,7 +222,10 @@ def _bytes(array: Any) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
 
 
 def _vectors(column: Column, array: Any, first_row: int) -> Values | SparseValues:
-    """Spark sends (type, size, indices, values); type 1 is dense, and has neither size nor indices."""
+    """Return the values of a vector column: structs (type, size, indices, values).
+
+    Dense vectors are of type 1, and have neither size nor indices.
+    """
     import pyarrow.compute as pc
 
     kinds, sizes, indices, values = array.flatten()
@@ -214,12 +235,12 @@ def _vectors(column: Column, array: Any, first_row: int) -> Values | SparseValue
     if dense.all():
         return _ragged(flat, counts)
     lengths = np.where(dense, counts, pc.fill_null(sizes, 0).to_numpy())
-    if (lengths != lengths[0]).any():  # the encoder says which row differs from the first of all
+    if (lengths != lengths[0]).any():  # the encoder reports the row that differs from the first one
         return Values(flat, lengths.astype(np.int64))
     size = int(lengths[0])
     if not dense.any():
         return SparseValues(counts, indices.flatten().to_numpy(), flat, size)
-    # Both kinds, as a VectorAssembler leaves them: a dense row's indices are all of them.
+    # Dense and sparse vectors, as a VectorAssembler makes them: a dense row has all indices.
     owner = np.repeat(dense, counts)
     places = np.empty(len(flat), np.int32)
     places[~owner] = indices.flatten().to_numpy()

@@ -1,4 +1,4 @@
-"""Arrow batches to blocks of records. The first row decides the lengths, and every other row is held to them."""
+"""Encode Arrow batches as blocks of records. The first row decides the lengths; all other rows must have the same."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from spark_elastic.data.layout import Kind, Layout, TensorField
 from spark_elastic.data.shards import Blob, Block, encode_rows
 
 SPARSE_FROM = 4096
-"""Vectors that are no longer than this are stored densely: a gather of 16 KB costs less than a detour."""
+"""Vectors up to this size are stored densely: to gather 16 KB costs less than to look them up in the sidecar."""
 _SPARSE_BELOW = 0.25
 
 
 class Encoder:
     """Encodes the batches of one task, in their order.
 
-    rows: seen so far. layout: None until there was a row.
+    Attributes:
+        rows: The rows encoded so far.
+        layout: The layout of the records. None before the first row.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
@@ -34,9 +36,10 @@ class Encoder:
         self._inner: dict[tuple[str, str], tuple[int, ...]] = {}
 
     def encode(self, batch: Any) -> Block:
-        """The block of a pyarrow `RecordBatch` with a row at least. It is valid until the next is encoded.
+        """Encode a pyarrow `RecordBatch` of at least one row. The block is valid until the next call.
 
-        Raises: RowsRefused: with all that is wrong with the batch.
+        Raises:
+            RowsRefused: The batch has values that cannot be stored.
         """
         faults: list[Fault] = []
         found: dict[tuple[str, str], Values | SparseValues] = {}
@@ -54,7 +57,7 @@ class Encoder:
             self._decide(found, batch.num_rows, first_row)
         assert self.layout is not None
         if len(self._buffer) < batch.num_rows or self._buffer.dtype != self._flat:
-            self._buffer = np.zeros(batch.num_rows, self._flat)  # the gaps between fields stay zero for good
+            self._buffer = np.zeros(batch.num_rows, self._flat)  # the gaps between fields stay zero
         records = self._buffer[: batch.num_rows]
         blobs = {}
         for tensor, field in zip(self._tensors, self.layout.fields, strict=True):
@@ -106,7 +109,7 @@ class Encoder:
                 "pad_to",
             )
         if expected == 0:
-            wrong, words = np.arange(1), ("a value at least", "", "")
+            wrong, words = np.arange(1), ("at least one value", "", "")
         if len(wrong):
             row = int(wrong[0])
             found = width if lengths is None else int(lengths[row])
@@ -119,7 +122,7 @@ class Encoder:
         return values
 
     def _decide(self, found: dict[tuple[str, str], Values | SparseValues], rows: int, first_row: int) -> None:
-        """The layout, from the first batch."""
+        """Derive the layout from the first batch."""
         fields = []
         for tensor in self._tensors:
             names = tuple(column.name for column in tensor.columns)
@@ -150,7 +153,7 @@ class Encoder:
                     shape = tensor.shape
             fields.append(TensorField(tensor.name, names, tensor.dtype, shape, kind=kind))
         self.layout = Layout.of(fields)
-        # The same record with one axis a tensor: values come one behind the other.
+        # the same record with one-dimensional tensors, because values come one behind the other
         self._flat = np.dtype(
             {
                 "names": [field.name for field in self.layout.fields],
@@ -176,7 +179,7 @@ class Encoder:
         parts: list[tuple[Column, Values | SparseValues]],
         first_row: int,
     ) -> None:
-        """out: [rows, values of a row], a view into the records."""
+        """Write a tensor's values to `out`, a view of the records with shape (rows, values of a row)."""
         start = 0
         for column, values in parts:
             width = self._width(tensor, column)
@@ -193,7 +196,7 @@ class Encoder:
                 target[np.arange(width) < lengths[:, None]] = _checked(tensor, column, values.flat, rows, first_row)
             else:
                 matrix = values.flat.reshape(len(out), width)
-                if _needs_no_look(values.flat.dtype, target.dtype) or (
+                if _is_lossless(values.flat.dtype, target.dtype) or (
                     tensor.allow_nan and not column.whole and target.dtype.kind == "f" == matrix.dtype.kind
                 ):
                     target[...] = matrix
@@ -219,8 +222,8 @@ def _storage(values: Values | SparseValues) -> Kind:
     return Kind.DENSE
 
 
-def _needs_no_look(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
-    """Whether every value of `source` has its place in `target`. Large integers have none among floats."""
+def _is_lossless(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
+    """Return whether `target` can represent every value of `source`. Floats are always checked for NaN and infinity."""
     if source.kind == "f":
         return False
     if source.kind in "iu" and target.kind == "f":
@@ -229,15 +232,15 @@ def _needs_no_look(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
 
 
 def _rounded(values: npt.NDArray[Any], stored: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Which integers are others as floats. values: integers, or float64 that stand for integers."""
-    exact = 2 << np.finfo(stored.dtype).nmant  # all integers up to here
+    """Return which integers were rounded when stored as floats. Decimals come as float64 values."""
+    exact = 2 << np.finfo(stored.dtype).nmant  # floats represent all integers up to here
     if values.dtype.kind == "f":
-        # what a decimal was is not known any more: 2**53 + 1 has become 2**53
+        # the decimal's own value is not known any more: 2**53 + 1 has become 2**53
         changed: npt.NDArray[np.bool_] = (np.abs(values) >= 2**53) | (stored.astype(np.float64) != values)
         return changed
     if not len(values) or (int(values.max()) <= exact and int(values.min()) >= -exact):
         return np.zeros(len(values), bool)
-    wrong: npt.NDArray[np.bool_] = np.abs(stored.astype(np.float64)) >= 2.0**63  # would not fit an int64
+    wrong: npt.NDArray[np.bool_] = np.abs(stored.astype(np.float64)) >= 2.0**63  # exceeds int64
     wrong[~wrong] = stored[~wrong].astype(np.int64) != values[~wrong]
     return wrong
 
@@ -250,21 +253,28 @@ def _checked(
     first_row: int,
     width: int | None = None,
 ) -> npt.NDArray[Any]:
-    """`flat` as the tensor's dtype.
+    """Convert values to the tensor's dtype.
 
-    rows: which row of the batch each value is of; None: rows have `width` values each, or one if that is None too.
+    Args:
+        tensor: The tensor.
+        column: The column of the values.
+        flat: The values.
+        rows: The row of the batch that each value belongs to. None: each row has `width` values.
+        first_row: The number of the batch's first row.
+        width: The values of a row; None: 1.
 
-    Raises: RowsRefused: a value is not finite, or the dtype has no place for it.
+    Raises:
+        RowsRefused: A value is not finite, or the dtype cannot represent it.
     """
     dtype = np.dtype(tensor.dtype)
-    if _needs_no_look(flat.dtype, dtype):
+    if _is_lossless(flat.dtype, dtype):
         return flat.astype(dtype, copy=False)
     setting = "dtypes"
     with np.errstate(over="ignore", invalid="ignore"):
         stored = flat.astype(dtype)
         if flat.dtype.kind == "f" and not tensor.allow_nan and not np.isfinite(flat).all():
             wrong, found = ~np.isfinite(flat), "NaN or infinity"
-            expected, remedy = "finite numbers", "Clean them, or say allow_nan="
+            expected, remedy = "finite numbers", "Clean them, or allow them with allow_nan="
             setting = "allow_nan"
         elif dtype.kind == "f" and (column.whole or flat.dtype.kind in "iu"):
             wrong, found = _rounded(flat, stored), "integers"
@@ -281,7 +291,10 @@ def _checked(
             expected, remedy = f"what {dtype.name} can hold", "Choose another type with dtypes="
             if column.whole and not wrong.any():
                 wrong, found = np.abs(flat) >= 2**53, "integers"
-                expected, remedy = "decimals below 2**53, which pass a double on their way", "Cast the column to bigint"
+                expected, remedy = (
+                    "decimals below 2**53, as Spark sends them as doubles",
+                    "Cast the column to bigint",
+                )
     if not wrong.any():
         return stored
     places = np.flatnonzero(wrong)

@@ -1,10 +1,9 @@
-"""What one stored row looks like: tensors of one dtype each, at fixed offsets in a record of fixed size.
+"""The layout of a stored row: tensors of one dtype each, at fixed offsets in a record of fixed size.
 
-A batch is then one gather of records, and each of its tensors is a view into it.
+So a batch is one gather of records, and each of its tensors is a view into it.
 
-Files of records are cut so that they can be mapped into memory one behind the other: all but the last file of a writer
-hold a multiple of `Layout.rows_per_page_run` rows, which is a whole number of pages. See `manifest` for what a reader
-may take for granted.
+Files of records can be mapped into memory one behind the other: each file of a writer, except its last one, contains a
+multiple of `Layout.rows_per_page_run` rows, which is a whole number of pages. `manifest` lists what readers may assume.
 """
 
 from __future__ import annotations
@@ -20,35 +19,39 @@ import numpy as np
 
 LAYOUT_VERSION = 1
 PAGE = 4096
-"""Bytes. Machines whose pages are larger read the same files, without mapping them side by side."""
+"""Bytes. Machines with larger pages read the same files, without mapping them side by side."""
 _NUMBER = re.compile(r"[<>|=]?[a-z]+[0-9]{0,2}")
-"""What numpy's names of plain types look like; of other texts it makes records, or asks for memory."""
+"""numpy's names of plain types. From other texts np.dtype would make records, or allocate memory."""
 _REFERENCE = np.dtype([("start", "<i8"), ("length", "<i8")])
-"""What a record holds in place of a value of variable length: bytes in the shard's sidecar."""
+"""The part of a record that refers to a value of variable length: its bytes in the shard's sidecar."""
 
 
 class Kind(str, Enum):
     """How a field's value is stored."""
 
     DENSE = "dense"
-    """In the record itself: `shape` values of `dtype`."""
+    """In the record: `shape` values of `dtype`."""
     BYTES = "bytes"
-    """In the sidecar, as it is. Batches hold a list of `bytes`."""
+    """In the sidecar. Batches have a list of `bytes`."""
     STRING = "string"
-    """In the sidecar, UTF-8. Batches hold a list of `str`."""
+    """In the sidecar, as UTF-8. Batches have a list of `str`."""
     ARRAY = "array"
-    """In the sidecar, values of `dtype`. Batches hold a list of arrays of one axis each."""
+    """In the sidecar, values of `dtype`. Batches have a list of one-dimensional arrays."""
     SPARSE = "sparse"
-    """In the sidecar: int32 indices, then as many values of `dtype`. Batches hold a dense array `[rows, *shape]`."""
+    """In the sidecar: int32 indices, then as many values of `dtype`. Batches have a dense array `[rows, *shape]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorField:
     """One tensor of a row.
 
-    name: what batches call it. columns: of the DataFrame, concatenated in this order. dtype: numpy's, little-endian
-    ("<f4"). shape: of one row's value; () is a scalar; meaningless for BYTES, STRING and ARRAY. offset: bytes from the
-    start of the record.
+    Attributes:
+        name: Its name in batches.
+        columns: The columns of the DataFrame that are joined, in this order.
+        dtype: A dtype of numpy, little-endian ("<f4").
+        shape: Of one row's value; () for a scalar. Not used for BYTES, STRING and ARRAY.
+        offset: Bytes from the start of the record.
+        kind: How the value is stored.
     """
 
     name: str
@@ -60,12 +63,12 @@ class TensorField:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the field takes in the record."""
+        """The field's size in the record."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize if self.kind is Kind.DENSE else _REFERENCE.itemsize
 
     @property
     def record_type(self) -> Any:
-        """What numpy calls the field's part of the record."""
+        """The numpy dtype spec of the field's part of the record."""
         return (self.dtype, self.shape) if self.kind is Kind.DENSE else _REFERENCE
 
     @property
@@ -75,16 +78,22 @@ class TensorField:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The record. stride: its size in bytes, a multiple of 8."""
+    """The layout of a record.
+
+    Attributes:
+        fields: The tensors.
+        stride: The record's size in bytes, a multiple of 8.
+    """
 
     fields: tuple[TensorField, ...]
     stride: int
 
     @classmethod
     def of(cls, fields: Iterable[TensorField]) -> Layout:
-        """With offsets that align each field, in the order given.
+        """Place fields at aligned offsets, in the order given.
 
-        Raises: ValueError: two fields have one name, or there is none.
+        Raises:
+            ValueError: There is no field, or two have the same name.
         """
         placed: list[TensorField] = []
         end = 0
@@ -94,7 +103,7 @@ class Layout:
             end = start + field.nbytes
         names = [field.name for field in placed]
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"a layout needs fields with different names, not {names}")
+            raise ValueError(f"a layout needs one or more fields with different names, not {names}")
         return cls(tuple(placed), max(8, -(-end // 8) * 8))
 
     @property
@@ -111,7 +120,7 @@ class Layout:
 
     @property
     def rows_per_page_run(self) -> int:
-        """The fewest rows whose records fill whole pages."""
+        """The smallest number of rows whose records fill whole pages."""
         return PAGE // math.gcd(self.stride, PAGE)
 
     @property
@@ -133,11 +142,15 @@ class Layout:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Layout:
-        """Raises: ValueError: written by another version, or no layout; with the field that is wrong."""
+        """Decode a layout.
+
+        Raises:
+            ValueError: Another version wrote it, or it is invalid; with the name of the wrong field.
+        """
         if not isinstance(document, Mapping):
             raise ValueError(f"layout is a {type(document).__name__}, not an object")
         if document.get("version") != LAYOUT_VERSION:
-            raise ValueError(f"layout version {document.get('version')!r:.40}; this is version {LAYOUT_VERSION}")
+            raise ValueError(f"layout version is {document.get('version')!r:.40}; this package reads {LAYOUT_VERSION}")
         fields = document.get("fields")
         if not isinstance(fields, list):
             raise ValueError(f"layout.fields is {fields!r:.40}, not a list")
@@ -148,30 +161,29 @@ class Layout:
         except ValueError as error:
             raise ValueError(f"layout.fields: {error}") from error
         if layout != expected:
-            raise ValueError("layout: offsets or stride are not those of this version")
+            raise ValueError("layout: offsets or stride do not follow from the fields")
         try:
             assert layout.dtype.itemsize == layout.stride
         except (ValueError, OverflowError) as error:
-            raise ValueError(f"layout.fields: numpy makes no record of them: {error}") from error
+            raise ValueError(f"layout.fields: numpy cannot make a record of them: {error}") from error
         return layout
 
 
 def _field(entry: Any, where: str) -> TensorField:
-    """Raises: ValueError: with the field of the document."""
     if not isinstance(entry, Mapping):
         raise ValueError(f"{where} is {entry!r:.40}, not an object")
     for name, wanted in (("name", str), ("columns", list), ("dtype", str), ("shape", list), ("kind", str)):
         if not isinstance(entry.get(name), wanted):
             raise ValueError(f"{where}.{name} is {entry.get(name)!r:.40}, not of {wanted.__name__}")
     if not all(isinstance(column, str) for column in entry["columns"]):
-        raise ValueError(f"{where}.columns is {entry['columns']!r:.80}, not names")
+        raise ValueError(f"{where}.columns is {entry['columns']!r:.80}, not a list of names")
     shape = tuple(_number(size, f"{where}.shape") for size in entry["shape"])
     try:
         dtype = np.dtype(entry["dtype"]) if _NUMBER.fullmatch(entry["dtype"]) else None
     except TypeError:
         dtype = None
     if dtype is None or dtype.kind not in "biuf":
-        raise ValueError(f"{where}.dtype is {entry['dtype']!r:.40}, not a type of numbers")
+        raise ValueError(f"{where}.dtype is {entry['dtype']!r:.40}, not a numeric dtype")
     try:
         kind = Kind(entry["kind"])
     except ValueError as error:
@@ -182,5 +194,5 @@ def _field(entry: Any, where: str) -> TensorField:
 
 def _number(value: Any, where: str) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{where} is {value!r:.40}, not a number from 0")
+        raise ValueError(f"{where} is {value!r:.40}, not an integer of at least 0")
     return value

@@ -1,14 +1,14 @@
-"""The manifest of a materialised set: written last, so it is the commit. Only the files that it lists count.
+"""The manifest of a materialised dataset. It is written last, which commits the dataset: other files do not count.
 
-What a reader may take for granted of the shards of a split:
+Readers may assume of the shards of a split:
 
 - Their order is fixed, and with it the number of every row: those of the first shard come first.
-- A file starts with its first record and holds nothing but records; references into the sidecar count from the start
-  of that shard's own sidecar.
-- A writer (a task) leaves a run of shards. All but the last of a run hold a multiple of `layout.rows_per_page_run`
-  rows, so the next one of the run can be mapped right behind it. The last of a run, the only one for most, may hold any
-  number of rows: what follows can be mapped at the next multiple of `rows_per_page_run` rows, and the records of the
-  gap are no rows. Where a run ends cannot be seen, and need not be: a row count that is no such multiple ends one.
+- A file starts with its first record and contains only records. References into the sidecar count from the start of
+  the shard's own sidecar.
+- A writer (a task) makes a sequence of shards. Each of them except the last contains a multiple of
+  `layout.rows_per_page_run` rows, so the next shard can be mapped right behind it. The last shard, for most writers
+  their only one, may contain any number of rows: the next shard can be mapped at the next multiple of
+  `rows_per_page_run` rows, and the gap contains no rows. So the row counts alone tell where shards can be mapped.
 - No shard is empty.
 """
 
@@ -23,39 +23,43 @@ from typing import Any
 
 from spark_elastic.data.layout import Layout
 
-# JSON documents with a checksum of their own, so that a changed one is never taken for what was written.
+# --- JSON documents that contain their checksum, so that a changed one is detected ------------------
 
 CHECKSUM = "checksum"
-"""The field that holds it: CRC-32 of all others, as `json.dumps` writes them with sorted keys and no spaces."""
+"""The field with the CRC-32 of all others, as `json.dumps` writes them with sorted keys and no spaces."""
 
 
 def seal(document: Mapping[str, Any]) -> bytes:
-    """Encode a document of plain values, with its checksum as its last field."""
-    plain = json.loads(json.dumps(dict(document)))  # tuples and keys as they will be read
+    """Encode a document of plain values as JSON, with its checksum as the last field."""
+    plain = json.loads(json.dumps(dict(document)))  # with tuples and keys as they will be read
     return json.dumps({**plain, CHECKSUM: _checksum(plain)}, indent=1).encode()
 
 
 def unseal(text: bytes, known: frozenset[str]) -> dict[str, Any]:
-    """Decode a document, without its checksum.
+    """Decode a document of `seal`, and return it without its checksum.
+
+    Documents without a checksum, of earlier versions, are accepted.
 
     Args:
-        known: fields that it may have. One without a checksum, of an earlier version, is taken as it is; but not one
-            whose checksum has lost its name.
-    Raises: ValueError: not JSON, no object, or not what was written.
+        text: The document.
+        known: The fields that it may have. An unknown field could be a checksum whose name was damaged.
+
+    Raises:
+        ValueError: It is not JSON, not an object, or not what was written.
     """
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(document, dict):
-        raise ValueError(f"not JSON of an object, but of a {type(document).__name__}")
+        raise ValueError(f"its JSON is a {type(document).__name__}, not an object")
     if CHECKSUM in document:
         expected = document.pop(CHECKSUM)
         found = _checksum(document)
         if found != expected:
             raise ValueError(f"its fields have the checksum {found}, and {CHECKSUM} says {expected!r:.40}")
     if unknown := sorted(document.keys() - known):
-        raise ValueError(f"it has a field {unknown[0]!r:.40}, which this version does not know")
+        raise ValueError(f"it has a field {unknown[0]!r:.40}, which this version of the package does not know")
     return document
 
 
@@ -63,19 +67,27 @@ def _checksum(document: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(document, sort_keys=True, separators=(",", ":")).encode())
 
 
+# --- the manifest -----------------------------------------------------------------------------------
+
 MANIFEST_NAME = "manifest.json"
 FORMAT = "spark_elastic.data"
 FORMAT_VERSION = 1
 FOUND_AGAIN = "found_again"
-"""In `Manifest.about`: whether the set can be found by its key or its name."""
+"""The field of `Manifest.about` that says whether a later `materialize` can reuse the dataset."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One file of packed records.
 
-    file: relative to the manifest. nbytes: rows × stride. crc32: of the file. sidecar: the file with the values of
-    variable length, relative to the manifest; None: there are none.
+    Attributes:
+        file: Its path, relative to the manifest.
+        rows: The number of records.
+        nbytes: Its size: rows × stride.
+        crc32: Its checksum.
+        sidecar: The file with the values of variable length, relative to the manifest. None: there is none.
+        sidecar_nbytes: The sidecar's size.
+        sidecar_crc32: The sidecar's checksum.
     """
 
     file: str
@@ -95,10 +107,14 @@ _FILE = re.compile(r"[^/\0][^\0]*")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a set consists of.
+    """The contents of a dataset.
 
-    splits: the shards of "train", and of "validation" if rows were set aside; in an order that does not depend on
-    which task ended first. key: what the content is addressed by, see `reuse`. about: free facts for people.
+    Attributes:
+        layout: The layout of the records.
+        splits: The shards of "train", and of "validation" if there is one. Their order does not depend on which task
+            ended first.
+        key: Identifies the rows and settings, see `reuse`.
+        about: Facts for people: settings, and when and by what the dataset was written.
     """
 
     layout: Layout
@@ -114,12 +130,12 @@ class Manifest:
 
     @property
     def shards(self) -> list[Shard]:
-        """Of all splits."""
+        """The shards of all splits."""
         return [shard for shards in self.splits.values() for shard in shards]
 
     @property
     def files(self) -> set[str]:
-        """All that belong to the set, besides the manifest itself."""
+        """The files of the dataset, except the manifest."""
         return {file for shard in self.shards for file in (shard.file, shard.sidecar) if file is not None}
 
     def dumps(self) -> bytes:
@@ -135,12 +151,16 @@ class Manifest:
 
     @classmethod
     def loads(cls, text: bytes) -> Manifest:
-        """Raises: ValueError: not a manifest, cut off, changed, or of another version; with the field that is wrong."""
+        """Decode a manifest.
+
+        Raises:
+            ValueError: It is not a manifest, incomplete, changed, or of another version; with the wrong field's name.
+        """
         document = unseal(text, _FIELDS)
         if document.get("format") != FORMAT:
             raise ValueError(f"format is {document.get('format')!r:.40}: not a manifest of {FORMAT}")
         if document.get("version") != FORMAT_VERSION:
-            raise ValueError(f"format version {document.get('version')!r:.40}; this is version {FORMAT_VERSION}")
+            raise ValueError(f"format version is {document.get('version')!r:.40}; this package reads {FORMAT_VERSION}")
         for name, kind in (("key", str), ("splits", dict), ("about", dict)):
             if not isinstance(document.get(name), kind):
                 raise ValueError(f"{name} is {document.get(name)!r:.40}, not of {kind.__name__}")
@@ -158,7 +178,6 @@ class Manifest:
 
 
 def _shard(entry: Any, stride: int, where: str) -> Shard:
-    """Raises: ValueError: with the field of the document."""
     if not isinstance(entry, dict) or not _SHARD_NEEDS <= entry.keys() <= _SHARD_HAS:
         raise ValueError(f"{where} is {entry!r:.80}, not a shard with {', '.join(sorted(_SHARD_NEEDS))}")
     for name in ("file", "sidecar"):
@@ -166,11 +185,11 @@ def _shard(entry: Any, stride: int, where: str) -> Shard:
         if name == "sidecar" and value is None:
             continue
         if not isinstance(value, str) or not _FILE.fullmatch(value) or ".." in value.split("/"):
-            raise ValueError(f"{where}.{name} is {value!r:.80}, not a file of this set")
+            raise ValueError(f"{where}.{name} is {value!r:.80}, not a file of this dataset")
     for name in ("rows", "nbytes", "crc32", "sidecar_nbytes", "sidecar_crc32"):
         value = entry.get(name, 0)
         if type(value) is not int or value < 0:
-            raise ValueError(f"{where}.{name} is {value!r:.40}, not a number from 0")
+            raise ValueError(f"{where}.{name} is {value!r:.40}, not an integer of at least 0")
     shard = Shard(**entry)
     if shard.nbytes != shard.rows * stride:
         raise ValueError(f"{where}.nbytes: {shard.file} has {shard.nbytes} bytes for {shard.rows} rows of {stride}")

@@ -27,13 +27,13 @@ def refused(spark, store, schema, rows, *, parts=1, tensors=None, **options):
 @pytest.mark.parametrize(
     ("schema", "values", "options", "complaint"),
     [
-        ("x float", [1.0, None, None], {}, r"column 'x': 2 of 3 rows looked at hold null \(the first is row 1 of"),
-        ("x string", ["a", None], {}, "column 'x': 1 of 2 rows looked at hold null"),
+        ("x float", [1.0, None, None], {}, r"column 'x': 2 of 3 rows read have null \(the first is row 1 of"),
+        ("x string", ["a", None], {}, "column 'x': 1 of 2 rows read have null"),
         (
             "x array<float>",
             [[1.0], None],
             {},
-            "1 of 2 rows looked at hold null .*expected a value in every row.*na.drop",
+            "1 of 2 rows read have null .*expected a value in every row.*na.drop",
         ),
         ("x array<float>", [[1.0, 2.0], [None, None]], {}, "1 of 2 rows .* null within the array .* row 1"),
         (
@@ -42,7 +42,7 @@ def refused(spark, store, schema, rows, *, parts=1, tensors=None, **options):
             {},
             "2 of 4 .* NaN or infinity .*row 1 .*finite numbers.*allow_nan",
         ),
-        ("x array<float>", [[1.0, NAN], [NAN, NAN]], {}, "2 of 2 rows looked at hold NaN or infinity"),
+        ("x array<float>", [[1.0, NAN], [NAN, NAN]], {}, "2 of 2 rows read have NaN or infinity"),
         ("x array<float>", [[1.0], [NAN, 1.0]], {"pad_to": {"x": 2}}, "1 of 2 rows .* NaN or infinity .* row 1"),
         ("x array<float>", [[1.0, NAN], [2.0]], {"variable": ["x"]}, "1 of 2 rows .* NaN or infinity .* row 0"),
         (
@@ -52,7 +52,7 @@ def refused(spark, store, schema, rows, *, parts=1, tensors=None, **options):
             "1 of 3 .* arrays of 1 .*row 2.*arrays of 2 as in the first.*pad_to=",
         ),
         ("x array<int>", [[1], [3, 4]], {"pad_to": {"x": 1}}, r"arrays of 2 .*expected arrays of 1 at most \(pad_to\)"),
-        ("x array<int>", [[], []], {}, "arrays of 0 .*expected a value at least"),
+        ("x array<int>", [[], []], {}, "arrays of 0 .*expected at least one value"),
         ("x array<array<int>>", [[[1], [2]], [[3], [4, 5]]], {}, "1 of 2 .* inner arrays of 2 .*inner arrays of 1"),
         ("x binary", [b"abc", b"ab"], {}, "values of 2 .*expected values of 3 as in the first row.*variable="),
         ("x array<int>", [[1, 2, 3]], {"shapes": {"x": (2, 2)}}, r"3 values .*expected 4 for a shape of \[2, 2\]"),

@@ -76,7 +76,7 @@ def test_a_model_is_loaded_once_for_all_partitions_and_not_at_all_for_empty_ones
 
 
 def test_a_null_is_an_error_that_names_the_column_and_the_rows(tmp_path: Any) -> None:
-    with pytest.raises(DataError, match="column 'a': 1 of 2 rows looked at hold null"):
+    with pytest.raises(DataError, match="column 'a': 1 of 2 rows read have null"):
         list(serving(tmp_path / "log")([batch([1, None], [[1, 1], [1, 1]])]))
 
 
@@ -166,7 +166,7 @@ def test_rows_without_a_value_are_an_error_left_out_or_get_null(tmp_path: Any) -
     assert [each.column("sum").to_pylist() for each in made] == [[3, *[None] * 4, 18], [21, None, None], [None] * 2]
     assert made[0].column("v").equals(BAD[0].column("v"))
     assert all(each.schema.field("sum").nullable for each in made)
-    for bad, said in ((BAD[0], "column 'a': 1 of 6 rows looked at hold null"), (BAD[1], "hold NaN or infinity")):
+    for bad, said in ((BAD[0], "column 'a': 1 of 6 rows read have null"), (BAD[1], "have NaN or infinity")):
         with pytest.raises(DataError, match=f"{said}.*handle_invalid='skip'"):
             list(serving(log)([bad]))
     allowed = serving(log, handle_invalid="skip", inputs=tensors_for(SCHEMA, [JOINED], {}, ["features_0"]))
