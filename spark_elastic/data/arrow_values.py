@@ -139,7 +139,7 @@ def values_of(column: Column, array: Any, first_row: int) -> Values | SparseValu
 
 
 def missing_rows(array: Any, allow_nan: bool) -> npt.NDArray[np.bool_]:
-    """Return which rows have a null, or a non-finite value unless allow_nan; arrays and vectors are searched as well."""
+    """Return which rows have a null, or a non-finite value unless allow_nan; arrays and vectors are searched too."""
     from pyarrow import compute, types
 
     missing: npt.NDArray[np.bool_] = array.is_null().to_numpy(zero_copy_only=False).copy()

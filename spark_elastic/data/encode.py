@@ -11,7 +11,7 @@ import numpy.typing as npt
 from spark_elastic.data.arrow_values import Fault, RowsRefused, SparseValues, Values, values_of
 from spark_elastic.data.columns import Column, Tensor
 from spark_elastic.data.layout import Kind, Layout, TensorField
-from spark_elastic.data.shards import Blob, Block, encode_rows
+from spark_elastic.data.shards import Blob, Block, encode_sparse
 
 SPARSE_FROM = 4096
 """Vectors up to this size are stored densely: to gather 16 KB costs less than to look them up in the sidecar."""
@@ -320,7 +320,7 @@ def _blob(tensor: Tensor, field: TensorField, column: Column, values: Values | S
             values = _compressed(values)
         rows = np.repeat(np.arange(len(values.counts)), values.counts)
         flat = _checked(tensor, column, values.flat, rows, first_row)
-        return encode_rows(values.counts, values.indices, flat)
+        return encode_sparse(values.counts, values.indices, flat)
     assert isinstance(values, Values)
     count = len(values.flat) // values.width if values.width else 0
     lengths = values.lengths if values.lengths is not None else np.full(count, values.width, np.int64)

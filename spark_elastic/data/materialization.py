@@ -1,4 +1,4 @@
-"""A DataFrame into a set of packed records: one pass over the query, written by the executors."""
+"""Write a DataFrame as a dataset of packed records: one pass over the query, on the executors."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, 
 
 _log = logging.getLogger(__name__)
 WRITES = 4
-"""How often rows are written at most where executors are lost with rows of no fixed order; as Spark tries a task."""
+"""How often rows are written if executors are lost with shuffled rows of no fixed order; as often as Spark's tasks."""
 _writing: weakref.WeakValueDictionary[str, threading.Lock] = weakref.WeakValueDictionary()
-"""URL of a set → held by the thread that writes it: of several fits at once on the same rows, one writes."""
+"""URL of a dataset → the lock of the thread that writes it: of concurrent fits on the same rows, one writes."""
 _collected: set[str] = set()
-"""URLs of the stores that this process has looked through for what others left behind."""
+"""URLs of the stores in which this process has deleted orphans."""
 
 
 def materialize(
@@ -70,39 +70,43 @@ def materialize(
     pre_shuffle: str | None = None,
     verbose: int = 1,
 ) -> Dataset:
-    """Write the rows of `df`, unless they are there already.
+    """Write the rows of a DataFrame as a dataset, or reuse the dataset if it was written before.
 
     Args:
-        tensors: what batches call it → a column, or a list of columns whose values are put end to end. One scalar
-            column is a scalar a row; in a list, even of one, scalars become an axis. Numbers, booleans, decimals (as
-            float64), dates (days since 1970) and timestamps (microseconds since 1970, UTC; both int64), arrays of
-            these, vectors, and binary need one length, that of the first row.
-        store: where to; executors and driver have to share it. None: this user's temporary folder, for local mode.
-        dtypes: tensor → numpy's name of a type; otherwise that of the column. Values it has no place for are an error,
-            and so are integers that it would round: float32 holds all of them up to 2**24 alone.
-        shapes: tensor → shape of a row's value, of as many elements as were found.
-        pad_to: tensor → length that shorter arrays or binaries are filled up to, with zeros.
-        variable: tensors, each of one binary or array column, that keep the length of each row. Strings always do.
-        sparse: tensor of one vector column → whether to store only its non-zero values. Otherwise vectors of more than
-            4,096 elements are, if the first rows are mostly zeros.
-        allow_nan: whether NaN and infinity may be stored: in all tensors, or in those named.
-        validation: share of the rows, drawn at random, or a boolean column that is true for them: the split
-            "validation".
-        seed: of that draw, and of `pre_shuffle`.
-        dataset_id: a name to find the set by, from other sessions too, whatever has become of the DataFrame since.
-        reuse: take a set of the same query, inputs and settings if there is one. Not for queries that are not
-            deterministic, unless they are cached.
-        keep: whether the set outlives this process. None: if it has a `dataset_id`.
-        shard_bytes: where a task ends a file and begins another.
-        pre_shuffle: "spark": spread the rows at random first. For input that is sorted, and larger than memory.
-        verbose: 0: quiet; 1: how far it is, if it takes longer than a moment.
+        df: The DataFrame.
+        tensors: By tensor name, a column, or a list of columns whose values are joined. One scalar column makes a
+            scalar per row; in a list, even of one, scalars become an axis. Numbers, booleans, decimals (as float64),
+            dates (days since 1970), timestamps (microseconds since 1970, UTC; both int64), arrays of these, vectors
+            and binary must have the same length in all rows.
+        store: The folder to write to, which executors and driver must share. None: this user's temporary folder, for
+            local mode.
+        storage_options: Options of fsspec's filesystem, as of `Store.create`.
+        dtypes: By tensor, a dtype of numpy; default: that of the column. Values that it cannot represent are an
+            error, also integers that it would round: float32 represents all integers up to 2**24 only.
+        shapes: By tensor, the shape of a row's value, with as many elements as the value has.
+        pad_to: By tensor, the length to which shorter arrays or binaries are padded with zeros.
+        variable: Tensors, each of one binary or array column, whose rows keep their own lengths. Strings always do.
+        sparse: By tensor of one vector column, whether to store only the non-zero values. Default: for vectors of more
+            than 4,096 elements, if the first rows are mostly zeros.
+        allow_nan: Whether NaN and infinity may be stored, in all tensors or in those named.
+        validation: The split "validation": a share of the rows, drawn at random, or a boolean column that is true for
+            its rows.
+        seed: Of that draw, and of `pre_shuffle`.
+        dataset_id: A name under which other sessions find the dataset too, even if the DataFrame has changed since.
+        reuse: Reuse a dataset of the same query, inputs and settings. Queries that are not deterministic are written
+            again, unless they are cached.
+        keep: Whether the dataset outlives this process. None: if it has a `dataset_id`.
+        shard_bytes: The size at which a task ends a file and begins another.
+        pre_shuffle: "spark": shuffle the rows before they are written, for sorted input that is larger than memory.
+        verbose: 0: print nothing. 1: show the progress if it takes longer than a moment.
 
     Raises:
-        InvalidSettingsError, DataError: before anything runs, for what settings and schema show; and DataError from
-            what the rows hold, with the column, how many rows, what was found and what was expected.
-        DatasetError: the set named `dataset_id` was written with other settings, or is damaged.
-        StoreError: the executors do not see the store, or cannot write to it.
-        SparkConnectNotSupportedError: `df` is one of Spark Connect.
+        InvalidSettingsError: A setting is impossible. Raised before anything runs.
+        DataError: The schema has columns that cannot be stored, before anything runs. Or the rows have such values;
+            with the column, the number of rows, what was found and what was expected.
+        DatasetError: The dataset named `dataset_id` was written with other settings, or is damaged.
+        StoreError: The executors do not see the store, or cannot write to it.
+        SparkConnectNotSupportedError: `df` is a DataFrame of Spark Connect.
     """
     request = Request(
         dict(tensors),
@@ -120,29 +124,32 @@ def materialize(
     request.check()
     refuse_connect(df)
     if df.isStreaming:
-        raise DataError("a streaming DataFrame has no end; write it to a table first")
+        raise DataError("a streaming DataFrame cannot be materialised, as it has no end; write it to a table first")
     request.resolve(df.schema, _case_sensitive(df))
     place = Store.create(store, storage_options)
     settings = request.to_json()
     if dataset_id is not None:
         if not re.fullmatch(r"[\w.=-]+", dataset_id) or dataset_id.startswith((".", "auto-")):
-            raise InvalidSettingsError(f"dataset_id must be letters, digits, '_', '-', '=' and '.', not {dataset_id!r}")
+            raise InvalidSettingsError(
+                "dataset_id must be letters, digits, '_', '-', '=' and '.', and not start with '.' or 'auto-'; it is "
+                f"{dataset_id!r}"
+            )
         name, key, findable = dataset_id, key_of(settings), True
     else:
         identity = identify(df.select(*_selected(df, request))) if reuse else Identity(None, "reuse=False")
         key = key_of(settings, identity.facts if identity.facts is not None else uuid.uuid4().hex)
         name, findable = f"auto-{key}", identity.facts is not None
         if not findable:
-            _log.debug("the set will not be found again: %s", identity.reason)
+            _log.debug("the dataset will not be reused: %s", identity.reason)
     folder = folder_of(place, name)
     kept = keep if keep is not None else dataset_id is not None
     with _writing.setdefault(folder.url, threading.Lock()) if findable else nullcontext():
-        with protected(folder):  # between the look and the mark the end of another fit may find it unused
+        with protected(folder):  # otherwise the end of another fit could delete it before it is marked as used
             found = _find(folder, key, settings, dataset_id) if reuse else None
             if found is not None:
                 mark_used(folder, kept)
         if found is not None:
-            _log.info("rows are read from %s, where they were written before", folder.url)
+            _log.info("rows that were written before are reused from %s", folder.url)
             return found
         ensure_shared(place, df.sparkSession.sparkContext)
         collect_temporary(Limits.of_environment(os.environ), wall())
@@ -159,7 +166,7 @@ def materialize(
 
 
 def _find(folder: Store, key: str, settings: Mapping[str, Any], dataset_id: str | None) -> Dataset | None:
-    """The set if it is there and can be trusted. What is left of an automatic one that cannot be is removed."""
+    """Return an existing dataset; delete it and return None if it is an automatic one and damaged."""
     if not folder.exists(MANIFEST_NAME):
         return None
     try:
@@ -171,7 +178,7 @@ def _find(folder: Store, key: str, settings: Mapping[str, Any], dataset_id: str 
         written = dataset.manifest.about.get("settings", {})
         different = sorted(name for name in settings if written.get(name) != settings[name])
         raise DatasetError(
-            f"the set {dataset_id!r} in {folder.url} was written with other settings: "
+            f"the dataset {dataset_id!r} in {folder.url} was written with other settings: "
             + ", ".join(f"{name}={written.get(name)!r}, not {settings[name]!r}" for name in different)
             + "; choose another dataset_id, or delete it",
             url=folder.url,
@@ -197,8 +204,7 @@ def _write(
     try:
         receipts = _run(df, request, folder, run, kept, verbose)
         _refuse_faults(receipts)
-        if mixed := _stored_both_ways(receipts):
-            # Some tasks began with mostly empty vectors and some did not.
+        if mixed := _stored_both_ways(receipts):  # the first vectors were mostly zeros in some tasks only
             folder.delete(run)
             request = replace(request, sparse={**request.sparse, **dict.fromkeys(mixed, True)})
             receipts = _run(df, request, folder, run, kept, verbose)
@@ -213,7 +219,7 @@ def _write(
     if folder.write_bytes(MANIFEST_NAME, manifest.dumps(), only_if_absent=True, durable=kept):
         _delete_unlisted(dataset, run)
         return dataset
-    theirs = Dataset.open(folder)  # another process was quicker with the same rows
+    theirs = Dataset.open(folder)  # another process wrote the same rows meanwhile
     folder.delete(run)
     return theirs
 
@@ -225,7 +231,7 @@ def _selected(df: Any, request: Request) -> list[Any]:
     for index, name in enumerate(request.columns):
         column = functions.col("`" + name.replace("`", "``") + "`")
         cast = cast_of(df.schema[name].dataType)
-        # Under another name: mapInArrow does not find columns with dots or backticks in theirs.
+        # renamed, because mapInArrow does not find columns with dots or backticks in their names
         selected.append((column.cast(cast) if cast else column).alias(f"c{index}"))
     return selected
 
@@ -237,7 +243,7 @@ def _run(df: Any, request: Request, folder: Store, run: str, kept: bool, verbose
     task = WriteTask(folder, run, request.columns, tensors, request.shard_bytes, request.validation, request.seed, kept)
     rows = df.select(*_selected(df, request))
     if request.pre_shuffle:
-        # Which partition, and where in it, by two draws: a repartition alone keeps what lay side by side together.
+        # one draw decides the partition, another the place in it: a repartition alone keeps neighbours together
         rows = rows.repartition(functions.rand(request.seed))
         rows = rows.sortWithinPartitions(functions.rand(request.seed + 1))
     wide = any(column.source != "scalar" for tensor in tensors for column in tensor.columns)
@@ -255,10 +261,11 @@ def _run(df: Any, request: Request, folder: Store, run: str, kept: bool, verbose
 
 
 def write_again_if_order_is_lost(write: Callable[[], list[Any]], clear: Callable[[], None]) -> list[Any]:
-    """Run the query that writes, and again if an executor took shuffled rows with it whose order is not fixed.
+    """Run a query that writes, and repeat it if an executor was lost with shuffled rows of no fixed order.
 
-    clear: removes what the query before has written.
-    Raises: what `write` raises, the last of `WRITES` times.
+    Args:
+        write: Runs the query; repeated at most `WRITES` times in all.
+        clear: Deletes what the last run wrote.
     """
     for attempt in range(1, WRITES):
         try:
@@ -267,8 +274,8 @@ def write_again_if_order_is_lost(write: Callable[[], list[Any]], clear: Callable
             if not has_lost_its_order(error):
                 raise
             _log.warning(
-                "an executor was lost with rows that are shuffled at random, which Spark cannot make again in the same "
-                "order; all rows are written again (time %d of %d)",
+                "an executor was lost with randomly shuffled rows, which Spark cannot recompute in the same order; all "
+                "rows are written again (attempt %d of %d)",
                 attempt + 1,
                 WRITES,
             )
@@ -281,7 +288,7 @@ def _case_sensitive(df: Any) -> bool:
 
 
 def _refuse_faults(receipts: Sequence[Receipt]) -> None:
-    """Raises: DataError: from all tasks together."""
+    """Raise one DataError for the faults of all tasks, if there are any."""
     seen = sum(receipt.rows for receipt in receipts)
     if faults := [fault for receipt in receipts for fault in receipt.faults]:
         raise error_of(faults, seen)
@@ -333,20 +340,20 @@ def _manifest(receipts: Sequence[Receipt], request: Request, key: str, about: Ma
 
 
 def _check_arrived(dataset: Dataset, receipts: Sequence[Receipt]) -> None:
-    """Raises: StoreError: the driver does not see what a task wrote."""
+    """Raise StoreError if the driver does not see all that the tasks wrote."""
     for receipt in receipts:
         for shard in (shard for shards in receipt.splits.values() for shard in shards):
             if dataset.store.size(shard.file) != shard.nbytes:
                 raise StoreError(
-                    f"{receipt.host} wrote {shard.file} to {dataset.store.url}, where the driver does not see it or "
-                    "not all of it; name a store that driver and executors share",
+                    f"{receipt.host} wrote {shard.file} to {dataset.store.url}, but the driver does not see it as a "
+                    "whole; name a store that driver and executors share",
                     url=dataset.store.url,
                     host=receipt.host,
                 )
 
 
 def _delete_unlisted(dataset: Dataset, run: str) -> None:
-    """What attempts left behind that Spark repeated. Those still at it write on, and are collected by age."""
+    """Delete files of attempts that Spark repeated. Files of attempts that still run are later deleted as orphans."""
     listed = dataset.manifest.files
     for entry in dataset.store.list(run):
         if entry.path not in listed:

@@ -1,4 +1,4 @@
-"""A set from arrays in memory, without Spark: for what one process made or read, and for tests."""
+"""Write a dataset from arrays in memory, without Spark."""
 
 from __future__ import annotations
 
@@ -13,39 +13,42 @@ import numpy.typing as npt
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.layout import Kind, Layout, TensorField
 from spark_elastic.data.manifest import MANIFEST_NAME, Manifest, Shard
-from spark_elastic.data.shards import SHARD_BYTES, Blob, Block, ShardWriter, encode_rows
+from spark_elastic.data.shards import SHARD_BYTES, Blob, Block, ShardWriter, encode_sparse
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, DatasetError
 
-Values = npt.ArrayLike | Sequence[bytes] | Sequence[str] | Sequence[npt.NDArray[Any]]
+TensorValues = npt.ArrayLike | Sequence[bytes] | Sequence[str] | Sequence[npt.NDArray[Any]]
 
 
 def pack(
-    tensors: Mapping[str, Values],
+    tensors: Mapping[str, TensorValues],
     where: str | Path | Store,
     *,
-    validation: Mapping[str, Values] | None = None,
+    validation: Mapping[str, TensorValues] | None = None,
     sparse: Sequence[str] = (),
     shards: int = 1,
     shard_bytes: int = SHARD_BYTES,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """Write a set into the folder `where`.
+    """Write a dataset to the folder `where`.
 
     Args:
-        tensors: name → an array whose first axis are the rows, all of one length; or, for values of variable length, a
-            list of `bytes`, of `str`, or of arrays of one axis and one dtype.
-        validation: the same tensors, other rows: the split "validation".
-        sparse: those arrays, [rows, width] of float32 or float64, that are stored by their non-zero values.
-        shards: files that the rows are cut into, evenly.
+        tensors: By name, arrays whose first axis is the rows, all of the same length. For values of variable length, a
+            list of `bytes`, of `str`, or of one-dimensional arrays of one dtype.
+        where: The folder.
+        validation: The same tensors with the rows of the split "validation".
+        sparse: Names of arrays, [rows, width] of float32 or float64, of which only non-zero values are stored.
+        shards: The number of files that the rows are divided into, evenly.
+        shard_bytes: The size at which a file ends and another begins.
+        storage_options: Options of fsspec's filesystem, as of `Store.create`.
 
     Raises:
-        DataError: lengths that differ, no rows, or values that cannot be stored.
-        DatasetError: the folder holds a set already.
+        DataError: Tensors have different lengths, no rows, or values that cannot be stored.
+        DatasetError: The folder contains a dataset already.
     """
     store = Store.create(where, storage_options)
     if store.exists(MANIFEST_NAME):
-        raise DatasetError(f"{store.url} holds a set already; delete it, or choose another folder", url=store.url)
+        raise DatasetError(f"{store.url} holds a dataset already; delete it, or choose another folder", url=store.url)
     splits = {"train": tensors, **({"validation": validation} if validation is not None else {})}
     layouts = {}
     written: dict[str, tuple[Shard, ...]] = {}
@@ -54,23 +57,23 @@ def pack(
         layout, block = _block(split, values, sparse)
         layouts[split] = layout
         if layout != layouts["train"]:
-            raise DataError(f"validation is not laid out as train is: {_differences(layouts['train'], layout)}")
-        pieces: list[Shard] = []
+            raise DataError(f"validation has other tensors than train: {_differences(layouts['train'], layout)}")
+        made: list[Shard] = []
         for part in range(shards):
             start, stop = (len(block) * edge // shards for edge in (part, part + 1))
             writer = ShardWriter(store, f"{run}/{split}-{part:05d}", layout, shard_bytes, durable=True)
             writer.write(block[start:stop])
-            pieces += writer.close()
-        written[split] = tuple(pieces)
+            made += writer.close()
+        written[split] = tuple(made)
     manifest = Manifest(layouts["train"], written)
     store.write_bytes(MANIFEST_NAME, manifest.dumps())
     return Dataset(store, manifest)
 
 
-def _block(split: str, tensors: Mapping[str, Values], sparse: Sequence[str]) -> tuple[Layout, Block]:
+def _block(split: str, tensors: Mapping[str, TensorValues], sparse: Sequence[str]) -> tuple[Layout, Block]:
     rows = {name: len(values) for name, values in tensors.items()}  # type: ignore[arg-type]
     if len(set(rows.values())) != 1 or not next(iter(rows.values())):
-        raise DataError(f"{split}: every tensor needs the same rows, and at least one; these have {rows}")
+        raise DataError(f"{split}: all tensors must have the same non-zero number of rows; got {rows}")
     fields, dense, blobs = [], {}, {}
     for name, values in tensors.items():
         if isinstance(values, list | tuple) and isinstance(values[0], bytes | str | np.ndarray):
@@ -97,10 +100,11 @@ def _block(split: str, tensors: Mapping[str, Values], sparse: Sequence[str]) -> 
 def _encode_list(name: str, values: Sequence[Any]) -> tuple[Kind, str, Blob]:
     first = values[0]
     if any(type(value) is not type(first) for value in values):
-        raise DataError(f"tensor {name!r}: values of {sorted({type(value).__name__ for value in values})} in one list")
+        types = sorted({type(value).__name__ for value in values})
+        raise DataError(f"tensor {name!r}: a list must have values of one type, not {types}")
     if isinstance(first, np.ndarray):
         if any(value.ndim != 1 or value.dtype != first.dtype for value in values):
-            raise DataError(f"tensor {name!r}: arrays of variable length need one axis and one dtype")
+            raise DataError(f"tensor {name!r}: arrays of variable length must have one axis and one dtype")
         dtype = first.dtype.newbyteorder("<")
         encoded = [np.ascontiguousarray(value, dtype).tobytes() for value in values]
         return Kind.ARRAY, dtype.str, _blob(encoded)
@@ -111,9 +115,11 @@ def _encode_list(name: str, values: Sequence[Any]) -> tuple[Kind, str, Blob]:
 
 def _encode_sparse(array: npt.NDArray[Any]) -> Blob:
     if array.ndim != 2 or array.dtype.itemsize not in (4, 8):
-        raise DataError("sparse tensors have two axes, and float32 or float64 values")
+        raise DataError(
+            f"a sparse tensor must have two axes and float32 or float64 values, not {array.ndim} axes of {array.dtype}"
+        )
     rows, indices = np.nonzero(array)
-    return encode_rows(np.bincount(rows, minlength=len(array)), indices.astype(np.int32), array[rows, indices])
+    return encode_sparse(np.bincount(rows, minlength=len(array)), indices.astype(np.int32), array[rows, indices])
 
 
 def _blob(values: Sequence[bytes]) -> Blob:

@@ -1,6 +1,7 @@
-"""What a set's content is addressed by: the query, its inputs as they are now, and what was asked for.
+"""The key of a dataset: a hash of the query, the current state of its inputs, and the settings.
 
-Two DataFrames get one key only if writing either would store the same rows. Where that cannot be told, there is none.
+Two DataFrames have the same key only if writing them would store the same rows. If that cannot be known, a DataFrame
+has no key, and its dataset is not reused.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -21,15 +22,15 @@ from spark_elastic.data.layout import LAYOUT_VERSION
 from spark_elastic.data.spark_jobs import setting
 
 _REMOTE_FILES = 2000
-"""Asked for one by one over py4j, about 1 ms each."""
+"""The most remote files of a query. Each costs a call over py4j, about 1 ms."""
 _SPARKS_OWN = "org.apache.spark.sql.execution.datasources."
-"""File indexes whose rows are those of their files. A Delta table, say, may have deleted some without touching any."""
+"""The package of file indexes that return all rows of their files. A Delta table, for example, may delete rows without
+changing a file."""
 _FUNCTIONS = ("PYTHON_UDF", "SCALA_UDF")
 _OPAQUE = ("DeserializeToObject", "HiveSimpleUDF", "HiveGenericUDF", "ScalaUDAF", "ScalaAggregator")
 
-# What may be in a query whose rows another program finds again: its text and structure tell all that it does, and its
-# rows do not depend on how they were divided over tasks. A sample, a limit, a window or collect_list is known only
-# within the session.
+# Nodes of queries whose datasets other programs may reuse: their text and structure define the rows, which do not
+# depend on the division into tasks. Datasets of a sample, limit, window or collect_list are reused in the session only.
 _EXPRESSIONS = "org.apache.spark.sql.catalyst.expressions."
 _PLANS = "org.apache.spark.sql.catalyst.plans.logical."
 _PLAIN_PLANS = frozenset(
@@ -51,66 +52,73 @@ _HIDING = frozenset(
         "InSet",
     }
 )
-"""Expressions whose text has only the name of the code that they run, or not even that; and a long IN, whose text does
-not tell the value 'a, b' from two values."""
-_NO_MATTER = (
+"""Expressions whose text names the code that they run at most; and a long IN, whose text is the same for the value
+'a, b' as for two values."""
+_IRRELEVANT = (
     "spark.sql.warehouse.dir",
     "spark.sql.debug.",
     "spark.sql.maxPlanStringLength",
     "spark.sql.execution.arrow.",
     "spark.sql.ui.",
 )
-"""Settings, or what they begin with, that no row depends on: programs differ in them, and threads of ours set some."""
+"""Prefixes of settings that do not change any row: programs differ in them, and this package sets some itself."""
 _TRYING = re.compile(r"\btry_\w+\(")
 _PROCESS = uuid.uuid4().hex
-"""With the application's id, which two programs of one millisecond can have in common: the session."""
+"""Distinguishes sessions, with the application's id, which two programs that start in one millisecond can share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """facts: what the rows depend on; None: it cannot be told, and `reason` says why."""
+    """Everything that the rows of a DataFrame depend on.
+
+    Attributes:
+        facts: Plain values. None: they cannot be known.
+        reason: Why they cannot be known.
+    """
 
     facts: Mapping[str, Any] | None
     reason: str = ""
 
 
 def key_of(*parts: object) -> str:
-    """32 hexadecimal digits."""
+    """Hash plain values to 32 hexadecimal digits."""
     text = json.dumps([LAYOUT_VERSION, *parts], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def identify(df: Any) -> Identity:
-    """What the rows of a DataFrame depend on; nothing is known if this version of Spark cannot be asked."""
+    """Return what the rows of a DataFrame depend on; no facts if this version of Spark cannot be asked."""
     try:
         return _identify(df)
-    except Exception as error:  # py4j's, or pyspark's: the JVM's side of a query is not a public interface
-        return Identity(None, f"Spark could not be asked: {error}")
+    except Exception as error:  # of py4j or pyspark: the JVM side of a query is not a public interface
+        return Identity(None, f"Spark's plan of the query could not be read: {error}")
 
 
 def _identify(df: Any) -> Identity:
-    """Plans of files and built-in functions alone mean the same in every session. What Spark holds in memory, and every
-    function of the user, is known by what it is called in this session, so the facts then name the session.
+    """Read the plan of the query.
+
+    Plans of files and built-in functions mean the same in every session. Data in Spark's memory and functions of the
+    user are identified by names of this session, so the facts then include the session.
     """
     spark = df.sparkSession
-    # What is cached is computed once, so not even rand() in it matters. A new DataFrame, for Spark looks into the cache
-    # once for each.
+    # Cached data is computed once, so even rand() in it is harmless. `select` makes a new DataFrame, because Spark
+    # looks for cached data only once per DataFrame.
     execution = df.select("*")._jdf.queryExecution()
     plan = execution.withCachedData()
     if not plan.deterministic():
-        return Identity(None, "the query is not deterministic; cache() it to have its rows re-used")
+        return Identity(None, "the query is not deterministic; cache() the DataFrame to reuse its rows")
     patterns = spark.sparkContext._jvm.org.apache.spark.sql.catalyst.trees.TreePattern
     if plan.containsPattern(patterns.CURRENT_LIKE()):
         return Identity(None, "the query depends on the time")
     of_session = any(plan.containsPattern(getattr(patterns, name)()) for name in _FUNCTIONS)
-    plan = execution.optimizedPlan()  # columns that nobody asked for are gone from it
+    plan = execution.optimizedPlan()  # without columns that are not read
     if plan.containsPattern(patterns.PLAN_EXPRESSION()):
-        return Identity(None, "the query has a subquery, and what that reads is not looked at")
+        return Identity(None, "the query has a subquery, whose inputs are not examined")
     conf = _settings(spark)
     zone = str(spark.conf.get("spark.sql.session.timeZone"))
     text, structure = _text(spark, plan), _structure(plan, zone)
     of_session = of_session or structure is None or any(name in text for name in _OPAQUE)
-    # try_add(a, b) is replaced by an addition whose text does not say that it tries
+    # the plan has an ordinary addition in place of try_add(a, b)
     of_session = of_session or bool(_TRYING.search(_text(spark, execution.analyzed(), canonical=False).lower()))
     leaves: list[Any] = []
     in_memory = False
@@ -122,10 +130,10 @@ def _identify(df: Any) -> Identity:
             relation = leaf.relation()
             index = str(relation.location().getClass().getName())
             if not index.startswith(_SPARKS_OWN):
-                return Identity(None, f"rows may be gone from the files of {index} without a change of the files")
+                return Identity(None, f"rows of {index} may be deleted without a change of the files")
             files = _fingerprints(spark, relation.location().inputFiles())
             if files is None:
-                return Identity(None, f"more than {_REMOTE_FILES} files to ask for")
+                return Identity(None, f"the query reads more than {_REMOTE_FILES} remote files")
             leaves.append(["files", *_read_as(relation), files])
             continue
         in_memory = True
@@ -139,7 +147,7 @@ def _identify(df: Any) -> Identity:
             in_memory = False
             leaves.append([kind])
         else:
-            return Identity(None, f"whether {kind} still holds the same rows cannot be told")
+            return Identity(None, f"it cannot be known whether the rows of {kind} have changed")
         of_session = of_session or in_memory
     facts: dict[str, Any] = {
         "text": text,
@@ -152,25 +160,28 @@ def _identify(df: Any) -> Identity:
         "ansi": spark.conf.get("spark.sql.ansi.enabled"),
     }
     if of_session:
-        # The hash knows functions by where they lie in this JVM's memory, which tells two of one name apart.
+        # this hash includes the addresses of functions in the JVM, which distinguish two of the same name
         facts["session"] = [spark.sparkContext.applicationId, _PROCESS, plan.semanticHash()]
     return Identity(facts)
 
 
 def _settings(spark: Any) -> list[list[str]]:
-    """All settings of Spark SQL that were made, sorted."""
-    every = spark._jsparkSession.conf().getAll().iterator()
-    made = []
+    """Return all settings of Spark SQL that have been set and may change rows, sorted."""
+    made = _pairs(spark._jsparkSession.conf().getAll())
+    return sorted(
+        [name, value] for name, value in made if name.startswith("spark.sql.") and not name.startswith(_IRRELEVANT)
+    )
+
+
+def _pairs(scala_map: Any) -> Iterator[tuple[str, str]]:
+    every = scala_map.iterator()
     while every.hasNext():
         pair = every.next()
-        name = str(pair._1())
-        if name.startswith("spark.sql.") and not name.startswith(_NO_MATTER):
-            made.append([name, str(pair._2())])
-    return sorted(made)
+        yield str(pair._1()), str(pair._2())
 
 
 def _text(spark: Any, plan: Any, canonical: bool = True) -> str:
-    # or the 26th literal would be missing, and the end of a long text
+    # by default the text leaves out literals after the 25th, and ends after some length
     with (
         setting(spark, "spark.sql.debug.maxToStringFields", "1000000"),
         setting(spark, "spark.sql.maxPlanStringLength", "2147483632"),
@@ -179,37 +190,41 @@ def _text(spark: Any, plan: Any, canonical: bool = True) -> str:
 
 
 def _structure(plan: Any, zone: str) -> list[Any] | None:
-    """The plan as a tree with the types and values of literals, which its text leaves to be guessed.
+    """Return the plan as a tree with the types and values of literals, which its text leaves open.
 
-    zone: in which Spark writes moments down.
-    None: something in it runs code that is not in the plan, or its rows depend on how they are divided over tasks, or a
-    literal is not told by how it is written.
+    Args:
+        plan: The plan.
+        zone: The time zone of timestamps in it.
+
+    Returns:
+        The tree. None: the plan runs code that is not in it, or its rows depend on the division into tasks, or the
+        text of a literal is ambiguous.
     """
     try:
         tree = json.loads(plan.canonicalized().toJSON())
-    except Exception:  # py4j's: some expressions cannot be written so
+    except Exception:  # of py4j: some expressions have no JSON
         return None
     return tree if _is_plain(tree, zone) else None
 
 
 def _is_plain(tree: Any, zone: str) -> bool:
-    """Whether all nodes are of the kinds that are known to say what they do. Drops what names this JVM."""
+    """Return whether the JSON of all nodes defines their rows, and remove the ids of this JVM from it."""
     if isinstance(tree, list):
         return all(_is_plain(each, zone) for each in tree)
     if not isinstance(tree, dict):
         return True
     tree.pop("jvmId", None)
     name = str(tree.get("class", ""))
-    if name == _EXPRESSIONS + "Literal" and not _is_told(tree, zone):
+    if name == _EXPRESSIONS + "Literal" and not _is_unambiguous(tree, zone):
         return False
     return _is_known(name) and all(_is_plain(each, zone) for each in tree.values())
 
 
-def _is_told(literal: dict[str, Any], zone: str) -> bool:
-    """Whether only one value is written like this one.
+def _is_unambiguous(literal: dict[str, Any], zone: str) -> bool:
+    """Return whether no other literal has this text.
 
-    An array, map or struct of 'a,b' and 'c' is written like one of 'a' and 'b,c', and 01:30 comes twice in the night in
-    which clocks are put back.
+    An array, map or struct of 'a,b' and 'c' has the text of one of 'a' and 'b,c', and 01:30 occurs twice in the night
+    in which clocks are set back.
     """
     kind, text = literal.get("dataType"), literal.get("value")
     if kind != "timestamp" or text is None:
@@ -218,7 +233,7 @@ def _is_told(literal: dict[str, Any], zone: str) -> bool:
         return True
     try:
         here, at = ZoneInfo(zone), datetime.fromisoformat(str(text))
-    except (ValueError, LookupError, OSError):  # a zone that only Java knows, for one
+    except (ValueError, LookupError, OSError):  # for example a zone that only Java knows
         return False
     return at.replace(tzinfo=here).utcoffset() == at.replace(tzinfo=here, fold=1).utcoffset()
 
@@ -235,21 +250,17 @@ def _is_known(name: str) -> bool:
 
 
 def _read_as(relation: Any) -> list[Any]:
-    """How Spark makes rows of the files: format, schemas, options."""
-    options, every = {}, relation.options().iterator()
-    while every.hasNext():
-        pair = every.next()
-        options[str(pair._1())] = str(pair._2())
+    """Return how Spark reads the files: format, schemas, options."""
     return [
         str(relation.fileFormat().getClass().getName()),
         str(relation.dataSchema().json()),
         str(relation.partitionSchema().json()),
-        sorted(options.items()),
+        sorted(_pairs(relation.options())),
     ]
 
 
 def _fingerprints(spark: Any, files: Iterable[str]) -> list[tuple[str, int, int]] | None:
-    """(URI, bytes, time of change) of each file, sorted; None: too many."""
+    """Return (URI, bytes, modification time) of each file, sorted; None: there are too many."""
     found, remote = [], []
     for uri in files:
         parts = urlsplit(uri)

@@ -1,11 +1,11 @@
-"""Writes records into shards: one file after another, and a sidecar beside each that needs one."""
+"""Write records to shards: one file after another, each with a sidecar if fields have variable length."""
 
 from __future__ import annotations
 
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,16 @@ from spark_elastic.data.manifest import Shard
 from spark_elastic.data.store import Store, make_folder, sync_folder
 
 SHARD_BYTES = 512 << 20
-"""Where a file ends unless told otherwise: few files keep readers fast, and one of this size is fetched in seconds."""
+"""The default size of a shard: few files keep readers fast, and a file of this size is fetched in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
     """The values of one field for some rows, end to end.
 
-    data: uint8, one axis. lengths: int64, shape (rows,): bytes of each.
+    Attributes:
+        data: The bytes of all values.
+        lengths: The number of bytes of each value.
     """
 
     data: npt.NDArray[np.uint8]
@@ -37,7 +39,7 @@ class Blob:
         return Blob(self.data[first:last], self.lengths[start:stop])
 
     def take(self, rows: npt.NDArray[np.int64]) -> Blob:
-        """The values of these rows, in their order."""
+        """Return the values of these rows, in their order."""
         lengths = self.lengths[rows]
         starts = (np.cumsum(self.lengths) - self.lengths)[rows]
         return Blob(self.data[spans(starts, lengths)], lengths)
@@ -45,10 +47,11 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some rows, ready to be written.
+    """Rows that are ready to be written.
 
-    records: of the layout's dtype, shape (rows,), C-contiguous. blobs: field → values, for those in the sidecar; what
-    the records hold for them is filled in when they are written.
+    Attributes:
+        records: The records, C-contiguous. Their references into the sidecar are set when they are written.
+        blobs: The values in the sidecar, by field.
     """
 
     records: npt.NDArray[Any]
@@ -65,12 +68,17 @@ class Block:
 
 
 class ShardWriter:
-    """Appends blocks. A shard ends once its records or its sidecar have `shard_bytes`, then the next begins.
+    """Appends blocks to shards, and starts a new shard when the records or the sidecar reach `shard_bytes`.
 
-    Every shard but the last holds a multiple of `layout.rows_per_page_run` rows, see `manifest`. No rows, no file.
+    Every shard except the last contains a multiple of `layout.rows_per_page_run` rows, see `manifest`. Without rows
+    there is no file.
 
-    stem: the files are ``<stem>-<number>.rows`` and ``.side``, below `store`. It has to be new for each attempt.
-    durable: a shard that is done survives a power cut; on local folders that costs a wait for the disk.
+    Args:
+        store: The dataset's folder.
+        stem: The files are ``<stem>-<number>.rows`` and ``.side``. It must be different for each attempt of a task.
+        layout: The layout of the records.
+        shard_bytes: The size at which a shard ends.
+        durable: Finished shards survive a power cut. On local folders this waits for the disk.
     """
 
     def __init__(
@@ -81,8 +89,8 @@ class ShardWriter:
         self._stem = stem
         self._layout = layout
         self._shard_bytes = shard_bytes
-        self._run = layout.rows_per_page_run
-        self._rows_per_shard = max(self._run, shard_bytes // layout.stride // self._run * self._run)
+        self._page_run = layout.rows_per_page_run
+        self._rows_per_shard = max(self._page_run, shard_bytes // layout.stride // self._page_run * self._page_run)
         self._done: list[Shard] = []
         self._rows = 0
         self._records: _File | None = None
@@ -98,7 +106,7 @@ class ShardWriter:
             self._append(part)
 
     def _room(self, block: Block) -> int:
-        """Rows of the block that this shard still takes; 0: it has to end."""
+        """Return how many rows of the block fit into this shard; 0: the shard must end."""
         room = self._rows_per_shard - self._rows
         if not block.blobs:
             return room
@@ -107,16 +115,16 @@ class ShardWriter:
         if left > 0:
             ends = np.cumsum(sum(blob.lengths for blob in block.blobs.values()))
             rows = int(np.searchsorted(ends, left)) + 1
-        return min(room, rows + -(self._rows + rows) % self._run)
+        return min(room, rows + -(self._rows + rows) % self._page_run)
 
     def close(self) -> tuple[Shard, ...]:
-        """The shards that were written."""
+        """End the last shard, and return all shards that were written."""
         if self._records is not None:
             self._end_shard()
         return tuple(self._done)
 
     def abort(self) -> None:
-        """Delete what was written, as far as that is possible."""
+        """Delete all shards that were written."""
         if self._records is not None:
             self._end_shard()
         for shard in self._done:
@@ -147,9 +155,7 @@ class ShardWriter:
         shard = Shard(records.path, rows, records.nbytes, records.crc32)
         if sidecar is not None:
             sidecar.close()
-            shard = Shard(
-                records.path, rows, records.nbytes, records.crc32, sidecar.path, sidecar.nbytes, sidecar.crc32
-            )
+            shard = replace(shard, sidecar=sidecar.path, sidecar_nbytes=sidecar.nbytes, sidecar_crc32=sidecar.crc32)
         self._done.append(shard)
 
 
@@ -171,7 +177,7 @@ class _File:
         data = np.ascontiguousarray(values).view(np.uint8).reshape(-1).data
         self.crc32 = zlib.crc32(data, self.crc32)
         self.nbytes += len(data)
-        while len(data):  # an unbuffered file may take a part of it
+        while len(data):  # an unbuffered file may accept a part of the data
             data = data[self._stream.write(data) or len(data) :]
 
     def close(self) -> None:
@@ -182,7 +188,7 @@ class _File:
 
 
 def spans(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """starts[0], starts[0] + 1, .. for lengths[0] numbers, then the same from starts[1], ..: int64, one axis."""
+    """Concatenate the ranges `[start, start + length)` of all starts and lengths."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     offsets: npt.NDArray[np.int64] = np.repeat(starts - (ends - lengths), lengths)
@@ -190,17 +196,16 @@ def spans(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.
     return offsets
 
 
-# Sparse rows as the sidecar holds them: for each row its int32 indices, then as many values.
+def encode_sparse(counts: npt.NDArray[Any], indices: npt.NDArray[np.int32], values: npt.NDArray[Any]) -> Blob:
+    """Encode sparse rows for the sidecar: for each row its int32 indices, then as many values.
 
-
-def encode_rows(counts: npt.NDArray[Any], indices: npt.NDArray[np.int32], values: npt.NDArray[Any]) -> Blob:
-    """The blob of some rows.
-
-    counts: how many values each row has, shape (rows,). indices, values: those of all rows end to end, one axis each;
-    values are of 4 or 8 bytes.
+    Args:
+        counts: The number of values of each row.
+        indices: The indices of all rows end to end.
+        values: The values of all rows end to end, of 4 or 8 bytes each.
     """
     counts = counts.astype(np.int64)
-    words = values.dtype.itemsize // 4  # everything is scattered as words of 4 bytes
+    words = values.dtype.itemsize // 4  # everything is written as words of 4 bytes
     lengths = counts * (1 + words)
     starts = np.cumsum(lengths) - lengths
     out = np.empty(int(lengths.sum()), np.int32)

@@ -1,4 +1,7 @@
-"""A Spark job that is waited for: it has a name in Spark's UI, it can be interrupted, and its tasks are counted."""
+"""Spark jobs with a name in Spark's UI, a progress bar and a clean end on Ctrl-C; settings; reasons of failures.
+
+Sessions of Spark Connect are refused: their scheduler and JVM are on a server, out of reach of this process.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,6 @@ from spark_elastic.errors import DataError, SparkConnectNotSupportedError, Spark
 from spark_elastic.reporting.format import View, plain_line
 from spark_elastic.reporting.screens import screen_for
 
-# Spark Connect: sessions whose scheduler and JVM are on a server, out of reach from here.
-
-
-def is_connect(thing: Any) -> bool:
-    """Whether a session, or a DataFrame, is one of Spark Connect."""
-    return any(cls.__module__.startswith("pyspark.sql.connect") for cls in type(thing).__mro__)
-
 
 def connect_error() -> SparkConnectNotSupportedError:
     return SparkConnectNotSupportedError(
@@ -32,45 +28,45 @@ def connect_error() -> SparkConnectNotSupportedError:
 
 
 def refuse_connect(thing: Any) -> None:
-    """Raises: SparkConnectNotSupportedError: `thing` is a session, or a DataFrame, of Spark Connect."""
-    if is_connect(thing):
+    """Raise SparkConnectNotSupportedError if `thing` is a session or a DataFrame of Spark Connect."""
+    if any(cls.__module__.startswith("pyspark.sql.connect") for cls in type(thing).__mro__):
         raise connect_error()
 
 
-# Settings of a Spark session, changed for as long as a query of ours needs them.
+# --- session settings -------------------------------------------------------------------------------
 
 _BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
 _ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
-# Spark's 64 MiB, or 10,000 rows, are written, sent and read one after the other, each time from main memory; with
-# 1 MiB the JVM fills one while Python empties another. Rows of 3 KB: twice as many a second.
 _BATCH_BYTES = 1 << 20
+"""Spark's default, 64 MiB or 10,000 rows, is written, sent and read one after the other, each time from main memory.
+With 1 MiB the JVM fills one batch while Python reads another. Rows of 3 KB: twice as many a second."""
 _BATCH_ROWS = 500
-"""Where Spark (before 4.0) counts rows only."""
+"""For versions of Spark (before 4.0) that limit batches by rows only."""
 
 _lock = threading.Lock()
-_inside: dict[tuple[str, str], int] = {}
+_users: dict[tuple[str, str], int] = {}
 """(session, setting) → threads that need it changed."""
 _before: dict[tuple[str, str], str | None] = {}
-"""What to restore once nobody does; None: it was not set."""
+"""The value to restore after the last of them; None: it was not set."""
 
 
 @contextmanager
 def setting(spark: Any, name: str, value: str) -> Iterator[None]:
-    """The session has this setting while the block runs, in all threads. The last to leave restores it."""
+    """Change a setting of the session while the block runs. The last of several threads to leave restores it."""
     about = (str(spark._jsparkSession.sessionUUID()), name)
     with _lock:
-        if not _inside.get(about):
+        if not _users.get(about):
             was_set = spark._jsparkSession.sessionState().conf().contains(name)
             _before[about] = spark.conf.get(name) if was_set else None
             spark.conf.set(name, value)
-        _inside[about] = _inside.get(about, 0) + 1
+        _users[about] = _users.get(about, 0) + 1
     try:
         yield
     finally:
         with _lock:
-            _inside[about] -= 1
-            if not _inside[about]:
-                del _inside[about]
+            _users[about] -= 1
+            if not _users[about]:
+                del _users[about]
                 before = _before.pop(about)
                 if before is None:
                     spark.conf.unset(name)
@@ -80,7 +76,7 @@ def setting(spark: Any, name: str, value: str) -> Iterator[None]:
 
 @contextmanager
 def small_batches(spark: Any) -> Iterator[None]:
-    """How many rows Spark sends to Python at a time: as many as stay in the processor's cache."""
+    """Let Spark send Arrow batches to Python that fit into the processor's cache, while the block runs."""
     try:
         spark.conf.get(_BYTES)
         name, value = _BYTES, str(_BATCH_BYTES)
@@ -90,16 +86,16 @@ def small_batches(spark: Any) -> Iterator[None]:
         yield
 
 
-# Why a Spark job failed, in a sentence: the cause at the bottom, without the JVM's frames and the task's history.
+# --- reasons of failed jobs -------------------------------------------------------------------------
 
 _RAISED = re.compile(r"^([A-Za-z_][\w.]*): ?(.*(?:\n(?![\s]*at |\s*$|Traceback|Driver stacktrace).*)*)", re.MULTILINE)
 _STORAGE = ("OSError", "PermissionError", "FileNotFoundError", "StoreError", "ArrowIOError", "NotADirectoryError")
 
 
 def reason_of(error: BaseException) -> tuple[type[SparkElasticError], str]:
-    """What to raise, and its words.
+    """Return the error to raise for a failed Spark job, and its reason in a sentence without the JVM's frames.
 
-    A StoreError if a task could not write, otherwise a DataError: the query, or the cluster, failed.
+    It is a StoreError if a task could not write, otherwise a DataError: the query, or the cluster, failed.
     """
     text = _text(error)
     _, found, tail = text.rpartition("Traceback (most recent call last):")
@@ -115,11 +111,11 @@ def reason_of(error: BaseException) -> tuple[type[SparkElasticError], str]:
 
 
 _LOST_ORDER = re.compile(r"indeterminate (?:output|results|stage|rollback)|cannot rollback ", re.IGNORECASE)
-"""Of what Spark says where it cannot do a part of a query again alone: the order of its rows would be another one."""
+"""Spark's words if it cannot recompute a part of a query, because its rows would come in another order."""
 
 
 def has_lost_its_order(error: BaseException) -> bool:
-    """Return whether a job failed because Spark lost shuffled rows whose order is not fixed: it can be run again."""
+    """Return whether a job failed because Spark lost shuffled rows of no fixed order. It can be repeated."""
     return _LOST_ORDER.search(f"{_text(error)}\n{error}\n{_root_of_java(error)}") is not None
 
 
@@ -137,20 +133,23 @@ def _root_of_java(error: BaseException) -> str:
     return str(java.toString()).splitlines()[0]
 
 
+# --- jobs with progress -----------------------------------------------------------------------------
+
 CANCEL_S = 10.0
-"""How long Ctrl-C waits for Spark to have ended the job."""
+"""How long Ctrl-C waits until Spark has ended the job."""
 SHOWN_AFTER_S = 1.0
 LOOK_S = 0.5
-LINE_EVERY_S = 30.0
-"""Between two lines where there is no bar; the first comes after `FIRST_LINE_S`."""
 FIRST_LINE_S = 5.0
+"""When the first line is printed where no bar can be drawn."""
+LINE_EVERY_S = 30.0
+"""The time between two such lines."""
 
 _DESCRIPTION, _CALL_SITE = "spark.job.description", "callSite.short"
 
 
 @contextmanager
 def named(context: Any, name: str) -> Iterator[None]:
-    """Jobs of this thread are called so in Spark's UI, and their stages; afterwards as the user had it."""
+    """Name the jobs of this thread, and their stages, in Spark's UI while the block runs."""
     before = {key: context.getLocalProperty(key) for key in (_DESCRIPTION, _CALL_SITE)}
     for key in before:
         context.setLocalProperty(key, name)
@@ -162,12 +161,16 @@ def named(context: Any, name: str) -> Iterator[None]:
 
 
 def collect(df: Any, name: str, title: str, verbose: int) -> list[Any]:
-    """`df.collect()` in a thread of its own.
+    """Run `df.collect()` on another thread, with a progress bar.
 
-    So that Ctrl-C comes while this thread waits, and not in the middle of a call to the JVM: only then can the job be
-    cancelled, whose tasks would write on.
+    So Ctrl-C interrupts this thread while it waits, not in the middle of a call to the JVM: only then can the job be
+    cancelled, and its tasks would otherwise continue to write.
 
-    title: of the bar. verbose: 0: no bar.
+    Args:
+        df: The DataFrame.
+        name: The job's name in Spark's UI.
+        title: The title of the progress bar.
+        verbose: 0: no progress bar.
     """
     from pyspark import InheritableThread
 
@@ -178,7 +181,7 @@ def collect(df: Any, name: str, title: str, verbose: int) -> list[Any]:
             context.addJobTag(tag)
             with named(context, name):
                 done["rows"] = df.collect()
-        except BaseException as error:  # for the thread that waits
+        except BaseException as error:  # raised by `collect`
             done["error"] = error
 
     over = threading.Event()
@@ -186,8 +189,8 @@ def collect(df: Any, name: str, title: str, verbose: int) -> list[Any]:
     thread = InheritableThread(target=run, name="spark_elastic write", daemon=True)
     thread.start()
     if verbose:
-        look = _Look(context, tag, title)
-        watch = InheritableThread(target=look.until, args=(over,), name="spark_elastic watch", daemon=True)
+        progress = _TaskProgress(context, tag, title)
+        watch = InheritableThread(target=progress.show_until, args=(over,), name="spark_elastic watch", daemon=True)
         watch.start()
     try:
         thread.join()
@@ -204,18 +207,18 @@ def collect(df: Any, name: str, title: str, verbose: int) -> list[Any]:
     return list(done["rows"])
 
 
-class _Look:
-    """Counts a tag's tasks, on a thread of its own, and shows how far they are."""
+class _TaskProgress:
+    """Counts the tasks of the jobs with a tag, and shows the progress."""
 
     def __init__(self, context: Any, tag: str, title: str) -> None:
         self._context = context
         self._tag = tag
         self._title = title
 
-    def until(self, over: threading.Event) -> None:
+    def show_until(self, over: threading.Event) -> None:
         began = clock.monotonic()
         if over.wait(SHOWN_AFTER_S):
-            return  # most are done before anybody could read it
+            return  # most jobs end before a bar could be read
         screen = screen_for(None)
         next_line = began + FIRST_LINE_S
         view: View | None = None
@@ -230,7 +233,7 @@ class _Look:
                 elif now >= next_line and total:
                     next_line = now + LINE_EVERY_S
                     print(f"spark_elastic: {plain_line(view)}", file=sys.stderr, flush=True)
-        except Exception:  # the session ends, for one: whoever waits for the job hears of it
+        except Exception:  # for example because the session ends; `collect` raises that
             pass
         finally:
             with suppress(Exception):  # as above
@@ -239,7 +242,7 @@ class _Look:
                 screen.clear()
 
     def _tasks(self) -> tuple[int, int]:
-        """Done, and in all, of the stages that were not skipped."""
+        """Return how many tasks are done, and how many there are, in stages that are not skipped."""
         tracker = self._context._jsc.sc().statusTracker()
         done = total = 0
         for job in tracker.getJobIdsForTag(self._tag):

@@ -14,7 +14,7 @@ from spark_elastic.errors import InvalidSettingsError
 
 
 class TorchBatches(torch.utils.data.IterableDataset[dict[str, Any]]):
-    """Batches of tensors: each pass over it goes on where the last one stopped, and ends with the epoch.
+    """Batches of tensors. Each pass resumes where the last one stopped, and ends with the epoch.
 
     ::
 
@@ -25,12 +25,14 @@ class TorchBatches(torch.utils.data.IterableDataset[dict[str, Any]]):
                 loss = step(batch["features"], batch["label"]) * batches.batch.rows / batches.batch.global_rows
                 ...
 
-    Items are dicts of tensors by field name (lists, for values of variable length), views into the reader's buffers.
-    Use it as it is, or through ``DataLoader(batches, batch_size=None)``; without worker processes, the reader has a
-    thread of its own.
+    Items are dicts of tensors by field name, which are views into the reader's buffers; fields of variable length are
+    lists. Iterate over it directly, or through ``DataLoader(batches, batch_size=None)`` without worker processes: the
+    reader has its own thread.
 
-    epoch, position: the whole state, also as `state_dict`: rows of this epoch's order that were handed out. batch: the
-    `Batch` handed out last, with its row counts.
+    Attributes:
+        epoch: The number of the epoch. With `position` it is the whole state, see `state_dict`.
+        position: The rows of the epoch's order that were returned.
+        batch: The last `Batch` returned, with its row counts.
     """
 
     def __init__(self, reader: BatchReader, *, epoch: int = 0, position: int = 0) -> None:
@@ -41,19 +43,22 @@ class TorchBatches(torch.utils.data.IterableDataset[dict[str, Any]]):
         self.batch: Batch | None = None
 
     def set_world(self, rank: int, size: int) -> None:
-        """From the next batch on, be rank `rank` of `size`."""
+        """Be rank `rank` of `size` from the next batch on."""
         self.reader.set_world(rank, size)
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Takes effect with the next pass, at no cost that grows with the position."""
+        """Set the state of the next pass. Its cost does not depend on the position."""
         self.epoch, self.position = state_dict["epoch"], state_dict["position"]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if torch.utils.data.get_worker_info() is not None:
-            raise InvalidSettingsError("the reader works ahead in a thread of its own; use DataLoader(num_workers=0)")
+            raise InvalidSettingsError(
+                "TorchBatches cannot be used in worker processes, as its reader has its own thread; use "
+                "DataLoader(num_workers=0)"
+            )
         return self._rest_of_epoch()
 
     def _rest_of_epoch(self) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What runs in a Spark task: a partition's batches into shards of its own, and a receipt for the driver."""
+"""The Spark task of `materialize`: write a partition's batches to its own shards, and send the driver a receipt."""
 
 from __future__ import annotations
 
@@ -21,22 +21,31 @@ from spark_elastic.data.order.permutation import hashes, seeded_key
 from spark_elastic.data.shards import ShardWriter
 from spark_elastic.data.store import Store
 
-# Which rows are set aside for validation: a hash of where they lie, so that a repeated task decides alike.
+RECEIPT_SCHEMA = "receipt string"
 
 
 def validation_rows(fraction: float, seed: int, partition: int, first_row: int, rows: int) -> npt.NDArray[np.bool_]:
-    """Whether each of `rows` rows of a partition, from `first_row` on, is for validation. bool, shape (rows,)."""
+    """Return which of `rows` rows of a partition, from `first_row` on, belong to the split "validation".
+
+    A function of the rows' places, so that a repeated task decides alike.
+    """
     return hashes(seeded_key(seed, partition), first_row, first_row + rows) < np.uint64(
         min(int(fraction * 2.0**64), (1 << 64) - 1)
     )
 
 
-RECEIPT_SCHEMA = "receipt string"
-
-
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a task did. rows: that it looked at. layout: None: it saw none. Faults, if any, mean that it stopped."""
+    """The result of one task.
+
+    Attributes:
+        partition: The number of the partition.
+        rows: The rows that the task read.
+        host: The host that it ran on.
+        layout: The layout of the records. None: the partition is empty.
+        splits: The shards written for each split.
+        faults: The faults at which the task stopped, if any.
+    """
 
     partition: int
     rows: int
@@ -72,9 +81,17 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class WriteTask:
-    """store: the set's folder. run: the folder in it for this write; what other attempts leave there does not count.
-    columns: what the batches' columns are called; Spark sends them in this order, under names of its own.
-    durable: what is written survives a power cut.
+    """A function for `DataFrame.mapInArrow` that writes one partition.
+
+    Attributes:
+        store: The dataset's folder.
+        run: The subfolder for this write; only files in a receipt count.
+        columns: The names of the batches' columns, which Spark sends in this order under other names.
+        tensors: The tensors to write.
+        shard_bytes: The size at which a shard ends.
+        validation: The split "validation": a share of the rows, or a boolean column. None: there is none.
+        seed: Of the random split.
+        durable: Files survive a power cut.
     """
 
     store: Store
@@ -87,9 +104,9 @@ class WriteTask:
     durable: bool = False
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """For `DataFrame.mapInArrow`: one row, the receipt.
+        """Write the batches of a partition, and return one row with the receipt.
 
-        Rows that cannot be stored are reported, not raised: Spark would repeat the task, and find the same.
+        Rows that cannot be stored are reported in it, not raised: Spark would repeat the task with the same result.
         """
         import pyarrow
         from pyspark import TaskContext
@@ -123,9 +140,9 @@ class WriteTask:
                 if self.validation is None:
                     writers["train"].write(block)
                 else:
-                    aside = self._aside(batch, partition, first_row)
-                    writers["train"].write(block.take(np.flatnonzero(~aside)))
-                    writers["validation"].write(block.take(np.flatnonzero(aside)))
+                    chosen = self._validation_rows(batch, partition, first_row)
+                    writers["train"].write(block.take(np.flatnonzero(~chosen)))
+                    writers["validation"].write(block.take(np.flatnonzero(chosen)))
         except RowsRefused as refused:
             _abort(writers)
             faults = tuple(Fault(**{**asdict(fault), "partition": partition}) for fault in refused.faults)
@@ -136,8 +153,7 @@ class WriteTask:
         written = {split: writer.close() for split, writer in writers.items()}
         return Receipt(partition, encoder.rows, socket.gethostname(), encoder.layout, written)
 
-    def _aside(self, batch: Any, partition: int, first_row: int) -> Any:
-        """Which rows of the batch are for validation."""
+    def _validation_rows(self, batch: Any, partition: int, first_row: int) -> Any:
         if not isinstance(self.validation, str):
             assert self.validation is not None
             return validation_rows(self.validation, self.seed, partition, first_row, batch.num_rows)

@@ -187,7 +187,7 @@ def test_settings_that_cannot_be(spark, store, options, complaint):
 
 
 def test_a_stream_is_refused(spark, store):
-    with pytest.raises(DataError, match="a streaming DataFrame has no end"):
+    with pytest.raises(DataError, match="a streaming DataFrame cannot be materialised"):
         materialize(spark.readStream.format("rate").load(), {"x": "value"}, store=store)
 
 
