@@ -43,13 +43,8 @@ class BlockFile:
     """One file of the cache. Safe for threads.
 
     The local copy is sparse and as long as the remote file. It may be mapped, and blocks that are held may be read. It
-    only ever grows: if it became shorter, processes that have it mapped would be killed by SIGBUS.
-
-    Args:
-        path: The local copy.
-        nbytes: The size of the remote file.
-        fetch: Reads a range of the remote file. None: blocks can only be dropped.
-        create: Make the files if they do not exist.
+    only ever grows: if it became shorter, processes that have it mapped would be killed by SIGBUS. Without `fetch`,
+    which reads the remote file, blocks can only be dropped.
     """
 
     def __init__(self, path: Path, nbytes: int, fetch: Fetch | None = None, *, create: bool = True) -> None:

@@ -76,49 +76,39 @@ class Encoder:
     def _same_length(
         self, tensor: Tensor, column: Column, values: Values | SparseValues, first_row: int
     ) -> Values | SparseValues:
+        """Return the values if all rows have the length of the first row, or at most `pad_to`."""
         if tensor.kind in (Kind.BYTES, Kind.STRING, Kind.ARRAY) or column.source == "scalar":
             return values
+        place, rows = (tensor.name, column.name), self.rows - first_row
         if isinstance(values, SparseValues):
-            width, lengths = values.size, None
+            lengths, uniform = np.array([values.size]), True
         else:
-            if self._inner.setdefault((tensor.name, column.name), values.inner) != values.inner:
+            inner = self._inner.setdefault(place, values.inner)
+            if inner != values.inner:
+                expectation = f"inner arrays of {list(inner)} as in the first row"
                 raise RowsRefused(
-                    Fault(
-                        column.name,
-                        self.rows - first_row,
-                        first_row,
-                        f"inner arrays of {list(values.inner)}",
-                        f"inner arrays of {list(self._inner[tensor.name, column.name])} as in the first row",
-                    )
+                    Fault(column.name, rows, first_row, f"inner arrays of {list(values.inner)}", expectation)
                 )
-            width, lengths = values.width, values.lengths
+            uniform = values.lengths is None
+            lengths = values.lengths if values.lengths is not None else np.array([values.width])
+        noun = "values" if column.source == "binary" else "arrays"
+        setting = "pad_to"
         if tensor.pad_to is not None:
-            expected = self._lengths.setdefault((tensor.name, column.name), tensor.pad_to)
-            wrong = np.flatnonzero((lengths if lengths is not None else np.array([width])) > expected)
-            words = f"arrays of {expected} at most (pad_to)", "Raise pad_to, or F.slice them", "pad_to"
+            expected = self._lengths.setdefault(place, tensor.pad_to)
+            wrong = np.flatnonzero(lengths > expected)
+            wanted, remedy = f"arrays of {expected} at most (pad_to)", "Raise pad_to, or F.slice them"
         else:
-            expected = self._lengths.setdefault(
-                (tensor.name, column.name), width if lengths is None else int(lengths[0])
-            )
-            wrong = np.flatnonzero((lengths if lengths is not None else np.array([width])) != expected)
-            words = (
-                f"{'values' if column.source == 'binary' else 'arrays'} of {expected} as in the first row",
-                "Store them padded (pad_to=) or with their own lengths (variable=)"
-                if column.source in ("list", "binary") and column.depth < 2
-                else "",
-                "pad_to",
-            )
+            expected = self._lengths.setdefault(place, int(lengths[0]))
+            wrong = np.flatnonzero(lengths != expected)
+            wanted, remedy = f"{noun} of {expected} as in the first row", ""
+            if column.source in ("list", "binary") and column.depth < 2:
+                remedy = "Store them padded (pad_to=) or with their own lengths (variable=)"
         if expected == 0:
-            wrong, words = np.arange(1), ("at least one value", "", "")
+            wrong, wanted, remedy, setting = np.arange(1), "at least one value", "", ""
         if len(wrong):
             row = int(wrong[0])
-            found = width if lengths is None else int(lengths[row])
-            rows = self.rows - first_row if lengths is None else len(wrong)
-            what = "values" if column.source == "binary" else "arrays"
-            wanted, remedy, setting = words
-            raise RowsRefused(
-                Fault(column.name, rows, first_row + row, f"{what} of {found}", wanted, remedy, setting=setting)
-            )
+            count, found = rows if uniform else len(wrong), f"{noun} of {int(lengths[row])}"
+            raise RowsRefused(Fault(column.name, count, first_row + row, found, wanted, remedy, setting=setting))
         return values
 
     def _decide(self, found: dict[tuple[str, str], Values | SparseValues], rows: int, first_row: int) -> None:
@@ -233,7 +223,7 @@ def _is_lossless(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
 
 def _rounded(values: npt.NDArray[Any], stored: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Return which integers were rounded when stored as floats. Decimals come as float64 values."""
-    exact = 2 << np.finfo(stored.dtype).nmant  # floats represent all integers up to here
+    exact = 2 << np.finfo(stored.dtype).nmant  # floats represent all integers up to this
     if values.dtype.kind == "f":
         # the decimal's own value is not known any more: 2**53 + 1 has become 2**53
         changed: npt.NDArray[np.bool_] = (np.abs(values) >= 2**53) | (stored.astype(np.float64) != values)
@@ -253,18 +243,9 @@ def _checked(
     first_row: int,
     width: int | None = None,
 ) -> npt.NDArray[Any]:
-    """Convert values to the tensor's dtype.
+    """Convert values to the tensor's dtype. Raise RowsRefused for a value that it cannot represent or is not finite.
 
-    Args:
-        tensor: The tensor.
-        column: The column of the values.
-        flat: The values.
-        rows: The row of the batch that each value belongs to. None: each row has `width` values.
-        first_row: The number of the batch's first row.
-        width: The values of a row; None: 1.
-
-    Raises:
-        RowsRefused: A value is not finite, or the dtype cannot represent it.
+    `rows` is the row of each value; None: each row has `width` values, or one.
     """
     dtype = np.dtype(tensor.dtype)
     if _is_lossless(flat.dtype, dtype):

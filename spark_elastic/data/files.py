@@ -25,15 +25,7 @@ _PART_BYTES = 8 << 20
 
 
 class SplitFiles:
-    """The files of one split, opened for reading.
-
-    Args:
-        store: The dataset's folder.
-        manifest: Its manifest.
-        split: The split to open.
-        sidecars: Whether fields are read whose values are in the sidecars.
-        cache_dir: The cache's folder for remote datasets, as of `BatchReader`.
-        cache_bytes: The size of the cache, as of `BatchReader`.
+    """The files of one split, opened for reading. Sidecars are opened only if `sidecars`.
 
     Attributes:
         numbering: The numbers of the rows.

@@ -43,12 +43,9 @@ def is_enabled() -> bool:
 
 
 class LocalCheck:
-    """A comparison on a thread, which ends with the last file or with `close`.
+    """A comparison of files and their checksums on a thread, which ends with the last file or with `close`.
 
-    Args:
-        store: The dataset's folder.
-        files: Paths relative to the store, with the manifest's checksum of each.
-        drop_behind: Remove from the page cache what was compared, because the dataset exceeds the memory.
+    With drop_behind, files leave the page cache after the comparison, because the dataset exceeds the memory.
     """
 
     def __init__(self, store: Store, files: list[tuple[str, int]], drop_behind: bool) -> None:

@@ -42,7 +42,7 @@ from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, 
 
 _log = logging.getLogger(__name__)
 WRITES = 4
-"""How often rows are written if executors are lost with shuffled rows of no fixed order; as often as Spark's tasks."""
+"""The most attempts to write rows if executors are lost with shuffled rows of no fixed order; as of Spark's tasks."""
 _writing: weakref.WeakValueDictionary[str, threading.Lock] = weakref.WeakValueDictionary()
 """URL of a dataset → the lock of the thread that writes it: of concurrent fits on the same rows, one writes."""
 _collected: set[str] = set()
@@ -261,12 +261,7 @@ def _run(df: Any, request: Request, folder: Store, run: str, kept: bool, verbose
 
 
 def write_again_if_order_is_lost(write: Callable[[], list[Any]], clear: Callable[[], None]) -> list[Any]:
-    """Run a query that writes, and repeat it if an executor was lost with shuffled rows of no fixed order.
-
-    Args:
-        write: Runs the query; repeated at most `WRITES` times in all.
-        clear: Deletes what the last run wrote.
-    """
+    """Run a query that writes; `clear` and repeat it if an executor was lost with shuffled rows of no fixed order."""
     for attempt in range(1, WRITES):
         try:
             return write()

@@ -70,10 +70,7 @@ class Batch:
 class BatchGroup:
     """Consecutive batches that were gathered together.
 
-    Args:
-        tensors: The tensors of all their rows.
-        edges: The positions between which the global batches are.
-        counts: This rank's rows of each batch.
+    `edges` are the positions between the global batches, `counts` this rank's rows of each.
     """
 
     __slots__ = ("_counts", "_edges", "_tensors")

@@ -143,16 +143,7 @@ class FetchRequest:
 
 
 class CachedSplit:
-    """One split of a remote dataset in the cache; a `Source` of its rows.
-
-    Args:
-        store: The dataset's folder.
-        manifest: Its manifest.
-        split: The split to read.
-        numbering: The numbers of its rows.
-        sidecars: Whether values in sidecars are read.
-        cache_dir: The cache's folder. None: `default_folder`.
-        cache_bytes: The limit of the cache. None: `default_limit`.
+    """One split of a remote dataset in the cache; a `Source` of its rows, and of its sidecars if `sidecars`.
 
     Attributes:
         paths: The local copies of the shards, as long as the remote files. Only requested rows may be read from them.
@@ -363,13 +354,9 @@ class CachedSplit:
 
 
 class RemoteFile:
-    """A pool of open handles of one remote file. Safe for threads.
+    """A pool of open handles, pyarrow `RandomAccessFile`s, of one remote file. Safe for threads.
 
     To open a handle costs a request, and the handles of some filesystems may not be shared by threads.
-
-    Args:
-        open_handle: Opens a pyarrow `RandomAccessFile`.
-        name: The file's name for messages.
     """
 
     def __init__(self, open_handle: Callable[[], Any], name: str) -> None:

@@ -192,13 +192,8 @@ def _text(spark: Any, plan: Any, canonical: bool = True) -> str:
 def _structure(plan: Any, zone: str) -> list[Any] | None:
     """Return the plan as a tree with the types and values of literals, which its text leaves open.
 
-    Args:
-        plan: The plan.
-        zone: The time zone of timestamps in it.
-
-    Returns:
-        The tree. None: the plan runs code that is not in it, or its rows depend on the division into tasks, or the
-        text of a literal is ambiguous.
+    None: the plan runs code that is not in it, or its rows depend on the division into tasks, or the text of a literal
+    is ambiguous; `zone` is the time zone of timestamps.
     """
     try:
         tree = json.loads(plan.canonicalized().toJSON())

@@ -60,15 +60,9 @@ def can_map() -> bool:
 
 
 def check_size(path: Path, expected: int, found: int | None = None) -> None:
-    """Check a file's size before it is mapped: to read a map past the file's end would kill the process with SIGBUS.
+    """Raise DatasetError if a file is missing, or not of the expected size; `found` is its size if it is known.
 
-    Args:
-        path: The file.
-        expected: Its size by the manifest.
-        found: Its size. None: ask the system.
-
-    Raises:
-        DatasetError: The file is missing, or has another size.
+    To be called before a file is mapped: to read a map past the file's end would kill the process with SIGBUS.
     """
     if found is None:
         try:
@@ -193,11 +187,7 @@ class Numbering:
 
     Rows are numbered in the order of their shards, except for the few rows at the end of each shard that do not fill
     whole pages: these come last. So all shards join in memory without a gap, and a row's number is its address in the
-    mapped range, except for those few rows.
-
-    Args:
-        shard_rows: The rows of each shard.
-        page_run: The fewest rows whose records fill whole pages.
+    mapped range, except for those few rows. `page_run` is the smallest number of rows whose records fill whole pages.
     """
 
     def __init__(self, shard_rows: Sequence[int], page_run: int) -> None:

@@ -164,13 +164,8 @@ def collect(df: Any, name: str, title: str, verbose: int) -> list[Any]:
     """Run `df.collect()` on another thread, with a progress bar.
 
     So Ctrl-C interrupts this thread while it waits, not in the middle of a call to the JVM: only then can the job be
-    cancelled, and its tasks would otherwise continue to write.
-
-    Args:
-        df: The DataFrame.
-        name: The job's name in Spark's UI.
-        title: The title of the progress bar.
-        verbose: 0: no progress bar.
+    cancelled, and its tasks would otherwise continue to write. The job is called `name` in Spark's UI, the progress bar
+    `title`; verbose=0 shows no bar.
     """
     from pyspark import InheritableThread
 

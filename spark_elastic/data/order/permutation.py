@@ -80,10 +80,7 @@ def make_scratch() -> Indices:
 class Permutation:
     """A bijection of range(rows), a function of (rows, key) alone.
 
-    Args:
-        rows: At least 0.
-        key: A 64-bit key, see `derived_key`.
-        scratch: Buffers of `make_scratch`, which permutations of one thread may share. None: allocate new ones.
+    Permutations of one thread may share the buffers of `make_scratch`.
     """
 
     def __init__(self, rows: int, key: int, scratch: Indices | None = None) -> None:
@@ -174,12 +171,7 @@ class Order(Protocol):
     rows: int
 
     def take(self, edges: Sequence[int], rank: int, size: int) -> tuple[Indices, list[int]]:
-        """Return a rank's rows of consecutive global batches.
-
-        Args:
-            edges: Positions between the batches: `[edges[0], edges[1])`, `[edges[1], edges[2])`, ...
-            rank: The rank.
-            size: The number of ranks.
+        """Return a rank's rows of the global batches `[edges[0], edges[1])`, `[edges[1], edges[2])`, ... of positions.
 
         Returns:
             The rows of all batches, one batch's after another's; and the number of rows in each batch.

@@ -62,14 +62,8 @@ def needs_padding(left: int, rank: int, size: int, batch_size: int | None, passe
     """Return whether this rank must read one row twice to make as many steps as the others.
 
     Shares differ by at most one row. If this rank's share ends exactly with a batch and another share has one row more,
-    that rank makes one more step, whose collectives this rank has to join.
-
-    Args:
-        left: Rows of the epoch that are not done.
-        rank: The rank.
-        size: The number of ranks.
-        batch_size: Rows of a rank's batch. None: unknown, so no padding.
-        passes: Equal parts that a batch is processed in, each with its own collectives.
+    that rank makes one more step, whose collectives this rank has to join. A batch may be processed in several equal
+    `passes`, each with its own collectives. Without a batch size nothing is padded.
     """
     if not batch_size or left <= 0 or left % size == 0:
         return False
@@ -81,15 +75,8 @@ def needs_padding(left: int, rank: int, size: int, batch_size: int | None, passe
 def rows_done(rows: int, done: int, taken: int, rank: int, size: int, padded: bool) -> int:
     """Return the rows of the epoch that are done after this rank took `taken` rows of its share.
 
-    All ranks are at the same batch. A rank that took its whole share knows that the epoch is complete.
-
-    Args:
-        rows: Rows of the epoch.
-        done: Rows that were done when the shares were dealt.
-        taken: Rows that this rank took since.
-        rank: The rank.
-        size: The number of ranks.
-        padded: The result of `needs_padding`.
+    `done` rows were done when the shares were dealt, and all ranks are at the same batch. A rank that took its whole
+    share, with the padding, knows that the epoch is complete.
     """
     left = rows - done
     if taken and taken >= share(left, rank, size) + padded:
