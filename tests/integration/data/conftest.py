@@ -1,4 +1,4 @@
-"""One local cluster for all tests of a module here, and ways to look at what a set holds."""
+"""One local cluster for all tests of a module, and access to the stored rows of a dataset."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def store(tmp_path):
 
 
 class Rows:
-    """The rows of one split as they lie in the files."""
+    """The rows of one split in the order of the files."""
 
     def __init__(self, dataset, split="train"):
         self.records = []
@@ -39,5 +39,5 @@ class Rows:
         self.records = np.concatenate(self.records)
 
     def __getitem__(self, name):
-        """Dense: an array [rows, ...]. Otherwise a list of bytes."""
+        """Return an array [rows, ...] for a dense field, a list of bytes for others."""
         return self.values.get(name, self.records[name])

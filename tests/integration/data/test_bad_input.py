@@ -1,4 +1,4 @@
-"""What cannot be stored is refused with the column, how many rows, what was found and what was expected."""
+"""Values that cannot be stored are reported: the column, the number of rows, what was found and what was expected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAN = float("nan")
 
 
 def refused(spark, store, schema, rows, *, parts=1, tensors=None, **options):
-    """The error; nothing may have been left in the store."""
+    """Return the error of a write, after a check that nothing was left in the store."""
     frame = spark.createDataFrame(spark.sparkContext.parallelize(rows, parts), schema)
     with pytest.raises(DataError) as caught:
         materialize(frame, tensors or {"x": "x"}, store=store, **options)
@@ -85,39 +85,39 @@ def test_the_rows_of_all_tasks_are_counted_together(spark, store):
     assert "10 of 40 rows" in str(error)
 
 
-def test_everything_that_is_wrong_with_a_batch_is_said_at_once(spark, store):
+def test_all_faults_of_a_batch_are_reported_together(spark, store):
     error = refused(spark, store, "x float, y int", [(NAN, 1), (1.0, None)], tensors={"y": "y", "x": "x"})
     assert "column 'y'" in str(error)
-    # NaN is only looked for where there are no nulls
+    # NaN is only searched for in columns without nulls
     assert (
         refused(spark, store, "x float, z float", [(NAN, NAN)], tensors={"x": "x", "z": "z"}).args[0].count("NaN") == 2
     )
 
 
-def test_partitions_with_other_lengths_each(spark, store):
+def test_partitions_with_different_lengths_are_reported(spark, store):
     error = refused(spark, store, "x array<int>", [([1, 2],)] * 3 + [([1, 2, 3],)] + [([1, 2],)] * 2, parts=6)
     assert_matches(r"1 of 6 .*values of shape \[3\] .*expected shape \[2\] as in most partitions", str(error))
 
 
-def test_vectors_of_different_sizes(spark, store):
+def test_vectors_of_different_sizes_are_reported(spark, store):
     schema = T.StructType([T.StructField("x", VectorUDT())])
     for other in (Vectors.dense([1, 2, 3]), Vectors.sparse(3, [1], [1.0])):
         error = refused(spark, store, schema, [(Vectors.dense([1, 2]),), (other,)])
         assert_matches("1 of 2 .* arrays of 3 .*expected arrays of 2 as in the first row", str(error))
 
 
-def test_no_rows(spark, store):
+def test_dataframe_without_rows_is_reported(spark, store):
     assert "the DataFrame has no rows" in str(refused(spark, store, "x int", []))
 
 
-def test_no_rows_for_a_split(spark, store):
+def test_split_without_rows_is_reported(spark, store):
     error = refused(spark, store, "x int, v boolean", [(1, False), (2, False)], validation="v")
     assert "validation='v' leaves no row for the split 'validation', of 2 rows in all" in str(error)
     error = refused(spark, store, "x int, v boolean", [(1, True), (2, True)], validation="v")
     assert "leaves no row for the split 'train'" in str(error)
 
 
-def test_a_null_where_the_split_should_be_said(spark, store):
+def test_null_in_the_validation_column_is_reported(spark, store):
     error = refused(spark, store, "x int, v boolean", [(1, True), (2, None)], validation="v")
     assert_matches("column 'v': 1 of 2 .*null .*expected true or false", str(error))
 
@@ -154,7 +154,7 @@ def test_a_null_where_the_split_should_be_said(spark, store):
         ("1 x", {"x": "x"}, {"variable": ["x"]}, "variable length is for binary, string and array columns, and 'x' is"),
     ],
 )
-def test_what_the_schema_shows_is_refused_before_anything_runs(spark, store, sql, tensors, options, complaint):
+def test_columns_are_checked_before_anything_runs(spark, store, sql, tensors, options, complaint):
     frame = spark.sql(f"select {sql}")
     with pytest.raises(DataError, match=complaint):
         materialize(frame, tensors, store=store, **options)
@@ -181,17 +181,17 @@ def test_what_the_schema_shows_is_refused_before_anything_runs(spark, store, sql
         ({"tensors": {"x": []}}, "needs at least one column"),
     ],
 )
-def test_settings_that_cannot_be(spark, store, options, complaint):
+def test_invalid_settings_are_reported(spark, store, options, complaint):
     with pytest.raises(InvalidSettingsError, match=complaint):
         materialize(spark.range(3), **{"tensors": {"x": "id"}, "store": store, **options})
 
 
-def test_a_stream_is_refused(spark, store):
+def test_streaming_dataframe_is_refused(spark, store):
     with pytest.raises(DataError, match="a streaming DataFrame cannot be materialised"):
         materialize(spark.readStream.format("rate").load(), {"x": "value"}, store=store)
 
 
-def test_an_error_of_a_function_of_the_query_is_named_without_the_frames_around_it(spark, store):
+def test_error_in_a_user_function_is_reported_without_frames(spark, store):
     @F.udf("double")
     def fails(x):
         return 1 / (x - 7)
@@ -201,14 +201,14 @@ def test_an_error_of_a_function_of_the_query_is_named_without_the_frames_around_
     assert str(caught.value) == "the rows could not be written: ZeroDivisionError: division by zero"
 
 
-def test_an_error_of_the_query_itself_is_named(spark, store):
+def test_error_of_the_query_is_reported(spark, store):
     frame = spark.range(3).select(F.raise_error(F.lit("the sensor is off")).cast("int").alias("x"))
     with pytest.raises(DataError, match=r"the rows could not be written: .*the sensor is off") as caught:
         materialize(frame, {"x": "x"}, store=store)
     assert "\tat " not in str(caught.value)
 
 
-def test_a_store_that_cannot_be_written_to(spark, tmp_path):
+def test_read_only_store_is_reported(spark, tmp_path):
     place = tmp_path / "store"
     (place / DATASETS).mkdir(parents=True)
     frame = spark.range(3)
@@ -218,7 +218,7 @@ def test_a_store_that_cannot_be_written_to(spark, tmp_path):
         materialize(frame, {"x": "id"}, store=place, dataset_id="mine")
 
 
-def test_memory_that_other_processes_do_not_see_is_no_store(spark):
+def test_store_that_executors_do_not_see_is_reported(spark):
     complaint = r"do not share memory://sets: .* does not see the driver's file\. Name a store .*hdfs://"
     with pytest.raises(StoreError, match=complaint):
         materialize(spark.range(3), {"x": "id"}, store="memory://sets")

@@ -1,4 +1,4 @@
-"""Executors and Python workers that die while they write: the set is right, and holds each row once."""
+"""If executors or Python workers die while they write, the dataset is correct and contains each row once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def store(tmp_path):
 
 
 def dies_once(folder, kill):
-    """A function of a row that ends a process when a task is in the middle of its rows, the first time only."""
+    """Return a function of a row that kills a process once, in the middle of a task's rows."""
 
     @F.udf("long")
     def passes(x):
@@ -62,7 +62,7 @@ def kill_executor():
 
 
 @pytest.mark.parametrize("kill", [kill_python_worker, kill_executor])
-def test_a_task_that_dies_while_it_writes_is_repeated_and_counts_once(cluster, store, tmp_path, kill):
+def test_task_that_dies_while_it_writes_is_repeated_and_counts_once(cluster, store, tmp_path, kill):
     frame = cluster.spark.range(0, ROWS, 1, 4).select(dies_once(tmp_path, kill)("id").alias("x"))
     dataset = materialize(frame, {"x": "x"}, store=store, validation=0.2)
     assert (tmp_path / "died").exists()
@@ -71,18 +71,18 @@ def test_a_task_that_dies_while_it_writes_is_repeated_and_counts_once(cluster, s
     assert Dataset.open(dataset.store) == dataset
     listed = {shard.file for split in dataset.splits for shard in dataset.manifest.splits[split]}
     stored = {entry.path for entry in dataset.store.list(recursive=True) if entry.path.endswith(".rows")}
-    assert stored == listed  # what the dead one had written is gone
+    assert stored == listed  # the files of the dead attempt are deleted
     wait_until(lambda: len(cluster.executors()) == 2, 60, "the executor is back")
 
 
-def test_executors_that_share_the_store_are_believed(cluster, store):
+def test_shared_store_passes_the_check(cluster, store):
     store.check_shared(cluster.spark)
     assert not [entry for entry in store.list() if entry.path.startswith(PROBE)]
     assert store.list(DATASETS) == []
 
 
-def test_executors_that_see_another_folder_are_found_before_anything_is_written(cluster, tmp_path, monkeypatch):
-    """The driver's folder is reached by a link that only the driver's process has: /proc/self/cwd."""
+def test_executors_that_see_another_folder_are_reported_before_anything_is_written(cluster, tmp_path, monkeypatch):
+    """The store is /proc/self/cwd, which is another folder in each process."""
     monkeypatch.chdir(tmp_path)
     place = "/proc/self/cwd/store"
     with pytest.raises(
@@ -92,7 +92,7 @@ def test_executors_that_see_another_folder_are_found_before_anything_is_written(
     assert [entry.name for entry in tmp_path.rglob("*") if entry.is_file()] == []
 
 
-def test_tasks_that_may_not_write_say_so_in_a_sentence(cluster, store):
+def test_task_without_permission_to_write_is_reported_in_a_sentence(cluster, store):
     frame = cluster.spark.range(3).select(blocking(store.url)("id").alias("x"))
     with pytest.raises(StoreError, match=r"^the rows could not be written: NotADirectoryError: .*mine") as caught:
         materialize(frame, {"x": "x"}, store=store, dataset_id="mine")
@@ -100,7 +100,7 @@ def test_tasks_that_may_not_write_say_so_in_a_sentence(cluster, store):
 
 
 def blocking(url):
-    """A function of a row that puts files where the folders of this write should come."""
+    """Return a function of a row that makes files where the folders of this write should be."""
 
     @F.udf("long")
     def passes(x):

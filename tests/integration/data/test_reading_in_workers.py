@@ -1,4 +1,4 @@
-"""Readers in several processes: shares of the same global batches, and one cache on the host's disk."""
+"""Readers in several processes have shares of the same global batches, and one cache on the host's disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import spark_elastic
 from spark_elastic.data import Dataset, pack
 from spark_elastic.data.order.windows import WindowSettings
-from tests.unit.data.test_node_cache import cached_bytes, remote
+from tests.unit.data.test_remote_cache import cached_bytes, remote
 
 ROWS = 200_000
 LANES = WindowSettings(16, 256, 900)
@@ -25,7 +25,7 @@ def dataset(tmp_path) -> Dataset:
     return pack(values, tmp_path / "set", shards=2)
 
 
-def test_workers_of_a_job_share_an_epoch_and_go_on_where_it_stood(dataset):
+def test_workers_share_an_epoch_and_resume_it(dataset):
     def work(where):
         import spark_elastic.torch as hvd
         from spark_elastic.data import Dataset, TorchBatches
@@ -46,13 +46,13 @@ def test_workers_of_a_job_share_an_epoch_and_go_on_where_it_stood(dataset):
 
 
 def read(folder, cache, limit, epoch, kill_at=None):
-    """The sum of all labels of an epoch, whose rows are right; or death in the middle."""
+    """Check the rows of an epoch and return the sum of all labels, or kill this process in the middle."""
     _, dataset = remote(folder)
     total = 0
     options = {"batch_size": 1000, "order": "lanes", "lanes": LANES, "cache_dir": cache, "cache_bytes": limit}
     with dataset.reader(**options) as reader:
         for number, batch in enumerate(reader.epoch(epoch)):
-            assert (batch["check"] == 3 * batch["label"]).all(), "bytes that are not the set's"
+            assert (batch["check"] == 3 * batch["label"]).all(), "wrong bytes"
             assert not batch["pad"].any()
             total += int(batch["label"].sum())
             if number == kill_at:
@@ -60,7 +60,7 @@ def read(folder, cache, limit, epoch, kill_at=None):
     return total
 
 
-def test_processes_share_a_cache_smaller_than_the_set_and_one_that_is_killed_leaves_it_usable(dataset, tmp_path):
+def test_processes_share_a_cache_smaller_than_the_dataset_and_a_kill_leaves_it_usable(dataset, tmp_path):
     cache, limit = tmp_path / "cache", dataset.manifest.nbytes("train") // 2
     spawn = multiprocessing.get_context("spawn")  # as workers are: nothing is inherited
     killed = spawn.Process(target=read, args=(tmp_path / "set", cache, limit, 9, 50))

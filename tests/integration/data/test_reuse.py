@@ -1,4 +1,4 @@
-"""The same rows are written once; other rows, other settings, and sets that cannot be trusted are written anew."""
+"""The same rows are written once; other rows, other settings and damaged datasets are written again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_same_query_is_written_once(spark, store, table):
     assert len(store.list(DATASETS)) == 1
 
 
-def test_whatever_changes_the_rows_or_how_they_are_stored_is_written_anew(spark, store, table):
+def test_changes_of_rows_or_settings_are_written_again(spark, store, table):
     frame = spark.read.parquet(table)
     sets = [
         materialize(frame, X, store=store),
@@ -66,13 +66,13 @@ def test_whatever_changes_the_rows_or_how_they_are_stored_is_written_anew(spark,
     assert len(set(map(where, sets))) == len(sets)
 
 
-def test_columns_that_are_not_asked_for_do_not_matter(spark, store, table):
+def test_changes_of_unread_columns_are_ignored(spark, store, table):
     frame = spark.read.parquet(table)
     first = materialize(frame, X, store=store)
     assert materialize(frame.withColumn("more", F.lit(1)), X, store=store).store == first.store
 
 
-def test_files_that_changed_are_read_again(spark, store, tmp_path):
+def test_changed_files_are_written_again(spark, store, tmp_path):
     path = str(tmp_path / "t")
     spark.range(10).write.parquet(path)
     first = materialize(spark.read.parquet(path), {"x": "id"}, store=store)
@@ -83,7 +83,7 @@ def test_files_that_changed_are_read_again(spark, store, tmp_path):
     assert materialize(spark.read.parquet(path), {"x": "id"}, store=store).rows() == 25
 
 
-def test_rows_that_spark_holds_are_known_within_the_session(spark, store):
+def test_rows_in_spark_memory_are_reused_within_the_session(spark, store):
     frame = spark.createDataFrame(spark.sparkContext.parallelize([(1,), (2,)], 1), "x int")
     other = spark.createDataFrame(spark.sparkContext.parallelize([(1,), (3,)], 1), "x int")
     first = materialize(frame, X, store=store)
@@ -98,7 +98,7 @@ def test_a_query_that_is_not_deterministic_is_written_each_time(spark, store):
     assert materialize(now, X, store=store).store != materialize(now, X, store=store).store
 
 
-def test_unless_it_is_cached(spark, store):
+def test_cached_query_that_is_not_deterministic_is_reused(spark, store):
     frame = spark.range(50).select(F.rand().alias("x")).cache()
     try:
         first = materialize(frame.filter("x < 0.5"), X, store=store)
@@ -108,7 +108,7 @@ def test_unless_it_is_cached(spark, store):
         frame.unpersist(blocking=True)
 
 
-def test_functions_of_the_user_are_told_apart(spark, store):
+def test_different_user_functions_are_distinguished(spark, store):
     double, triple = (F.udf(lambda x, by=by: x * by, "long") for by in (2, 3))
     frame = spark.range(1, 3)
     first = materialize(frame.select(double("id").alias("x")), X, store=store)
@@ -119,9 +119,9 @@ def test_functions_of_the_user_are_told_apart(spark, store):
 
 
 def program(folder):
-    """What another program says of the queries on these tables, see `finding_again`."""
+    """Return the output of `reuse_program`, another program with queries on these tables."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.data.finding_again", str(folder)],
+        [sys.executable, "-m", "tests.integration.data.reuse_program", str(folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -132,7 +132,7 @@ def program(folder):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_kept_set_is_found_again_by_another_program_and_only_by_the_same_query(spark, tmp_path):
+def test_kept_dataset_is_reused_by_another_program_for_the_same_query_only(spark, tmp_path):
     frame = spark.range(0, 100, 1, 2).select(F.col("id").alias("x"), (F.col("id") % 5).cast("double").alias("v"))
     for name in ("table", "other"):
         frame.write.parquet(str(tmp_path / name))
@@ -148,20 +148,20 @@ def test_a_kept_set_is_found_again_by_another_program_and_only_by_the_same_query
     assert len(set(known)) == len(known), "queries that differ are told apart within a program"
 
 
-def test_a_name_finds_the_set_whatever_became_of_the_query(spark, store):
+def test_dataset_id_finds_the_dataset_even_if_the_query_changed(spark, store):
     first = materialize(spark.range(10), {"x": "id"}, store=store, dataset_id="mine")
     again = materialize(spark.range(99), {"x": "id"}, store=store, dataset_id="mine")
     assert again == first
     assert again.rows() == 10
 
 
-def test_a_name_does_not_stand_for_other_settings(spark, store):
+def test_dataset_id_with_other_settings_is_refused(spark, store):
     materialize(spark.range(10), {"x": "id"}, store=store, dataset_id="mine")
     with pytest.raises(DatasetError, match=r"'mine' .* other settings: validation=None, not 0\.5; choose another"):
         materialize(spark.range(10), {"x": "id"}, store=store, dataset_id="mine", validation=0.5)
 
 
-def test_a_set_whose_write_did_not_end_is_written_again(spark, store, table):
+def test_unfinished_dataset_is_written_again(spark, store, table):
     frame = spark.read.parquet(table)
     first = materialize(frame, X, store=store)
     first.store.delete(MANIFEST_NAME)
@@ -172,7 +172,7 @@ def test_a_set_whose_write_did_not_end_is_written_again(spark, store, table):
     )
 
 
-def test_a_damaged_set_is_written_again_or_refused_if_it_was_named(spark, store, table):
+def test_damaged_dataset_is_written_again_or_refused_if_it_has_a_name(spark, store, table):
     frame = spark.read.parquet(table)
     for options in ({}, {"dataset_id": "mine"}):
         dataset = materialize(frame, X, store=store, **options)
@@ -185,7 +185,7 @@ def test_a_damaged_set_is_written_again_or_refused_if_it_was_named(spark, store,
                 materialize(frame, X, store=store, **options)
 
 
-def test_a_set_that_nobody_waited_for_the_disk_with_is_compared_with_its_checksums(spark, store, table, monkeypatch):
+def test_dataset_not_synced_to_the_disk_is_verified(spark, store, table, monkeypatch):
     frame = spark.read.parquet(table)
     dataset = materialize(frame, X, store=store)
     for shard in dataset.manifest.splits["train"]:
@@ -194,7 +194,7 @@ def test_a_set_that_nobody_waited_for_the_disk_with_is_compared_with_its_checksu
     assert Rows(materialize(frame, X, store=store))["x"].sum() == 99 * 50
 
 
-def test_a_foreign_set_under_the_right_name_is_not_trusted(spark, store, table):
+def test_foreign_dataset_under_the_right_name_is_not_trusted(spark, store, table):
     frame = spark.read.parquet(table)
     ours, other = materialize(frame, X, store=store), materialize(frame.limit(3), X, store=store)
     ours.store.write_bytes(MANIFEST_NAME, other.store.read_bytes(MANIFEST_NAME))
@@ -204,8 +204,8 @@ def test_a_foreign_set_under_the_right_name_is_not_trusted(spark, store, table):
     assert materialize(frame, X, store=store).rows() == 100
 
 
-def test_a_store_that_is_no_folder_of_this_machine_serves_all_the_same(spark, table, tmp_path):
-    """One that only its own filesystem can open, as with object stores; the tasks see it, too."""
+def test_remote_store_can_be_used(spark, table, tmp_path):
+    """A store like an object store, opened by its own filesystem; the tasks see it too."""
     remote = fsspec.filesystem("dir", path=str(tmp_path), target_protocol="file")
     store = Store.of(remote, "far/away")
     assert not store.is_local
@@ -220,7 +220,7 @@ def test_a_store_that_is_no_folder_of_this_machine_serves_all_the_same(spark, ta
     assert store.list(DATASETS) == []
 
 
-def test_settings_of_the_session_are_as_before(spark, store):
+def test_session_settings_are_restored(spark, store):
     name = "spark.sql.execution.arrow.maxBytesPerBatch"
     is_set = lambda: spark._jsparkSession.sessionState().conf().contains(name)  # noqa: E731
     frame = spark.range(5).select(F.array("id").alias("x"))
@@ -256,10 +256,10 @@ def test_ctrl_c_ends_the_job_and_leaves_nothing(spark, store, tmp_path):
     wait_until(lambda: not tracker.getActiveJobsIds(), 20, "no job runs")
     over.touch()
     assert [entry for entry in store.list(recursive=True) if not entry.is_dir] == []
-    assert materialize(spark.range(2), {"x": "id"}, store=store).rows() == 2  # the session is as good as before
+    assert materialize(spark.range(2), {"x": "id"}, store=store).rows() == 2  # the session still works
 
 
-def test_several_fits_at_once_write_once(spark, store, table):
+def test_concurrent_fits_write_once(spark, store, table):
     frame, found = spark.read.parquet(table), []
     threads = [
         threading.Thread(target=lambda: found.append(materialize(frame, X, store=store).manifest)) for _ in range(4)
@@ -271,8 +271,8 @@ def test_several_fits_at_once_write_once(spark, store, table):
     assert found == [found[0]] * 4
 
 
-def test_of_two_processes_that_write_at_once_one_commits_and_both_read_it(spark, store, table):
-    """The other process is played by a set that is committed while ours is being written."""
+def test_one_of_two_concurrent_writers_commits_and_both_read_it(spark, store, table):
+    """The other process is simulated by a dataset that is committed while ours is being written."""
     frame = spark.read.parquet(table)
     theirs = materialize(frame, X, store=store)
     text = theirs.store.read_bytes(MANIFEST_NAME)
@@ -293,10 +293,10 @@ def test_of_two_processes_that_write_at_once_one_commits_and_both_read_it(spark,
     ours = module._write(racing, request, theirs.store, theirs.manifest.key, {}, False, 0, findable=True)
     assert ours.manifest == theirs.manifest
     runs = {entry.path for entry in ours.store.list() if entry.is_dir} - {"leases"}
-    assert len(runs) == 1  # nothing of the slower one is left
+    assert len(runs) == 1  # the slower write left nothing
 
 
-def test_sets_go_at_the_end_unless_they_are_kept(spark, store, table):
+def test_datasets_are_deleted_at_exit_unless_kept(spark, store, table):
     frame = spark.read.parquet(table)
     gone = materialize(frame, X, store=store)
     kept = [
@@ -310,7 +310,7 @@ def test_sets_go_at_the_end_unless_they_are_kept(spark, store, table):
     assert [Dataset.open(dataset.store) for dataset in kept] == kept
 
 
-def test_a_set_that_another_fit_reads_stays(spark, store, table):
+def test_dataset_that_another_fit_reads_stays(spark, store, table):
     dataset = materialize(spark.read.parquet(table), X, store=store)
     with dataset.lease():
         delete_temporary()
@@ -320,7 +320,7 @@ def test_a_set_that_another_fit_reads_stays(spark, store, table):
     assert store.list(DATASETS) == []
 
 
-def test_a_set_that_is_looked_at_is_not_taken_by_a_fit_that_ends_beside(spark, store, table, monkeypatch):
+def test_dataset_being_looked_up_is_not_deleted_by_a_fit_that_ends(spark, store, table, monkeypatch):
     query = spark.read.parquet(table)
     first = materialize(query, X, store=store)
     catalog.give_back(first.store, catalog.Limits(nbytes=1 << 30), 0.0)
@@ -335,7 +335,7 @@ def test_a_set_that_is_looked_at_is_not_taken_by_a_fit_that_ends_beside(spark, s
     assert len(Rows(materialize(query, X, store=store))["x"]) == 100
 
 
-def test_the_rows_set_aside_are_a_share_drawn_by_the_seed(spark, store):
+def test_validation_share_is_drawn_by_the_seed(spark, store):
     frame = spark.range(0, 20_000, 1, 4)
     sets = [materialize(frame, {"x": "id"}, store=store, validation=0.1, seed=seed, reuse=False) for seed in (0, 0, 1)]
     drawn = []
@@ -343,19 +343,19 @@ def test_the_rows_set_aside_are_a_share_drawn_by_the_seed(spark, store):
         train, aside = Rows(dataset)["x"], Rows(dataset, "validation")["x"]
         assert sorted([*train, *aside]) == list(range(20_000))
         assert abs(len(aside) / 2_000 - 1) < 0.1
-        assert abs(np.corrcoef(np.sort(aside), np.arange(len(aside)))[0, 1]) > 0.999  # from everywhere alike
+        assert abs(np.corrcoef(np.sort(aside), np.arange(len(aside)))[0, 1]) > 0.999  # spread evenly over all rows
         drawn.append(set(aside))
     assert drawn[0] == drawn[1]
     assert len(drawn[0] & drawn[2]) < 400
 
 
-def test_the_rows_set_aside_can_be_named_by_a_column(spark, store, table):
+def test_validation_rows_can_be_chosen_by_a_column(spark, store, table):
     dataset = materialize(spark.read.parquet(table), X, store=store, validation="v")
     assert sorted(Rows(dataset, "validation")["x"]) == list(range(0, 100, 5))
     assert sorted(Rows(dataset)["x"]) == [x for x in range(100) if x % 5]
 
 
-def test_rows_can_be_spread_by_spark_first(spark, store):
+def test_rows_can_be_shuffled_by_spark_first(spark, store):
     frame = spark.range(0, 10_000, 1, 4)
     stored = Rows(materialize(frame, {"x": "id"}, store=store, pre_shuffle="spark"))["x"]
     assert sorted(stored) == list(range(10_000))

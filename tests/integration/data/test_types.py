@@ -1,4 +1,4 @@
-"""Every type of column that can be stored arrives with the values that Spark had."""
+"""Every type of column that can be stored is read with the values that it had in Spark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.integration.data.conftest import Rows
 
 
 def written(spark, store, schema, rows, tensors, **options):
-    """The set of these rows, and what it holds, in their order."""
+    """Write rows, and return the dataset and the stored rows in their order."""
     frame = spark.createDataFrame(spark.sparkContext.parallelize(rows, 1), schema)
     dataset = materialize(frame, tensors, store=store, **options)
     assert Dataset.open(dataset.store) == dataset
@@ -64,7 +64,7 @@ def test_timestamps_are_microseconds_of_utc_whatever_the_session_says(spark, sto
         spark.conf.unset("spark.sql.session.timeZone")
 
 
-def test_columns_are_put_end_to_end(spark, store):
+def test_columns_are_joined(spark, store):
     dataset, stored = written(
         spark,
         store,
@@ -81,7 +81,7 @@ def test_columns_are_put_end_to_end(spark, store):
         "arrays": (2,),
         "again": (2,),
     }
-    assert dataset.layout["again"].dtype == "<f8"  # what numpy makes of int32 and float32
+    assert dataset.layout["again"].dtype == "<f8"  # numpy's result type of int32 and float32
     assert stored["again"].tolist() == [[4, 1], [40, 10]]
 
 
@@ -96,7 +96,7 @@ def test_columns_are_put_end_to_end(spark, store):
         ("array<timestamp_ntz>", [[datetime.datetime(1970, 1, 1, 0, 0, 0, 7)] * 2] * 3, "<i8"),
     ],
 )
-def test_arrays_hold_all_that_scalars_may(spark, store, kind, values, dtype):
+def test_arrays_of_all_scalar_types_are_stored(spark, store, kind, values, dtype):
     dataset, stored = written(spark, store, f"x {kind}", [(value,) for value in values], {"x": "x"})
     assert dataset.layout["x"].dtype == dtype
     expected = {"array<date>": [1, 1], "array<timestamp_ntz>": [7, 7]}.get(kind, values[0])
@@ -159,7 +159,7 @@ def test_long_sparse_vectors_are_stored_sparsely(spark, store, dtype):
     np.testing.assert_array_equal(densified(stored["x"], 10_000, dtype), expected.astype(dtype))
 
 
-def test_partitions_that_begin_differently_are_stored_alike(spark, store):
+def test_partitions_with_different_first_rows_are_stored_alike(spark, store):
     rows = [(Vectors.dense(np.ones(5000)),), (Vectors.sparse(5000, [7], [1.0]),)]
     schema = T.StructType([T.StructField("x", VectorUDT())])
     frame = spark.createDataFrame(spark.sparkContext.parallelize(rows, 2), schema)
@@ -169,7 +169,7 @@ def test_partitions_that_begin_differently_are_stored_alike(spark, store):
     assert found.sum(axis=1).tolist() == [5000, 1]
 
 
-def test_how_a_vector_is_stored_can_be_said(spark, store):
+def test_storage_of_vectors_can_be_chosen(spark, store):
     schema = T.StructType([T.StructField("x", VectorUDT())])
     rows = [(Vectors.dense([0.0, 3.0]),), (Vectors.sparse(2, [0], [1.0]),)]
     dataset, stored = written(spark, store, schema, rows, {"x": "x"}, sparse={"x": True})
@@ -184,7 +184,7 @@ def test_binary_of_one_length_is_a_tensor_of_bytes(spark, store):
     assert [bytes(value) for value in stored["x"]] == [value for (value,) in rows]
 
 
-def test_values_of_variable_length_lie_in_the_sidecar(spark, store):
+def test_values_of_variable_length_are_in_the_sidecar(spark, store):
     rows = [(b"", "", [], 1), (b"\0\1", "grün", [5, -6], 2), (b"x" * 1000, "z" * 300, list(range(90)), 3)]
     dataset, stored = written(
         spark,
@@ -202,7 +202,7 @@ def test_values_of_variable_length_lie_in_the_sidecar(spark, store):
     assert stored["n"].tolist() == [1, 2, 3]
 
 
-def test_only_empty_values_are_rows_too(spark, store):
+def test_column_of_empty_values_is_stored(spark, store):
     _, stored = written(spark, store, "s string", [("",)] * 3, {"s": "s"})
     assert stored["s"] == [b""] * 3
 
@@ -214,7 +214,7 @@ def test_shorter_arrays_can_be_padded(spark, store):
     assert stored["b"].tolist() == [[97, 98], [0, 0], [99, 0]]
 
 
-def test_nan_and_infinity_are_stored_where_that_is_allowed(spark, store):
+def test_nan_and_infinity_are_stored_if_allowed(spark, store):
     rows = [(float("nan"), 1.0), (float("inf"), 2.0)]
     _, stored = written(
         spark, store, "x double, y double", rows, {"x": "x", "y": "y"}, allow_nan=["x"], dtypes={"x": "float32"}

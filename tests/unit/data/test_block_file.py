@@ -1,4 +1,4 @@
-"""Parts of a remote file on the local disk: fetched once for all processes, and dropped when nobody reads them."""
+"""Blocks of a remote file on the local disk: fetched once for all processes, dropped only if no process reads them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bytes_of(file, start, stop):
         return stream.read(stop - start)
 
 
-def test_only_what_is_absent_is_fetched_and_neighbours_come_together(tmp_path):
+def test_only_absent_blocks_are_fetched_and_neighbours_in_one_request(tmp_path):
     origin = Origin()
     file = BlockFile(tmp_path / "a.data", len(CONTENT), origin)
     assert file.hold(BLOCK + 5, BLOCK + 9) == BLOCK
@@ -43,16 +43,16 @@ def test_only_what_is_absent_is_fetched_and_neighbours_come_together(tmp_path):
     file.close()
 
 
-def test_a_block_is_dropped_when_the_last_reader_of_any_process_lets_go(tmp_path):
+def test_block_is_dropped_only_after_the_last_reader_of_any_process_released_it(tmp_path):
     ours = BlockFile(tmp_path / "a.data", len(CONTENT), Origin())
     theirs = BlockFile(tmp_path / "a.data", len(CONTENT), Origin())  # locks belong to the open file: like a process
     ours.hold(0, 10)
     ours.hold(5, 20)
-    assert theirs.hold(0, 10) == 0  # what one has fetched is there for all
+    assert theirs.hold(0, 10) == 0  # already fetched by the other one
     ours.release(0, 10)
     assert ours.drop(0) == theirs.drop(0) == 0
     ours.release(5, 20)
-    assert theirs.drop(0) == 0  # it reads it itself
+    assert theirs.drop(0) == 0  # it still holds the block itself
     theirs.release(0, 10)
     assert ours.drop(0) == BLOCK
     assert ours.drop(0) == 0
@@ -61,7 +61,7 @@ def test_a_block_is_dropped_when_the_last_reader_of_any_process_lets_go(tmp_path
     theirs.close()
 
 
-def test_a_file_is_never_made_shorter_under_those_who_have_it_mapped(tmp_path):
+def test_mapped_file_never_becomes_shorter(tmp_path):
     theirs = BlockFile(tmp_path / "a.data", len(CONTENT), Origin())
     theirs.hold(0, len(CONTENT))
     BlockFile(tmp_path / "a.data", 100, Origin()).close()
@@ -70,7 +70,7 @@ def test_a_file_is_never_made_shorter_under_those_who_have_it_mapped(tmp_path):
     theirs.close()
 
 
-def test_whoever_closes_lets_go(tmp_path):
+def test_close_releases_all_blocks(tmp_path):
     dead = BlockFile(tmp_path / "a.data", len(CONTENT), Origin())
     dead.hold(0, len(CONTENT))
     dead.close()
@@ -79,7 +79,7 @@ def test_whoever_closes_lets_go(tmp_path):
     alive.close()
 
 
-def test_a_fetch_that_fails_leaves_the_block_absent_and_free(tmp_path):
+def test_failed_fetch_leaves_the_block_absent_and_unlocked(tmp_path):
     answers = [OSError("gone"), CONTENT[: BLOCK - 1], CONTENT[:BLOCK]]
 
     def origin(offset, nbytes):
@@ -97,7 +97,7 @@ def test_a_fetch_that_fails_leaves_the_block_absent_and_free(tmp_path):
     file.close()
 
 
-def test_a_read_that_fails_halfway_holds_nothing(tmp_path):
+def test_failed_hold_releases_its_blocks(tmp_path):
     content = bytes(70 * BLOCK)
 
     def origin(offset, nbytes):
@@ -112,11 +112,11 @@ def test_a_read_that_fails_halfway_holds_nothing(tmp_path):
     file.close()
 
 
-def test_a_full_disk_is_an_error_of_the_store_that_says_so(tmp_path, monkeypatch):
+def test_full_disk_is_reported_as_store_error(tmp_path, monkeypatch):
     file = BlockFile(tmp_path / "a.data", len(CONTENT), Origin())
     room = [BLOCK // 2]
 
-    def pwrite(file, data, offset):  # as systems do: first a part of it, then none
+    def pwrite(file, data, offset):  # like a full disk: the first call writes a part, the next one fails
         if not room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return room.pop()
@@ -129,7 +129,7 @@ def test_a_full_disk_is_an_error_of_the_store_that_says_so(tmp_path, monkeypatch
 
 
 class Overtaken(BlockFile):
-    """Between its look at what is absent and its fetch, somebody else fetches block 1 and goes on reading it."""
+    """Between the search for absent blocks and the fetch, another reader fetches block 1 and keeps it."""
 
     overtaken = False
 
@@ -140,14 +140,14 @@ class Overtaken(BlockFile):
         return super()._fetch_run(*args)
 
 
-def test_what_others_fetched_meanwhile_and_keep_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(block_file, "_LOCK_TIMEOUT_S", 2.0)  # or who waits for it waits for minutes
+def test_blocks_that_others_fetched_and_hold_are_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(block_file, "_LOCK_TIMEOUT_S", 2.0)  # a failure would otherwise take minutes
     file = Overtaken(tmp_path / "a.data", len(CONTENT), Origin())
     assert file.hold(0, 3 * BLOCK) == 2 * BLOCK
     file.close()
 
 
-def test_many_threads_of_several_processes_see_only_right_bytes_while_others_make_room(tmp_path):
+def test_concurrent_threads_and_processes_read_correct_bytes_while_blocks_are_dropped(tmp_path):
     files = [BlockFile(tmp_path / "a.data", len(CONTENT), Origin()) for _ in range(3)]
     wrong = []
 

@@ -1,4 +1,4 @@
-"""Arrow batches to records, without Spark: whatever the batches' cuts, rows are what they were."""
+"""Arrow batches become records, without Spark, independently of where the batches are cut."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def cut(blob):
 
 
 @given(rows=st.lists(row, min_size=1, max_size=20), size=st.integers(1, 20), large=st.booleans())
-def test_rows_are_the_same_however_the_batches_are_cut(rows, size, large):
+def test_records_do_not_depend_on_the_batches(rows, size, large):
     encoder, blocks, blobs = Encoder(TENSORS), [], {"r": [], "t": []}
     for batch in table(rows, large).to_batches(max_chunksize=size):  # slices: their offsets do not start at 0
         block = encoder.encode(batch)
@@ -67,7 +67,7 @@ def test_rows_are_the_same_however_the_batches_are_cut(rows, size, large):
 
 
 @given(rows=st.lists(row, min_size=1, max_size=20), data=st.data())
-def test_a_choice_of_rows_takes_their_values_of_variable_length_along(rows, data):
+def test_chosen_rows_keep_their_values_of_variable_length(rows, data):
     block = Encoder(TENSORS).encode(table(rows, False).combine_chunks().to_batches()[0])
     chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=10))
     taken = block.take(np.array(chosen, np.int64))
@@ -108,7 +108,7 @@ def test_integers_that_a_float_would_round_are_refused(kind, dtype, fine, rounde
         assert "all integers up to" in fault.expected
 
 
-def test_whole_decimals_are_not_rounded_either_and_those_with_fractions_are_as_ever():
+def test_decimals_of_scale_0_are_not_rounded_and_fractions_may_be():
     for whole in (True, False):
         column = Column("d", "scalar", "<f8", whole=whole)
         tensor = Tensor("d", (column,), "<f4", Kind.DENSE, True, None, None, True)
@@ -123,7 +123,7 @@ def test_whole_decimals_are_not_rounded_either_and_those_with_fractions_are_as_e
 
 
 @pytest.mark.parametrize("dtype", ["<i8", "<f8"])
-def test_decimals_that_a_double_has_rounded_on_their_way_are_refused(dtype):
+def test_decimals_that_a_double_may_have_rounded_are_refused(dtype):
     tensor = Tensor("d", (Column("d", "scalar", "<f8", whole=True),), dtype, Kind.DENSE, True, None, None, False)
     encoder = Encoder((tensor,))
     known = [float(2**53 - 1), -float(2**53 - 1)]
@@ -134,7 +134,7 @@ def test_decimals_that_a_double_has_rounded_on_their_way_are_refused(dtype):
     assert (fault.rows, fault.row) == (1, 3)
 
 
-def test_a_partition_that_is_refused_leaves_no_file(tmp_path):
+def test_refused_partition_leaves_no_file(tmp_path):
     from spark_elastic.data.store import Store
 
     task = WriteTask(Store.create(tmp_path), "run", ("n",), (NUMBER,), 1 << 20, 0.5, 0)
@@ -149,7 +149,7 @@ def test_a_partition_that_is_refused_leaves_no_file(tmp_path):
 @given(
     fraction=st.floats(0.01, 0.99), seed=st.integers(-(2**63), 2**64), cuts=st.lists(st.integers(0, 300), max_size=5)
 )
-def test_which_rows_are_validation_rows_does_not_depend_on_the_batches(fraction, seed, cuts):
+def test_validation_rows_do_not_depend_on_the_batches(fraction, seed, cuts):
     whole = validation_rows(fraction, seed, 3, 0, 300)
     edges = [0, *sorted(cuts), 300]
     parts = [validation_rows(fraction, seed, 3, lo, hi - lo) for lo, hi in pairwise(edges)]

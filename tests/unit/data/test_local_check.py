@@ -1,4 +1,4 @@
-"""Files of a local set are compared with the manifest's checksums: all, and once for all processes of a host."""
+"""Files of a local dataset are compared with the manifest's checksums: each once for all processes of a host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def flip(path):
 
 
 @pytest.mark.parametrize("which", ["file", "sidecar"])
-def test_a_bit_that_was_flipped_ends_the_epoch_with_an_error(tmp_path, which):
+def test_flipped_bit_is_reported_at_the_end_of_the_epoch(tmp_path, which):
     dataset = make(tmp_path)
     damaged = getattr(dataset.manifest.splits["train"][1], which)
     flip(tmp_path / damaged)
@@ -40,7 +40,7 @@ def test_a_bit_that_was_flipped_ends_the_epoch_with_an_error(tmp_path, which):
             pass
 
 
-def test_whoever_does_not_read_to_the_end_of_an_epoch_can_ask(tmp_path):
+def test_checked_reports_damage_before_the_end_of_an_epoch(tmp_path):
     dataset = make(tmp_path)
     flip(tmp_path / dataset.manifest.splits["train"][2].file)
     with dataset.reader(batch_size=3000) as reader:
@@ -56,7 +56,7 @@ def checked(dataset):
 
 
 def read_by(dataset, monkeypatch):
-    """The files of the set that are read from one end to the other for their checksums."""
+    """Return a list to which each file that is read for its checksum is added."""
     read = []
     real = Path.open
 
@@ -69,7 +69,7 @@ def read_by(dataset, monkeypatch):
     return read
 
 
-def test_files_are_compared_once_and_again_when_somebody_has_written_to_one(tmp_path, monkeypatch):
+def test_files_are_compared_once_and_again_after_a_change(tmp_path, monkeypatch):
     dataset = make(tmp_path)
     read = read_by(dataset, monkeypatch)
     checked(dataset)
@@ -84,7 +84,7 @@ def test_files_are_compared_once_and_again_when_somebody_has_written_to_one(tmp_
     assert read == [written_to]
 
 
-def test_the_processes_of_a_host_share_the_work(tmp_path):
+def test_processes_of_a_host_share_the_comparison(tmp_path):
     dataset = make(tmp_path)
     program = f"""
 import pathlib, sys
@@ -110,7 +110,7 @@ print(len(read))
     assert sum(int(other.communicate(timeout=60)[0]) for other in others) == len(dataset.manifest.files)
 
 
-def test_the_notes_go_with_the_set(tmp_path):
+def test_records_of_the_comparison_are_deleted_with_the_dataset(tmp_path):
     store = Store.create(tmp_path)
     dataset = make(folder_of(store, "set"))
     mark_used(dataset.store, keep=True)
@@ -119,7 +119,7 @@ def test_the_notes_go_with_the_set(tmp_path):
     assert clear_cache(store) == ["set"]
 
 
-def test_a_set_that_cannot_be_written_to_is_compared_as_well(tmp_path):
+def test_read_only_dataset_is_compared_too(tmp_path):
     dataset = make(tmp_path)
     (tmp_path / "checked").write_text("in the way of the notes")
     checked(dataset)
@@ -128,7 +128,7 @@ def test_a_set_that_cannot_be_written_to_is_compared_as_well(tmp_path):
         checked(dataset)
 
 
-def test_it_can_be_left_out(tmp_path, monkeypatch):
+def test_comparison_can_be_switched_off(tmp_path, monkeypatch):
     dataset = make(tmp_path)
     flip(tmp_path / dataset.manifest.splits["train"][0].file)
     monkeypatch.setenv("SPARK_ELASTIC_CHECK_ROWS", "off")

@@ -1,4 +1,4 @@
-"""Batches of a materialised set: every row once, the same global batches in every world."""
+"""Batches of a materialised dataset: every row once, the same global batches in every world."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import spark_elastic.data
 from spark_elastic.data.order.windows import WindowSettings
 from spark_elastic.data.packing import pack
 from spark_elastic.data.reader import BatchReader, resolve_order
 from spark_elastic.errors import DatasetError, InvalidSettingsError
 from tests.leftovers import nothing_left
-from tests.unit.data.sets import labels, numbered
+from tests.unit.data.datasets import labels, numbered
 
 # 24 bytes a row: 512 rows fill whole pages, so shards of these sizes join in memory, or leave a few rows over
 SHARD_ROWS = st.lists(st.sampled_from([0, 1, 3, 511, 512, 513, 1024, 1500]), max_size=4)
@@ -73,7 +74,7 @@ def test_the_world_may_change_between_any_batches_and_a_reader_may_be_replaced(t
         readers, epochs = readers[:new], epochs[:new]
         for rank, reader in enumerate(readers):
             reader.set_world(rank, new)
-        for rank in range(len(readers), new):  # one that joins knows the position and nothing else
+        for rank in range(len(readers), new):  # a rank that joins knows only the position
             readers.append(BatchReader(dataset, rank=rank, size=new, **options))
             epochs.append(readers[-1].epoch(3, parts[0].stop))
     assert seen == expected
@@ -82,7 +83,7 @@ def test_the_world_may_change_between_any_batches_and_a_reader_may_be_replaced(t
         reader.close()
 
 
-def test_without_a_shuffle_rows_come_as_they_lie_in_the_files(tmp_path):
+def test_without_a_shuffle_rows_come_in_file_order(tmp_path):
     dataset = numbered(tmp_path, [513, 700, 3])
     with dataset.reader(batch_size=100, shuffle=False) as reader:
         assert [row for batch in labels(reader.epoch(0)) for row in batch] == list(range(1216))
@@ -99,13 +100,13 @@ def test_epochs_and_seeds_differ_and_repeat(tmp_path):
     assert len({tuple(read(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
 
 
-def test_a_pass_may_have_a_batch_size_of_its_own(tmp_path):
+def test_one_pass_can_have_another_batch_size(tmp_path):
     with numbered(tmp_path, [100]).reader(batch_size=10) as reader:
         assert [batch.rows for batch in reader.epoch(0, 5, batch_size=40)] == [40, 40, 15]
         assert [batch.rows for batch in reader.epoch(0, 100)] == []
 
 
-def test_the_order_in_lanes_does_not_depend_on_the_batch_size(tmp_path):
+def test_windowed_shuffle_does_not_depend_on_the_batch_size(tmp_path):
     dataset = numbered(tmp_path, [3000])
 
     def read(batch_size):
@@ -120,7 +121,7 @@ def test_a_rank_without_rows_in_a_last_short_batch_still_gets_the_batch(tmp_path
         assert [(batch.rows, batch.global_rows) for batch in reader.epoch(0)] == [(2, 8), (0, 2)]
 
 
-def test_batches_hold_the_fields_that_were_asked_for(tmp_path):
+def test_batches_contain_the_chosen_fields(tmp_path):
     dataset = pack({"a": np.arange(10.0), "b": np.arange(10), "text": [str(i) for i in range(10)]}, tmp_path)
     with dataset.reader(batch_size=10, fields=["b", "text"]) as reader:
         (batch,) = reader.epoch(0)
@@ -174,13 +175,13 @@ def test_batches_that_are_kept_keep_their_values(tmp_path):
     assert all((values == copy).all() for values, copy in zip(kept, copies, strict=True))
 
 
-def test_buffers_are_used_again_once_nobody_looks(tmp_path):
+def test_unreferenced_buffers_are_used_again(tmp_path):
     with numbered(tmp_path, [200_000]).reader(batch_size=20_000) as reader:
         addresses = {batch["label"].__array_interface__["data"][0] for batch in reader.epoch(0)}
     assert len(addresses) < 10
 
 
-def test_a_pass_that_was_left_in_the_middle_does_not_disturb_the_next_one(tmp_path):
+def test_abandoned_pass_does_not_disturb_the_next_one(tmp_path):
     dataset = numbered(tmp_path, [30_000])
     with dataset.reader(batch_size=256) as reader:
         left = [reader.epoch(number) for number in range(3)]
@@ -205,14 +206,14 @@ def test_a_truncated_shard_is_refused_before_it_is_mapped(tmp_path):
         dataset.reader(batch_size=10)
 
 
-def test_a_missing_shard_is_named(tmp_path):
+def test_missing_shard_is_named_in_the_error(tmp_path):
     dataset = numbered(tmp_path, [512, 600])
     (tmp_path / "0.rows").unlink()
     with pytest.raises(DatasetError, match=r"0\.rows"):
         dataset.reader(batch_size=10)
 
 
-def test_a_truncated_sidecar_is_refused_and_one_that_nobody_reads_is_not_looked_at(tmp_path):
+def test_truncated_sidecar_is_refused_only_if_it_is_read(tmp_path):
     dataset = pack({"id": np.arange(9), "text": ["some"] * 9}, tmp_path)
     os.truncate(tmp_path / dataset.manifest.splits["train"][0].sidecar, 3)
     with pytest.raises(DatasetError, match="3 bytes, the manifest says 36"):
@@ -222,8 +223,8 @@ def test_a_truncated_sidecar_is_refused_and_one_that_nobody_reads_is_not_looked_
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_an_error_while_gathering_reaches_the_consumer_in_its_turn(tmp_path, prefetch, monkeypatch):
-    monkeypatch.setenv("SPARK_ELASTIC_CHECK_ROWS", "off")  # or the checksum tells first
+def test_error_while_gathering_is_raised_after_the_batches_before_it(tmp_path, prefetch, monkeypatch):
+    monkeypatch.setenv("SPARK_ELASTIC_CHECK_ROWS", "off")  # otherwise the checksum is reported first
     dataset = pack({"id": np.arange(40_000), "text": ["some"] * 40_000}, tmp_path)
     shard = tmp_path / dataset.manifest.splits["train"][0].file
     records = np.fromfile(shard, dataset.layout.dtype)
@@ -254,12 +255,12 @@ def test_readers_leave_no_threads_descriptors_or_maps_behind_wherever_they_are_s
             reader.close()
             reader.close()
         reader = dataset.reader(batch_size=300)
-        next(reader.epoch(0))  # a consumer that lets go of both without a word
+        next(reader.epoch(0))  # a consumer that closes neither of the two
         del reader
     assert maps_of(tmp_path) == 0
 
 
-def test_a_closed_reader_says_so(tmp_path):
+def test_closed_reader_raises(tmp_path):
     reader = numbered(tmp_path, [100]).reader(batch_size=10)
     epoch = reader.epoch(0)
     next(epoch)
@@ -282,7 +283,7 @@ def test_a_closed_reader_says_so(tmp_path):
         ({"split": "test"}, "no split 'test'; its splits are 'train'"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_can(tmp_path, options, message):
+def test_invalid_options_are_refused_with_the_valid_ones(tmp_path, options, message):
     with pytest.raises(InvalidSettingsError, match=message):
         numbered(tmp_path, [10]).reader(**{"batch_size": 4, **options})
 
@@ -292,3 +293,8 @@ def test_the_order_is_resolved_from_the_manifest_alone(tmp_path):
     assert resolve_order(dataset) == "global"
     assert resolve_order(dataset, order="lanes") == "lanes"
     assert resolve_order(dataset, shuffle=False) == "global"
+
+
+@pytest.mark.parametrize("name", sorted(spark_elastic.data.__all__))
+def test_public_names_can_be_imported(name):
+    assert getattr(spark_elastic.data, name).__name__ == name

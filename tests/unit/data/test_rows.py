@@ -1,4 +1,4 @@
-"""Rows by number: each shard's rows once, mapped side by side or gathered shard by shard."""
+"""Rows are read by number, each shard's rows once, mapped side by side or gathered shard by shard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spark_elastic.data.rows import FileRange, FileSegment, GatheredRows, MappedRows, Numbering, can_map
 from spark_elastic.errors import DatasetError
-from tests.unit.data.sets import LAYOUT, numbered
+from tests.unit.data.datasets import LAYOUT, numbered
 
 RUN = LAYOUT.rows_per_page_run
 SHARD_ROWS = st.lists(st.sampled_from([0, 1, 5, RUN - 1, RUN, RUN + 1, 3 * RUN]), max_size=5)
@@ -20,7 +20,7 @@ mapped_here = pytest.mark.skipif(not can_map(), reason="files are gathered one b
 
 
 @given(shard_rows=SHARD_ROWS)
-def test_numbers_are_places_but_for_the_rows_that_fill_no_page(shard_rows):
+def test_numbers_are_addresses_except_for_rows_that_fill_no_page(shard_rows):
     numbering = Numbering(shard_rows, RUN)
     numbers = np.arange(sum(shard_rows))
     assert numbering.rows == len(numbers)
@@ -55,7 +55,7 @@ def test_a_range_of_numbers_is_a_few_ranges_of_shards(shard_rows, data):
 @mapped_here
 @settings(max_examples=20, deadline=None)
 @given(shard_rows=SHARD_ROWS, seed=st.integers(0, 9))
-def test_both_ways_of_reading_deliver_the_same_records(tmp_path_factory, shard_rows, seed):
+def test_mapped_and_gathered_rows_have_the_same_records(tmp_path_factory, shard_rows, seed):
     folder = tmp_path_factory.mktemp("set")
     shards = numbered(folder, shard_rows).manifest.splits["train"]
     numbering = Numbering(shard_rows, RUN)
@@ -81,7 +81,7 @@ def test_gathering_also_refuses_a_truncated_shard(tmp_path):
 
 
 @mapped_here
-def test_a_range_that_cannot_be_mapped_whole_leaves_nothing_mapped(tmp_path):
+def test_failed_mapping_leaves_nothing_mapped(tmp_path):
     (tmp_path / "a").write_bytes(bytes(8192))
     good, missing = (FileSegment(tmp_path / name, 0, 8192, at, 8192) for name, at in (("a", 0), ("b", 8192)))
     with pytest.raises(DatasetError, match="b cannot be read"):

@@ -1,4 +1,4 @@
-"""Stores: folders of this machine, of fsspec's filesystems and of pyarrow's, all behaving alike."""
+"""Stores behave alike on local folders, filesystems of fsspec and filesystems of pyarrow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def store(request, tmp_path):
         "memory uri": lambda: Store.create(memory),
         "fsspec file": lambda: Store.of(fsspec.filesystem("file"), str(tmp_path / "a folder")),
         "subtree": lambda: Store.of(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "a folder"),
-        # A local one that is not known as such: the way that HDFS goes, with renames.
+        # a local folder through pyarrow's filesystem: files are renamed, as on HDFS
         "wrapped": lambda: Store.of(
             fs.PyFileSystem(fs.FSSpecHandler(fsspec.filesystem("dir", path=str(tmp_path), target_protocol="file"))),
             "a folder",
@@ -59,7 +59,7 @@ def test_what_is_written_can_be_read_listed_and_deleted(store):
 
 @pytest.mark.parametrize("only_if_absent", [False, True])
 def test_a_durable_file_has_its_name_on_the_disk_too(tmp_path, monkeypatch, only_if_absent):
-    """After a power cut the file is there whole: its contents, its name, and the names of the folders above it."""
+    """A power cut must lose neither the contents, nor the name, nor the names of the folders above."""
     done = []
 
     def noted(name):
@@ -95,7 +95,7 @@ def test_streams_write_and_read_parts(store):
     assert store.size("deep/rows.gz") == 8
 
 
-def test_a_file_that_is_there_can_be_left_alone(store):
+def test_existing_file_can_be_kept(store):
     assert store.write_bytes("x", b"mine", only_if_absent=True)
     assert not store.write_bytes("x", b"yours", only_if_absent=True)
     assert store.read_bytes("x") == b"mine"
@@ -109,7 +109,7 @@ def test_a_store_survives_a_pickle(store):
     assert again.url == store.url
 
 
-def test_what_is_missing_raises_as_files_do(store):
+def test_missing_files_raise_file_not_found(store):
     with pytest.raises(FileNotFoundError):
         store.read_bytes("nothing")
     with pytest.raises(FileNotFoundError):
@@ -121,7 +121,7 @@ def test_paths_cannot_leave_the_store(store):
         store.read_bytes("../secret")
 
 
-def test_of_many_that_write_at_once_one_wins_on_a_local_folder(tmp_path):
+def test_one_of_several_concurrent_writers_wins_on_a_local_folder(tmp_path):
     store = Store.create(tmp_path)
     barrier, won = threading.Barrier(8), []
 
@@ -138,7 +138,7 @@ def test_of_many_that_write_at_once_one_wins_on_a_local_folder(tmp_path):
     assert [b"%d" % number for number in won] == [store.read_bytes("x")]
 
 
-def test_local_folders_are_known_as_such_however_they_are_named(tmp_path):
+def test_local_folders_are_recognised_in_every_notation(tmp_path):
     for same in (
         Store.create(str(tmp_path)),
         Store.create(tmp_path.as_uri()),
@@ -162,7 +162,7 @@ def test_a_remote_store_has_no_local_path():
         Store.create("memory://x").local_path("y")
 
 
-def test_an_unknown_scheme_says_who_refused_and_what_to_do():
+def test_unknown_scheme_is_reported_with_a_remedy():
     with pytest.raises(
         StoreError, match=r"'nosuch://x'.*pyarrow: .*fsspec: .*Install the fsspec package for nosuch://"
     ):
@@ -176,7 +176,7 @@ def test_the_default_is_a_folder_that_only_this_user_can_read(tmp_path, monkeypa
     assert Store.create(None) == store
 
 
-def test_the_default_is_refused_if_somebody_planted_a_link_there(tmp_path, monkeypatch):
+def test_default_folder_that_is_a_link_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     expected = Store.create(None).local_path()
     expected.rmdir()

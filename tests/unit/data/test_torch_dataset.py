@@ -12,7 +12,7 @@ import torch.utils.data
 from spark_elastic.data.packing import pack
 from spark_elastic.data.torch_dataset import TorchBatches
 from spark_elastic.errors import InvalidSettingsError
-from tests.unit.data.sets import numbered
+from tests.unit.data.datasets import numbered
 
 
 def test_batches_are_tensors_of_the_stored_types(tmp_path):
@@ -25,7 +25,7 @@ def test_batches_are_tensors_of_the_stored_types(tmp_path):
     assert [ord(letter) - 97 for letter in second["text"]] == second["y"].tolist()
 
 
-def test_it_goes_on_where_its_state_says_in_any_world(tmp_path):
+def test_it_resumes_from_its_state_in_any_world(tmp_path):
     dataset = numbered(tmp_path, [1000])
 
     def read(batches):

@@ -1,4 +1,4 @@
-"""A permutation that is computed: each row once, the same for ever, and as mixed as a shuffle."""
+"""A computed permutation contains each row once, never changes, and mixes as well as a shuffle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spark_elastic.data.order.permutation import Permutation, derived_key
+from spark_elastic.data.order.permutation import Permutation, derived_key, hashes, splitmix64
 
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -16,7 +16,7 @@ KEYS = st.integers(0, 2**64 - 1)
 @example(rows=4096, key=0)
 @example(rows=4097, key=0)
 @given(rows=st.integers(0, 70_000), key=KEYS)
-def test_each_row_stands_at_one_position(rows, key):
+def test_each_row_has_one_position(rows, key):
     order = Permutation(rows, key)[np.arange(rows)]
     assert (np.bincount(order, minlength=rows) == 1).all()
     assert len(order) == rows
@@ -25,7 +25,7 @@ def test_each_row_stands_at_one_position(rows, key):
 
 @given(rows=st.integers(4097, 2**40), key=KEYS, data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_any_positions_of_a_large_one_are_those_of_the_whole(rows, key, data):
+def test_any_part_of_a_large_permutation_equals_that_of_the_whole(rows, key, data):
     permutation = Permutation(min(rows, 10**10), key)
     start = data.draw(st.integers(0, permutation.rows - 2000))
     part = permutation[np.arange(start, start + 2000)]
@@ -52,7 +52,7 @@ def test_all_orders_of_a_few_rows_are_about_equally_likely():
 
 @pytest.mark.parametrize("rows", [5_000, 65_536, 1_000_003])
 def test_batches_of_sorted_rows_vary_as_much_as_those_of_a_shuffle(rows):
-    """Batch means, class counts and the rows next to each other, against what independence gives."""
+    """Compare batch means, class counts and correlations of neighbours with those of independent draws."""
     batch = 512
     means, pairs, cells = [], [], np.zeros(100)
     for key in range(1_000_000 // rows + 1):
@@ -64,3 +64,9 @@ def test_batches_of_sorted_rows_vary_as_much_as_those_of_a_shuffle(rows):
     assert abs(np.var(means) / expected - 1) < 0.15
     assert abs(np.mean(pairs)) < 4 / np.sqrt(1_000_000)
     assert abs(cells / cells.sum() * 100 - 1).max() < 0.06
+
+
+def test_splitmix64_is_the_same_for_numbers_and_arrays():
+    states = [0, 1, 2**63, 2**64 - 1]
+    assert [int(hashes(state, 0, 1)[0]) for state in states] == [splitmix64(state) for state in states]
+    assert splitmix64(0) == 0xE220A8397B1DCDAF  # of the reference implementation

@@ -1,4 +1,4 @@
-"""What is wanted from a source, waited for and released while an epoch is read in lanes."""
+"""Rows are requested, waited for and released while an epoch is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUMBERING = Numbering([400], 1)
 
 
 class Recording:
-    """Rows that are wanted, there, or neither."""
+    """A source that records which rows are requested, and which are local."""
 
     def __init__(self, preload_always=False):
         self.preload_always = preload_always
@@ -50,21 +50,21 @@ class Recording:
     size=st.integers(1, 4),
     position=st.integers(0, 300),
 )
-def test_rows_are_there_when_they_are_gathered_and_gone_after_two_windows(rows, lanes, turn, size, position):
+def test_requested_rows_are_local_when_gathered_and_released_after_two_windows(rows, lanes, turn, size, position):
     order, source = WindowedShuffle(rows, 1, 1, lanes), Recording()
     ahead = ReadAhead(source, NUMBERING)
     for start in range(position, rows, turn):
         stop = min(rows, start + turn)
         ahead.prepare(order, start, stop, 0, size)
         assert set(order.take([start, stop], 0, size)[0].tolist()) <= source.there
-    # of each lane what a turn covers, rounded up to windows, and a window more
+    # of each stream the rows of a group of batches, rounded up to windows, and one more window
     window = 2 * lanes.window_rows
     assert source.most <= lanes.lanes * (-(-turn // lanes.lanes) + 1 + 3 * window)
     ahead.release_all()
     assert source.open == {}
 
 
-def test_a_new_epoch_or_world_lets_go_of_the_old_windows():
+def test_new_epoch_or_world_releases_the_old_windows():
     lanes = WindowSettings(4, 5, 20)
     source = Recording()
     ahead = ReadAhead(source, NUMBERING)
@@ -77,7 +77,7 @@ def test_a_new_epoch_or_world_lets_go_of_the_old_windows():
 
 
 @given(shard_rows=st.lists(st.integers(0, 40), min_size=1, max_size=4), turn=st.integers(1, 30), run=st.integers(1, 9))
-def test_rows_in_the_order_of_the_files_are_near_a_few_pieces_at_a_time(shard_rows, turn, run):
+def test_rows_in_file_order_are_requested_a_few_parts_at_a_time(shard_rows, turn, run):
     numbering = Numbering(shard_rows, run)
     order, source = GlobalOrder(numbering.rows, 0, 0, shuffle=False), Recording()
     ahead = ReadAhead(source, numbering, part_rows=20)
@@ -91,7 +91,7 @@ def test_rows_in_the_order_of_the_files_are_near_a_few_pieces_at_a_time(shard_ro
     assert source.open == {}
 
 
-def test_a_permutation_wants_everything_once():
+def test_permutation_preloads_everything_once():
     source = Recording()
     ahead, order = ReadAhead(source, NUMBERING), GlobalOrder(100, 0, 0)
     for start in (0, 10):
@@ -99,7 +99,7 @@ def test_a_permutation_wants_everything_once():
     assert (source.all, source.open) == (1, {})
 
 
-def test_a_small_set_is_wanted_preload_always_in_any_order():
+def test_small_dataset_is_preloaded_for_any_order():
     source = Recording(preload_always=True)
     ReadAhead(source, NUMBERING).prepare(WindowedShuffle(100, 0, 0, WindowSettings(4, 5, 20)), 0, 10, 0, 1)
     assert (source.all, source.open) == (1, {})

@@ -1,4 +1,4 @@
-"""A program that writes a kept set and says what it would find queries again by: python -m ... FOLDER."""
+"""A program that writes a kept dataset and prints the keys of several queries: python -m ... FOLDER."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def queries(spark: Any, folder: str) -> dict[str, Any]:
         "csv with a header": csv.option("header", True).csv(f"{folder}/csv"),
         "one literal": table.select(F.concat_ws("-", text, F.lit("x, y"))),
         "two literals": table.select(F.concat_ws("-", text, F.lit("x"), F.lit("y")).alias("concat_ws(-, x, x, y)")),
-        # known within the session alone, or not at all
+        # reused within the session only, or never
         "session: tried addition": table.selectExpr("coalesce(try_add(x, 1), 0) AS x"),
         "session: addition": table.selectExpr("coalesce(x + 1, 0) AS x").limit(100),
         "session: tried cast": table.select(F.coalesce(text.try_cast("int"), F.lit(0)).alias("x"))
@@ -42,7 +42,7 @@ def queries(spark: Any, folder: str) -> dict[str, Any]:
         "few values": table.where(F.col("x").isin([1, 2, 3])),
         "session: many values": csv.csv(f"{folder}/csv").where(F.col("text").isin([*letters, "a, b"])),
         "session: many other values": csv.csv(f"{folder}/csv").where(F.col("text").isin(["a, a", "b", *letters[1:]])),
-        # what is written alike: the map of 'a,b' and 'c', and the hour that comes twice when clocks are put back
+        # literals with the same text: the map of 'a,b' and 'c', and the hour that occurs twice when clocks are set back
         "session: map": table.select(_chosen({"a,b": 1, "c": 2}, text)),
         "session: other map": table.select(_chosen({"a": 1, "b,c": 2}, text)),
         "session: array": table.where(F.array_contains(F.array(F.lit("1,2"), F.lit("3")), text)),

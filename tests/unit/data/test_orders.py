@@ -37,10 +37,10 @@ def test_each_row_comes_once_and_global_batches_are_the_same_however_the_world_c
     one = make()
     everything = whole(one)
     assert sorted(everything.tolist()) == list(range(one.rows))
-    held: dict[int, object] = {}  # what a rank keeps between steps is its own
+    held: dict[int, object] = {}  # each rank has its own order object
     position = 0
     while position < one.rows:
-        size = data.draw(st.integers(1, 24))  # more ranks than lanes, than rows of a batch
+        size = data.draw(st.integers(1, 24))  # also more ranks than streams, or than rows of a batch
         edges = [position]
         for _ in range(data.draw(st.integers(1, 4))):
             edges.append(min(one.rows, edges[-1] + data.draw(st.integers(1, 150))))
@@ -56,7 +56,7 @@ def test_each_row_comes_once_and_global_batches_are_the_same_however_the_world_c
 
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 600), lanes=LANES, size=st.integers(1, 9))
-def test_a_rank_reads_only_what_the_windows_of_its_lanes_cover(rows, lanes, size):
+def test_rank_reads_only_what_the_windows_of_its_streams_cover(rows, lanes, size):
     order = WindowedShuffle(rows, 1, 2, lanes)
     seen = []
     for rank in range(size):
@@ -78,7 +78,7 @@ def test_a_rank_reads_only_what_the_windows_of_its_lanes_cover(rows, lanes, size
 
 @settings(max_examples=50, deadline=None)
 @given(rows=st.integers(0, 5000), lanes=st.integers(1, 64))
-def test_lanes_differ_by_at_most_a_row_and_follow_each_other_on_the_tape(rows, lanes):
+def test_streams_differ_by_at_most_a_row_and_follow_each_other_in_the_sequence(rows, lanes):
     order = WindowedShuffle(rows, 0, 0, WindowSettings(lanes, 16, 64))
     spans = [order.stream(lane) for lane in range(lanes)]
     assert max(length for _, length in spans) - min(length for _, length in spans) <= 1
@@ -86,7 +86,7 @@ def test_lanes_differ_by_at_most_a_row_and_follow_each_other_on_the_tape(rows, l
     assert sum(length for _, length in spans) == rows
 
 
-def test_ranks_take_equal_parts_of_batches_that_the_lanes_divide():
+def test_ranks_take_equal_parts_of_batches_that_the_streams_divide():
     order = WindowedShuffle(100_000, 0, 0, WindowSettings(64, 256, 4096))
     for size in (1, 2, 4, 8, 64):
         assert {len(order.take([1024, 2048], rank, size)[0]) for rank in range(size)} == {1024 // size}
@@ -98,8 +98,8 @@ def test_ranks_take_nearly_equal_parts_of_batches_of_any_size(batch):
     edges = list(range(0, 20_001, batch))
     for size in (2, 3, 5, 8, 16):
         counts = np.array([order.take(edges, rank, size)[1] for rank in range(size)])
-        lanes = -(-128 // size) / 128  # the largest share of the lanes
-        assert counts.max() <= batch * lanes + 3
+        largest = -(-128 // size) / 128  # the largest share of the streams
+        assert counts.max() <= batch * largest + 3
 
 
 def test_orders_differ_between_seeds_and_epochs():
@@ -125,5 +125,5 @@ def test_an_epoch_of_a_billion_rows_can_be_entered_in_the_middle():
     assert len(np.unique(rows)) == 512
 
 
-def test_a_lane_order_never_changes_between_versions():
+def test_windowed_shuffle_never_changes_between_versions():
     assert whole(WindowedShuffle(12, 0, 0, WindowSettings(3, 2, 3))).tolist() == [4, 6, 2, 1, 11, 3, 0, 7, 8, 5, 10, 9]

@@ -1,4 +1,4 @@
-"""Remote sets through a cache on the local disk: limited, shared, checked, and safe when anybody dies or is late."""
+"""Remote datasets are read through a cache on the local disk: limited, shared, checked, and safe if processes die."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from spark_elastic.data.rows import Numbering
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError, InvalidSettingsError, StoreError
 from tests.leftovers import Before, nothing_left
-from tests.unit.data.sets import labels, numbered
+from tests.unit.data.datasets import labels, numbered
 
 fsspec_local = pytest.importorskip("fsspec.implementations.local")
 pytest.importorskip("pyarrow")
 
 
 class Far(fsspec_local.LocalFileSystem):
-    """Another machine's files, as far as anybody can tell; counts what is read of them."""
+    """A filesystem that looks remote, and counts the bytes that are read from it."""
 
     protocol = "far"
     cachable = False
@@ -72,7 +72,7 @@ def cached_bytes(folder):
     return sum(path.stat().st_blocks * 512 for path in folder.glob("*/*.data"))
 
 
-def test_a_remote_set_is_read_like_a_local_one_and_fetched_once(tmp_path):
+def test_remote_dataset_is_read_like_a_local_one_and_fetched_once(tmp_path):
     local = numbered(tmp_path / "set", [5000, 70_000, 3])
     far, dataset = remote(tmp_path / "set")
     for order in ("global", "lanes"):
@@ -84,7 +84,7 @@ def test_a_remote_set_is_read_like_a_local_one_and_fetched_once(tmp_path):
     assert nbytes <= far.read_bytes < 1.2 * nbytes + 3 * BLOCK
 
 
-def test_sidecars_come_with_the_rows_that_refer_to_them(tmp_path):
+def test_sidecars_are_fetched_with_the_rows_that_refer_to_them(tmp_path):
     values = {"id": np.arange(3000), "text": [f"{row:0{row % 90}d}" for row in range(3000)]}
     pack(values, tmp_path / "set", shards=3)
     _, dataset = remote(tmp_path / "set")
@@ -96,7 +96,7 @@ def test_sidecars_come_with_the_rows_that_refer_to_them(tmp_path):
     assert seen == dict(enumerate(values["text"]))
 
 
-def test_sidecars_are_read_after_they_were_fetched_where_files_cannot_be_mapped_side_by_side(tmp_path, monkeypatch):
+def test_fetched_sidecars_are_read_without_a_mapped_range(tmp_path, monkeypatch):
     monkeypatch.setattr(mapping, "can_map", lambda: False)
     rows = 500
     sparse = np.eye(rows, 9) + np.arange(rows)[:, None] * np.eye(rows, 9)
@@ -110,7 +110,7 @@ def test_sidecars_are_read_after_they_were_fetched_where_files_cannot_be_mapped_
                 assert (batch["sparse"] == sparse[batch["id"]]).all()
 
 
-def test_the_cache_keeps_its_limit_and_the_rows_stay_right(tmp_path):
+def test_cache_keeps_its_limit_and_rows_stay_correct(tmp_path):
     rows = 400_000
     dataset_there = pack(
         {"label": np.arange(rows), "pad": np.zeros((rows, 30), np.float32)}, tmp_path / "set", shards=2
@@ -133,7 +133,7 @@ def test_the_cache_keeps_its_limit_and_the_rows_stay_right(tmp_path):
         assert reader.order == "lanes"
 
 
-def test_without_a_limit_the_cache_leaves_the_disk_some_room(tmp_path, monkeypatch):
+def test_default_limit_leaves_free_disk(tmp_path, monkeypatch):
     pack({"x": np.zeros((1200, 10_000), np.float32)}, tmp_path / "set")
     _, dataset = remote(tmp_path / "set")
     free = shutil.disk_usage(tmp_path)._replace(free=16 << 20)
@@ -148,7 +148,7 @@ def test_without_a_limit_the_cache_leaves_the_disk_some_room(tmp_path, monkeypat
     split.close()
 
 
-def test_sets_that_nobody_read_for_days_leave_the_cache_and_nothing_else_does(tmp_path):
+def test_only_datasets_unread_for_days_are_removed_from_the_cache(tmp_path):
     cache = tmp_path / "cache"
     folders = {}
     for name, rows in (("old", 10), ("read", 20), ("new", 30)):
@@ -173,7 +173,7 @@ def test_sets_that_nobody_read_for_days_leave_the_cache_and_nothing_else_does(tm
     assert (notes / "a.data").exists()
 
 
-def test_the_first_rows_cost_a_few_pieces_and_not_the_set(tmp_path):
+def test_first_batch_fetches_a_few_parts_only(tmp_path):
     pack({"pad": np.zeros((500, 30_000), np.float32)}, tmp_path / "set")
     far, dataset = remote(tmp_path / "set")
     with dataset.reader(batch_size=4, shuffle=False, prefetch=0, cache_dir=tmp_path / "cache") as reader:
@@ -181,7 +181,7 @@ def test_the_first_rows_cost_a_few_pieces_and_not_the_set(tmp_path):
     assert far.read_bytes < dataset.manifest.nbytes("train") // 2
 
 
-def test_a_block_that_was_damaged_on_the_disk_is_fetched_again(tmp_path):
+def test_damaged_block_is_fetched_again(tmp_path):
     numbered(tmp_path / "set", [40_000])
     far, dataset = remote(tmp_path / "set")
     options = {"batch_size": 1000, "cache_dir": tmp_path / "cache"}
@@ -198,7 +198,7 @@ def test_a_block_that_was_damaged_on_the_disk_is_fetched_again(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"order": "global"}, {"order": "lanes"}, {"shuffle": False}])
-def test_a_remote_file_that_is_not_the_manifests_is_refused(tmp_path, options):
+def test_remote_file_with_a_wrong_checksum_is_refused(tmp_path, options):
     numbered(tmp_path / "set", [40_000])
     with (tmp_path / "set" / "0.rows").open("r+b") as file:
         file.seek(24 * 20_000)
@@ -212,7 +212,7 @@ def test_a_remote_file_that_is_not_the_manifests_is_refused(tmp_path, options):
 
 
 @pytest.mark.parametrize("order", ["global", "lanes"])
-def test_a_remote_file_that_went_away_is_an_error_of_the_store(tmp_path, order):
+def test_missing_remote_file_is_a_store_error(tmp_path, order):
     numbered(tmp_path / "set", [40_000])
     _, dataset = remote(tmp_path / "set")
     (tmp_path / "set" / "0.rows").unlink()
@@ -223,16 +223,16 @@ def test_a_remote_file_that_went_away_is_an_error_of_the_store(tmp_path, order):
         assert len(before.threads()) <= remote_cache._FETCHERS + 2  # with the reader's own and the order's
 
 
-def test_a_dropped_connection_is_tried_again_with_a_fresh_handle(tmp_path):
+def test_dropped_connection_is_retried_with_a_new_handle(tmp_path):
     numbered(tmp_path / "set", [40_000])
     far, dataset = remote(tmp_path / "set")
-    far.drops = 2  # both of one request, for all we know
+    far.drops = 2  # perhaps both during one request
     with dataset.reader(batch_size=1000, cache_dir=tmp_path / "cache", order="lanes") as reader:
         assert sorted(row for batch in labels(reader.epoch(0)) for row in batch) == list(range(40_000))
     assert far.drops == 0
 
 
-def test_handles_are_never_shared_by_threads_that_read_at_once():
+def test_threads_never_share_a_handle():
     handles = []
 
     class Handle:
@@ -252,7 +252,7 @@ def test_handles_are_never_shared_by_threads_that_read_at_once():
             self.closed = True
 
     class Stack(list):
-        """Another thread takes the last one between a look and a pop."""
+        """A list from which another thread takes the last item between a look and a pop."""
 
         def __bool__(self):
             return True
@@ -267,7 +267,7 @@ def test_handles_are_never_shared_by_threads_that_read_at_once():
     assert handles[0].closed
 
 
-def test_another_set_at_the_same_place_is_not_taken_for_the_old_one(tmp_path):
+def test_new_dataset_at_an_old_url_is_not_read_from_the_cache(tmp_path):
     for add in (0, 7):
         where = tmp_path / "set"
         (where / MANIFEST_NAME).unlink(missing_ok=True)
@@ -279,7 +279,7 @@ def test_another_set_at_the_same_place_is_not_taken_for_the_old_one(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"order": "lanes"}, {"order": "global"}, {"shuffle": False}])
-def test_a_pass_that_ends_does_not_wait_for_what_is_on_its_way(tmp_path, options):
+def test_close_does_not_wait_for_running_fetches(tmp_path, options):
     numbered(tmp_path / "set", [40_000])
     far, dataset = remote(tmp_path / "set")
     far.stuck, far.gate = threading.Event(), threading.Event()
@@ -313,7 +313,7 @@ def test_threads_and_descriptors_are_gone_after_closing(tmp_path):
                 assert before.threads()
 
 
-def test_making_room_leaves_files_alone_that_others_are_still_making(tmp_path):
+def test_making_room_ignores_files_that_are_being_created(tmp_path):
     numbered(tmp_path / "set", [400_000])
     _, dataset = remote(tmp_path / "set")
     others = tmp_path / "cache" / "other"
@@ -333,7 +333,7 @@ def test_making_room_leaves_files_alone_that_others_are_still_making(tmp_path):
     assert {path.name: path.read_bytes() for path in others.iterdir()} == before
 
 
-def test_what_cannot_be_dropped_stays_as_it_is_and_no_more_is_dropped(tmp_path, monkeypatch, caplog):
+def test_blocks_stay_if_the_filesystem_cannot_punch_holes(tmp_path, monkeypatch, caplog):
     numbered(tmp_path / "set", [40_000])
     far, dataset = remote(tmp_path / "set")
     split = opened(dataset, tmp_path / "cache", 100_000)

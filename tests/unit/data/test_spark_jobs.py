@@ -1,4 +1,4 @@
-"""The cause at the bottom of what Spark says about a failed job."""
+"""The reason of a failed Spark job is found in Spark's message."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ THEIRS = '  File "/home/me/job.py", line 3, in f\n    x()'
         (OURS, "spark_elastic.errors.StoreError: not shared", StoreError, "not shared"),
     ],
 )
-def test_an_error_in_a_task_is_named_without_what_is_around_it(frames, error, kind, words):
+def test_error_in_a_task_is_reported_without_frames(frames, error, kind, words):
     assert reason_of(RuntimeError(STAGE.format(frames=frames, error=error))) == (kind, words)
 
 
-def test_what_is_no_error_of_python_is_told_by_its_first_line():
+def test_error_of_the_jvm_is_reported_by_its_first_line():
     assert reason_of(RuntimeError("ExecutorLostFailure (executor 1 exited)\n\tat x")) == (
         DataError,
         "ExecutorLostFailure (executor 1 exited)",
@@ -55,7 +55,7 @@ class Java:
         return self._cause
 
 
-def test_of_nested_errors_of_the_jvm_the_innermost_counts():
+def test_innermost_error_of_the_jvm_is_reported():
     error = RuntimeError("An error occurred while calling o1.collect")
     error.java_exception = Java("SparkException: Job aborted", Java("IOException: disk is gone\n\tat x"))
     assert reason_of(error) == (DataError, "IOException: disk is gone")
@@ -73,7 +73,7 @@ LOST_ORDER = [
 
 
 class Query:
-    """Fails so many times with a text."""
+    """A query that fails a number of times with a text."""
 
     def __init__(self, times, text):
         self.times, self.text, self.runs, self.cleared = times, text, 0, 0
@@ -89,13 +89,13 @@ class Query:
 
 
 @pytest.mark.parametrize("text", LOST_ORDER)
-def test_rows_whose_order_was_lost_with_an_executor_are_written_again(text):
+def test_write_is_repeated_if_shuffled_rows_of_no_fixed_order_were_lost(text):
     query = Query(2, text)
     assert write_again_if_order_is_lost(query.write, query.clear) == [3]
     assert query.cleared == 2
 
 
-def test_rows_are_not_written_again_for_ever_nor_for_another_reason():
+def test_write_is_repeated_a_few_times_and_for_this_reason_only():
     query = Query(1000, LOST_ORDER[0])
     with pytest.raises(RuntimeError, match="indeterminate output"):
         write_again_if_order_is_lost(query.write, query.clear)

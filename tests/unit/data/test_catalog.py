@@ -1,4 +1,4 @@
-"""What clean-up takes and what it leaves: leases, ages, kept sets, and files that are not ours."""
+"""Which datasets and files clean-up deletes: leases, ages, kept datasets, and foreign files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def store(tmp_path):
 
 
 def make(store, name, *, keep, age_s=0.0, rows=10):
-    """A set that was last used `age_s` ago."""
+    """Make a dataset that was last used `age_s` ago."""
     folder = folder_of(store, name)
     dataset = pack({"x": np.arange(rows)}, folder)
     mark_used(folder, keep)
@@ -56,7 +56,7 @@ def names(store):
     return [entry.path.rpartition("/")[2] for entry in store.list(DATASETS)]
 
 
-def test_what_nobody_kept_goes_when_it_is_old(store):
+def test_old_datasets_that_are_not_kept_are_deleted(store):
     make(store, "old", keep=False, age_s=2 * DAY)
     make(store, "young", keep=False, age_s=HOUR)
     make(store, "kept", keep=True, age_s=90 * DAY)
@@ -64,7 +64,7 @@ def test_what_nobody_kept_goes_when_it_is_old(store):
     assert names(store) == ["kept", "young"]
 
 
-def test_a_write_that_did_not_end_goes_when_it_is_old(store):
+def test_old_unfinished_write_is_deleted(store):
     folder = folder_of(store, "unfinished")
     folder.write_bytes("run/train-00000-abc-000.rows", b"\0" * 8)
     folder.write_bytes("keep", b"")
@@ -73,7 +73,7 @@ def test_a_write_that_did_not_end_goes_when_it_is_old(store):
     assert collect_orphans(store, time.time()) == [f"{DATASETS}/unfinished"]
 
 
-def test_files_of_repeated_tasks_go_and_the_set_stays(store):
+def test_files_of_repeated_tasks_are_deleted_and_the_dataset_stays(store):
     dataset = make(store, "set", keep=True)
     for number, days in enumerate((2, 0)):
         dataset.store.write_bytes(f"run/orphan-{number}.rows", b"\0" * 8)
@@ -84,7 +84,7 @@ def test_files_of_repeated_tasks_go_and_the_set_stays(store):
     assert dataset.store.exists("run/orphan-1.rows")
 
 
-def test_files_that_are_not_ours_are_never_deleted(store):
+def test_foreign_files_are_never_deleted(store):
     for name, file in (("notes", "readme.txt"), ("pictures", "deep/er/cat.png")):
         folder_of(store, name).write_bytes(file, b"mine")
         age(folder_of(store, name), 90 * DAY)
@@ -92,7 +92,7 @@ def test_files_that_are_not_ours_are_never_deleted(store):
     assert folder_of(store, "notes").read_bytes("readme.txt") == b"mine"
 
 
-def test_what_is_leased_stays_whatever_its_age(store):
+def test_leased_datasets_stay_at_any_age(store):
     dataset = make(store, "set", keep=False, age_s=2 * DAY)
     with dataset.lease():
         age(dataset.store, 2 * DAY)
@@ -103,7 +103,7 @@ def test_what_is_leased_stays_whatever_its_age(store):
     assert collect_orphans(store, time.time()) == [f"{DATASETS}/set"]
 
 
-def test_a_lease_of_a_process_that_died_runs_out(store):
+def test_lease_of_a_dead_process_expires(store):
     with leased(store):
         assert is_leased(store, time.time())
         assert not is_leased(store, time.time() + 1.1 * LEASE_S)
@@ -111,26 +111,26 @@ def test_a_lease_of_a_process_that_died_runs_out(store):
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", json.dumps({"until": "soon"}).encode()])
-def test_a_lease_that_cannot_be_read_counts_by_its_age(store, text):
+def test_unreadable_lease_expires_by_its_age(store, text):
     store.write_bytes("leases/x.json", text)
     assert is_leased(store, time.time())
     assert not is_leased(store, time.time() + 1.1 * LEASE_S)
 
 
-def test_clearing_takes_kept_sets_too(store):
+def test_clear_cache_deletes_kept_datasets_too(store):
     make(store, "kept", keep=True)
     make(store, "not", keep=False)
     assert sorted(clear_cache(store)) == ["kept", "not"]
     assert names(store) == []
 
 
-def test_clearing_can_spare_what_was_used_lately(store):
+def test_clear_cache_can_leave_recently_used_datasets(store):
     make(store, "old", keep=True, age_s=2 * HOUR)
     make(store, "new", keep=True)
     assert clear_cache(store, older_than_s=HOUR) == ["old"]
 
 
-def test_clearing_down_to_a_size_takes_the_least_recently_used_first(store):
+def test_clear_cache_to_a_size_deletes_the_least_recently_used_first(store):
     for name, hours in (("b", 2), ("a", 1), ("c", 3)):
         make(store, name, keep=True, age_s=hours * HOUR, rows=1000)
     assert clear_cache(store, max_bytes=20_000) == ["c"]
@@ -138,23 +138,23 @@ def test_clearing_down_to_a_size_takes_the_least_recently_used_first(store):
     assert names(store) == ["a", "b"]
 
 
-def test_using_a_set_again_makes_it_young(store):
+def test_use_of_a_dataset_resets_its_age(store):
     dataset = make(store, "set", keep=False, age_s=2 * DAY)
     mark_used(dataset.store, keep=False)
     assert collect_orphans(store, time.time()) == []
 
 
-def test_sets_of_this_process_go_with_it_unless_kept_since(store):
+def test_temporary_datasets_are_deleted_at_exit_unless_kept_since(store):
     make(store, "passing", keep=False)
     dataset = make(store, "kept later", keep=False)
     mark_used(dataset.store, keep=True)
-    mark_used(dataset.store, keep=False)  # another fit, that does not care, changes nothing
+    mark_used(dataset.store, keep=False)  # another fit without keep changes nothing
     delete_temporary()
     assert names(store) == ["kept later"]
 
 
 def fits(store, *sets, limits, at=None):
-    """As many fits, each on rows of its own or on those of an earlier one. Returns: what is left after each."""
+    """Run a fit on each named dataset, which may repeat, and return the datasets that are left after each fit."""
     left = []
     for number, name in enumerate(sets):
         folder = folder_of(store, name)
@@ -166,38 +166,38 @@ def fits(store, *sets, limits, at=None):
     return left
 
 
-def test_fits_leave_no_more_than_the_limit_and_the_least_recently_used_go_first(store):
-    limits = Limits(nbytes=20_000)  # two sets of 8,000 bytes and what is beside them
+def test_fits_keep_the_limit_and_delete_the_least_recently_used_first(store):
+    limits = Limits(nbytes=20_000)  # two datasets of 8,000 bytes with their other files
     assert fits(store, *"abacd", limits=limits) == ["a", "ab", "ab", "ac", "cd"]
     assert fits(store, *map(str, range(40)), limits=limits)[-1] == "3839"
     delete_temporary()
 
 
-def test_sets_that_no_fit_has_used_for_long_go(store):
+def test_datasets_are_deleted_some_time_after_the_last_use(store):
     now = time.time()
     limits = Limits(nbytes=1 << 30, ttl_s=HOUR)
     assert fits(store, *"abac", limits=limits, at=[now, now + 1, now + 2000, now + 4000]) == ["a", "ab", "ab", "ac"]
     assert collect_temporary(limits, now + 9000) == [folder_of(store, name).url for name in "ac"]
 
 
-def test_a_limit_of_nothing_leaves_nothing(store):
+def test_limit_of_zero_keeps_nothing(store):
     assert fits(store, *"ab", limits=Limits(nbytes=0)) == ["", ""]
 
 
-def test_neither_limit_nor_time_take_what_is_in_use(store):
+def test_limits_do_not_delete_datasets_in_use(store):
     limits, later = Limits(nbytes=0, ttl_s=0), time.time() + 10 * DAY
-    held = make(store, "held", keep=False)  # by whoever has called materialize
+    held = make(store, "held", keep=False)  # by a caller of materialize
     make(store, "kept", keep=True)
     leased_by_another = make(store, "leased", keep=False)
     with leased(leased_by_another.store):
         assert give_back(leased_by_another.store, limits, time.time()) == []
-    mark_used(held.store, keep=False)  # a fit on it, beside
+    mark_used(held.store, keep=False)  # a fit uses it too
     assert give_back(held.store, limits, later) == [leased_by_another.store.url]
     assert names(store) == ["held", "kept"]
     delete_temporary()
 
 
-def test_a_local_store_is_given_a_quarter_of_its_disk_and_a_remote_one_a_fixed_size(store):
+def test_default_limit_is_a_quarter_of_a_local_disk_or_fixed_for_remote_stores(store):
     free = shutil.disk_usage(store.local_path()).free
     assert Limits().bytes_in(store, 0) == pytest.approx(free / 4, rel=0.2)
     assert Limits().bytes_in(Store.create("memory://limits"), 0) == 100 << 30
@@ -217,7 +217,7 @@ def test_a_local_store_is_given_a_quarter_of_its_disk_and_a_remote_one_a_fixed_s
         ("", "nan", None),
     ],
 )
-def test_the_environment_can_set_limit_and_time(limit, ttl, expected):
+def test_environment_variables_set_the_limits(limit, ttl, expected):
     environment = {"SPARK_ELASTIC_ROWS_LIMIT": limit, "SPARK_ELASTIC_ROWS_TTL": ttl}
     if expected is None:
         with pytest.raises(InvalidSettingsError, match=r"SPARK_ELASTIC_ROWS_(LIMIT|TTL) must be"):
@@ -226,7 +226,7 @@ def test_the_environment_can_set_limit_and_time(limit, ttl, expected):
         assert Limits.of_environment(environment) == Limits(*expected)
 
 
-def test_a_forked_child_deletes_nothing(store):
+def test_forked_child_deletes_nothing(store):
     make(store, "set", keep=False)
     child = os.fork()
     if not child:
@@ -240,7 +240,7 @@ def test_a_forked_child_deletes_nothing(store):
     assert names(store) == []
 
 
-def test_sets_in_remote_stores_are_cleaned_up_alike():
+def test_datasets_in_remote_stores_are_cleaned_up_too():
     store = Store.create("memory://cache-test")
     folders = [folder_of(store, name) for name in ("passing", "kept")]
     for folder, keep in zip(folders, (False, True), strict=True):
@@ -253,7 +253,7 @@ def test_sets_in_remote_stores_are_cleaned_up_alike():
 
 
 class Closed:
-    """A filesystem that is gone at exit."""
+    """A filesystem that does not work any more at exit."""
 
     type_name = "closed"
 
@@ -270,9 +270,9 @@ class Closed:
         pass
 
 
-def test_a_set_that_cannot_be_deleted_does_not_keep_the_others(store, caplog):
+def test_failed_deletion_does_not_keep_the_other_datasets(store, caplog):
     gone = Store("closed://x", "x", Closed())
-    with pytest.raises(RuntimeError):  # it cannot be asked whether the set is kept
+    with pytest.raises(RuntimeError):  # whether the dataset is kept cannot be read
         mark_used(gone, keep=False)
     from spark_elastic.data import catalog
 

@@ -1,4 +1,4 @@
-"""Sets from arrays: what was put in lies in the files, and files that are not a set are not taken for one."""
+"""Datasets written from arrays: the files contain the values, and invalid files are not read as a dataset."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from spark_elastic.errors import DataError, DatasetError
 
 
 def records(dataset, split="train"):
-    """All records of a split, in order."""
+    """Return all records of a split, in order."""
     parts = [dataset.store.read_bytes(shard.file) for shard in dataset.manifest.splits[split]]
     return np.concatenate([np.frombuffer(part, dataset.layout.dtype) for part in parts])
 
 
 def sidecar_values(dataset, name, split="train"):
-    """The bytes that each row refers to."""
+    """Return the bytes that each row refers to."""
     found = []
     for shard in dataset.manifest.splits[split]:
         side = dataset.store.read_bytes(shard.sidecar)
@@ -51,7 +51,7 @@ def test_every_row_is_stored_once_and_in_order(tmp_path, rows, shards):
     np.testing.assert_array_equal(stored["x"], table(rows)["x"])
 
 
-def test_splits_are_apart(tmp_path):
+def test_splits_have_separate_rows(tmp_path):
     dataset = pack(table(100), tmp_path, validation=table(7, start=100), shards=2)
     assert dataset.splits == ("train", "validation")
     assert (dataset.rows("train"), dataset.rows("validation")) == (100, 7)
@@ -83,7 +83,7 @@ def test_checksums_are_those_of_the_files(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_sparse_rows_hold_indices_then_values(tmp_path, dtype):
+def test_sparse_rows_are_stored_as_indices_then_values(tmp_path, dtype):
     dense = np.zeros((5, 11), dtype)
     dense[0, 3], dense[2, [0, 10]], dense[4, 5:8] = 1.5, (2, -3), (7, 8, 9)
     dataset = pack({"x": dense}, tmp_path, sparse=["x"])
@@ -104,7 +104,7 @@ def test_arrays_of_variable_length_keep_their_dtype(tmp_path):
     ]
 
 
-def test_a_set_lives_in_any_store():
+def test_dataset_can_be_in_any_store():
     dataset = pack(table(10), "memory://sets/one")
     assert records(Dataset.open("memory://sets/one"))["label_0"].tolist() == list(range(10))
     dataset.delete()
@@ -112,7 +112,7 @@ def test_a_set_lives_in_any_store():
         Dataset.open("memory://sets/one")
 
 
-def test_a_set_survives_a_pickle(tmp_path):
+def test_dataset_can_be_pickled(tmp_path):
     dataset = pack(table(4), tmp_path)
     assert pickle.loads(pickle.dumps(dataset)) == dataset
 
@@ -127,24 +127,24 @@ def test_a_set_survives_a_pickle(tmp_path):
         ({"x": [np.zeros(2), np.zeros(2, np.int8)]}, "one axis and one dtype"),
     ],
 )
-def test_what_cannot_be_stored_is_refused(tmp_path, tensors, complaint):
+def test_values_that_cannot_be_stored_are_refused(tmp_path, tensors, complaint):
     with pytest.raises(DataError, match=complaint):
         pack(tensors, tmp_path)
     assert not (tmp_path / MANIFEST_NAME).exists()
 
 
-def test_validation_has_to_be_laid_out_as_train_is(tmp_path):
+def test_validation_must_have_the_layout_of_train(tmp_path):
     with pytest.raises(DataError, match=r"x: <f4\[3\], not x: <f8\[3\]"):
         pack({"x": np.zeros((2, 3), np.float32)}, tmp_path, validation={"x": np.zeros((2, 3))})
 
 
-def test_a_set_is_not_written_over(tmp_path):
+def test_dataset_is_not_overwritten(tmp_path):
     pack(table(4), tmp_path)
     with pytest.raises(DatasetError, match="holds a dataset already"):
         pack(table(4), tmp_path)
 
 
-def test_a_folder_without_a_manifest_is_no_set(tmp_path):
+def test_folder_without_a_manifest_is_refused(tmp_path):
     (tmp_path / "train-00000.rows").write_bytes(b"\0" * 88)
     with pytest.raises(DatasetError, match="writing it did not end"):
         Dataset.open(tmp_path)
@@ -153,7 +153,7 @@ def test_a_folder_without_a_manifest_is_no_set(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "gone", "sidecar"])
-def test_files_that_are_not_as_listed_are_a_damaged_set(tmp_path, damage):
+def test_missing_files_and_wrong_sizes_are_reported_as_damage(tmp_path, damage):
     dataset = pack({**table(100), "text": ["abc"] * 100}, tmp_path)
     (shard,) = dataset.manifest.splits["train"]
     path = tmp_path / (shard.sidecar if damage == "sidecar" else shard.file)
@@ -167,7 +167,7 @@ def test_files_that_are_not_as_listed_are_a_damaged_set(tmp_path, damage):
 
 
 @pytest.mark.parametrize("which", ["file", "sidecar"])
-def test_checksums_find_what_sizes_do_not(tmp_path, which):
+def test_verify_finds_changed_bytes(tmp_path, which):
     dataset = pack({**table(100), "text": ["abc"] * 100}, tmp_path, shards=3)
     dataset.verify()
     path = tmp_path / getattr(dataset.manifest.splits["train"][1], which)
@@ -236,7 +236,7 @@ def edited(find, replace):
         (edited(b'"offset": 0', b'"offset": 4'), "offsets or stride"),
     ],
 )
-def test_rubbish_in_the_manifest_is_named(tmp_path, edit, complaint):
+def test_invalid_manifest_is_refused_with_the_wrong_field(tmp_path, edit, complaint):
     pack(table(100), tmp_path)
     path = tmp_path / MANIFEST_NAME
     path.write_bytes(edit(unsealed(path.read_bytes())))
@@ -251,7 +251,7 @@ def test_a_manifest_without_a_checksum_is_read(tmp_path):
     assert Dataset.open(tmp_path) == dataset
 
 
-def test_a_flipped_bit_anywhere_in_the_manifest_is_found(tmp_path):
+def test_flipped_bit_in_the_manifest_is_found(tmp_path):
     dataset = pack({"x": np.arange(4.0)}, tmp_path)
     path = tmp_path / MANIFEST_NAME
     written = path.read_bytes()
@@ -261,7 +261,7 @@ def test_a_flipped_bit_anywhere_in_the_manifest_is_found(tmp_path):
         changed[at] ^= 4
         path.write_bytes(changed)
         try:
-            assert Dataset.open(tmp_path) == dataset  # between two values it does not matter how many spaces there are
+            assert Dataset.open(tmp_path) == dataset  # a change of spaces between values is harmless
         except DatasetError:
             found += 1
     assert found > len(written) / 2
@@ -291,7 +291,7 @@ PLAIN = st.recursive(
 
 
 def places(document, path=()):
-    """The paths of all values in it."""
+    """Return the paths of all values in a document."""
     yield from [path] if path else []
     entries = document.items() if isinstance(document, dict) else enumerate(document)
     for key, value in entries if isinstance(document, (dict, list)) else ():
@@ -303,7 +303,7 @@ def places(document, path=()):
 
 @given(data=st.data())
 @settings(max_examples=250)
-def test_no_manifest_raises_anything_but_its_own_error(tmp_path_factory, data):
+def test_any_invalid_manifest_raises_only_dataset_error(tmp_path_factory, data):
     folder = tmp_path_factory.getbasetemp() / "fuzzed set"
     if not folder.exists():
         pack({**table(8), "text": ["abc"] * 8}, folder, validation=table(4) | {"text": ["d"] * 4})

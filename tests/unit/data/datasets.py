@@ -1,4 +1,4 @@
-"""Small sets whose rows say which row they are."""
+"""Small datasets whose rows contain their own numbers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ LAYOUT = Layout.of([TensorField("features", ("f",), "<f4", (3,)), TensorField("l
 
 
 def numbered(where, shard_rows, layout=LAYOUT):
-    """A set whose shards have these many rows, any: what writers cut differently is still read. label: 0, 1, .. in
-    the order of the files; features: 1, 2 and 3 times that."""
+    """Write a dataset whose shards have these numbers of rows, also such as no writer makes.
+
+    "label" is 0, 1, ... in the order of the files, and "features" is 1, 2 and 3 times the label.
+    """
     store = Store.create(where)
     shards, first = [], 0
     for number, rows in enumerate(shard_rows):

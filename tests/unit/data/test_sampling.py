@@ -16,7 +16,7 @@ def test_an_order_contains_each_row_once(rows, seed, epoch):
 
 
 @given(rows=st.integers(2, 500), seed=st.integers(0, 1000), data=st.data())
-def test_any_part_of_an_order_can_be_asked_for_alone(rows, seed, data):
+def test_any_part_of_an_order_can_be_computed_alone(rows, seed, data):
     order = EpochOrder(rows, seed, 3)
     positions = np.array(data.draw(st.lists(st.integers(0, rows - 1), max_size=20)), dtype=np.int64)
     assert order[positions].tolist() == order[np.arange(rows)][positions].tolist()
@@ -46,7 +46,7 @@ def test_shares_add_up_and_differ_by_at_most_one_row(left, size):
 
 
 @given(left=st.integers(0, 2000), size=st.integers(1, 9), batch=st.integers(1, 40))
-def test_with_padding_every_rank_makes_equally_many_steps_and_fewer_rows_than_ranks_are_seen_twice(left, size, batch):
+def test_padding_gives_all_ranks_equally_many_steps_and_repeats_fewer_rows_than_ranks(left, size, batch):
     padding = [needs_padding(left, rank, size, batch) for rank in range(size)]
     steps = {-(-(share(left, rank, size) + padding[rank]) // batch) for rank in range(size)}
     assert len(steps) == 1
