@@ -10,7 +10,7 @@ from typing import Any
 
 from spark_elastic.data.catalog import delete_dataset, leased
 from spark_elastic.data.layout import Layout
-from spark_elastic.data.manifest import MANIFEST_NAME, Manifest
+from spark_elastic.data.manifest import MANIFEST_NAME, Manifest, checksum_error
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError
@@ -79,12 +79,7 @@ class Dataset:
         for shard in self.manifest.shards:
             for file, expected in ((shard.file, shard.crc32), (shard.sidecar, shard.sidecar_crc32)):
                 if file is not None and (found := self.store.checksum(file)[1]) != expected:
-                    raise DatasetError(
-                        f"{self.store.url}: {file} has checksum {found:08x}, the manifest says {expected:08x}; the "
-                        "dataset is damaged, delete it and write it again",
-                        url=self.store.url,
-                        file=file,
-                    )
+                    raise checksum_error(self.store.url, file, found, expected)
 
     def delete(self) -> None:
         """Delete all files of the dataset."""

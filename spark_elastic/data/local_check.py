@@ -18,6 +18,7 @@ import zlib
 from concurrent.futures import Future
 from pathlib import Path
 
+from spark_elastic.data.manifest import checksum_error
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError, InvalidSettingsError
 
@@ -136,15 +137,9 @@ class LocalCheck:
         except OSError as error:
             raise DatasetError(f"shard {path} cannot be read: {error}", file=str(path)) from error
         if found != expected:
-            url = self._store.url
             with contextlib.suppress(OSError):  # a read-only dataset stays as it is
                 self._store.local_path(DAMAGED).write_text(file)
-            raise DatasetError(
-                f"{url}/{file} has the checksum {found:08x}, the manifest says {expected:08x}; the dataset is damaged, "
-                "delete it and write it again",
-                url=url,
-                file=file,
-            )
+            raise checksum_error(self._store.url, file, found, expected)
         return True
 
 

@@ -22,6 +22,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from spark_elastic.data.layout import Layout
+from spark_elastic.errors import DatasetError
 
 # --- JSON documents that contain their checksum, so that a changed one is detected ------------------
 
@@ -175,6 +176,16 @@ class Manifest:
                 _shard(shard, layout.stride, f"splits.{name}[{number}]") for number, shard in enumerate(shards)
             )
         return cls(layout, splits, document["key"], document["about"])
+
+
+def checksum_error(url: str, file: str, found: int, expected: int) -> DatasetError:
+    """Return the error for a file whose checksum differs from the one in the manifest."""
+    return DatasetError(
+        f"{url}/{file} has the checksum {found:08x}, the manifest says {expected:08x}; the dataset is damaged, delete "
+        "it and write it again",
+        url=url,
+        file=file,
+    )
 
 
 def _shard(entry: Any, stride: int, where: str) -> Shard:

@@ -109,17 +109,17 @@ def materialize(
         SparkConnectNotSupportedError: `df` is a DataFrame of Spark Connect.
     """
     request = Request(
-        dict(tensors),
-        dict(dtypes or {}),
-        dict(shapes or {}),
-        dict(pad_to or {}),
-        tuple(variable),
-        dict(sparse or {}),
-        allow_nan if isinstance(allow_nan, bool) else tuple(allow_nan),
-        validation,
-        seed,
-        shard_bytes,
-        pre_shuffle,
+        tensors=dict(tensors),
+        dtypes=dict(dtypes or {}),
+        shapes=dict(shapes or {}),
+        pad_to=dict(pad_to or {}),
+        variable=tuple(variable),
+        sparse=dict(sparse or {}),
+        allow_nan=allow_nan if isinstance(allow_nan, bool) else tuple(allow_nan),
+        validation=validation,
+        seed=seed,
+        shard_bytes=shard_bytes,
+        pre_shuffle=pre_shuffle,
     )
     request.check()
     refuse_connect(df)

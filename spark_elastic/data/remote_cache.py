@@ -27,11 +27,11 @@ import numpy as np
 from spark_elastic.clock import wall
 from spark_elastic.data.block_file import BlockFile
 from spark_elastic.data.layout import Kind
-from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.manifest import Manifest, checksum_error
 from spark_elastic.data.prefetch import Ranges, Stopped
 from spark_elastic.data.rows import Numbering
 from spark_elastic.data.store import Store
-from spark_elastic.errors import DatasetError, StoreError
+from spark_elastic.errors import StoreError
 
 _LOCK = "lock"
 """A file in a dataset's folder. Readers of the dataset lock it shared, a process that removes the folder exclusively.
@@ -263,11 +263,7 @@ class CachedSplit:
         if found != expected:
             for block in range(len(file.states)):
                 file.mark_absent(block)
-            raise DatasetError(
-                f"{self._store.url}/{name} has the checksum {found:08x}, the manifest says {expected:08x}; "
-                "the dataset is damaged, write it again",
-                file=name,
-            )
+            raise checksum_error(self._store.url, name, found, expected)
 
     def _fetch(self, request: FetchRequest, shard: int, first: int, last: int) -> None:
         """Fetch rows `first`..`last` of a shard, and the values in the sidecar that they refer to."""

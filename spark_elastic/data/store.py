@@ -357,7 +357,7 @@ def ensure_shared(store: Store, context: Any) -> None:
 
 
 def _check_shared(store: Store, context: Any) -> None:
-    from spark_elastic.data.spark_jobs import named
+    from spark_elastic.data.spark_jobs import named  # the driver only
 
     token = uuid.uuid4().hex
     folder = f"{PROBE}{token}"

@@ -174,7 +174,7 @@ def test_verify_finds_changed_bytes(tmp_path, which):
     content = bytearray(path.read_bytes())
     content[7] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DatasetError, match=r"has checksum .* the dataset is damaged"):
+    with pytest.raises(DatasetError, match=r"has the checksum .* the dataset is damaged"):
         Dataset.open(tmp_path).verify()
 
 
