@@ -50,7 +50,7 @@ def find_column(schema: Any, name: str, role: str = "column", *, case_sensitive:
     Args:
         schema: A StructType.
         name: The column.
-        role: What the error message calls it: the setting that names it, if any.
+        role: The setting that names the column, for the error message.
         case_sensitive: Columns whose names differ only in case are different columns.
 
     Raises:

@@ -19,7 +19,7 @@ _SPARSE_BELOW = 0.25
 
 
 class Encoder:
-    """Encodes the batches of one task, in their order.
+    """An encoder of the batches of one task, in their order.
 
     Attributes:
         rows: The rows encoded so far.

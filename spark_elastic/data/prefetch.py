@@ -190,7 +190,7 @@ class _Requested:
 
 
 class ReadAhead:
-    """Requests the rows of one pass before they are gathered, and releases them afterwards.
+    """The read-ahead of one pass: it requests rows before they are gathered, and releases them afterwards.
 
     Of each stream of a windowed shuffle, the open window is local and the next one is requested. Rows in the order of
     the files are requested a few parts at a time. Rows of a permutation come from everywhere, so all are preloaded.

@@ -303,7 +303,7 @@ class MappedRows:
 
 
 class GatheredRows:
-    """The same where files cannot be mapped side by side: one gather for each shard that a batch touches."""
+    """The records of shards that are mapped one by one: a batch takes one gather for each shard that it touches."""
 
     def __init__(self, files: Sequence[Path], numbering: Numbering, stride: int, shard_nbytes: Sequence[int]) -> None:
         self._numbering = numbering

@@ -68,7 +68,7 @@ class Block:
 
 
 class ShardWriter:
-    """Appends blocks to shards, and starts a new shard when the records or the sidecar reach `shard_bytes`.
+    """A writer of shards, which starts a new one when the records or the sidecar reach `shard_bytes`.
 
     Every shard except the last contains a multiple of `layout.rows_per_page_run` rows, see `manifest`. Without rows
     there is no file.

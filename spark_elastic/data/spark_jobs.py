@@ -203,7 +203,7 @@ def collect(df: Any, name: str, title: str, verbose: int) -> list[Any]:
 
 
 class _TaskProgress:
-    """Counts the tasks of the jobs with a tag, and shows the progress."""
+    """The progress of the jobs with a tag, by their tasks."""
 
     def __init__(self, context: Any, tag: str, title: str) -> None:
         self._context = context

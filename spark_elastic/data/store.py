@@ -137,7 +137,7 @@ class Store:
 
     @property
     def is_local(self) -> bool:
-        """Whether the files have paths on this machine, which includes shared mounts."""
+        """True if the files have paths on this machine, which includes shared mounts."""
         return self.filesystem is None
 
     def local_path(self, path: str = "") -> Path:
