@@ -51,7 +51,7 @@ def test_a_limit_that_is_none_is_refused_before_the_training_and_not_after_it(
     fit(rows(spark), tmp_path)
     monkeypatch.setenv("SPARK_ELASTIC_ROWS_LIMIT", "20 GB")
     monkeypatch.setattr(HereEstimator, "_run_job", lambda *_: pytest.fail("it was trained"))
-    with pytest.raises(InvalidSettingsError, match="must be bytes"):
+    with pytest.raises(InvalidSettingsError, match="must be a size in bytes"):
         fit(rows(spark), tmp_path)
 
 
