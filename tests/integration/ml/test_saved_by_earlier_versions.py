@@ -30,7 +30,7 @@ from spark_elastic import (
     LocalLauncher,
     materialize,
 )
-from spark_elastic.data.catalog import SETS, clear_cache
+from spark_elastic.data.catalog import DATASETS, clear_cache
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.errors import CheckpointError, DatasetError
 from spark_elastic.ml.callbacks import BestCheckpoint, EarlyStopping, HistoryLogger, LambdaCallback
@@ -437,7 +437,7 @@ def test_a_run_knows_what_it_is_a_run_of(run: str, own_copy: Path, tmp_path: Pat
 
 
 def test_a_set_has_the_rows_that_were_written_in_the_same_orders(saved: Path) -> None:
-    dataset = Dataset.open(saved / "store" / SETS / "kinds")
+    dataset = Dataset.open(saved / "store" / DATASETS / "kinds")
     dataset.verify()
     assert dataset.splits == ("train", "validation")
     for split, expected in EXPECTED["store kinds"].items():
@@ -452,10 +452,10 @@ def test_a_set_is_found_by_its_name_and_not_written_again(own_copy: Path, spark:
     vectors = spark.createDataFrame([(Vectors.dense([0.0]),)], ["vector"])
     df = empty.crossJoin(vectors)  # of the right columns, and without a row to write
     store, request = own_copy / "store", EXPECTED["store request"]
-    manifest = (store / SETS / "kinds" / "manifest.json").read_bytes()
+    manifest = (store / DATASETS / "kinds" / "manifest.json").read_bytes()
     dataset = materialize(df, **request, store=store, dataset_id="kinds", verbose=0)
     assert dataset.rows("train") == len(EXPECTED["store kinds"]["train"]["id"])
-    assert (store / SETS / "kinds" / "manifest.json").read_bytes() == manifest
+    assert (store / DATASETS / "kinds" / "manifest.json").read_bytes() == manifest
     with pytest.raises(DatasetError, match="was written with other settings: seed=3, not 4"):
         materialize(df, **{**request, "seed": 4}, store=store, dataset_id="kinds", verbose=0)
 
@@ -463,10 +463,10 @@ def test_a_set_is_found_by_its_name_and_not_written_again(own_copy: Path, spark:
 def test_a_set_that_an_earlier_version_reads_is_left_alone(own_copy: Path) -> None:
     store = own_copy / "store"
     assert clear_cache(store) == []
-    (lease,) = (store / SETS / "kinds" / "leases").iterdir()
+    (lease,) = (store / DATASETS / "kinds" / "leases").iterdir()
     lease.unlink()
     assert clear_cache(store) == ["kinds"]
-    assert not (store / SETS / "kinds" / "manifest.json").exists()
+    assert not (store / DATASETS / "kinds" / "manifest.json").exists()
 
 
 # --- what users write -------------------------------------------------------------------------------
