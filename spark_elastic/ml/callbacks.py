@@ -96,7 +96,7 @@ class Callback:
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-def follows(callback: Callback) -> str:
+def followed_value(callback: Callback) -> str:
     """By what its best epoch is the best: a column of the history, or the callback itself."""
     monitor = getattr(callback, "monitor", None)
     return f"{monitor.name} {monitor.mode}" if isinstance(monitor, Monitor) else type(callback).__qualname__
@@ -104,7 +104,7 @@ def follows(callback: Callback) -> str:
 
 def check_one_best(callbacks: Sequence[Callback]) -> None:
     """Raises: InvalidSettingsError: two callbacks would give the trained model the weights of different epochs."""
-    restoring = list(dict.fromkeys(follows(callback) for callback in callbacks if callback.restores_best))
+    restoring = list(dict.fromkeys(followed_value(callback) for callback in callbacks if callback.restores_best))
     if len(restoring) > 1:
         raise InvalidSettingsError(
             f"the trained model cannot have the weights of the best epoch by {' and by '.join(restoring)}; only one "

@@ -46,7 +46,6 @@ from spark_elastic.ml.datasets import (
     remove_unless_used,
 )
 from spark_elastic.ml.model import ElasticModel, Fitted
-from spark_elastic.ml.outputs import OutputShape
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.preparation import WEIGHT, Tensors
 from spark_elastic.ml.run_folder import RunFolders, check_room, leased_if_possible
@@ -59,6 +58,7 @@ from spark_elastic.ml.shared_params import (
     OutputParams,
     TrainingParams,
 )
+from spark_elastic.ml.training.dry_run import DryRunResult
 from spark_elastic.ml.training.spec import CheckpointPlan
 from spark_elastic.reporting.history import History
 from spark_elastic.reporting.plot import event_rows
@@ -74,15 +74,6 @@ _ADVICE = {
 }
 _DATA_OPTION = "{}= goes into data_options={{...}}"
 """What arguments of `materialize`, which errors name, are called in an estimator."""
-
-
-@dataclass(frozen=True)
-class TrialRun:
-    """What the first rows have shown. outputs: of the model in `transform`; (): `why_not` says why it has none."""
-
-    outputs: tuple[OutputShape, ...]
-    rule: str | None = None
-    why_not: str = ""
 
 
 @dataclass
@@ -120,7 +111,7 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         """What the workers are told."""
         raise NotImplementedError
 
-    def _try(self, training: Any) -> TrialRun:
+    def _try(self, training: Any) -> DryRunResult:
         """One step of a copy on the first rows. Raises: DataError, InvalidSettingsError: what does not fit."""
         raise NotImplementedError
 
@@ -380,7 +371,7 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
                 loss=diverged.loss,
                 step=diverged.step + 1,
                 epoch=diverged.epoch,
-                ranks=[rank for rank, result in enumerate(results) if result is not None and result.lost_here],
+                ranks=[rank for rank, result in enumerate(results) if result is not None and result.caused_divergence],
                 size=len(results),
                 checkpoints="" if self.getOrDefault("checkpoint_dir") is None else run.url,
             )

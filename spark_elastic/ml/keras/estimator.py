@@ -14,7 +14,7 @@ from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableEr
 from spark_elastic.ml import params as to
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.datasets import model_inputs
-from spark_elastic.ml.estimator import ElasticEstimator, TrialRun
+from spark_elastic.ml.estimator import ElasticEstimator
 from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.keras.backend import ENV, NEEDED, check_backend
 from spark_elastic.ml.keras.model import ElasticKerasModel
@@ -23,6 +23,7 @@ from spark_elastic.ml.params import setting
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.preparation import FLOAT, Tensors, is_list
 from spark_elastic.ml.training.columns import INPUT
+from spark_elastic.ml.training.dry_run import DryRunResult
 
 if TYPE_CHECKING:
     from spark_elastic.ml.keras.compiling import CompileArguments
@@ -251,7 +252,7 @@ class ElasticKerasEstimator(ElasticEstimator):
             ) from error
         return sealed
 
-    def _try(self, training: KerasTraining) -> TrialRun:
+    def _try(self, training: KerasTraining) -> DryRunResult:
         from spark_elastic.ml.keras import dry_run
 
         return dry_run.run_once(training, self._given("inference_fn"))

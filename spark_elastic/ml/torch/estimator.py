@@ -13,7 +13,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml import params as to
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.estimator import ElasticEstimator, TrialRun
+from spark_elastic.ml.estimator import ElasticEstimator
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.params import setting
 from spark_elastic.ml.persistence import Codec
@@ -22,6 +22,7 @@ from spark_elastic.ml.torch import serialization as weights
 from spark_elastic.ml.torch.model import ElasticTorchModel
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
 from spark_elastic.ml.torch.training import train
+from spark_elastic.ml.training.dry_run import DryRunResult
 from spark_elastic.ml.trust import trusted_files
 
 
@@ -165,7 +166,7 @@ class ElasticTorchEstimator(ElasticEstimator):
             **{name: self._given(name) for name in same},
         )
 
-    def _try(self, training: TorchTraining) -> TrialRun:
+    def _try(self, training: TorchTraining) -> DryRunResult:
         return dry_run.run_once(training, self._given("inference_fn"))
 
     def _train_fn(self) -> Callable[[Any], Any]:
