@@ -20,7 +20,7 @@ from spark_elastic.data.sharing import ensure_shared
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, StoreError
 from spark_elastic.ml.checkpoints import Checkpoints
-from spark_elastic.ml.datasets import SharedSets
+from spark_elastic.ml.datasets import SharedDatasets
 from spark_elastic.ml.fingerprint import described, digest
 from spark_elastic.ml.run_lease import OWNERS, held_run
 from spark_elastic.ml.shared_params import ClusterParams, StorageParams
@@ -147,7 +147,7 @@ class RunFolders(ClusterParams, StorageParams):
         *("gradient_clip_norm", "gradient_clip_value", "gradient_compression", "sync_batch_norm"),
     )
     """Settings that decide the course of a training: checkpoints of one with others are not gone on from."""
-    _sets: SharedSets | None = None
+    _shared_datasets: SharedDatasets | None = None
     """Within fitMultiple: the sets that have been written for the same DataFrame."""
 
     def _launcher(self) -> Any:
@@ -181,7 +181,7 @@ class RunFolders(ClusterParams, StorageParams):
             return
         identity = self._identity(dataset)
         run_id = self.getOrDefault("run_id") or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
-        if self._sets is not None:  # one of several trainings, each of which goes on where it was
+        if self._shared_datasets is not None:  # one of several trainings, each of which goes on where it was
             run_id += f"-{digest([identity, self._described_settings()])}"
         run = runs.sub(run_id)
         with contextlib.ExitStack() as lease:

@@ -51,7 +51,7 @@ log = logging.getLogger("spark_elastic.ml")
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessIdentity:
     """A process, told apart from all others. machine: boot and process namespace of a host. started: in clock ticks
     since the boot, as /proc has it; a number that is used again comes with another one."""
 
@@ -62,12 +62,12 @@ class Process:
     program: str
 
     @classmethod
-    def this(cls) -> Process:
+    def this(cls) -> ProcessIdentity:
         host = socket.gethostname()
         machine = ":".join([host, _text("/proc/sys/kernel/random/boot_id"), _link("/proc/self/ns/pid")])
         return cls(host, machine, os.getpid(), started_of(os.getpid()), sys.argv[0] if sys.argv else "")
 
-    def is_dead(self, seen_from: Process) -> bool:
+    def is_dead(self, seen_from: ProcessIdentity) -> bool:
         """Whether this process is known to be gone; only its own machine can tell."""
         return self.machine == seen_from.machine and started_of(self.pid) != self.started
 
@@ -78,7 +78,7 @@ class Owner:
 
     token: int
     name: str
-    process: Process
+    process: ProcessIdentity
     since: float
     beat: int
     beat_at: float
@@ -92,7 +92,7 @@ class Owner:
         """Raises: ValueError."""
         try:
             document = json.loads(text)
-            owner = cls(**{**document, "process": Process(**document["process"])})
+            owner = cls(**{**document, "process": ProcessIdentity(**document["process"])})
         except (TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"not an owner: {error!r}") from error
         for one in (owner, owner.process):
@@ -140,7 +140,7 @@ class RunLease:
         self._beat_s = beat_s
         self._lock = threading.Lock()
         self._lost: RunTakenError | None = None
-        self._on_lost: Callable[[str], None] | None = None
+        self._on_taken: Callable[[str], None] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_beating, name="spark_elastic run lease", daemon=True)
         self._thread.start()
@@ -152,16 +152,16 @@ class RunLease:
         self.fence.check()
 
     @contextmanager
-    def told(self, on_lost: Callable[[str], None]) -> Iterator[None]:
+    def on_taken(self, callback: Callable[[str], None]) -> Iterator[None]:
         """While the block runs, `on_lost(why)` is called once another driver has taken the run.
 
         Raises: RunTakenError: that in place of what the block raises, if it has happened.
         """
         with self._lock:
-            self._on_lost = on_lost
+            self._on_taken = callback
             lost = self._lost
         if lost is not None:
-            on_lost(str(lost))
+            callback(str(lost))
         try:
             yield
         except BaseException as error:
@@ -173,7 +173,7 @@ class RunLease:
             raise
         finally:
             with self._lock:
-                self._on_lost = None
+                self._on_taken = None
 
     def beat(self, now: float) -> None:
         """Give a sign of life. Raises: RunTakenError: another driver has taken the run since."""
@@ -199,7 +199,7 @@ class RunLease:
                 self.beat(clock.wall())
             except RunTakenError as error:
                 with self._lock:
-                    self._lost, told = error, self._on_lost
+                    self._lost, told = error, self._on_taken
                 log.warning("%s", error)
                 if told is not None:
                     told(str(error))
@@ -238,7 +238,7 @@ def acquire(
     run: Store,
     known_token: int = 0,
     *,
-    me: Process | None = None,
+    me: ProcessIdentity | None = None,
     wall: Callable[[], float] = clock.wall,
     monotonic: Callable[[], float] = clock.monotonic,
     pause: Callable[[float], None] = time.sleep,
@@ -247,7 +247,7 @@ def acquire(
 
     Raises: RunTakenError: another driver has it, or takes it at the same moment.
     """
-    me = Process.this() if me is None else me
+    me = ProcessIdentity.this() if me is None else me
     watched: dict[str, tuple[Owner | None, float]] = {}
     rivals = 0
     while True:
@@ -281,7 +281,7 @@ def acquire(
 def _is_free(
     name: str,
     found: Owner | None,
-    me: Process,
+    me: ProcessIdentity,
     watched: dict[str, tuple[Owner | None, float]],
     wall: float,
     monotonic: float,

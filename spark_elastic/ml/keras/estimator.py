@@ -5,8 +5,11 @@ Keras is imported where it is used: without it the class can be named, and says 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pyspark.ml.param import Param
 
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
@@ -19,22 +22,37 @@ from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.keras.backend import ENV, NEEDED, check_backend
 from spark_elastic.ml.keras.model import ElasticKerasModel
 from spark_elastic.ml.model import Fitted
-from spark_elastic.ml.params import setting
+from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.preparation import FLOAT, Tensors, is_list
+from spark_elastic.ml.shared_params import (
+    BestMode,
+    ColumnsFunction,
+    Compression,
+    DType,
+    HandleInvalid,
+    OutputType,
+    PredictionRule,
+    Shapes,
+)
 from spark_elastic.ml.training.columns import INPUT
 from spark_elastic.ml.training.dry_run import DryRunResult
 
 if TYPE_CHECKING:
+    import keras
+
     from spark_elastic.ml.keras.compiling import CompileArguments
     from spark_elastic.ml.keras.pickling import Sealed
     from spark_elastic.ml.keras.spec import KerasTraining
+
+    KerasLoss: TypeAlias = str | keras.Loss | Callable[..., Any]
+    KerasCallback: TypeAlias = Callback | keras.callbacks.Callback
 
 COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
 """Settings that are as the model was compiled where they are not set."""
 
 
-class ElasticKerasEstimator(ElasticEstimator):
+class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
     """Trains a `keras.Model` on a DataFrame, in workers that may come and go, and returns an `ElasticKerasModel`.
 
     ::
@@ -68,44 +86,113 @@ class ElasticKerasEstimator(ElasticEstimator):
     TOGETHER: tuple[str, ...] = ()
     DECIDING = (*ElasticEstimator.DECIDING, "custom_objects")
 
-    optimizer: Any = setting(
+    model: Param[keras.Model | None]
+    optimizer: Param[keras.Optimizer | str | Mapping[str, Any] | None] = setting(
         "optimizer",
         "a keras optimizer, its name, or its configuration. Default: that of the compiled model.",
         to.anything,
     )
-    loss: Any = setting(
+    loss: Param[KerasLoss | Sequence[KerasLoss | None] | Mapping[str, KerasLoss | None] | None] = setting(
         "loss",
         "as of compile: a name, a keras loss, a function of (label, output); a list, or a dict by output, of several. "
         "Default: that of the compiled model.",
         to.anything,
     )
-    loss_weights: Any = setting(
+    loss_weights: Param[Sequence[float] | Mapping[str, float] | None] = setting(
         "loss_weights",
         "as of compile: a factor for each loss, in a list or a dict by output. Default: 1 each.",
         to.anything,
     )
-    metrics: Any = setting(
+    metrics: Param[Sequence[Any] | Mapping[str, Any] | None] = setting(
         "metrics",
         "as of compile: names, keras metrics and functions in a list; lists or a dict by output for several. Default: "
         "those of the compiled model.",
         to.anything,
     )
-    weighted_metrics: Any = setting(
+    weighted_metrics: Param[Sequence[Any] | Mapping[str, Any] | None] = setting(
         "weighted_metrics", "as of compile: metrics in which rows count by sample_weight_col.", to.anything
     )
-    callbacks: Any = setting(
+    getWeightedMetrics, setWeightedMetrics = accessors(weighted_metrics)
+    callbacks: Param[KerasCallback | Sequence[KerasCallback] | None] = setting(
         "callbacks", "list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback.", to.anything
     )
-    custom_objects: Any = setting(
+    custom_objects: Param[Mapping[str, Any] | None] = setting(
         "custom_objects",
         "dict of the names and the classes or functions of your own that the model's configuration names. Those that "
         "are registered with Keras, or that the model consists of, are found without.",
         to.dictionary,
     )
+    getCustomObjects, setCustomObjects = accessors(custom_objects)
 
-    def __init__(self, **settings: Any) -> None:
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        model: keras.Model | None = None,
+        optimizer: keras.Optimizer | str | Mapping[str, Any] | None = None,
+        loss: KerasLoss | Sequence[KerasLoss | None] | Mapping[str, KerasLoss | None] | None = None,
+        loss_weights: Sequence[float] | Mapping[str, float] | None = None,
+        feature_cols: str | Sequence[str] | Sequence[Sequence[str]] | None = None,
+        label_cols: str | Sequence[str] | None = None,
+        sample_weight_col: str | None = None,
+        input_shapes: Shapes | None = None,
+        input_dtypes: DType | Sequence[DType | None] | None = None,
+        label_shapes: Shapes | None = None,
+        batch_size: int | None = None,
+        per_worker_batch_size: int | None = None,
+        epochs: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        validation: float | str | None = None,
+        metrics: Sequence[Any] | Mapping[str, Any] | None = None,
+        weighted_metrics: Sequence[Any] | Mapping[str, Any] | None = None,
+        callbacks: KerasCallback | Sequence[KerasCallback] | None = None,
+        num_proc: int | None = None,
+        min_num_proc: int | None = None,
+        max_num_proc: int | None = None,
+        device: str | None = None,
+        num_threads: int | None = None,
+        run_options: Mapping[str, Any] | None = None,
+        verbose: int = 1,
+        store: str | os.PathLike[str] | Store | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        run_id: str | None = None,
+        resume: bool = True,
+        checkpoint_interval: int = 1,
+        checkpoint_seconds: float | None = None,
+        keep_checkpoints: int = 3,
+        checkpoint_best_of: str | None = None,
+        checkpoint_best_mode: BestMode = "auto",
+        transformation_fn: ColumnsFunction | None = None,
+        accumulation_steps: int = 1,
+        gradient_clip_norm: float | None = None,
+        gradient_clip_value: float | None = None,
+        gradient_compression: Compression = "none",
+        sync_batch_norm: bool = True,
+        allow_nan_loss: bool = False,
+        dataset_id: str | None = None,
+        keep_dataset: bool = False,
+        data_options: Mapping[str, Any] | None = None,
+        custom_objects: Mapping[str, Any] | None = None,
+        output_cols: str | Sequence[str] | None = None,
+        output_type: OutputType = "array",
+        prediction_col: str = "prediction",
+        prediction: PredictionRule = "auto",
+        probability_col: str | None = None,
+        handle_invalid: HandleInvalid = "error",
+        inference_fn: ColumnsFunction | None = None,
+        transform_batch_size: int = 4096,
+        transform_threads: int = 1,
+        transform_device: str = "cpu",
+    ) -> None:
         check_backend(type(self).__name__)
-        super().__init__(**settings)
+        super().__init__(**self._input_kwargs)
+
+    @same_keywords(__init__)
+    def setParams(self) -> ElasticKerasEstimator:
+        """Set several settings at once; takes the keywords of the constructor."""
+        return self._set_given()
 
     @classmethod
     def _codec(cls) -> Codec:
@@ -252,7 +339,7 @@ class ElasticKerasEstimator(ElasticEstimator):
             ) from error
         return sealed
 
-    def _try(self, training: KerasTraining) -> DryRunResult:
+    def _dry_run(self, training: KerasTraining) -> DryRunResult:
         from spark_elastic.ml.keras import dry_run
 
         return dry_run.run_once(training, self._given("inference_fn"))
@@ -268,14 +355,12 @@ class ElasticKerasEstimator(ElasticEstimator):
     def _model_nbytes(self, training: KerasTraining) -> int:
         return len(training.model)  # its weights are in it
 
-    def _fitted_model(
-        self, training: KerasTraining, fitted: Fitted, trained: Callable[[str], bytes]
-    ) -> ElasticKerasModel:
+    def _fitted_model(self, training: KerasTraining, fitted: Fitted, read: Callable[[str], bytes]) -> ElasticKerasModel:
         from spark_elastic.ml.keras import weights
         from spark_elastic.ml.keras.spec import MODEL_FILE
 
         model = ElasticKerasModel()
-        keras_model = weights.fill(training.model.open(), trained(MODEL_FILE))
+        keras_model = weights.fill(training.model.open(), read(MODEL_FILE))
         model._attach(keras_model, fitted, self._given("custom_objects"))
         return model
 

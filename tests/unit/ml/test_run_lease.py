@@ -20,7 +20,7 @@ from spark_elastic.ml.run_lease import (
     WATCH_S,
     Fence,
     Owner,
-    Process,
+    ProcessIdentity,
     RunLease,
     acquire,
     held_run,
@@ -28,9 +28,9 @@ from spark_elastic.ml.run_lease import (
     started_of,
 )
 
-HERE = Process.this()
-ELSEWHERE = Process("host-b", "host-b:boot:pid", 42, 1000, "train.py")
-THIRD = Process("host-c", "host-c:boot:pid", 42, 1000, "train.py")
+HERE = ProcessIdentity.this()
+ELSEWHERE = ProcessIdentity("host-b", "host-b:boot:pid", 42, 1000, "train.py")
+THIRD = ProcessIdentity("host-c", "host-c:boot:pid", 42, 1000, "train.py")
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_of_many_at_the_same_moment_one_gets_it(run):
     begin, taken, errors = threading.Barrier(6), [], []
 
     def contend(number):
-        me = Process(f"host-{number}", f"machine-{number}", number, 1, "")
+        me = ProcessIdentity(f"host-{number}", f"machine-{number}", number, 1, "")
         begin.wait()
         try:
             time = Time()
@@ -224,7 +224,10 @@ def test_a_driver_that_comes_back_after_a_take_over_is_told_and_leaves_the_other
         assert told.wait(30)
         raise ConnectionError("it was cancelled for that")
 
-    with pytest.raises(RunTakenError, match="by the driver with pid 42 on host-b"), lease.told(lambda why: told.set()):
+    with (
+        pytest.raises(RunTakenError, match="by the driver with pid 42 on host-b"),
+        lease.on_taken(lambda why: told.set()),
+    ):
         job()
     with pytest.raises(RunTakenError):
         lease.check()

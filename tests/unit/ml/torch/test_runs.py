@@ -29,7 +29,7 @@ def by_lr(lr: float) -> Any:
 def test_each_of_several_param_maps_is_a_training_of_its_own(tmp_path: Path) -> None:
     dataset = make_set(tmp_path / "set")
     made = estimator(optimizer=by_lr(0.1), epochs=2, checkpoint_dir=tmp_path / "runs", run_id="a")
-    made._sets = object()  # as within fitMultiple
+    made._shared_datasets = object()  # as within fitMultiple
     maps = ({made.epochs: 2}, {made.epochs: 1}, {made.optimizer: by_lr(0.5)})
     models = [made.from_dataset_path(dataset, params) for params in maps]
     assert [len(model.history) for model in models] == [2, 1, 2]
