@@ -44,6 +44,7 @@ def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None
     """Return features_0, features_1, ... in the order in which the model takes them.
 
     Args:
+        dataset: The materialised rows.
         shapes: Shapes of one row, where they differ from the stored ones; as `input_shapes`.
     """
     stored = numbered("features_", {each.name: each for each in dataset.layout.fields})

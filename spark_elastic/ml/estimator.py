@@ -30,7 +30,6 @@ from spark_elastic.errors import (
     LossNotFiniteError,
     RunTakenError,
     StateLostError,
-    StoreError,
 )
 from spark_elastic.ml import preparation
 from spark_elastic.ml.datasets import (
@@ -49,7 +48,7 @@ from spark_elastic.ml.datasets import (
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.preparation import Tensors
-from spark_elastic.ml.run_folder import RunFolders, check_room, leased_if_possible
+from spark_elastic.ml.run_folder import RunFolders, TrainedRun, check_room, leased_if_possible
 from spark_elastic.ml.run_lease import lease_of
 from spark_elastic.ml.shared_params import (
     READ_OPTIONS,
@@ -61,7 +60,6 @@ from spark_elastic.ml.shared_params import (
 )
 from spark_elastic.ml.training.dry_run import DryRunResult
 from spark_elastic.ml.training.spec import CheckpointPlan
-from spark_elastic.reporting.history import History
 from spark_elastic.reporting.plot import event_rows
 from spark_elastic.settings import ElasticSettings
 
@@ -98,39 +96,6 @@ class FitTimings:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + clock.monotonic() - start
-
-
-@dataclass(frozen=True)
-class TrainedRun:
-    """What the workers of a training left.
-
-    Attributes:
-        unsaved: Files by name that could not be written to the run's folder and came with the results.
-    """
-
-    run: Store
-    history: History
-    events: tuple[Mapping[str, Any], ...]
-    unsaved: Mapping[str, bytes]
-
-    def read(self, name: str) -> bytes:
-        """Return a file from the run's folder, or from the results. Raises `StoreError` if the driver cannot see it."""
-        if name in self.unsaved:
-            log.warning(
-                "%s could not be written to %s and came with the results of the job: the model that fit returns is "
-                "the only copy, save it with model.save(path)",
-                name,
-                self.run.url,
-            )
-            return self.unsaved[name]
-        try:
-            return self.run.read_bytes(name)
-        except OSError as error:
-            raise StoreError(
-                f"the workers wrote the trained model to {self.run.url}, but the driver cannot read it there "
-                f"({error}); set store, or checkpoint_dir, to a place that driver and executors share",
-                url=self.run.url,
-            ) from error
 
 
 class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, OutputParams, Savable, Estimator[M]):
@@ -186,6 +151,7 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
             return self._fit_rows(rows, context, timings)
 
     def _fit_rows(self, rows: Dataset, context: Any, timings: FitTimings) -> M:
+        """Do the steps from the dry run on, which `fit` and `from_dataset_path` share."""
         with self._run_folder(rows) as (run, resume_from):
             training = self._training(rows, run, resume_from)
             with timings.part("try"):
@@ -278,8 +244,6 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         )
         if self._launcher() is not None and (first or (low if low == high else None)) is None:
             raise InvalidSettingsError("a LocalLauncher has no slots to count; set num_proc")
-        if not isinstance(self._given("store"), (str, Path, Store, type(None))):
-            raise InvalidSettingsError(f"store must be a path, a URI or a Store, not {self._given('store')!r}")
 
     def _tensors(self, schema: Any) -> Tensors:
         """Return the tensors to write. Raises `DataError` for columns that cannot be trained on."""
@@ -449,13 +413,13 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
 
     def _common_settings(self, dataset: Dataset, run: Store, resume_from: str | None) -> dict[str, Any]:
         """Return the fields of `ml.training.spec.Training`."""
-        batch_size, per_worker = self._batch_sizes()
+        batch_size, per_worker = self._given("batch_size"), self._given("per_worker_batch_size")
         options = self._given("data_options") or {}
         same = ("transformation_fn", "epochs", "shuffle", "seed", "device", "num_threads", "verbose", "allow_nan_loss")
         return {
             "dataset": dataset,
             "store": run,
-            "batch_size": batch_size,
+            "batch_size": DEFAULT_BATCH_SIZE if batch_size is None and per_worker is None else batch_size,
             "per_worker_batch_size": per_worker,
             "accumulation": self._given("accumulation_steps"),
             "clip_norm": self._given("gradient_clip_norm"),
@@ -486,11 +450,6 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         """Return the callbacks as a list; a single one may be given without a list."""
         given = self._given("callbacks")
         return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
-
-    def _batch_sizes(self) -> tuple[int | None, int | None]:
-        """Return the rows of the global batch, or of each worker's."""
-        whole, each = self._given("batch_size"), self._given("per_worker_batch_size")
-        return (DEFAULT_BATCH_SIZE, None) if whole is None and each is None else (whole, each)
 
     # --- step 5: load -----------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 import numpy as np
 from pyspark.ml.param import Param, Params
 
+from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError, nearest
 from spark_elastic.settings import whole_number
 
@@ -43,11 +44,12 @@ def _wrong(name: str, wanted: str, value: Any) -> InvalidSettingsError:
 
 
 def whole(at_least: int) -> Converter:
+    """Return a converter to an int with a lower bound."""
     return lambda name, value: whole_number(name, value, at_least)
 
 
 def real(*, above: float | None = None, at_least: float | None = None) -> Converter:
-    """A finite number within a lower bound, as a float."""
+    """Return a converter to a finite float with a lower bound."""
     bound = f" above {above:g}" if above is not None else f" of at least {at_least:g}" if at_least is not None else ""
 
     def convert(name: str, value: Any) -> float:
@@ -74,13 +76,15 @@ def text(name: str, value: Any) -> str:
 
 
 def identifier(name: str, value: Any) -> str:
-    """A name that can be a folder's."""
+    """Convert to a name that can be a folder's."""
     if not isinstance(value, str) or not re.fullmatch(r"[\w=-][\w.=-]*", value):
-        raise _wrong(name, "letters, digits, '_', '-', '=' and '.', which does not come first", value)
+        raise _wrong(name, "letters, digits, '_', '-', '=' and '.', not beginning with '.'", value)
     return str(value)
 
 
 def one_of(*choices: str) -> Converter:
+    """Return a converter that accepts one of the choices."""
+
     def convert(name: str, value: Any) -> str:
         if value not in choices:
             raise _wrong(name, f"one of {', '.join(map(repr, choices))}", value)
@@ -89,15 +93,20 @@ def one_of(*choices: str) -> Converter:
     return convert
 
 
-def path(name: str, value: Any) -> str:
-    """A path or URI, as text."""
+def path(name: str, value: Any, wanted: str = "a path or a URI") -> str:
+    """Convert a path or URI to text."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise _wrong(name, "a path or a URI", value)
+        raise _wrong(name, wanted, value)
     return str(value)
 
 
+def location(name: str, value: Any) -> Any:
+    """Accept a path, a URI, or a `Store`."""
+    return value if isinstance(value, (Store, os.PathLike)) else path(name, value, "a path, a URI or a Store")
+
+
 def names(name: str, value: Any) -> list[str]:
-    """Different names, at least one; a single one may stand alone."""
+    """Convert to a list of different names, at least one; a single name needs no list."""
     listed = [value] if isinstance(value, str) else value
     if not _is_list(listed) or not all(isinstance(each, str) and each for each in listed):
         raise _wrong(name, "a list of names", value)
@@ -108,12 +117,12 @@ def names(name: str, value: Any) -> list[str]:
 
 
 def names_or_none(name: str, value: Any) -> list[str]:
-    """Like `names`; an empty list is fine."""
+    """Convert as `names`, but accept an empty list."""
     return [] if _is_list(value) and len(value) == 0 else names(name, value)
 
 
 def grouped_names(name: str, value: Any) -> list[Any]:
-    """Names, or lists of names: `["a", "b"]`, `[["a", "b"], ["c"]]`. Names and lists are not mixed."""
+    """Convert to a list of names, or a list of lists of names: `["a", "b"]`, `[["a", "b"], ["c"]]`."""
     if _is_list(value) and any(_is_list(each) for each in value):
         if not all(_is_list(each) for each in value):
             raise InvalidSettingsError(
@@ -124,7 +133,7 @@ def grouped_names(name: str, value: Any) -> list[Any]:
 
 
 def shapes(name: str, value: Any) -> list[list[int]]:
-    """One shape for each tensor, without the rows: `[[28, 28], []]`. A single shape may stand alone: `(28, 28)`."""
+    """Convert to a shape per tensor, without the rows: `[[28, 28], []]`. A single shape needs no list: `(28, 28)`."""
     if _is_list(value) and len(value) and not any(_is_list(each) for each in value):
         value = [value]
     if not _is_list(value) or not len(value) or not all(_is_list(each) for each in value):
@@ -133,7 +142,7 @@ def shapes(name: str, value: Any) -> list[list[int]]:
 
 
 def dtypes(name: str, value: Any) -> list[str | None]:
-    """numpy's name of a type of numbers for each tensor, or None: `["int64", None]`. A single one may stand alone."""
+    """Convert to numpy's name of a number type per tensor, or None: `["int64", None]`. A single type needs no list."""
     listed = value if _is_list(value) else [value]
     if not len(listed):
         raise _wrong(name, "a list of types, such as ['int64', 'float32']", value)
@@ -142,9 +151,9 @@ def dtypes(name: str, value: Any) -> list[str | None]:
         try:
             dtype = None if each is None else np.dtype(each)
         except TypeError:
-            raise _wrong(f"{name}[{index}]", "a type that numpy knows, such as 'int64'", each) from None
+            raise _wrong(f"{name}[{index}]", "a numpy type, such as 'int64'", each) from None
         if dtype is not None and (dtype.kind not in "biuf" or dtype.itemsize > 8):
-            raise _wrong(f"{name}[{index}]", "a type of numbers of at most 8 bytes, such as 'int64'", each)
+            raise _wrong(f"{name}[{index}]", "a number type of at most 8 bytes, such as 'int64'", each)
         made.append(None if dtype is None else dtype.name)
     return made
 
@@ -181,7 +190,7 @@ def dictionary(name: str, value: Any) -> dict[str, Any]:
 
 
 def options(known: Sequence[str]) -> Converter:
-    """A dict whose keys are among `known`."""
+    """Return a converter that accepts a dict whose keys are among `known`."""
 
     def convert(name: str, value: Any) -> dict[str, Any]:
         given = dictionary(name, value)
@@ -250,8 +259,7 @@ R = TypeVar("R")
 def setting(name: str, doc: str, convert: Converter, default: Any = None) -> Any:
     """Declare a Param. The value None stands for "not set" and is never converted.
 
-    Args:
-        default: A plain value, so that saved defaults are readable.
+    The default is a plain value, so that saved defaults are readable.
     """
 
     def checked(value: Any) -> Any:

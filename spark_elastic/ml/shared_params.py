@@ -65,8 +65,8 @@ class FeatureColumns(ElasticParams):
     feature_cols: Param[str | Sequence[str] | Sequence[Sequence[str]] | None] = setting(
         "feature_cols",
         "columns that are the model's input. Scalar columns alone are stacked into one input [rows, columns]; if there "
-        "are arrays or vectors among them, each column is an input of its own. A list of lists: an input for each "
-        "inner list, its columns stacked or put end to end. See input_dtypes for their types.",
+        "are arrays or vectors among them, each column is a separate input. A list of lists: an input for each inner "
+        "list, its columns stacked or concatenated. See input_dtypes for their types.",
         to.grouped_names,
     )
     getFeatureCols, setFeatureCols = accessors(feature_cols)
@@ -84,10 +84,10 @@ class FeatureParams(FeatureColumns):
     getInputShapes, setInputShapes = accessors(input_shapes)
     input_dtypes: Param[DType | Sequence[DType | None] | None] = setting(
         "input_dtypes",
-        "type of each input, as numpy calls it, such as ['int64', 'float32']; None in the list stands for the default: "
-        "int64 for a column, and for an inner list of feature_cols, of integers alone, as embeddings need it; float32 "
-        "for anything else, also for several columns of integers in a flat list. Integers that a type would round, in "
-        "float32 from 2**24 on, are refused.",
+        "numpy type of each input, such as ['int64', 'float32']; None in the list stands for the default: int64 for a "
+        "single column of integers and for an inner list of integer columns, as embeddings need it; float32 for "
+        "anything else, also for several integer columns in a flat list. Integers that a type would round, in float32 "
+        "from 2**24 on, are refused.",
         to.dtypes,
     )
     getInputDtypes, setInputDtypes = accessors(input_dtypes)
@@ -120,7 +120,7 @@ class LabelParams(ElasticParams):
 class TrainingParams(ElasticParams):
     """The training."""
 
-    model: Param[Any] = setting("model", "what is trained; fit trains a copy of it.", to.anything)
+    model: Param[Any] = setting("model", "the model; fit trains a copy of it.", to.anything)
     getModel, setModel = accessors(model)
     optimizer: Param[Any] = setting("optimizer", "the optimizer.", to.anything)
     getOptimizer, setOptimizer = accessors(optimizer)
@@ -142,18 +142,20 @@ class TrainingParams(ElasticParams):
     per_worker_batch_size: Param[int | None] = setting(
         "per_worker_batch_size",
         "rows that each worker takes in a step: the global batch then grows and shrinks with the world, and with it "
-        "the course of the training. Instead of batch_size.",
+        "the result of the training. Instead of batch_size.",
         to.whole(at_least=1),
     )
     getPerWorkerBatchSize, setPerWorkerBatchSize = accessors(per_worker_batch_size)
     epochs: Param[int] = setting("epochs", "passes over the training rows.", to.whole(at_least=1), default=1)
     getEpochs, setEpochs = accessors(epochs)
-    shuffle: Param[bool] = setting("shuffle", "whether each epoch has an order of its own.", to.boolean, default=True)
+    shuffle: Param[bool] = setting(
+        "shuffle", "read the rows of each epoch in another random order.", to.boolean, default=True
+    )
     getShuffle, setShuffle = accessors(shuffle)
     seed: Param[int] = setting(
         "seed",
-        "of the order, of the validation rows, and of dropout and the like, whose random numbers follow from the seed, "
-        "the epoch, the batch and the rank.",
+        "seed of the row order, of the validation split, and of dropout and the like, whose random numbers follow from "
+        "the seed, the epoch, the batch and the rank.",
         to.whole(at_least=0),
         default=0,
     )
@@ -168,32 +170,33 @@ class TrainingParams(ElasticParams):
     callbacks: Param[Any] = setting("callbacks", "list of spark_elastic.ml.callbacks.Callback.", to.anything)
     getCallbacks, setCallbacks = accessors(callbacks)
     gradient_clip_norm: Param[float | None] = setting(
-        "gradient_clip_norm", "the global norm that gradients are scaled down to before a step.", to.real(above=0)
+        "gradient_clip_norm",
+        "largest global norm of the gradients; they are scaled down to it before a step.",
+        to.real(above=0),
     )
     getGradientClipNorm, setGradientClipNorm = accessors(gradient_clip_norm)
     gradient_clip_value: Param[float | None] = setting(
-        "gradient_clip_value", "the absolute value that each gradient is cut off at before a step.", to.real(above=0)
+        "gradient_clip_value", "largest absolute value of each gradient; it is clipped before a step.", to.real(above=0)
     )
     getGradientClipValue, setGradientClipValue = accessors(gradient_clip_value)
     gradient_compression: Param[Compression] = setting(
         "gradient_compression",
-        "'none', or 'fp16' or 'bf16': gradients travel in half precision.",
+        "'fp16' or 'bf16': send gradients in half precision; 'none': as they are.",
         to.one_of(*get_args(Compression)),
         default="none",
     )
     getGradientCompression, setGradientCompression = accessors(gradient_compression)
     sync_batch_norm: Param[bool] = setting(
         "sync_batch_norm",
-        "whether batch normalisation takes mean and variance of all workers' rows of a batch, so that the number of "
-        "workers does not matter, for two small reductions a layer and step. False: each worker those of its own rows.",
+        "compute mean and variance in batch normalisation over all workers' rows of a batch, so that the number of "
+        "workers does not matter; costs two small reductions per layer and step. False: over each worker's own rows.",
         to.boolean,
         default=True,
     )
     getSyncBatchNorm, setSyncBatchNorm = accessors(sync_batch_norm)
     allow_nan_loss: Param[bool] = setting(
         "allow_nan_loss",
-        "whether training goes on when the loss of a step is NaN or infinite; otherwise fit ends with a "
-        "LossNotFiniteError.",
+        "continue when the loss of a step is NaN or infinite; otherwise fit ends with a LossNotFiniteError.",
         to.boolean,
         default=False,
     )
@@ -243,7 +246,7 @@ class ClusterParams(ElasticParams):
     )
     getNumProc, setNumProc = accessors(num_proc)
     min_num_proc: Param[int | None] = setting(
-        "min_num_proc", "fewest workers to go on with. Default: num_proc.", to.whole(at_least=1)
+        "min_num_proc", "fewest workers to continue with. Default: num_proc.", to.whole(at_least=1)
     )
     getMinNumProc, setMinNumProc = accessors(min_num_proc)
     max_num_proc: Param[int | None] = setting(
@@ -281,26 +284,26 @@ class StorageParams(ElasticParams):
         "store",
         "path, URI or spark_elastic.Store that driver and executors share, for the rows and the results of a fit. "
         "Default: a temporary directory, which is shared only if all executors run on the driver's machine.",
-        to.anything,
+        to.location,
     )
     getStore, setStore = accessors(store)
     storage_options: Param[Mapping[str, Any] | None] = setting(
         "storage_options",
-        "what the filesystem behind a URI needs, such as credentials. Not saved with an estimator: set "
-        "it again after loading.",
+        "options of the filesystem of a URI, such as credentials. Not saved with an estimator: set them again after "
+        "loading.",
         to.dictionary,
     )
     getStorageOptions, setStorageOptions = accessors(storage_options)
     dataset_id: Param[str | None] = setting(
         "dataset_id",
-        "name that the written rows are found under again by a later fit, which then trusts you that they are still "
-        "the same. Default: told from the query plan and its files.",
+        "name by which a later fit finds the written rows again, without checking that they are still the same. "
+        "Default: found by the query plan and its files.",
         to.text,
     )
     getDatasetId, setDatasetId = accessors(dataset_id)
     keep_dataset: Param[bool] = setting(
         "keep_dataset",
-        "whether the written rows stay in the store, so that a later fit on the same rows need not write them.",
+        "keep the written rows in the store, so that a later fit on the same rows need not write them.",
         to.boolean,
         default=False,
     )
@@ -327,14 +330,14 @@ class StorageParams(ElasticParams):
     checkpoint_best_of: Param[str | None] = setting(
         "checkpoint_best_of",
         "column of the history, such as 'val_loss', by which the best epoch's checkpoint is kept as well. Default: "
-        "only the last ones are.",
+        "only the last ones are kept.",
         to.text,
     )
     getCheckpointBestOf, setCheckpointBestOf = accessors(checkpoint_best_of)
     checkpoint_best_mode: Param[BestMode] = setting(
         "checkpoint_best_mode",
-        "whether the least ('min') or the largest ('max') is best; 'auto': the least of what is called a loss or an "
-        "error, the largest of anything else.",
+        "the smallest ('min') or the largest ('max') value is best; 'auto': the smallest for names of losses and "
+        "errors, the largest for anything else.",
         to.one_of(*get_args(BestMode)),
         default="auto",
     )
@@ -345,14 +348,14 @@ class StorageParams(ElasticParams):
     getKeepCheckpoints, setKeepCheckpoints = accessors(keep_checkpoints)
     run_id: Param[str | None] = setting(
         "run_id",
-        "name of this training below checkpoint_dir. A fit with the run_id of one whose driver died goes on from its "
-        "last checkpoint.",
+        "name of this training below checkpoint_dir. A fit with the run_id of a training whose driver was killed "
+        "resumes from its last checkpoint.",
         to.identifier,
     )
     getRunId, setRunId = accessors(run_id)
     resume: Param[bool] = setting(
         "resume",
-        "whether checkpoints of run_id are gone on from; False starts anew and replaces them.",
+        "resume from the checkpoints of run_id; False deletes them and starts over.",
         to.boolean,
         default=True,
     )
@@ -362,16 +365,20 @@ class StorageParams(ElasticParams):
         super()._check_together()
         if self._given("run_id") is not None and self._given("checkpoint_dir") is None:
             raise InvalidSettingsError(
-                f"run_id={self._given('run_id')!r} without checkpoint_dir: there is nothing to go on from; set both"
+                f"run_id={self._given('run_id')!r} without checkpoint_dir: there is nothing to resume from; set both"
             )
         if self._given("checkpoint_dir") is None:
             for name in _OF_CHECKPOINTS:
                 if self.isSet(name) and self._given(name) is not None:
-                    raise InvalidSettingsError(f"{name}={self._given(name)!r} without checkpoint_dir: none are written")
+                    raise InvalidSettingsError(
+                        f"{name}={self._given(name)!r} without checkpoint_dir: no checkpoints are written; set both"
+                    )
         if self._given("checkpoint_best_of") is None and self.isSet("checkpoint_best_mode"):
-            raise InvalidSettingsError("checkpoint_best_mode is set, but checkpoint_best_of is not: the best of what?")
+            raise InvalidSettingsError(
+                "checkpoint_best_mode is set without checkpoint_best_of; set the column of the history, too"
+            )
         if not self._given("resume") and self._given("run_id") is None:
-            raise InvalidSettingsError("resume=False without run_id: there is nothing that could be gone on from")
+            raise InvalidSettingsError("resume=False without run_id: there is nothing to resume from; set both")
 
 
 class OutputParams(ElasticParams):
@@ -379,9 +386,9 @@ class OutputParams(ElasticParams):
 
     output_cols: Param[str | Sequence[str] | None] = setting(
         "output_cols",
-        "names for the columns with the model's outputs as they are, one for each output: a double or integer where "
-        "there is one value a row, an array otherwise. []: none. Default: 'output', or 'output_0', 'output_1', ... "
-        "where there are several.",
+        "names of the columns with the model's outputs, unchanged, one for each output: a double or integer if there "
+        "is one value per row, an array otherwise. []: none. Default: 'output', or 'output_0', 'output_1', ... for "
+        "several.",
         to.names_or_none,
     )
     getOutputCols, setOutputCols = accessors(output_cols)
@@ -394,7 +401,7 @@ class OutputParams(ElasticParams):
     getOutputType, setOutputType = accessors(output_type)
     prediction_col: Param[str] = setting(
         "prediction_col",
-        "name for the double column with the prediction that is made of the first output, as Spark's evaluators want "
+        "name of the double column with the prediction that is made of the first output, as Spark's evaluators need "
         "it; '' for none.",
         lambda name, value: "" if isinstance(value, str) and not value else to.text(name, value),
         default="prediction",
@@ -402,33 +409,33 @@ class OutputParams(ElasticParams):
     getPredictionCol, setPredictionCol = accessors(prediction_col)
     prediction: Param[PredictionRule] = setting(
         "prediction",
-        "how the prediction is made of the first output: 'argmax' of its values, 'argmax_probability' if they are "
-        "probabilities already, the 'value' itself, 'binary_logit': 1 where it is above 0, 'binary_probability': 1 "
-        "where it is above 0.5. 'auto': as the loss has it, or the value where there is one a row.",
+        "rule for making the prediction of the first output: 'argmax' of its values, 'argmax_probability' if they are "
+        "probabilities already, the 'value' itself, 'binary_logit': 1 if it is above 0, 'binary_probability': 1 if it "
+        "is above 0.5. 'auto': the rule of the loss, or the value if there is one per row.",
         to.one_of(*get_args(PredictionRule)),
         default="auto",
     )
     getPrediction, setPrediction = accessors(prediction)
     probability_col: Param[str | None] = setting(
         "probability_col",
-        "name for a vector column with the probability of each class (softmax or sigmoid of the first output, unless "
+        "name of a vector column with the probability of each class (softmax or sigmoid of the first output, unless "
         "it has probabilities). Default: none.",
         to.text,
     )
     getProbabilityCol, setProbabilityCol = accessors(probability_col)
     handle_invalid: Param[HandleInvalid] = setting(
         "handle_invalid",
-        "what transform does with rows that have a null in the model's input, NaN or infinity where fit refuses them "
-        "(see allow_nan), or a NaN output of which no class can be told: 'error', 'skip' (such rows are left out of "
-        "the result) or 'keep' (all columns that are added are null for them).",
+        "treatment by transform of rows with a null in the model's input, NaN or infinity where fit refuses them (see "
+        "allow_nan), or a NaN output of which no class can be made: 'error', 'skip' (the result is without such rows) "
+        "or 'keep' (all added columns are null for them).",
         to.one_of(*get_args(HandleInvalid)),
         default="error",
     )
     getHandleInvalid, setHandleInvalid = accessors(handle_invalid)
     inference_fn: Param[ColumnsFunction | None] = setting(
         "inference_fn",
-        "function of a batch's features, {'features_0': array, ...}, to those that the model is called with, by their "
-        "order; what transformation_fn is in training. Default: none.",
+        "function of a batch's features, {'features_0': array, ...}, to those that the model is called with, in their "
+        "order; the counterpart of transformation_fn in training. Default: none.",
         to.function,
     )
     getInferenceFn, setInferenceFn = accessors(inference_fn)

@@ -1,6 +1,6 @@
 """ElasticKerasEstimator: a Keras model, trained elastically on the rows of a DataFrame.
 
-Keras is imported where it is used: without it the class can be named, and says what is missing when it is called.
+Keras is imported inside functions, so that the class can be imported without it, and says what to install when called.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     KerasCallback: TypeAlias = Callback | keras.callbacks.Callback
 
 COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
-"""Settings that are as the model was compiled where they are not set."""
+"""Settings that default to those that the model was compiled with."""
 
 
 class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
-    """Trains a `keras.Model` on a DataFrame, in workers that may come and go, and returns an `ElasticKerasModel`.
+    """Trains a `keras.Model` on a DataFrame, in workers that may join and leave; `fit` returns the trained model.
 
     ::
 
@@ -64,23 +64,24 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         )
         model = estimator.fit(df)
 
-    All settings are keywords, and Params of Spark ML: `print(estimator.explainParams())` lists them. The model that is
-    given is not changed by `fit`. It may be compiled; what is not set here is then as it was compiled. Keras has to run
-    on TensorFlow.
+    All settings are keywords, and Params of Spark ML: `print(estimator.explainParams())` explains each. `fit` trains a
+    copy of the model. If the model is compiled, its optimizer, losses and metrics are the defaults. Keras has to run on
+    TensorFlow. `fit` raises an `InvalidSettingsError`, `DataError`, `StoreError` or `CheckpointError` that says what to
+    change before any worker starts; a `UserFunctionError` if your code raised in a worker; and a `JobError` if the job
+    could not continue.
 
-    optimizer, loss, loss_weights, metrics, weighted_metrics: as of `keras.Model.compile`, with the names of losses and
-        optimizers, lists, and dicts by the names of outputs.
-    feature_cols: of the inputs in the order of `model.inputs`; of inputs in a dict, in the order of their names.
-    label_cols: one for each output that has a loss, in the order of `model.outputs`.
-    callbacks: of `spark_elastic.ml.callbacks` and of `keras.callbacks`, in any order.
-    custom_objects: classes and functions by the names that Keras knows them by, as of `keras.saving.load_model`. Those
-        that the model consists of are found without.
+    Args:
+        optimizer: As in `keras.Model.compile`; so are `loss`, `loss_weights`, `metrics` and `weighted_metrics`, with
+            names, lists, and dicts by output.
+        feature_cols: Columns of the inputs in the order of `model.inputs`; for inputs in a dict, in the order of their
+            names.
+        label_cols: One for each output that has a loss, in the order of `model.outputs`.
+        callbacks: Callbacks of `spark_elastic.ml.callbacks` and of `keras.callbacks`, in any order.
+        custom_objects: Classes and functions by the names that Keras knows them by, as in `keras.saving.load_model`.
+            Those that the model itself consists of are found without.
 
     Raises:
         MissingExtraError: TensorFlow is not installed.
-    Raises (fit):
-        InvalidSettingsError, DataError, StoreError, CheckpointError: what has to be changed; no worker was started.
-        UserFunctionError: your code raised in a worker. JobError: the job could not go on.
     """
 
     TOGETHER: tuple[str, ...] = ()
@@ -201,7 +202,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
 
         return safe_objects
 
-    # Checks.
+    # --- checks -----------------------------------------------------------------------------------
 
     def _check_loss_weights(self) -> None:
         losses, weights = self._given("loss"), self._given("loss_weights")
@@ -230,14 +231,14 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         for each in getattr(model, "inputs", None) or ():
             if each.shape[0] is not None:
                 raise InvalidSettingsError(
-                    f"the model's input {each.name} is of batches of {each.shape[0]} rows alone, and workers take "
-                    "shares of a batch that may be of any size; make it with shape= instead of batch_shape="
+                    f"the model's input {each.name} takes batches of {each.shape[0]} rows only, but workers take "
+                    "shares of a batch that have any size; create it with shape= instead of batch_shape="
                 )
         for callback in self._callbacks():
             if not isinstance(callback, (Callback, keras.callbacks.Callback)):
                 raise InvalidSettingsError(
-                    "callbacks must be a list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback; "
-                    f"{callback!r} is none"
+                    "callbacks must be a list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback, "
+                    f"not of {callback!r}"
                 )
         for name in ("device", "transform_device"):
             if self._given(name) not in (None, "auto"):
@@ -254,7 +255,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         return at < len(inputs) and str(inputs[at].dtype) == "float32"
 
     def _losses(self) -> list[Any]:
-        """That of each label; [] if the model adds its own."""
+        """Return the loss of each label; [] if the model adds its own."""
         from spark_elastic.ml.keras.compiling import check_losses
 
         labels = self._given("label_cols") or []
@@ -273,19 +274,19 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         if self._given("transformation_fn") is not None:
             return made
         if self._given("input_dtypes") is None:
-            # Keras casts what it is given to the type of the Input, so that is where integers must not be rounded.
+            # Keras casts inputs to the type of the Input. Stored as that type, integers that are rounded are refused.
             made |= Tensors({}, {name: FLOAT for name in made.dtypes if self._takes_float32(name)})
         for name, loss in zip(self._given("label_cols"), self._losses(), strict=False):
             kind = losses.kind(loss)
             if kind is not None and kind.labels == "one-hot" and not is_list(schema[name].dataType):
                 raise DataError(
-                    f"label_cols {name!r} is one number a row, and {losses.name_of(loss)} compares with a value for "
-                    "each class: take sparse_categorical_crossentropy for the numbers of classes, or make a vector of "
-                    "them (OneHotEncoder with dropLast=False)"
+                    f"label_cols {name!r} is one number a row, but {losses.name_of(loss)} needs a value for each "
+                    "class: use sparse_categorical_crossentropy for class numbers, or make a vector of them "
+                    "(OneHotEncoder with dropLast=False)"
                 )
         return made
 
-    # The training.
+    # --- the training -----------------------------------------------------------------------------
 
     def _training(self, dataset: Dataset, run: Store, resume_from: str | None) -> KerasTraining:
         from spark_elastic.ml.keras.compiling import values_of
@@ -296,13 +297,17 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         return KerasTraining(
             **self._common_settings(dataset, run, resume_from),
             model=self._sealed("model", model),
-            compiled=self._sealed("what the model is compiled with", compiled),
+            compiled=self._sealed("the compile settings", compiled),
             optimizer_values=values_of(own) if compiled.optimizer is own else None,
             callbacks=self._sealed("callbacks", self._callbacks()),
         )
 
     def _built_model(self, dataset: Dataset) -> Any:
-        """The model that was given, or a copy that is built for the columns. Raises: InvalidSettingsError."""
+        """Return the given model, or a copy that is built for the columns.
+
+        Raises:
+            InvalidSettingsError: The model does not take the columns, or cannot be built.
+        """
         from spark_elastic.ml.keras.building import built_for
         from spark_elastic.ml.keras.structure import input_names
 
@@ -318,13 +323,13 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
             return model
         if self._given("transformation_fn") is not None:
             raise InvalidSettingsError(
-                "the model is not built, and what it will be given is what transformation_fn makes: build it first, by "
-                "keras.Input in it, or by calling it on an array"
+                "the model is not built, and its inputs are not known because transformation_fn makes them: build it "
+                "first, with keras.Input in it, or by calling it on an array"
             )
         return built_for(model, inputs, self._given("seed"), self._given("custom_objects"))
 
     def _sealed(self, name: str, value: Any) -> Sealed:
-        """Raises: NotPicklableError: with the name."""
+        """Return a pickle of a setting. Raises `NotPicklableError`, naming the setting, if that is impossible."""
         from spark_elastic.ml.keras.pickling import Sealed
 
         try:
@@ -353,7 +358,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         return {ENV: NEEDED}
 
     def _model_nbytes(self, training: KerasTraining) -> int:
-        return len(training.model)  # its weights are in it
+        return len(training.model)  # with its weights
 
     def _fitted_model(self, training: KerasTraining, fitted: Fitted, read: Callable[[str], bytes]) -> ElasticKerasModel:
         from spark_elastic.ml.keras import weights
@@ -364,7 +369,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         model._attach(keras_model, fitted, self._given("custom_objects"))
         return model
 
-    # What is the same training.
+    # --- identity of a training, for checkpoints ----------------------------------------------------
 
     def _identity(self, dataset: Dataset) -> dict[str, Any]:
         compiled = self._compile_arguments()
@@ -396,7 +401,7 @@ def _no_model(given: Any) -> str:
 
 
 def _first_words(error: Exception) -> str:
-    """Keras's errors go on with whole configurations."""
+    """Return the message of an error of Keras without the configurations that follow it."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    telling = next((line for line in lines if line.startswith("Exception encountered: ")), lines[0] if lines else "")
-    return f"{type(error).__name__}: {telling.removeprefix('Exception encountered: ').rstrip('.')[:400]}"
+    message = next((line for line in lines if line.startswith("Exception encountered: ")), lines[0] if lines else "")
+    return f"{type(error).__name__}: {message.removeprefix('Exception encountered: ').rstrip('.')[:400]}"

@@ -39,7 +39,7 @@ from spark_elastic.ml.trust import trusted_files
 
 
 class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
-    """Trains a `torch.nn.Module` on a DataFrame, in workers that may come and go, and returns an `ElasticTorchModel`.
+    """Trains a `torch.nn.Module` on a DataFrame, in workers that may join and leave; `fit` returns the trained model.
 
     ::
 
@@ -50,19 +50,19 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         )
         model = estimator.fit(df)
 
-    All settings are keywords, and Params of Spark ML: `print(estimator.explainParams())` lists them. The module that is
-    given is not changed by `fit`.
+    All settings are keywords, and Params of Spark ML: `print(estimator.explainParams())` explains each. `fit` trains a
+    copy of the module. It raises an `InvalidSettingsError`, `DataError`, `StoreError` or `CheckpointError` that says
+    what to change before any worker starts; a `UserFunctionError` if your code raised in a worker; and a `JobError` if
+    the job could not continue.
 
-    optimizer: an instance on the model's parameters, whose groups and their options are kept; a class; or a function
-        of the list of parameters.
-    loss: a module or function of (output, label); a list with one for each label.
-    metrics: functions of (output, label) or torchmetrics metrics, by name.
-    train_fn: (model, batch) -> loss or (loss, outputs), instead of loss, for models that are not trained as
-        loss(model(inputs), label). `batch.inputs`, `batch.labels`, `batch.weights`, `batch["features_0"]`.
-
-    Raises (fit):
-        InvalidSettingsError, DataError, StoreError, CheckpointError: what has to be changed; no worker was started.
-        UserFunctionError: your code raised in a worker. JobError: the job could not go on.
+    Args:
+        optimizer: An instance on the model's parameters, whose groups and options are kept; a class; or a function of
+            the list of parameters.
+        loss: A module or function of (output, label); a list with one for each label.
+        metrics: Functions of (output, label) or torchmetrics metrics, by name.
+        train_fn: Function (model, batch) -> loss or (loss, outputs), instead of loss, for models that are not trained
+            as loss(model(inputs), label). The batch has `inputs`, `labels`, `weights`, and `batch["features_0"]`.
+        callbacks: Callbacks of `spark_elastic.ml.callbacks`, such as `EarlyStopping`.
     """
 
     DECIDING = (*ElasticEstimator.DECIDING, "train_fn", "lr_scheduler", "scheduler_interval", "scheduler_monitor")
@@ -181,7 +181,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
                 "loss and train_fn are both set; a train_fn computes its own loss, leave one out"
             )
         if self._given("loss_weights") is not None and self._given("train_fn") is not None:
-            raise InvalidSettingsError("loss_weights are for losses; a train_fn adds its own up")
+            raise InvalidSettingsError("loss_weights are for losses; a train_fn weighs its losses itself")
         for name in ("scheduler_monitor", "scheduler_interval"):
             if self.isSet(name) and self._given(name) is not None and self._given("lr_scheduler") is None:
                 raise InvalidSettingsError(f"{name} is set, but there is no lr_scheduler")
@@ -205,7 +205,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         for callback in self._callbacks():
             if not isinstance(callback, Callback):
                 raise InvalidSettingsError(
-                    f"callbacks must be a list of spark_elastic.ml.callbacks.Callback; {callback!r} is none"
+                    f"callbacks must be a list of spark_elastic.ml.callbacks.Callback, not of {callback!r}"
                 )
         if self._given("device") not in (None, "auto"):
             try:
@@ -234,7 +234,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         if foreign:
             raise InvalidSettingsError(
                 f"{len(foreign)} of the optimizer's parameters are not the model's: it was made for another module. "
-                "Give a function of the parameters instead, which goes with any model: "
+                "Give a function of the parameters instead, which works with any model: "
                 f"lambda params: torch.optim.{type(optimizer).__name__}(params, lr={optimizer.defaults.get('lr')})"
             )
         scheduler = self._given("lr_scheduler")

@@ -94,10 +94,8 @@ class Engine(Protocol):
     def step(self, batch: Any, at: Progress, stop: bool) -> Measured:
         """Do the forward and backward passes, the reduction, and the optimizer's step.
 
-        A step happens completely, or it raises and the state can be put back to the one before the step.
-
-        Args:
-            stop: This worker requests the end of the training.
+        A step happens completely, or it raises and the state can be put back to the one before the step. `stop` says
+        that this worker requests the end of the training.
 
         Raises:
             HorovodInternalError: A collective failed.

@@ -31,7 +31,7 @@ def test_a_setter_returns_the_object_and_a_getter_what_was_set() -> None:
     assert "current: 64" in estimator.explainParam("batch_size")
 
 
-def test_settings_are_keywords_alone() -> None:
+def test_positional_settings_are_refused() -> None:
     with pytest.raises(TypeError, match="positional"):
         ElasticTorchEstimator("model")  # type: ignore[misc]
 
@@ -46,7 +46,7 @@ def test_settings_are_keywords_alone() -> None:
         ("zzz", "it has accumulation_steps, allow_nan_loss, batch_size"),
     ],
 )
-def test_a_name_that_does_not_exist_is_answered_with_the_one_that_does(name: str, hint: str) -> None:
+def test_unknown_name_is_reported_with_the_right_one(name: str, hint: str) -> None:
     with pytest.raises(InvalidSettingsError, match=hint):
         ElasticTorchEstimator(**{name: 1})
 
@@ -82,9 +82,10 @@ def test_a_name_that_does_not_exist_is_answered_with_the_one_that_does(name: str
         ({"prediction": "softmax"}, "'argmax', 'value'"),
         ({"checkpoint_dir": 3}, "a path or a URI"),
         ({"device": ""}, "device must be a name"),
+        ({"store": 3}, "store must be a path, a URI or a Store"),
     ],
 )
-def test_an_impossible_value_is_refused_with_what_would_be_possible(settings: dict[str, Any], said: str) -> None:
+def test_impossible_value_is_refused_with_the_possible_ones(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidSettingsError, match=said):
         ElasticTorchEstimator(**settings)
 
@@ -115,7 +116,7 @@ def test_a_wrong_value_set_through_spark_ml_keeps_its_error() -> None:
         estimator.set(estimator.epochs, 0)
 
 
-def test_numpy_numbers_become_plain_ones() -> None:
+def test_numpy_numbers_become_python_numbers() -> None:
     estimator = ElasticTorchEstimator(batch_size=np.int64(8), validation=np.float32(0.5), shuffle=np.bool_(False))
     values = [estimator.getBatchSize(), estimator.getValidation(), estimator.getShuffle()]
     assert [type(value) for value in values] == [int, float, bool]

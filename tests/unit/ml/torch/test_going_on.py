@@ -1,4 +1,4 @@
-"""Which checkpoints a fit goes on from, and which it does not."""
+"""The checkpoints from which a fit resumes, and those from which it does not."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_checkpoints_of_a_version_that_did_not_note_the_order_are_taken_where_it
             made.from_dataset_path(rows)
             assert made.training.resume_from is not None
             file.write_text(json.dumps({**identity, "content": [1]}))
-        with pytest.raises(CheckpointError, match=r"of an earlier version .* Go on with the version that began it"):
+        with pytest.raises(CheckpointError, match=r"of an earlier version .* Resume with the version that began it"):
             estimator(**common, epochs=4).from_dataset_path(rows)
 
 

@@ -29,7 +29,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
         ({"checkpoint_interval": 2}, "checkpoint_interval=2 without checkpoint_dir"),
         ({"keep_checkpoints": 2}, "keep_checkpoints=2 without checkpoint_dir"),
         ({"checkpoint_best_of": "loss"}, "checkpoint_best_of='loss' without checkpoint_dir"),
-        ({"checkpoint_dir": "/x", "checkpoint_best_mode": "max"}, "the best of what"),
+        ({"checkpoint_dir": "/x", "checkpoint_best_mode": "max"}, "without checkpoint_best_of"),
         ({"resume": False}, "resume=False without run_id"),
         ({"scheduler_interval": "step"}, "scheduler_interval is set, but there is no lr_scheduler"),
     ],

@@ -246,7 +246,7 @@ def test_early_stopping_stops_and_a_resume_stays_stopped(data, tmp_path):
     stopping = EarlyStopping("lr", mode="min", patience=1)  # which never falls
     result = alone(make_training(data, tmp_path, callbacks=[stopping], epochs=10))
     assert len(result["history"]) == 2
-    assert "lr has not become better than 0.1 in 1 epochs" in result["stopped"]
+    assert "lr has not improved on 0.1 in 1 epochs" in result["stopped"]
     latest = checkpoints_in(tmp_path).latest()
     again = make_training(data, tmp_path, callbacks=[EarlyStopping("lr", mode="min")], epochs=10)
     assert len(alone(replace(again, resume_from=latest.name))["history"]) == 2

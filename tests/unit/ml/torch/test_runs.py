@@ -16,7 +16,7 @@ from spark_elastic.data.catalog import is_leased
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
-from spark_elastic.ml.run_folder import collect_runs, passing_run
+from spark_elastic.ml.run_folder import collect_runs, transient_run
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_set, settings, weights_of
 
 DAY = 86_400.0
@@ -42,7 +42,7 @@ def test_runs_of_processes_that_died_are_removed_once_they_are_old(tmp_path: Pat
     old, young, strange = (uuid.uuid4().hex for _ in range(3))
     for name in (f"{old}/checkpoints/1/state.pt", f"{young}/model.pt", f"{strange}/thesis.tex", "named/model.pt"):
         runs.write_bytes(name, b"x")
-    with passing_run(runs) as running:
+    with transient_run(runs) as running:
         for path in tmp_path.rglob("*"):
             if young not in str(path):
                 os.utime(path, (time.time() - 2 * DAY,) * 2)
