@@ -99,7 +99,9 @@ def test_driver_without_heartbeats_is_replaced_after_a_minute_and_notices(run):
     second = time.take(run, HERE)
     assert LEASE_S - 1 <= time.waited <= LEASE_S + 1
     assert second.token == 2
-    with pytest.raises(RunTakenError, match=r"was taken over by the driver with pid \d+ on .*stops so that it overwrites nothing"):
+    with pytest.raises(
+        RunTakenError, match=r"was taken over by the driver with pid \d+ on .*stops so that it overwrites nothing"
+    ):
         Fence(run, first.token, first.name).check()
 
 
