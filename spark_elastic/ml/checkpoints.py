@@ -33,7 +33,7 @@ _FIELDS = frozenset(("format", "version", "step", "epoch", "position", "best", "
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """What is known of a complete checkpoint without loading it.
+    """The facts of a complete checkpoint that are known without loading it.
 
     Attributes:
         name: Name of its folder, see `name_of`.
@@ -302,7 +302,7 @@ class CheckpointWriter:
     A checkpoint that cannot be written is logged, and training continues; `drain` raises the error of the last one.
 
     Args:
-        keep: How many of the newest checkpoints are kept.
+        keep: Number of the newest checkpoints that are kept.
         notify: Shows a message to people when checkpoints cannot be written, and when they can be again.
     """
 
@@ -318,7 +318,7 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint that is submitted now would have to wait."""
+        """True if a checkpoint that is submitted now would have to wait."""
         return self._waiting.unfinished_tasks > 0
 
     def submit(self, contents: Callable[[], Contents]) -> None:

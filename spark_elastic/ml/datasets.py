@@ -135,7 +135,7 @@ def give_back(dataset: Dataset) -> None:
     """
     try:
         catalog.give_back(dataset.store, catalog.Limits.of_environment(os.environ), clock.wall())
-    except Exception as error:  # each filesystem has errors of its own
+    except Exception as error:  # each filesystem has its own errors
         log.warning("the rows in %s could not be given back: %s", dataset.store.url, error)
 
 
@@ -144,7 +144,7 @@ def remove_unless_used(dataset: Dataset) -> None:
     try:
         if not dataset.store.exists("keep") and not is_leased(dataset.store, clock.wall()):
             dataset.delete()
-    except Exception as error:  # each filesystem has errors of its own
+    except Exception as error:  # each filesystem has its own errors
         log.warning("the dataset in %s could not be deleted: %s", dataset.store.url, error)
 
 

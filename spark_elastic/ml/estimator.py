@@ -75,7 +75,7 @@ _ESTIMATOR_NAMES = {
     "pad_to": "pad_to= and variable= go into data_options={{...}}",
 }
 _DATA_OPTION = "{}= goes into data_options={{...}}"
-"""How an estimator is given the arguments of `materialize` that a `DataError` has in its `settings`."""
+"""Advice for arguments of `materialize` that a `DataError` names in its `settings`: their names in an estimator."""
 
 
 @dataclass

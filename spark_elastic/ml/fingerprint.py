@@ -1,4 +1,4 @@
-"""Descriptions of settings that are equal in every process, by which one training is told from another."""
+"""Descriptions of settings that are equal in every process, which tell one training from another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def described(value: Any, *, buffers: bool = True, depth: int = 0) -> str:
     Args:
         value: A setting, or a part of one.
         buffers: Include the buffers of modules, such as the class weights of a loss.
-        depth: How deep the value is in the setting.
+        depth: Depth of the value in the setting.
     """
     if depth > _MAX_DEPTH:
         return type(value).__qualname__

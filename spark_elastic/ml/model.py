@@ -31,7 +31,7 @@ class Fitted:
     Attributes:
         inputs: The model's inputs, and the columns they came from.
         outputs: The model's outputs, for one row.
-        rule: How the loss makes a prediction of the first output; None if it does not say.
+        rule: The rule by which the loss makes a prediction of the first output; None if it has none.
         history: The epochs of the fit.
         events: The events of the fit's workers.
         why_not: Why the model cannot be called with its inputs alone; "" if it can.

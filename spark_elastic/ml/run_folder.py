@@ -98,7 +98,7 @@ def leased_if_possible(folder: Store) -> Iterator[None]:
     lease = contextlib.ExitStack()
     try:
         lease.enter_context(leased(folder))
-    except Exception as error:  # each filesystem has errors of its own
+    except Exception as error:  # each filesystem has its own errors
         log.info("no lease could be written to %s, so others may remove it: %s", folder.url, error)
     try:
         yield
@@ -144,7 +144,7 @@ def collect_runs(runs: Store, now: float, age_s: float = ORPHAN_AGE_S) -> list[s
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What the workers of a training left.
+    """The results of a training's job, and the files that its workers wrote.
 
     Attributes:
         unsaved: Files by name that could not be written to the run's folder and came with the results.

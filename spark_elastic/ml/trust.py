@@ -1,6 +1,6 @@
 """Trust in files: whether loading a file may run code, and which versions of PyTorch and Keras can prevent it.
 
-The caller of a loader grants trust. Where nobody can pass an argument to the loader (`mlflow.pyfunc`), a deployment
+The caller of a loader grants trust. Where no argument can be passed to the loader (`mlflow.pyfunc`), a deployment
 grants it by the environment variable `SPARK_ELASTIC_TRUST` of the loading process: folders, separated by commas, or the
 word `all`.
 

@@ -340,7 +340,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
                 f"{name} cannot be sent to the workers: {_first_words(error)}. Layers, models, metrics and schedules "
                 "of your own need a get_config that returns all arguments of their __init__, which takes **kwargs for "
                 "those of Keras; @keras.saving.register_keras_serializable(), or custom_objects={...}, says what a "
-                "name in it stands for"
+                "name in it means"
             ) from error
         return sealed
 

@@ -24,11 +24,11 @@ T = TypeVar("T", bound=Training)
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """What one step on the first rows has shown.
+    """The result of one step on the first rows.
 
     Attributes:
         outputs: The model's outputs in `transform`; empty if it has none there.
-        rule: How the loss makes a prediction of the first output; None if it does not say.
+        rule: The rule by which the loss makes a prediction of the first output; None if it has none.
         why_not: Why the model cannot be called in `transform`; "" if it can.
     """
 
@@ -41,7 +41,7 @@ class UserCodeContext:
     """A context for calling the user's code: errors name the code and the tensors that it was called with.
 
     Args:
-        subject: What is called: "the model and its loss".
+        subject: The code that is called, such as "the model and its loss".
         tensors: The tensors that it is called with, by name.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How far a training has come: one immutable value, replaced after each step and each turn of a validation."""
+"""The progress of a training: one immutable value, replaced after each step and each turn of a validation."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ MAX_NOTICE = 1000
 REPORT_INTERVAL_S = 0.25
 """Time between two reports. A person sees no more, and a report costs well below a millisecond."""
 CLOSE_TIMEOUT_S = 1.0
-"""How long the end of a training waits for the last report."""
+"""Longest wait for the last report at the end of a training."""
 
 
 class RunView:

@@ -1,4 +1,4 @@
-"""What a training writes to its store: checkpoints while it runs, its result when it ends."""
+"""The files that a training writes to its store: checkpoints while it runs, its result when it ends."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class CheckpointPlan:
         every_epochs: Write one at the end of every n-th epoch; None: not at the end of epochs.
         every_steps: Write one after every n-th optimizer step.
         every_seconds: Write one when this time has passed since the last.
-        keep: How many of the newest checkpoints are kept.
+        keep: Number of the newest checkpoints that are kept.
         best_of: Column of the history; the checkpoint of the best epoch by it is kept whatever its age.
         mode: "min", "max" or "auto", as in `callbacks.Monitor`.
     """
@@ -117,7 +117,7 @@ class Training:
 
     @property
     def validates(self) -> bool:
-        """Whether there are rows to validate with."""
+        """True if there are rows to validate with."""
         return "validation" in self.dataset.splits and self.dataset.rows("validation") > 0
 
     def plan_callbacks(self) -> list[Callback]:

@@ -39,8 +39,8 @@ log = logging.getLogger("spark_elastic.ml")
 VALIDATION_TURN_BATCHES = 16
 """Batches of a validation between two reductions: the most that is repeated when a worker is lost."""
 POLL_S = 0.5
-"""How long a worker waits for its own files between two reductions at the end. Saving may take minutes, in which the
-others must see that this worker is not stuck."""
+"""Wait for this worker's files between two reductions at the end. Saving may take minutes, and the reductions show the
+other workers meanwhile that this one is not stuck."""
 STOPPED_ELSEWHERE = "a callback of another worker requested the end of the training"
 
 
@@ -48,9 +48,9 @@ class Trainer:
     """Runs the phases of a training in one worker: train, validate, epoch end, finish.
 
     Attributes:
-        state: The elastic state; `state.at` says how far the training has come, and which phase is next.
+        state: The elastic state; `state.at` is the progress of the training, with the next phase.
         view: The training as callbacks and the reporter see it.
-        reporter: Sends the progress to the driver; None if nobody wants to see it.
+        reporter: Sends the progress to the driver; None if the training is silent, or has no driver.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Trainer:
         self.engine.begin_steps()
         reader = self._reader("train")
         batches = reader.epoch(state.at.epoch, state.at.position, batch_size=self._batch_size)
-        # Closed at once: somebody may keep the error of a failed step, and with its traceback this generator, whose
+        # Closed at once: the caller may keep the error of a failed step, and with its traceback this generator, whose
         # read-ahead threads would never end.
         with closing(self.engine.feed(batches)) as fed:
             for batch in fed:

@@ -144,7 +144,7 @@ def test_labels_are_stored_as_the_loss_needs_them(loss: Any, label: str, dtype: 
 
 def test_numbers_of_classes_are_refused_where_the_loss_compares_with_a_value_for_each() -> None:
     made = estimator(loss="categorical_crossentropy", feature_cols=["x"], label_cols=["whole"])
-    with pytest.raises(DataError, match=r"'whole' is one number a row, and categorical_crossentropy .* use sparse_"):
+    with pytest.raises(DataError, match=r"'whole' is one number a row, but categorical_crossentropy .* use sparse_"):
         made._tensors(SCHEMA)
 
 
