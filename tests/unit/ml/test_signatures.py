@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mypy import api
 from pyspark.ml.param import Param
 
 from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator
@@ -95,6 +94,7 @@ MISTAKES = {
 
 
 def test_mypy_accepts_a_users_script_and_finds_its_mistakes(tmp_path: Path) -> None:
+    api = pytest.importorskip("mypy.api")
     script, settings = tmp_path / "script.py", tmp_path / "mypy.ini"
     script.write_text(SCRIPT + "\n".join(MISTAKES) + "\n")
     # PyTorch takes minutes, and is not what is checked.
