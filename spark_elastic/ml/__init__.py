@@ -1,1 +1,7 @@
-"""Estimators and models for Spark ML."""
+"""Estimators and models for Spark ML: train on a DataFrame, transform another one.
+
+Start with `estimator.ElasticEstimator`, whose `fit` is five steps. `torch.estimator` and `keras.estimator` hold the
+public classes, `callbacks` the public callbacks. `shared_params` declares the settings; `training` runs in the workers;
+`model` and `serving` are `transform`; `run_folder`, `run_lease` and `checkpoints` make a training resumable;
+`persistence` saves and loads.
+"""

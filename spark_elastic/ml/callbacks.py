@@ -1,10 +1,10 @@
-"""What may look at a training and steer it: a small protocol, and the callbacks that come with it.
+"""Callbacks of a training: the protocol, and the callbacks that come with it.
 
-Every callback runs in every worker, with equal logs; what is done once for all (printing, writing) is done where
-`run.rank == 0`. A worker may be lost at any moment, so what was begun may be called again by those that are left:
-`on_epoch_end` of one epoch runs at least once in every worker that is there when the epoch ends, with the state that
-the callback had before. The state of a callback is what its `state_dict` returns: plain values that JSON can hold.
-It survives the loss of workers, reaches newcomers, and is part of checkpoints.
+Every callback runs in every worker, with equal logs; print and write only where `run.rank == 0`. When a worker is lost,
+the others repeat what was interrupted: `on_epoch_end` of an epoch runs at least once in every worker that is there when
+the epoch ends, each time with the state that the callback had before. The state of a callback is what its `state_dict`
+returns, plain values that JSON can hold. It survives the loss of workers, is sent to workers that join, and is part of
+checkpoints.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ Logs = Mapping[str, float | int]
 
 
 class Run(Protocol):
-    """The training, as callbacks see it.
+    """The training as callbacks see it.
 
-    epoch: from 0. step: optimizer steps that were applied. history: without the present epoch.
+    Attributes:
+        epoch: The present epoch, counted from 0.
+        step: Optimizer steps that were applied.
+        history: The epochs that have ended.
     """
 
     @property
@@ -41,7 +44,7 @@ class Run(Protocol):
     def history(self) -> History: ...
     @property
     def logs(self) -> Logs:
-        """What the steps of this epoch have measured so far. Computed when it is asked for."""
+        """Loss and metrics of this epoch's steps so far. Computed on access."""
 
     @property
     def model(self) -> Any: ...
@@ -49,73 +52,79 @@ class Run(Protocol):
     def optimizer(self) -> Any: ...
 
     def stop(self, reason: str) -> None:
-        """End the training: after this epoch in `on_epoch_end`, after one more step in `on_batch_end`. Any worker may
-        ask for it."""
+        """End the training: after this epoch in `on_epoch_end`, after one more step in `on_batch_end`.
+
+        Any worker may call it.
+        """
 
     def checkpoint(self, *, best: bool = False) -> None:
-        """Have a durable checkpoint written in the background. best: this epoch is the best so far; its checkpoint is
-        kept until the next that is, and so are its weights. For `on_epoch_end`, and in all workers alike."""
+        """Write a durable checkpoint in the background. Call it in `on_epoch_end`, in all workers alike.
+
+        Args:
+            best: This epoch is the best so far; its checkpoint and weights are kept until a better one.
+        """
 
     def restore_best(self) -> None:
-        """Give the trained model the weights of the best epoch. For `on_fit_end`, and in all workers alike."""
+        """Give the trained model the weights of the best epoch. Call it in `on_fit_end`, in all workers alike."""
 
 
 class Callback:
-    """Override what you need. Nothing here may call a collective."""
+    """Base of callbacks: override the events that you need. Events must not call collectives."""
 
     restores_best: bool = False
-    """Whether it calls `run.restore_best`: then every worker keeps a copy of the best weights in memory."""
+    """True if the callback calls `run.restore_best`: every worker then keeps a copy of the best weights in memory."""
 
     def on_fit_begin(self, run: Run) -> None:
-        """Once in every process, when it has the state and before its first step."""
+        """Called once in every process, when it has the state and before its first step."""
 
     def on_epoch_begin(self, run: Run) -> None: ...
 
     def on_batch_begin(self, run: Run) -> None:
-        """Before each optimizer step: keep it cheap."""
+        """Called before each optimizer step: keep it cheap."""
 
     def on_batch_end(self, run: Run) -> None:
-        """After each optimizer step: keep it cheap."""
+        """Called after each optimizer step: keep it cheap."""
 
     def on_validation_begin(self, run: Run) -> None:
-        """The epoch's steps were done, and the validation split is going to be evaluated."""
+        """Called after the epoch's steps, before the validation split is evaluated."""
 
     def on_validation_end(self, run: Run, logs: Logs) -> None:
-        """The validation split has been evaluated; `logs` has its "val_…" values only."""
+        """Called with the "val_…" values once the validation split is evaluated."""
 
     def on_epoch_end(self, run: Run, logs: Logs) -> None:
-        """`logs` is the row that the history gets."""
+        """Called with the epoch's row of the history."""
 
     def on_fit_end(self, run: Run) -> None:
-        """The last step was done; the model has not been written yet."""
+        """Called after the last step, before the model is written."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values that JSON can hold."""
+        """Return the callback's state as plain values that JSON can hold."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-def follows(callback: Callback) -> str:
-    """By what its best epoch is the best: a column of the history, or the callback itself."""
+def followed_value(callback: Callback) -> str:
+    """Return the name of the value by which a callback finds the best epoch: monitored column and mode, or class."""
     monitor = getattr(callback, "monitor", None)
     return f"{monitor.name} {monitor.mode}" if isinstance(monitor, Monitor) else type(callback).__qualname__
 
 
 def check_one_best(callbacks: Sequence[Callback]) -> None:
-    """Raises: InvalidSettingsError: two callbacks would give the trained model the weights of different epochs."""
-    restoring = list(dict.fromkeys(follows(callback) for callback in callbacks if callback.restores_best))
+    """Raise `InvalidSettingsError` if two callbacks would restore the weights of different epochs."""
+    restoring = list(dict.fromkeys(followed_value(callback) for callback in callbacks if callback.restores_best))
     if len(restoring) > 1:
         raise InvalidSettingsError(
-            f"the trained model cannot have the weights of the best epoch by {' and by '.join(restoring)}; only one "
-            "callback may restore them: restore=False, or restore_best=False, for the others"
+            f"the trained model cannot have the weights of the best epoch by {' and by '.join(restoring)}; let only "
+            "one callback restore them, with restore=False or restore_best=False for the others"
         )
 
 
 class LambdaCallback(Callback):
-    """A callback from functions: `LambdaCallback(on_epoch_end=lambda run, logs: print(logs))`.
+    """A callback made of functions: `LambdaCallback(on_epoch_end=lambda run, logs: print(logs))`.
 
-    Raises: InvalidSettingsError: there is no such event.
+    Raises:
+        InvalidSettingsError: There is no such event.
     """
 
     def __init__(self, **functions: Callable[..., None]) -> None:
@@ -123,12 +132,12 @@ class LambdaCallback(Callback):
         for name, function in functions.items():
             if name not in events:
                 hint = nearest(name, events)
-                raise InvalidSettingsError(f"{name} is no event" + (f"; did you mean {hint}?" if hint else ""))
+                raise InvalidSettingsError(f"{name} is not an event" + (f"; did you mean {hint}?" if hint else ""))
             setattr(self, name, function)
 
 
 class Monitor:
-    """Follows one value: whether it is better than all before. `best` is None before the first."""
+    """Follows one value of the logs and remembers the best; `best` is None before the first."""
 
     def __init__(self, name: str, mode: str = "auto", min_delta: float = 0.0) -> None:
         if mode not in ("auto", "min", "max"):
@@ -141,13 +150,13 @@ class Monitor:
         self.best: float | None = None
 
     def value(self, logs: Logs) -> float:
-        """Raises: InvalidSettingsError: the logs have no such value."""
+        """Return the followed value. Raises `InvalidSettingsError` if the logs do not have it."""
         if self.name not in logs:
             raise InvalidSettingsError(f"there is no {self.name!r} to monitor; there are {', '.join(logs)}")
         return float(logs[self.name])
 
     def improved(self, logs: Logs) -> bool:
-        """Whether this is the best so far by more than `min_delta`; it is then remembered. NaN never is."""
+        """Return whether the value is the best so far by more than `min_delta`, and remember it. NaN never is."""
         value = self.value(logs)
         if math.isnan(value):
             return False
@@ -159,13 +168,13 @@ class Monitor:
 
 
 class EarlyStopping(Callback):
-    """Stop when a value has not become better for `patience` epochs in a row.
+    """Stops the training when a value has not improved for `patience` epochs in a row.
 
     Args:
-        monitor: a column of the history.
-        mode: "min" or "max"; "auto": "min" for what is called a loss or an error.
-        min_delta: what counts as better.
-        restore_best: the trained model gets the weights of the best epoch, which are then written as a checkpoint.
+        monitor: Column of the history to follow.
+        mode: Whether smaller ("min") or larger ("max") is better; "auto": "min" for names of losses and errors.
+        min_delta: Smallest improvement that counts.
+        restore_best: Give the trained model the weights of the best epoch, and keep a checkpoint of it.
     """
 
     def __init__(
@@ -192,7 +201,7 @@ class EarlyStopping(Callback):
             return
         self.waited += 1
         if self.waited >= max(1, self.patience):
-            run.stop(f"{self.monitor.name} has not become better than {self.monitor.best} in {self.waited} epochs")
+            run.stop(f"{self.monitor.name} has not improved on {self.monitor.best} in {self.waited} epochs")
 
     def on_fit_end(self, run: Run) -> None:
         if self.restores_best and self.monitor.best is not None:
@@ -206,11 +215,13 @@ class EarlyStopping(Callback):
 
 
 class BestCheckpoint(Callback):
-    """Keep a durable checkpoint of the best epoch, and give the trained model its weights.
+    """Keeps a durable checkpoint of the best epoch, and gives the trained model its weights.
 
     Args:
-        monitor, mode, min_delta: as for `EarlyStopping`.
-        restore: False: the trained model keeps the weights of the last step.
+        monitor: As in `EarlyStopping`.
+        mode: As in `EarlyStopping`.
+        min_delta: As in `EarlyStopping`.
+        restore: Give the trained model the weights of the best epoch; otherwise it has those of the last step.
     """
 
     def __init__(
@@ -235,12 +246,12 @@ class BestCheckpoint(Callback):
 
 
 class HistoryLogger(Callback):
-    """Write the history to a file after every epoch: `.csv`, or JSON lines with any other ending.
+    """Writes the history to a file after every epoch: `.csv`, or JSON lines with any other suffix.
 
-    It is written anew from the history each time, so no row is lost or doubled when workers are.
+    The whole file is written each time, so no row is lost or doubled when workers are lost.
 
     Args:
-        path: on a file system that rank 0 can reach, whichever worker that is.
+        path: A file that every worker can write, because rank 0 may be on any host.
     """
 
     def __init__(self, path: str | Path) -> None:

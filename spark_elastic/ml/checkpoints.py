@@ -1,9 +1,9 @@
-"""Durable checkpoints: written in the background, complete or not there at all.
+"""Durable checkpoints: written in the background, and either complete or ignored.
 
-A checkpoint is a folder. Its files come first; `checkpoint.json` comes last and names each with its size and checksum,
-and has a checksum of its own. So one that was cut off anywhere has no `checkpoint.json`, and one that has changed since
-does not fit what lies beside it: neither is ever loaded. Nothing in it can run code: JSON, and tensors that
-`torch.load(weights_only=True)`, or `numpy.load` without pickles, reads.
+A checkpoint is a folder. Its files are written first; `checkpoint.json` is written last, lists each file with size and
+checksum, and has a checksum itself. So a write that was cut off left no `checkpoint.json`, and a file that changed
+later does not match it: neither is ever loaded. Nothing in a checkpoint can run code: it holds JSON, and tensors that
+`torch.load(weights_only=True)` or `numpy.load` without pickles reads.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ _FIELDS = frozenset(("format", "version", "step", "epoch", "position", "best", "
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """What is known of a complete checkpoint without loading it.
+    """The facts of a complete checkpoint that are known without loading it.
 
-    name: of its folder, see `name_of`. best: of what the run follows, that by which this is the best epoch so far.
-    token: of the driver that held the run's lease.
+    Attributes:
+        name: Name of its folder, see `name_of`.
+        best: The values that callbacks follow by which this is the best epoch so far.
+        token: Token of the driver that held the run's lease.
     """
 
     name: str
@@ -48,22 +50,29 @@ class CheckpointFacts:
 
 
 def name_of(serial: int, token: int = 0) -> str:
-    """Return the name of a checkpoint's folder: that of a driver which has lost its lease is never that of another.
+    """Return the name of a checkpoint's folder; names of different drivers differ.
 
-    serial: steps and turns so far. token: of the driver's lease on the run.
+    Args:
+        serial: Steps and validation turns so far.
+        token: Token of the driver's lease on the run.
     """
     return f"{serial:012d}" if not token else f"{serial:012d}.{token:06d}"
 
 
 def age_of(name: str) -> tuple[int, str]:
-    """Return what sorts names by age: whatever a driver with a later token has written is newer."""
+    """Return the sort key of a name by age: all checkpoints of a driver with a larger token are newer."""
     serial, _, token = name.partition(".")
     return int(token) if token.isdecimal() else 0, serial
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What is written. document: plain values for JSON. files: by name, bytes."""
+    """The contents of a checkpoint.
+
+    Attributes:
+        document: Plain values for JSON.
+        files: Files by name.
+    """
 
     facts: CheckpointFacts
     document: Mapping[str, Any]
@@ -73,26 +82,27 @@ class Contents:
 class Checkpoints:
     """The checkpoints of a run, in a folder of a store.
 
-    fence: of the driver that has the run; None: nobody else can have it.
+    Args:
+        fence: The fence of the driver that holds the run; None if no other driver can take it.
     """
-
-    @property
-    def token(self) -> int:
-        """Of those that are written here."""
-        return self._fence.token if self._fence is not None else 0
-
-    def newest_token(self) -> int:
-        """The largest of those that are there; 0: there is none."""
-        return max((age_of(name)[0] for name in self._names()), default=0)
 
     def __init__(self, store: Store, fence: Fence | None = None) -> None:
         self.store = store
         self._fence = fence
         self._sound: set[str] = set()
-        """Names of those whose files were read and had the right checksums."""
+        """Names of checkpoints whose files were read and had the right checksums."""
+
+    @property
+    def token(self) -> int:
+        """The token of checkpoints that are written here."""
+        return self._fence.token if self._fence is not None else 0
+
+    def newest_token(self) -> int:
+        """Return the largest token among the present checkpoints; 0 if there is none."""
+        return max((age_of(name)[0] for name in self._names()), default=0)
 
     def complete(self) -> list[CheckpointFacts]:
-        """Those that can be loaded, oldest first. Sizes are looked at; checksums only when one is loaded."""
+        """Return the complete checkpoints, oldest first. Compares sizes; checksums are compared by `load`."""
         found = []
         for name in self._names():
             try:
@@ -102,10 +112,10 @@ class Checkpoints:
         return found
 
     def latest(self) -> CheckpointFacts | None:
-        """Find the newest that can be loaded, with its checksums looked at; `Training.resume_from` is its name.
+        """Return the newest checkpoint whose checksums are right; None if none was ever completed.
 
-        Returns: None: none was ever completed.
-        Raises: CheckpointError: there are some, and none of them can be loaded.
+        Raises:
+            CheckpointError: All checkpoints are damaged.
         """
         damaged = []
         for name in reversed(self._names()):
@@ -127,11 +137,11 @@ class Checkpoints:
         return None
 
     def best(self, of: str | None = None) -> CheckpointFacts | None:
-        """The newest that was the best when it was written; of: by this."""
+        """Return the newest checkpoint that was the best when it was written, by the value `of` if given."""
         return next((facts for facts in reversed(self.complete()) if (of in facts.best if of else facts.best)), None)
 
     def load(self, name: str) -> Contents:
-        """Raises: CheckpointError: missing, cut off or damaged."""
+        """Read a checkpoint. Raises `CheckpointError` if it is missing, cut off or damaged."""
         manifest = self._manifest(name)
         files = {}
         for file, (nbytes, crc32) in manifest["files"].items():
@@ -141,9 +151,11 @@ class Checkpoints:
         return Contents(self._facts(name), manifest["document"], files)
 
     def write(self, contents: Contents) -> None:
-        """All files, then the manifest.
+        """Write all files, then the manifest.
 
-        Raises: RunTakenError: another driver has the run; and whatever the store raises.
+        Raises:
+            RunTakenError: Another driver has taken over the run.
+            Exception: Whatever the store raises.
         """
         name = contents.facts.name
         self._check_fence()
@@ -168,10 +180,9 @@ class Checkpoints:
             self._fence.check()
 
     def keep(self, newest: int) -> None:
-        """Remove all but the newest so many and the last that was best by each of what is followed; also what was never
-        completed before them.
+        """Remove all but the `newest` last checkpoints and the last best one by each followed value.
 
-        Those that do not have the right checksums do not count; each is read once for that.
+        Incomplete checkpoints that are older than those go, too. Damaged ones do not count; each is read once for that.
         """
         kept: list[str] = []
         followed: set[str] = set()
@@ -182,7 +193,7 @@ class Checkpoints:
                 followed.update(facts.best)
         for name in self._names():
             if name not in kept and kept and age_of(name) < age_of(kept[0]):
-                self.store.delete(f"{name}/{MANIFEST}")  # first: what is left of it must not look complete
+                self.store.delete(f"{name}/{MANIFEST}")  # first, so that the rest never looks complete
                 self.store.delete(name)
 
     def _is_sound(self, name: str) -> bool:
@@ -190,13 +201,13 @@ class Checkpoints:
             try:
                 self._checked(name)
             except CheckpointError as error:
-                log.warning("%s; it does not count as one that is kept", error)
+                log.warning("%s; not counted among the checkpoints to keep", error)
                 return False
             self._sound.add(name)
         return True
 
     def _checked(self, name: str) -> CheckpointFacts:
-        """Read all files, in parts. Raises: CheckpointError: missing, cut off or damaged."""
+        """Compare the checksums of all files. Raises `CheckpointError` if one is missing, cut off or damaged."""
         for file, (nbytes, crc32) in self._manifest(name)["files"].items():
             try:
                 found = self.store.checksum(f"{name}/{file}")
@@ -209,21 +220,21 @@ class Checkpoints:
         if found != expected:
             raise CheckpointError(
                 f"checkpoint {name} in {self.store} is damaged: {file} is not what was written: {found[0]} bytes with "
-                f"the checksum {found[1]:08x}, and not {expected[0]} with {expected[1]:08x}"
+                f"the checksum {found[1]:08x}, not {expected[0]} with {expected[1]:08x}"
             )
 
     def _unreadable(self, name: str, file: str, error: Exception) -> CheckpointError:
         return CheckpointError(f"checkpoint {name} in {self.store} cannot be read: {file}: {error}")
 
     def _was_completed(self, name: str) -> bool:
-        """Whether its write came to its end; also if that cannot be told."""
+        """Return whether a manifest was written; True if the storage does not say."""
         try:
             return self.store.exists(f"{name}/{MANIFEST}")
         except Exception:  # each kind of storage has its own
             return True
 
     def _names(self) -> list[str]:
-        """Of all that are there, complete or not, oldest first."""
+        """Return the names of all checkpoints, complete or not, oldest first."""
         entries = self.store.list() if self.store.exists() else []
         return sorted((entry.path.rstrip("/").rpartition("/")[2] for entry in entries if entry.is_dir), key=age_of)
 
@@ -234,17 +245,17 @@ class Checkpoints:
             raise self._unreadable(name, file, error) from error
 
     def _manifest(self, name: str) -> dict[str, Any]:
-        """Raises: CheckpointError: missing, not what was written, or of another version, with the field."""
+        """Return the manifest. Raises `CheckpointError`, naming the field, if it is damaged or of another version."""
         where = f"checkpoint {name} in {self.store}"
         try:
             manifest = unseal(self._read(name, MANIFEST), _FIELDS)
         except ValueError as error:
             raise CheckpointError(f"{where} is incomplete or damaged: {MANIFEST}: {error}") from error
         if manifest.get("format") != FORMAT:
-            raise CheckpointError(f"{name} in {self.store} is no checkpoint of this package")
+            raise CheckpointError(f"{name} in {self.store} is not a checkpoint of this package")
         if manifest.get("version") != FORMAT_VERSION:
             raise CheckpointError(
-                f"checkpoint {name} is of version {manifest.get('version')!r}; this is version {FORMAT_VERSION}"
+                f"checkpoint {name} has version {manifest.get('version')!r}; this package reads {FORMAT_VERSION}"
             )
         manifest.setdefault("token", 0)
         kinds = {
@@ -286,43 +297,45 @@ class Checkpoints:
 
 
 class CheckpointWriter:
-    """Writes checkpoints on a thread of its own, one after the other.
+    """Writes checkpoints on its own thread, one after the other.
 
-    A checkpoint that cannot be written is logged and training goes on; `drain` raises what the last one failed with.
+    A checkpoint that cannot be written is logged, and training continues; `drain` raises the error of the last one.
 
-    tell: says to people, on the writer's thread, that checkpoints cannot be written, and that they can again.
+    Args:
+        keep: Number of the newest checkpoints that are kept.
+        notify: Shows a message to people when checkpoints cannot be written, and when they can be again.
     """
 
-    def __init__(self, checkpoints: Checkpoints, keep: int, tell: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, checkpoints: Checkpoints, keep: int, notify: Callable[[str], None] = lambda text: None) -> None:
         self._checkpoints = checkpoints
         self._keep = keep
-        self._tell = tell
+        self._notify = notify
         self.fenced: RunTakenError | None = None
-        """Another driver has the run: nothing is written any more."""
+        """Set once another driver has taken over the run; nothing more is written then."""
         self._waiting: queue.Queue[Callable[[], Contents] | None] = queue.Queue(maxsize=1)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether one that comes now would have to wait."""
+        """True if a checkpoint that is submitted now would have to wait."""
         return self._waiting.unfinished_tasks > 0
 
     def submit(self, contents: Callable[[], Contents]) -> None:
-        """Write what the function returns, which is called on the thread. Blocks while two are under way."""
+        """Queue a checkpoint, whose contents are made on the writer's thread. Blocks while another one is queued."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="spark-elastic-checkpoints", daemon=True)
             self._thread.start()
         self._waiting.put(contents)
 
     def drain(self) -> None:
-        """Wait until all are written. Raises: CheckpointError: the last one could not be."""
+        """Wait until all checkpoints are written. Raises `CheckpointError` if the last one could not be."""
         self._waiting.join()
         if self._error is not None:
             raise CheckpointError(f"the last checkpoint could not be written: {self._error}") from self._error
 
     def close(self) -> None:
-        """Let what is under way end; nothing may be submitted any more."""
+        """Finish the queued checkpoints and end the thread."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join()
@@ -336,15 +349,15 @@ class CheckpointWriter:
                 self._checkpoints.keep(self._keep)
                 self._error = None
                 if failing:
-                    self._tell("checkpoints can be written again")
+                    self._notify("checkpoints can be written again")
                 failing = False
             except RunTakenError as error:
                 self._error = self.fenced = error
-            except Exception as error:  # a storage's hiccup is no reason to end a training
+            except Exception as error:  # a failure of the storage must not end the training
                 self._error = error
-                log.exception("a checkpoint could not be written; training goes on")
+                log.exception("a checkpoint could not be written; training continues")
                 if not failing:
-                    self._tell(f"a checkpoint could not be written ({_first_line(error)}); training goes on")
+                    self._notify(f"a checkpoint could not be written ({_first_line(error)}); training continues")
                 failing = True
             finally:
                 self._waiting.task_done()

@@ -1,4 +1,4 @@
-"""What an estimator has to know of a materialised set: its inputs, and whether it may be removed."""
+"""Datasets of an estimator's fit: what is known of a materialised one, who shares it, and whether it may be removed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from spark_elastic import clock
 from spark_elastic.data import catalog
@@ -16,26 +18,47 @@ from spark_elastic.data.catalog import is_leased
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.layout import TensorField
 from spark_elastic.data.manifest import FOUND_AGAIN, MANIFEST_NAME
-from spark_elastic.errors import DatasetError
-from spark_elastic.ml.preparation import numbered
+from spark_elastic.errors import DatasetError, InvalidSettingsError
+from spark_elastic.ml.preparation import WEIGHT, numbered
+from spark_elastic.ml.shared_params import WRITE_OPTIONS
+
+if TYPE_CHECKING:
+    from spark_elastic.ml.params import ElasticParams
 
 log = logging.getLogger("spark_elastic.ml")
 
 
-def padding_of(dataset: Dataset) -> dict[str, int]:
-    """By tensor: the length that ragged arrays were padded to when the set was written."""
+def padded_lengths(dataset: Dataset) -> dict[str, int]:
+    """Return, by tensor, the length that ragged arrays were padded to when the dataset was written."""
     padded: dict[str, int] = dataset.manifest.about.get("settings", {}).get("pad_to", {})
     return padded
 
 
-def nan_of(dataset: Dataset) -> bool | list[str]:
-    """The tensors that NaN was allowed in when the set was written, or whether it was in all."""
+def nan_allowed_in(dataset: Dataset) -> bool | list[str]:
+    """Return the tensors that NaN was allowed in when the dataset was written; True or False for all of them."""
     allowed: bool | list[str] = dataset.manifest.about.get("settings", {}).get("allow_nan", False)
     return allowed
 
 
+def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None) -> tuple[TensorField, ...]:
+    """Return features_0, features_1, ... in the order in which the model takes them.
+
+    Args:
+        dataset: The materialised rows.
+        shapes: Shapes of one row, where they differ from the stored ones; as `input_shapes`.
+    """
+    stored = numbered("features_", {each.name: each for each in dataset.layout.fields})
+    given = itertools.chain(shapes or (), itertools.repeat(None))
+    return tuple(
+        each if shape is None else replace(each, shape=tuple(shape)) for each, shape in zip(stored, given, strict=False)
+    )
+
+
+# --- checks of a dataset that was written before ----------------------------------------------
+
+
 def check_tensors(dataset: Dataset) -> None:
-    """Raises: DatasetError: the set was not written for an estimator."""
+    """Raise `DatasetError` if the dataset was not written for an estimator."""
     names = [each.name for each in dataset.layout.fields]
     if "features_0" not in names or "train" not in dataset.splits:
         raise DatasetError(
@@ -45,84 +68,128 @@ def check_tensors(dataset: Dataset) -> None:
         )
 
 
-def is_found_again(dataset: Any, written: Dataset) -> bool:
-    """Whether a later fit can find the rows of this DataFrame where they were written: not if the query is random, or
-    passes for it, as everything behind a VectorAssembler does, unless it is cached."""
-    if not written.manifest.about.get(FOUND_AGAIN, True):
+def check_stored_settings(dataset: Dataset, estimator: ElasticParams) -> None:
+    """Check that settings about writing are not given, and that settings about columns agree with the dataset.
+
+    Raises:
+        InvalidSettingsError: A setting is about writing rows.
+        DatasetError: The dataset was written with other settings.
+    """
+    given, where = estimator.getOrDefault, dataset.store.url
+    options = given("data_options") or {}
+    of_writing = [name for name in ("dataset_id", "keep_dataset") if estimator.isSet(name) and given(name)]
+    of_writing += [f"data_options[{name!r}]" for name in WRITE_OPTIONS if name in options]
+    if of_writing:
+        raise InvalidSettingsError(
+            f"{', '.join(of_writing)}: from_dataset_path writes no rows, so leave this out, or use it where they "
+            "are written"
+        )
+    columns = {each.name: list(each.columns) for each in dataset.layout.fields}
+    for setting, prefix in (("feature_cols", "features_"), ("label_cols", "label_"), ("sample_weight_col", WEIGHT)):
+        value = given(setting)
+        stored = [name for tensor, names in columns.items() if tensor.startswith(prefix) for name in names]
+        if value is not None and flat_names([value] if isinstance(value, str) else value) != stored:
+            raise DatasetError(
+                f"{setting}={value!r}, but the dataset in {where} was made of {stored}; set it to what was stored, or "
+                "to None"
+            )
+    dtypes = given("input_dtypes")
+    fields = numbered("features_", {each.name: each for each in dataset.layout.fields})
+    for number, (dtype, field) in enumerate(zip(dtypes or (), fields, strict=False)):
+        if dtype is not None and np.dtype(dtype) != np.dtype(field.dtype):
+            raise DatasetError(
+                f"input_dtypes={dtypes!r}, but features_{number} of the dataset in {where} is "
+                f"{np.dtype(field.dtype).name}; set it to what was stored, or to None"
+            )
+    if given("validation") is not None and "validation" not in dataset.splits:
+        raise DatasetError(
+            f"validation={given('validation')!r}, but the dataset in {where} was written without validation= and has "
+            "no such rows; leave it out, or write the dataset again"
+        )
+
+
+def flat_names(names: Sequence[Any]) -> list[str]:
+    """Return the column names in a list of names or of lists of names."""
+    return [each for name in names for each in (name if isinstance(name, list) else [name])]
+
+
+# --- end of use -------------------------------------------------------------------------------
+
+
+def is_findable(dataframe: Any, dataset: Dataset) -> bool:
+    """Return whether a later fit on this DataFrame can find its written rows.
+
+    It cannot if the query is random, or if Spark holds it for random, as everything behind a VectorAssembler, unless it
+    is cached.
+    """
+    if not dataset.manifest.about.get(FOUND_AGAIN, True):
         return False
-    names = {"`" + name.replace("`", "``") + "`" for each in written.layout.fields for name in each.columns}
-    return bool(dataset.select(*names)._jdf.queryExecution().withCachedData().deterministic())
+    names = {"`" + name.replace("`", "``") + "`" for each in dataset.layout.fields for name in each.columns}
+    return bool(dataframe.select(*names)._jdf.queryExecution().withCachedData().deterministic())
 
 
 def give_back(dataset: Dataset) -> None:
-    """A fit needs the set no longer: what fits have left may go if it is too much, or too old.
+    """End the use of a dataset, and remove datasets of earlier fits if they take too much room or are too old.
 
     Raises nothing: a storage that does not answer is no reason to lose what was trained.
     """
     try:
         catalog.give_back(dataset.store, catalog.Limits.of_environment(os.environ), clock.wall())
-    except Exception as error:  # each filesystem has errors of its own
+    except Exception as error:  # each filesystem has its own errors
         log.warning("the rows in %s could not be given back: %s", dataset.store.url, error)
 
 
 def remove_unless_used(dataset: Dataset) -> None:
-    """Unless somebody uses the set, or has asked to keep it. Raises nothing, as `give_back`."""
+    """Remove a dataset unless it is in use or to be kept. Raises nothing, like `give_back`."""
     try:
         if not dataset.store.exists("keep") and not is_leased(dataset.store, clock.wall()):
             dataset.delete()
-    except Exception as error:  # each filesystem has errors of its own
+    except Exception as error:  # each filesystem has its own errors
         log.warning("the dataset in %s could not be deleted: %s", dataset.store.url, error)
 
 
-def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None) -> tuple[TensorField, ...]:
-    """features_0, features_1, ... in the order in which the model takes them, however the set has them.
+# --- several fits on one DataFrame, as a CrossValidator does ------------------------------------
 
-    shapes: of one row, where they differ from those that are stored; as `input_shapes`.
+
+class SharedDatasets:
+    """Datasets that several fits on one DataFrame share: rows with the same settings are written once.
+
+    Args:
+        remove: Remove them when the last of the `fits` is done.
     """
-    stored = numbered("features_", {each.name: each for each in dataset.layout.fields})
-    given = itertools.chain(shapes or (), itertools.repeat(None))
-    return tuple(
-        each if shape is None else replace(each, shape=tuple(shape)) for each, shape in zip(stored, given, strict=False)
-    )
 
-
-# Several fits on one DataFrame, as a CrossValidator asks for them: the rows are written once for all.
-
-
-class SharedSets:
-    """Sets that several fits on one DataFrame have in common. removed: whether to, when the last of `fits` is done."""
-
-    def __init__(self, fits: int, removed: bool) -> None:
-        self._left = fits
-        self._removed = removed
+    def __init__(self, fits: int, remove: bool) -> None:
+        self._fits_left = fits
+        self._remove = remove
         self._lock = threading.Lock()
-        self._sets: dict[str, Dataset] = {}
+        self._datasets: dict[str, Dataset] = {}
 
     def get(self, key: str, write: Callable[[], Dataset]) -> Dataset:
         with self._lock:
-            if key not in self._sets or not self._sets[key].store.exists(MANIFEST_NAME):
-                self._sets[key] = write()
-            return self._sets[key]
+            if key not in self._datasets or not self._datasets[key].store.exists(MANIFEST_NAME):
+                self._datasets[key] = write()
+            return self._datasets[key]
 
     def done(self) -> None:
+        """End one of the fits."""
         with self._lock:
-            self._left -= 1
-            if self._left == 0:
-                for dataset in self._sets.values():
-                    if self._removed:
+            self._fits_left -= 1
+            if self._fits_left == 0:
+                for dataset in self._datasets.values():
+                    if self._remove:
                         remove_unless_used(dataset)
                     give_back(dataset)
 
 
-class Fits:
-    """(index, model) for each param map; safe to be drawn from by several threads, as CrossValidator does."""
+class ParallelFits:
+    """Iterator of (index, model) for each param map; several threads may draw from it, as those of CrossValidator."""
 
     def __init__(self, fit: Callable[[int], Any], count: int) -> None:
         self._fit = fit
         self._indices = iter(range(count))
         self._lock = threading.Lock()
 
-    def __iter__(self) -> Fits:
+    def __iter__(self) -> ParallelFits:
         return self
 
     def __next__(self) -> tuple[int, Any]:

@@ -1,6 +1,7 @@
 """ElasticEstimator: from a DataFrame to a trained model, whatever framework trains it.
 
-validate -> write the rows -> try the model on the first of them -> train elastically -> load what was trained
+`fit` is five steps: check the settings and columns, materialise the rows, dry run of one step on the driver, train
+elastically, load the trained model.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 from pyspark.ml import Estimator
 
 from spark_elastic import clock
@@ -27,31 +27,30 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver import preflight
 from spark_elastic.errors import (
     DataError,
-    DatasetError,
     InvalidSettingsError,
     LossNotFiniteError,
     RunTakenError,
     StateLostError,
-    StoreError,
 )
 from spark_elastic.ml import preparation
 from spark_elastic.ml.datasets import (
-    Fits,
-    SharedSets,
+    ParallelFits,
+    SharedDatasets,
+    check_stored_settings,
     check_tensors,
+    flat_names,
     give_back,
-    is_found_again,
+    is_findable,
     model_inputs,
-    nan_of,
-    padding_of,
+    nan_allowed_in,
+    padded_lengths,
     remove_unless_used,
 )
 from spark_elastic.ml.model import ElasticModel, Fitted
-from spark_elastic.ml.outputs import OutputShape
 from spark_elastic.ml.persistence import Savable
-from spark_elastic.ml.preparation import WEIGHT, Tensors
-from spark_elastic.ml.run_folder import RunFolders, check_room, leased_if_possible
-from spark_elastic.ml.run_lease import RunLease, lease_of
+from spark_elastic.ml.preparation import Tensors
+from spark_elastic.ml.run_folder import RunFolders, TrainedRun, check_room, leased_if_possible
+from spark_elastic.ml.run_lease import lease_of
 from spark_elastic.ml.shared_params import (
     READ_OPTIONS,
     WRITE_OPTIONS,
@@ -60,35 +59,33 @@ from spark_elastic.ml.shared_params import (
     OutputParams,
     TrainingParams,
 )
+from spark_elastic.ml.training.dry_run import DryRunResult
 from spark_elastic.ml.training.spec import CheckpointPlan
-from spark_elastic.reporting.history import History
 from spark_elastic.reporting.plot import event_rows
 from spark_elastic.settings import ElasticSettings
 
 DEFAULT_BATCH_SIZE = 32
 
 log = logging.getLogger("spark_elastic.ml")
-_ADVICE = {
+
+M = TypeVar("M", bound=ElasticModel)
+
+_ESTIMATOR_NAMES = {
     "dtypes": "dtypes= is input_dtypes=[...], with one for each input; labels and weights have to be cast as columns",
     "shapes": "shapes= is input_shapes=[...] and label_shapes=[...]",
     "pad_to": "pad_to= and variable= go into data_options={{...}}",
 }
 _DATA_OPTION = "{}= goes into data_options={{...}}"
-"""What arguments of `materialize`, which errors name, are called in an estimator."""
-
-
-@dataclass(frozen=True)
-class TrialRun:
-    """What the first rows have shown. outputs: of the model in `transform`; (): `why_not` says why it has none."""
-
-    outputs: tuple[OutputShape, ...]
-    rule: str | None = None
-    why_not: str = ""
+"""Advice for arguments of `materialize` that a `DataError` names in its `settings`: their names in an estimator."""
 
 
 @dataclass
-class Parts:
-    """Seconds that the parts of a fit took, by name. began: in seconds since 1970."""
+class FitTimings:
+    """Seconds that the parts of a fit took, by name.
+
+    Attributes:
+        began: Begin of the fit, in seconds since 1970.
+    """
 
     began: float = field(default_factory=clock.wall)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -102,86 +99,117 @@ class Parts:
             self.seconds[name] = self.seconds.get(name, 0.0) + clock.monotonic() - start
 
 
-class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, OutputParams, Savable, Estimator):
+class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, OutputParams, Savable, Estimator[M]):
     """Base of the estimators. A subclass says how its framework trains."""
 
     TOGETHER: tuple[str, ...] = ("model", "optimizer", "lr_scheduler")
 
-    # What a framework adds.
+    # --- for frameworks ---------------------------------------------------------------------------
 
     def _check_framework(self) -> None:
-        """Raises: InvalidSettingsError: the settings of this framework, missing ones too."""
+        """Raise `InvalidSettingsError` for settings that are missing, or wrong for this framework."""
         raise NotImplementedError
 
     def _label_dtypes(self) -> list[str | None]:
-        """What each label has to be stored as for its loss; None: as its column is."""
+        """Return the type that the loss needs of each label; None: as in its column."""
         return []
 
     def _training(self, dataset: Dataset, run: Store, resume_from: str | None) -> Any:
-        """What the workers are told."""
+        """Return the settings of the training for the workers."""
         raise NotImplementedError
 
-    def _try(self, training: Any) -> TrialRun:
-        """One step of a copy on the first rows. Raises: DataError, InvalidSettingsError: what does not fit."""
+    def _dry_run(self, training: Any) -> DryRunResult:
+        """Do one step of a copy on the first rows.
+
+        Raises:
+            DataError: The rows do not fit the model or the loss.
+            InvalidSettingsError: The settings do not fit together.
+        """
         raise NotImplementedError
 
     def _model_nbytes(self, training: Any) -> int:
-        """About as many bytes as the file of the trained model will have."""
+        """Return about the size of the trained model's file."""
         raise NotImplementedError
 
     def _train_fn(self) -> Callable[[Any], Any]:
-        """What each worker calls with `_training`; returns something with a `history`."""
+        """Return the function that each worker calls with `_training`; it returns a `TrainingResult`."""
         raise NotImplementedError
 
-    def _fitted_model(self, training: Any, fitted: Fitted, trained: Callable[[str], bytes]) -> ElasticModel:
-        """The model that was trained. trained: the file of this name, which the workers have left."""
+    def _fitted_model(self, training: Any, fitted: Fitted, read: Callable[[str], bytes]) -> M:
+        """Return the trained model; `read` returns a file that the workers wrote."""
         raise NotImplementedError
 
     def _worker_env(self) -> dict[str, str]:
-        """Environment variables that workers need before they import anything."""
+        """Return environment variables that workers need before they import anything."""
         return {}
 
-    # What users call, beside fit(df) of Spark ML.
+    # --- fit, in five steps -----------------------------------------------------------------------
 
-    def from_dataset_path(self, where: str | Path | Store | Dataset, params: Mapping[Any, Any] | None = None) -> Any:
-        """Fit on a set that `spark_elastic.materialize` has written, with tensors "features_0", ..., "label_0", ...
+    def _fit(self, dataset: Any) -> M:
+        context, tensors = self._check(dataset)
+        timings = FitTimings()
+        with self._materialised(dataset, tensors, timings) as rows:
+            return self._fit_rows(rows, context, timings)
 
-        where: the set's folder, or the set itself. It is neither changed nor removed.
-        Returns: the model, as of `fit`.
+    def _fit_rows(self, rows: Dataset, context: Any, timings: FitTimings) -> M:
+        """Do the steps from the dry run on, which `fit` and `from_dataset_path` share."""
+        with self._run_folder(rows) as (run, resume_from):
+            training = self._training(rows, run, resume_from)
+            with timings.part("try"):
+                dry_run = self._dry_run(training)
+            with timings.part("train"):
+                check_room(run, self._model_nbytes(training), training)
+                trained = self._train(training, rows, run, resume_from, context, timings.began)
+            with timings.part("load"):
+                model = self._load(training, rows, dry_run, trained)
+        model.fit_seconds = dict(timings.seconds)
+        return model
+
+    def from_dataset_path(self, where: str | Path | Store | Dataset, params: Mapping[Any, Any] | None = None) -> M:
+        """Fit on a dataset that `spark_elastic.materialize` wrote, with tensors "features_0", ..., "label_0", ...
+
+        Args:
+            where: The dataset's folder, or the dataset itself. It is neither changed nor removed.
+            params: Settings for this fit alone, as of `fit`.
+
+        Returns:
+            The model, as `fit` does.
+
         Raises:
-            DatasetError: there is no complete set, or it has other tensors than the settings speak of.
-            InvalidSettingsError: what is set says how rows are written, and these are.
+            DatasetError: There is no complete dataset, or it has other tensors than the settings require.
+            InvalidSettingsError: A setting says how rows are written, but these are written already.
         """
         estimator = self.copy(dict(params)) if params else self
         estimator._check_complete(from_columns=False)
-        dataset = (
-            where if isinstance(where, Dataset) else Dataset.open(where, estimator.getOrDefault("storage_options"))
-        )
-        check_tensors(dataset)
-        estimator._check_set(dataset)
-        session = None if estimator._launcher() is not None else preflight.check_spark(None)
-        if session is not None:
-            estimator._check_shared(session)
-        with leased_if_possible(dataset.store), estimator._run_folder(dataset) as (run, resume_from):
-            return estimator._train(dataset, run, resume_from, session, Parts())
+        rows = where if isinstance(where, Dataset) else Dataset.open(where, estimator._given("storage_options"))
+        check_tensors(rows)
+        check_stored_settings(rows, estimator)
+        context = preflight.check_spark(None) if estimator._launcher() is None else None
+        if context is not None:
+            estimator._check_shared(context)
+        with leased_if_possible(rows.store):
+            return estimator._fit_rows(rows, context, FitTimings())
 
-    def fitMultiple(self, dataset: Any, paramMaps: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """As in Spark ML. The rows are written once for all param maps that train on the same columns."""
+    def fitMultiple(self, dataset: Any, paramMaps: Sequence[Any]) -> Iterator[tuple[int, M]]:
+        """Fit once for each param map, as in Spark ML. Fits on the same columns share one written dataset."""
         refuse_connect(dataset)
         estimator = self.copy()
         # The folds of a CrossValidator are random, and cached only for as long as it needs them.
-        passing = not estimator._keeps_rows() and not dataset._jdf.queryExecution().analyzed().deterministic()
-        estimator._sets = sets = SharedSets(len(paramMaps), removed=passing)
+        transient = not estimator._keeps_rows() and not dataset._jdf.queryExecution().analyzed().deterministic()
+        estimator._shared_datasets = shared = SharedDatasets(len(paramMaps), remove=transient)
 
         def fit(index: int) -> Any:
             try:
                 return estimator.fit(dataset, paramMaps[index])
             finally:
-                sets.done()
+                shared.done()
 
-        return Fits(fit, len(paramMaps))
+        return ParallelFits(fit, len(paramMaps))
 
-    def _fit(self, dataset: Any) -> Any:
+    # --- step 1: check ----------------------------------------------------------------------------
+
+    def _check(self, dataset: Any) -> tuple[Any, Tensors]:
+        """Return the SparkContext and the tensors to write, if settings, columns, Spark and storage are fit for use."""
         if not hasattr(dataset, "sparkSession"):
             raise InvalidSettingsError(
                 f"fit needs a Spark DataFrame, not {type(dataset).__module__}.{type(dataset).__name__}; "
@@ -189,41 +217,23 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
             )
         self._check_complete(from_columns=True)
         if dataset.isStreaming:
-            raise DataError("fit needs a DataFrame with an end, and this one is streaming; write it to a table first")
+            raise DataError("fit cannot read a streaming DataFrame, which has no end; write it to a table first")
         context = preflight.check_spark(dataset.sparkSession)
         tensors = self._tensors(dataset.schema)
         self._check_shared(context)
-        parts = Parts()
-        with parts.part("write"):
-            written = self._written(dataset, tensors)
-        try:
-            with leased_if_possible(written.store):
-                if not written.store.exists(MANIFEST_NAME):  # the end of another process came before our lease
-                    give_back(written)
-                    with parts.part("write"):
-                        written = self._written(dataset, tensors)
-                with self._run_folder(written) as (run, resume_from):
-                    return self._train(written, run, resume_from, context, parts)
-        finally:
-            # What a later fit finds again stays for it, as long as there is room.
-            if self._sets is None and not self._keeps_rows():
-                if not is_found_again(dataset, written):
-                    remove_unless_used(written)
-                give_back(written)
-
-    # Checks.
+        return context, tensors
 
     def _check_complete(self, from_columns: bool) -> None:
-        """All that can be known before any job. Raises: InvalidSettingsError."""
+        """Raise `InvalidSettingsError` for everything that is wrong with the settings alone."""
         if from_columns:
             for name in ("feature_cols", "label_cols"):
-                if self.getOrDefault(name) is None:
-                    raise InvalidSettingsError(f"{name} is not set; which columns are it?")
-            Limits.of_environment(os.environ)  # the end of the fit could not use it
+                if self._given(name) is None:
+                    raise InvalidSettingsError(f"{name} is not set; give the names of the columns")
+            Limits.of_environment(os.environ)  # an error now, rather than at the end of the fit
         self._check_together()
         self._check_framework()
-        options = self.getOrDefault("run_options") or {}
-        low, first, high = (self.getOrDefault(name) for name in ("min_num_proc", "num_proc", "max_num_proc"))
+        options = self._given("run_options") or {}
+        low, first, high = (self._given(name) for name in ("min_num_proc", "num_proc", "max_num_proc"))
         start = first or low or high or 1
         timeouts = ("start_timeout", "elastic_timeout", "heartbeat_timeout", "stall_timeout", "cooldown_range")
         ElasticSettings(
@@ -235,81 +245,67 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         )
         if self._launcher() is not None and (first or (low if low == high else None)) is None:
             raise InvalidSettingsError("a LocalLauncher has no slots to count; set num_proc")
-        if not isinstance(self.getOrDefault("store"), (str, Path, Store, type(None))):
-            raise InvalidSettingsError(f"store must be a path, a URI or a Store, not {self.getOrDefault('store')!r}")
-
-    def _check_set(self, dataset: Dataset) -> None:
-        """Settings about columns that are made must be true of a set that is there. Raises: as `from_dataset_path`."""
-        options = self.getOrDefault("data_options") or {}
-        of_writing = [name for name in ("dataset_id", "keep_dataset") if self.isSet(name) and self.getOrDefault(name)]
-        if of_writing := [*of_writing, *(f"data_options[{name!r}]" for name in WRITE_OPTIONS if name in options)]:
-            raise InvalidSettingsError(
-                f"{', '.join(of_writing)}: from_dataset_path writes no rows, so leave this out, or use it where they "
-                "are written"
-            )
-        columns = {each.name: list(each.columns) for each in dataset.layout.fields}
-        for setting, prefix in (("feature_cols", "features_"), ("label_cols", "label_"), ("sample_weight_col", WEIGHT)):
-            given = self.getOrDefault(setting)
-            stored = [name for tensor, names in columns.items() if tensor.startswith(prefix) for name in names]
-            if given is not None and _flat([given] if isinstance(given, str) else given) != stored:
-                raise DatasetError(
-                    f"{setting}={given!r}, but the set in {dataset.store.url} was made of {stored}; set it to what "
-                    "was stored, or to None"
-                )
-        stored = [each.dtype for each in preparation.numbered("features_", {f.name: f for f in dataset.layout.fields})]
-        for number, (dtype, has) in enumerate(zip(self.getOrDefault("input_dtypes") or (), stored, strict=False)):
-            if dtype is not None and np.dtype(dtype) != np.dtype(has):
-                raise DatasetError(
-                    f"input_dtypes={self.getOrDefault('input_dtypes')!r}, but features_{number} of the set in "
-                    f"{dataset.store.url} is {np.dtype(has).name}; set it to what was stored, or to None"
-                )
-        if self.getOrDefault("validation") is not None and "validation" not in dataset.splits:
-            raise DatasetError(
-                f"validation={self.getOrDefault('validation')!r}, but the set in {dataset.store.url} has no split of "
-                "that name; it was written without validation="
-            )
 
     def _tensors(self, schema: Any) -> Tensors:
-        """Raises: DataError: columns that cannot be trained on."""
-        given = (self.getOrDefault(name) for name in ("feature_cols", "input_shapes", "input_dtypes"))
+        """Return the tensors to write. Raises `DataError` for columns that cannot be trained on."""
+        given = (self._given(name) for name in ("feature_cols", "input_shapes", "input_dtypes"))
         made = preparation.features(schema, *given)
-        made |= preparation.labels(
-            schema, self.getOrDefault("label_cols"), self.getOrDefault("label_shapes"), self._label_dtypes()
-        )
-        if self.getOrDefault("transformation_fn") is None:
+        made |= preparation.labels(schema, self._given("label_cols"), self._given("label_shapes"), self._label_dtypes())
+        if self._given("transformation_fn") is None:
             for name in ("feature_cols", "label_cols"):
-                preparation.check_numbers(schema, _flat(self.getOrDefault(name)), name)
-        if self.getOrDefault("sample_weight_col") is not None:
-            made |= preparation.weight(schema, self.getOrDefault("sample_weight_col"))
-        if isinstance(self.getOrDefault("validation"), str):
-            check_validation(schema, self.getOrDefault("validation"))
+                preparation.check_numbers(schema, flat_names(self._given(name)), name)
+        if self._given("sample_weight_col") is not None:
+            made |= preparation.weight(schema, self._given("sample_weight_col"))
+        if isinstance(self._given("validation"), str):
+            check_validation(schema, self._given("validation"))
         return made
 
-    # The rows.
+    # --- step 2: materialise ----------------------------------------------------------------------
 
-    def _written(self, dataset: Any, tensors: Tensors) -> Dataset:
-        if self._sets is None:
-            return self._write(dataset, tensors)
-        wanted = json.dumps(self._write_settings(tensors), sort_keys=True, default=repr)
-        return self._sets.get(wanted, lambda: self._write(dataset, tensors))
+    @contextlib.contextmanager
+    def _materialised(self, dataset: Any, tensors: Tensors, timings: FitTimings) -> Iterator[Dataset]:
+        """Write the rows, or find them written, and keep them for as long as the block runs.
+
+        Later fits of this process may find the rows again. They are removed when it ends, or earlier if they take too
+        much room; at once if no later fit could find them.
+        """
+
+        def write() -> Dataset:
+            with timings.part("write"):
+                if self._shared_datasets is None:
+                    return self._write(dataset, tensors)
+                key = json.dumps(self._write_settings(tensors), sort_keys=True, default=repr)
+                return self._shared_datasets.get(key, lambda: self._write(dataset, tensors))
+
+        rows = write()
+        try:
+            with leased_if_possible(rows.store):
+                if not rows.store.exists(MANIFEST_NAME):  # another process ended, and removed them before our lease
+                    give_back(rows)
+                    rows = write()
+                yield rows
+        finally:
+            if self._shared_datasets is None and not self._keeps_rows():
+                if not is_findable(dataset, rows):
+                    remove_unless_used(rows)
+                give_back(rows)
 
     def _keeps_rows(self) -> bool:
-        return bool(self.getOrDefault("keep_dataset")) or self.getOrDefault("dataset_id") is not None
+        return bool(self._given("keep_dataset")) or self._given("dataset_id") is not None
 
     def _write_settings(self, tensors: Tensors) -> dict[str, Any]:
-        """The arguments of `materialize` that decide what is written."""
-        options = self.getOrDefault("data_options") or {}
+        """Return the arguments of `materialize` that decide what is written."""
+        options = self._given("data_options") or {}
         return {
             "tensors": tensors.columns,
             "dtypes": tensors.dtypes,
             "shapes": tensors.shapes,
-            "validation": self.getOrDefault("validation"),
-            "seed": self.getOrDefault("seed"),
+            "validation": self._given("validation"),
+            "seed": self._given("seed"),
             **{name: options[name] for name in WRITE_OPTIONS if name in options},
         }
 
     def _write(self, dataset: Any, tensors: Tensors) -> Dataset:
-        """Unless told otherwise the rows stay for later fits of this process, and are removed when it ends."""
         from spark_elastic.data.materialization import materialize
 
         settings = self._write_settings(tensors)
@@ -318,52 +314,63 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
                 dataset,
                 settings.pop("tensors"),
                 store=self._base_store(),
-                dataset_id=self.getOrDefault("dataset_id"),
+                dataset_id=self._given("dataset_id"),
                 keep=self._keeps_rows() or None,
-                verbose=self.getOrDefault("verbose"),
+                verbose=self._given("verbose"),
                 **settings,
             )
         except DataError as error:
-            if advice := [_ADVICE.get(name, _DATA_OPTION).format(name) for name in getattr(error, "settings", ())]:
+            advice = [_ESTIMATOR_NAMES.get(name, _DATA_OPTION).format(name) for name in getattr(error, "settings", ())]
+            if advice:
                 error.message += f"\n(of an estimator: {'; '.join(advice)})"
             raise
 
-    # The run.
+    # --- step 4: train (step 3, the dry run, is the framework's) ----------------------------------
 
-    def _train(self, dataset: Dataset, run: Store, resume_from: str | None, context: Any, parts: Parts) -> Any:
-        training = self._training(dataset, run, resume_from)
-        with parts.part("try"):
-            trial = self._try(training)
-        with parts.part("train"):
-            check_room(run, self._model_nbytes(training), training)
-            results, events = self._run_to_the_end(training, dataset, run, resume_from, context, parts.began)
-            self._refuse_diverged(results, run)
-        unsaved: Mapping[str, bytes] = next(
-            (result.unsaved for result in results if result is not None and result.unsaved), {}
-        )
-        if (lease := lease_of(run)) is not None:
-            self._check_lease(lease, unsaved)
-        with parts.part("load"):
-            history: History = next(result.history for result in results if result is not None)
-            inputs = model_inputs(dataset, self.getOrDefault("input_shapes"))
-            fitted = Fitted(
-                inputs,
-                trial.outputs,
-                trial.rule,
-                history,
-                tuple(events),
-                trial.why_not,
-                padding_of(dataset),
-                nan_of(dataset),
+    def _train(
+        self, training: Any, rows: Dataset, run: Store, resume_from: str | None, context: Any, began: float
+    ) -> TrainedRun:
+        """Train, and again from the newest checkpoint when all workers that had the state are lost.
+
+        Raises:
+            StateLostError: There is no newer checkpoint than the one that the training resumed from.
+            LossNotFiniteError: The training diverged.
+            RunTakenError: Another driver has taken over the run, and what its folder holds may be that driver's.
+        """
+        events: list[Any] = []
+        while True:
+            try:
+                results = self._run_job(training, context, began, events)
+                break
+            except StateLostError as error:
+                if self._given("checkpoint_dir") is None:
+                    error.message += "; with checkpoint_dir, fit resumes from the last checkpoint by itself"
+                    raise
+                newest = self._latest_checkpoint(run)
+                if newest is None or newest == resume_from:
+                    raise
+                resume_from = newest
+                training = self._training(rows, run, resume_from)
+        present = [result for result in results if result is not None]
+        diverged = present[0].diverged
+        if diverged is not None:
+            raise LossNotFiniteError(
+                loss=diverged.loss,
+                step=diverged.step + 1,
+                epoch=diverged.epoch,
+                ranks=[rank for rank, result in enumerate(results) if result is not None and result.caused_divergence],
+                size=len(results),
+                checkpoints="" if self._given("checkpoint_dir") is None else run.url,
             )
-            model = self._fitted_model(training, fitted, lambda name: self._trained(run, name, unsaved))
-        model.fit_seconds = dict(parts.seconds)
-        self._hand_on(model)
-        return model
+        unsaved: Mapping[str, bytes] = next((result.unsaved for result in present if result.unsaved), {})
+        self._check_lease(run, unsaved)
+        return TrainedRun(run, present[0].history, tuple(events), unsaved)
 
     @staticmethod
-    def _check_lease(lease: RunLease, unsaved: Mapping[str, bytes]) -> None:
-        """What lies in the folder may be another driver's by now. Raises: RunTakenError; what the storage raises."""
+    def _check_lease(run: Store, unsaved: Mapping[str, bytes]) -> None:
+        lease = lease_of(run)
+        if lease is None:
+            return
         try:
             lease.check()
         except RunTakenError:
@@ -371,62 +378,32 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         except Exception as error:  # each kind of storage has its own
             if not unsaved:
                 raise
-            log.warning("whose run this is by now cannot be told: %s", error)  # the model did not come out of it
-
-    def _refuse_diverged(self, results: Sequence[Any], run: Store) -> None:
-        """Raises: LossNotFiniteError."""
-        diverged = next((result.diverged for result in results if result is not None), None)
-        if diverged is not None:
-            raise LossNotFiniteError(
-                loss=diverged.loss,
-                step=diverged.step + 1,
-                epoch=diverged.epoch,
-                ranks=[rank for rank, result in enumerate(results) if result is not None and result.lost_here],
-                size=len(results),
-                checkpoints="" if self.getOrDefault("checkpoint_dir") is None else run.url,
-            )
-
-    def _run_to_the_end(
-        self, training: Any, dataset: Dataset, run: Store, resume_from: str | None, context: Any, began: float
-    ) -> tuple[list[Any], list[Any]]:
-        """Where all that had the state are lost, go on from the newest checkpoint, as long as there are newer ones."""
-        events: list[Any] = []
-        while True:
-            try:
-                return self._run_job(training, context, began, events), events
-            except StateLostError as error:
-                if self.getOrDefault("checkpoint_dir") is None:
-                    error.message += "; with checkpoint_dir, fit goes on from the last checkpoint by itself"
-                    raise
-                newest = self._latest_checkpoint(run)
-                if newest is None or newest == resume_from:
-                    raise
-                resume_from = newest
-                training = self._training(dataset, run, resume_from)
+            # The model came with the results and not out of the folder, so the folder's owner does not matter.
+            log.warning("the lease on the run %s could not be checked: %s", run.url, error)
 
     def _run_job(self, training: Any, context: Any, began: float, events: list[Any]) -> list[Any]:
-        """What the workers returned; what became of them is added to `events`. Ctrl-C ends the workers."""
+        """Return the results of the workers, and append the job's events to `events`. Ctrl-C ends the workers."""
         from spark_elastic.jobs.run import run_async
 
-        options = dict(self.getOrDefault("run_options") or {})
+        options = dict(self._given("run_options") or {})
         if env := self._worker_env():
             options["env"] = {**env, **(options.get("env") or {})}
         if options.get("launcher") is None:
             options["spark"] = context
-        if self.getOrDefault("device") == "cpu":
+        if self._given("device") == "cpu":
             options.setdefault("device", "cpu")
         job = run_async(
             self._train_fn(),
             (training,),
-            num_proc=self.getOrDefault("num_proc"),
-            min_num_proc=self.getOrDefault("min_num_proc"),
-            max_num_proc=self.getOrDefault("max_num_proc"),
-            verbose=min(2, self.getOrDefault("verbose")),
+            num_proc=self._given("num_proc"),
+            min_num_proc=self._given("min_num_proc"),
+            max_num_proc=self._given("max_num_proc"),
+            verbose=min(2, self._given("verbose")),
             **options,
         )
         lease = lease_of(training.store)
         try:
-            with contextlib.nullcontext() if lease is None else lease.told(job.cancel):
+            with contextlib.nullcontext() if lease is None else lease.on_taken(job.cancel):
                 return job.result()
         except BaseException as error:
             if not job.done():
@@ -435,84 +412,63 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         finally:
             events += event_rows(job.changes(), began)
 
-    def _hand_on(self, model: ElasticModel) -> None:
-        """The model has the estimator's uid, as in Spark ML, so that param maps of a CrossValidator reach it."""
-        model._resetUid(self.uid)
-        for param in OutputParams().params:
-            if self.isSet(param.name):
-                model._set(**{param.name: self.getOrDefault(param.name)})
-
-    # What trainings of all frameworks are told.
-
     def _common_settings(self, dataset: Dataset, run: Store, resume_from: str | None) -> dict[str, Any]:
-        """The fields of `ml.training.spec.Training`."""
-        batch_size, per_worker = self._batch_sizes()
-        options = self.getOrDefault("data_options") or {}
+        """Return the fields of `ml.training.spec.Training`."""
+        batch_size, per_worker = self._given("batch_size"), self._given("per_worker_batch_size")
+        options = self._given("data_options") or {}
         same = ("transformation_fn", "epochs", "shuffle", "seed", "device", "num_threads", "verbose", "allow_nan_loss")
         return {
             "dataset": dataset,
             "store": run,
-            "batch_size": batch_size,
+            "batch_size": DEFAULT_BATCH_SIZE if batch_size is None and per_worker is None else batch_size,
             "per_worker_batch_size": per_worker,
-            "accumulation": self.getOrDefault("accumulation_steps"),
-            "clip_norm": self.getOrDefault("gradient_clip_norm"),
-            "clip_value": self.getOrDefault("gradient_clip_value"),
-            "compression": self.getOrDefault("gradient_compression"),
-            "sync_batch_norm": self.getOrDefault("sync_batch_norm") is not False,
+            "accumulation": self._given("accumulation_steps"),
+            "clip_norm": self._given("gradient_clip_norm"),
+            "clip_value": self._given("gradient_clip_value"),
+            "compression": self._given("gradient_compression"),
+            "sync_batch_norm": self._given("sync_batch_norm") is not False,
             "checkpoints": self._checkpoint_plan(),
             "resume_from": resume_from,
             "fence": None if (lease := lease_of(run)) is None else lease.fence,
-            "input_shapes": self.getOrDefault("input_shapes"),
-            "label_shapes": self.getOrDefault("label_shapes"),
-            **{name: self.getOrDefault(name) for name in same},
+            "input_shapes": self._given("input_shapes"),
+            "label_shapes": self._given("label_shapes"),
+            **{name: self._given(name) for name in same},
             **{name: options[name] for name in READ_OPTIONS if name in options},
         }
 
     def _checkpoint_plan(self) -> CheckpointPlan | None:
-        if self.getOrDefault("checkpoint_dir") is None:
+        if self._given("checkpoint_dir") is None:
             return None
         return CheckpointPlan(
-            every_epochs=self.getOrDefault("checkpoint_interval"),
-            every_seconds=self.getOrDefault("checkpoint_seconds"),
-            keep=self.getOrDefault("keep_checkpoints"),
-            best_of=self.getOrDefault("checkpoint_best_of"),
-            mode=self.getOrDefault("checkpoint_best_mode"),
+            every_epochs=self._given("checkpoint_interval"),
+            every_seconds=self._given("checkpoint_seconds"),
+            keep=self._given("keep_checkpoints"),
+            best_of=self._given("checkpoint_best_of"),
+            mode=self._given("checkpoint_best_mode"),
         )
 
     def _callbacks(self) -> list[Any]:
-        """As they were given; one may stand alone."""
-        given = self.getOrDefault("callbacks")
+        """Return the callbacks as a list; a single one may be given without a list."""
+        given = self._given("callbacks")
         return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
 
-    # What they leave in the run's folder.
+    # --- step 5: load -----------------------------------------------------------------------------
 
-    def _trained(self, run: Store, name: str, unsaved: Mapping[str, bytes]) -> bytes:
-        """The file with what was learnt: from the run's folder, or from the results of the job if it is not there.
-
-        Raises: StoreError: the driver does not see it.
-        """
-        if name in unsaved:
-            log.warning(
-                "%s could not be written to %s and came with the results of the job: the model that fit returns is all "
-                "there is of it, save it with model.save(path)",
-                name,
-                run.url,
-            )
-            return unsaved[name]
-        try:
-            return run.read_bytes(name)
-        except OSError as error:
-            raise StoreError(
-                f"the workers wrote the trained model to {run.url}, where the driver does not see it ({error}); name a "
-                "store, or a checkpoint_dir, that all of them share",
-                url=run.url,
-            ) from error
-
-    def _batch_sizes(self) -> tuple[int | None, int | None]:
-        """Of the global batch, or of each worker's."""
-        whole, each = self.getOrDefault("batch_size"), self.getOrDefault("per_worker_batch_size")
-        return (DEFAULT_BATCH_SIZE, None) if whole is None and each is None else (whole, each)
-
-
-def _flat(names: Sequence[Any]) -> list[str]:
-    return [each for name in names for each in (name if isinstance(name, list) else [name])]
+    def _load(self, training: Any, rows: Dataset, dry_run: DryRunResult, trained: TrainedRun) -> M:
+        fitted = Fitted(
+            inputs=model_inputs(rows, self._given("input_shapes")),
+            outputs=dry_run.outputs,
+            rule=dry_run.rule,
+            history=trained.history,
+            events=trained.events,
+            why_not=dry_run.why_not,
+            pad_to=padded_lengths(rows),
+            allow_nan=nan_allowed_in(rows),
+        )
+        model = self._fitted_model(training, fitted, trained.read)
+        # The model has the estimator's uid, as in Spark ML, so that param maps of a CrossValidator reach it.
+        model._resetUid(self.uid)
+        for param in OutputParams().params:
+            if self.isSet(param.name):
+                model._set(**{param.name: self._given(param.name)})
+        return model

@@ -1,4 +1,4 @@
-"""What a setting is, in words that are the same in another process: to tell a training from another one."""
+"""Descriptions of settings that are equal in every process, which tell one training from another."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from typing import Any
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _PLAIN = (bool, int, float, str, type(None))
-_TELLING = (*_PLAIN, list, tuple, dict, set, frozenset, type, FunctionType, functools.partial)
-_DEPTH = 6
-"""Deeper than anybody's settings; functions that refer to themselves go on for ever."""
+_DESCRIBED = (*_PLAIN, list, tuple, dict, set, frozenset, type, FunctionType, functools.partial)
+_MAX_DEPTH = 6
+"""Deeper than settings are nested; functions that refer to themselves would never end."""
 
 
-def described(value: Any, *, values: bool = True, depth: int = 0) -> str:
-    """Classes by name, functions by name and code with what they use, everything else by its repr and attributes.
+def described(value: Any, *, buffers: bool = True, depth: int = 0) -> str:
+    """Describe a value: classes by name, functions by name and code, everything else by its repr and attributes.
 
-    values: whether what a module keeps in buffers, such as the weights of classes in a loss, tells it from another one.
+    Args:
+        value: A setting, or a part of one.
+        buffers: Include the buffers of modules, such as the class weights of a loss.
+        depth: Depth of the value in the setting.
     """
-    if depth > _DEPTH:
+    if depth > _MAX_DEPTH:
         return type(value).__qualname__
-    inner = functools.partial(described, values=values, depth=depth + 1)
+    inner = functools.partial(described, buffers=buffers, depth=depth + 1)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(inner, value))}]"
-    if isinstance(value, (set, frozenset)):  # which come in an order that differs between processes
+    if isinstance(value, (set, frozenset)):  # their order differs between processes
         return f"{{{', '.join(sorted(map(inner, value)))}}}"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {inner(each)}' for key, each in value.items())}}}"
@@ -40,31 +43,31 @@ def described(value: Any, *, values: bool = True, depth: int = 0) -> str:
         used = {name: value.__globals__.get(name) for name in code.co_names}
         plain = inner({name: each for name, each in used.items() if isinstance(each, _PLAIN) and each is not None})
         return f"{value.__qualname__} {digest([_code(code), cells, inner(value.__defaults__), plain])}"
-    if hasattr(value, "tolist"):  # arrays, whose repr leaves out the middle
+    if hasattr(value, "tolist"):  # the repr of an array leaves out its middle
         return f"{type(value).__qualname__} {digest(repr(value.tolist()))}"
     text = _ADDRESS.sub("", repr(value))
-    attributes = _attributes(value, values)
+    attributes = _attributes(value, buffers)
     return f"{text} {inner(attributes)}" if attributes else text
 
 
 def digest(value: Any) -> str:
-    """8 hexadecimal digits of plain values."""
+    """Return 8 hexadecimal digits that identify plain values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _attributes(value: Any, values: bool) -> dict[str, Any]:
-    """What the repr leaves out: label smoothing, the milestones of a schedule, the patience of a callback, ..."""
+def _attributes(value: Any, buffers: bool) -> dict[str, Any]:
+    """Return what the repr leaves out: label smoothing, the milestones of a schedule, the patience of a callback."""
     own = getattr(value, "__dict__", {})
-    if "param_groups" in own:  # the repr of an optimizer says all but the weights
+    if "param_groups" in own:  # the repr of an optimizer has all but the weights
         return {}
     if "_modules" not in own:
-        return {name: own[name] for name in sorted(own) if isinstance(own[name], _TELLING)}
-    told = {name: own[name] for name in sorted(own) if name[0] != "_" and isinstance(own[name], _TELLING)}
-    told.pop("training", None)
-    if values:
-        told |= {f"buffer {name}": each for name, each in own["_buffers"].items()}
-        told |= {f"module {name}": _attributes(each, values) for name, each in own["_modules"].items()}
-    return told
+        return {name: own[name] for name in sorted(own) if isinstance(own[name], _DESCRIBED)}
+    found = {name: own[name] for name in sorted(own) if name[0] != "_" and isinstance(own[name], _DESCRIBED)}
+    found.pop("training", None)
+    if buffers:
+        found |= {f"buffer {name}": each for name, each in own["_buffers"].items()}
+        found |= {f"module {name}": _attributes(each, buffers) for name, each in own["_modules"].items()}
+    return found
 
 
 def _code(code: CodeType) -> list[Any]:

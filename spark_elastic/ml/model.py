@@ -1,4 +1,4 @@
-"""ElasticModel: what a fit returns, whatever framework trained it. A Spark ML Transformer."""
+"""ElasticModel: the Spark ML Transformer that a fit returns, whatever framework trained it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,17 @@ from spark_elastic.reporting.plot import draw_training
 
 @dataclass(frozen=True)
 class Fitted:
-    """What was learnt beside the weights.
+    """The facts of a fit beside the weights.
 
-    inputs: of the model, and the columns they came from. outputs: of the model, one row. rule: how the loss makes a
-    prediction of the first output; None: it has no say. history, events: of the fit. why_not: why the model cannot be
-    called with its inputs alone, if it cannot. pad_to: lengths that arrays are filled up to, by input. allow_nan:
-    inputs that may be NaN or infinite, or whether all may be.
+    Attributes:
+        inputs: The model's inputs, and the columns they came from.
+        outputs: The model's outputs, for one row.
+        rule: The rule by which the loss makes a prediction of the first output; None if it has none.
+        history: The epochs of the fit.
+        events: The events of the fit's workers.
+        why_not: Why the model cannot be called with its inputs alone; "" if it can.
+        pad_to: Lengths that arrays are padded to, by input.
+        allow_nan: Inputs that may be NaN or infinite; True or False for all of them.
     """
 
     inputs: tuple[TensorField, ...]
@@ -92,59 +97,66 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
     """The attribute with the framework's own model."""
     _fitted: Fitted | None = None
     fit_seconds: Mapping[str, float] = MappingProxyType({})
-    """What the parts of the fit took: write, try, train, load. Not saved."""
+    """Seconds that the parts of the fit took: write, try, train, load. Not saved."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # By application and settings: the key of the executors' caches, and the broadcast. Copies have it in common.
+        # By application and settings: the key of the executors' caches, and the broadcast. Copies share it.
         self._shipments: dict[tuple[Any, ...], tuple[str, Any]] = {}
 
-    # What a framework adds.
+    # --- for frameworks ---------------------------------------------------------------------------
 
     def _saved_predictor(self) -> SavedPredictor:
-        """The model, for executors."""
+        """Return the model in the form that is sent to executors."""
         raise NotImplementedError
 
-    # What users see.
+    # --- for users --------------------------------------------------------------------------------
 
     @property
     def history(self) -> History:
-        """A row for each epoch of the fit: {"epoch": 0, "loss": 0.3, ...}. `pandas.DataFrame(model.history)` works."""
+        """One row per epoch of the fit: {"epoch": 0, "loss": 0.3, ...}; `pandas.DataFrame(model.history)` works."""
         return self._facts_of_fit().history
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What became of the workers during the fit, oldest first: a dict for each event.
+        """The events of the workers during the fit, oldest first, as dicts. A value is None where it does not apply.
 
-        "seconds": since the fit began. "time": since 1970. "kind": "started", "lost", "drained", "left", "joined",
-        "broken", "waiting", "resting", "notice" (a worker has something to say: a checkpoint could not be written),
-        "finished" or "failed". "who", "reason": in words. "before", "after": workers. "pause_s": seconds until the
-        first step after it was done. "steps_lost": that had to be done again. "text": all of it in a line. None where
-        there is nothing to say.
+        - "seconds": time since the fit began; "time": since 1970.
+        - "kind": "started", "lost", "drained", "left", "joined", "broken", "waiting", "resting", "notice" (a message
+          of a worker: a checkpoint could not be written), "finished" or "failed".
+        - "who", "reason": in words.
+        - "before", "after": numbers of workers.
+        - "pause_s": time until the first step after the event; "steps_lost": steps that were repeated.
+        - "text": all of it in one line.
         """
         return [dict(event) for event in self._facts_of_fit().events]
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Loss and metrics over the epochs, with the number of workers and the faults on the same axis.
+        """Plot loss and metrics over the epochs, with the number of workers and the faults on the same axis.
 
-        path: a file to write it to as well; its ending (.png, .svg, .pdf) says how.
-        Returns: a matplotlib Figure; as the last value of a notebook's cell it is shown.
-        Raises: MissingExtraError: matplotlib is not installed (extra `plot`).
+        Args:
+            path: File to write the plot to; its suffix (.png, .svg, .pdf) is the format.
+
+        Returns:
+            A matplotlib Figure, which a notebook shows as the last value of a cell.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed (extra `plot`).
         """
         return draw_training(self.history, self.events, path)
 
     def transformSchema(self, schema: Any) -> Any:
-        """The schema that `transform` gives for one.
+        """Return the schema of the DataFrame that `transform` returns.
 
         Raises:
-            DataError: a column is missing, or an added one is there already.
-            InvalidSettingsError: the output columns do not fit the model's outputs.
+            DataError: A column is missing, or an added one exists already.
+            InvalidSettingsError: The output columns do not fit the model's outputs.
         """
         from pyspark.sql.types import StructField, StructType
 
         self._inputs(schema)
         added = self._added()
-        present = {name.lower(): name for name in schema.names}  # Spark tells no columns apart by case alone
+        present = {name.lower(): name for name in schema.names}  # Spark ignores the case of column names
         for column in added:
             if column.name.lower() in present:
                 raise DataError(
@@ -173,20 +185,22 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         def predictions(batches: Iterable[Any]) -> Iterable[Any]:
             return serving(batches)
 
-        # pyspark looks the columns up by their names, in vain if there is a dot in one or two have the same. Coming
-        # back they are taken by their places.
+        # pyspark looks the columns up by name, which fails for names with dots and for equal names. So they are renamed
+        # on the way to the executors; the result's columns are matched by position.
         plain = dataset.toDF(*(f"column {index}" for index in range(len(dataset.columns))))
         return plain.mapInArrow(predictions, schema)
 
-    # How the settings and the model go together.
+    # --- settings and model together --------------------------------------------------------------
 
     def _facts_of_fit(self) -> Fitted:
         if self._fitted is None:
-            raise InvalidSettingsError(f"this {type(self).__name__} was not made by a fit, and has nothing to show")
+            raise InvalidSettingsError(
+                f"this {type(self).__name__} was not returned by fit, so it has no model and no history"
+            )
         return self._fitted
 
     def _inputs(self, schema: Any) -> tuple[TensorField, ...]:
-        """The model's inputs with the columns that they come from now."""
+        """Return the model's inputs with the columns that `feature_cols` names now."""
         inputs = self._facts_of_fit().inputs
         given = self.getOrDefault("feature_cols")
         if given is not None:
@@ -208,7 +222,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
                     hint = f"did you mean {close!r}?" if close else f"it has {', '.join(schema.names)}"
                     raise DataError(f"the model needs a column {name!r}, which the DataFrame does not have; {hint}")
                 if schema.names.count(name) > 1:
-                    raise DataError(f"{name!r} stands for several columns of the DataFrame; rename all but one")
+                    raise DataError(f"{name!r} is the name of several columns of the DataFrame; rename all but one")
         return inputs
 
     def _added(self) -> tuple[AddedColumn, ...]:
@@ -246,7 +260,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         return tuple(added)
 
     def _handle_invalid(self) -> str:
-        return self.getOrDefault("handle_invalid") or "error"  # None, set by somebody, is no reason to drop rows
+        return self.getOrDefault("handle_invalid") or "error"  # None must not drop rows
 
     def _rule(self, output: OutputShape) -> str | None:
         chosen = self.getOrDefault("prediction")
@@ -261,7 +275,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
 
     def _no_rule(self, output: OutputShape, setting: str) -> str:
         return (
-            f"{setting} is set, but there is no telling how a row of shape {list(output.shape)} becomes one; set "
+            f"{setting} is set, but it is not known how to make one of an output of shape {list(output.shape)}; set "
             "prediction to 'argmax', 'argmax_probability', 'binary_logit' or 'binary_probability'"
         )
 
@@ -269,13 +283,13 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         return "output_cols" if column.made == "raw" else f"{column.made}_col"
 
     def _shipped(self, context: Any) -> tuple[str, Any]:
-        """The key and the broadcast of the model; sent once for each application, device and number of threads."""
+        """Return cache key and broadcast of the model, sent once per application, device and number of threads."""
         about = (
             context.applicationId,
             *(self.getOrDefault(name) for name in ("transform_device", "transform_threads")),
         )
         if about not in self._shipments:
-            # Two pickles: the outer one is Spark's, and must not load the model in every worker that reads the bytes.
+            # Pickled here, too: Spark's own pickle would load the model in every worker that reads the broadcast.
             payload = cloudpickle.dumps(self._saved_predictor())
             self._shipments[about] = (uuid.uuid4().hex, context.broadcast(payload))
         return self._shipments[about]

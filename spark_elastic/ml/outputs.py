@@ -1,4 +1,4 @@
-"""What a model's outputs become: columns of their own, a prediction, probabilities. numpy in, Arrow out."""
+"""The columns that `transform` adds: raw outputs, prediction, probabilities. Numpy in, Arrow out."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 BY_CLASS = ("argmax", "argmax_probability")
-"""Rules for outputs that have a value for each class: a logit, or its probability."""
+"""Rules for outputs with one value per class: a logit, or a probability."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputShape:
-    """One output of a model. dtype: numpy's ("<f4"). shape: of one row's value; only its length has to hold."""
+    """The type of one output of a model.
+
+    Attributes:
+        dtype: In numpy's notation ("<f4").
+        shape: Shape of one row's value. The number of axes is fixed, their lengths may differ.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -31,8 +36,9 @@ class OutputShape:
 class AddedColumn:
     """A column that `transform` adds.
 
-    made: "raw": output number `output` as it is; "prediction" or "probability": of output 0, by `rule`.
-    as_vector: as a Spark ML vector.
+    Attributes:
+        made: "raw": the output number `output`, unchanged; "prediction" or "probability": made of output 0 by `rule`.
+        as_vector: Store a Spark ML vector.
     """
 
     name: str
@@ -43,7 +49,7 @@ class AddedColumn:
     as_vector: bool = False
 
     def values(self, outputs: Sequence[Array]) -> Array:
-        """outputs: of the model, each [rows, ...]. Returns: [rows, ...] in the column's own dtype."""
+        """Return the column's values, [rows, ...], given all outputs of the model, each [rows, ...]."""
         output = outputs[self.output]
         if self.made == "raw":
             if output.ndim - 1 != len(self.shape.shape):
@@ -56,7 +62,7 @@ class AddedColumn:
 
 
 def prediction(output: Array, rule: str) -> Array:
-    """The prediction for each row: float64, shape (rows,). output: [rows], [rows, 1] or, for `BY_CLASS`, [rows, k]."""
+    """Return the predictions, float64 [rows], of an output [rows], [rows, 1] or, for `BY_CLASS`, [rows, classes]."""
     if rule in BY_CLASS:
         return np.asarray(output.argmax(axis=1), np.float64)
     flat = output.reshape(len(output))
@@ -67,7 +73,7 @@ def prediction(output: Array, rule: str) -> Array:
 
 
 def probability(output: Array, rule: str) -> Array:
-    """The probability of each class: float64, shape (rows, classes)."""
+    """Return the probability of each class, float64 [rows, classes]."""
     values = output.astype(np.float64)
     if rule == "argmax_probability":
         return values
@@ -87,17 +93,17 @@ def probability(output: Array, rule: str) -> Array:
 
 
 def suits(rule: str, shape: tuple[int, ...]) -> bool:
-    """Whether a prediction can be made by this rule of an output whose rows have this shape."""
+    """Return whether this rule can make a prediction of an output whose rows have this shape."""
     return len(shape) == 1 if rule in BY_CLASS else shape in ((), (1,))
 
 
 def rule_of_shape(shape: tuple[int, ...]) -> str | None:
-    """The rule if nothing else is known; None: there is no telling."""
+    """Return the rule for an output when the loss does not say; None if the shape allows several."""
     return "value" if shape in ((), (1,)) else None
 
 
 def spark_type(column: AddedColumn) -> Any:
-    """The DataType of the column."""
+    """Return the Spark DataType of the column."""
     from pyspark.ml.linalg import VectorUDT
     from pyspark.sql import types
 
@@ -118,7 +124,7 @@ def spark_type(column: AddedColumn) -> Any:
 
 
 def arrow_array(column: AddedColumn, values: Array) -> pa.Array:
-    """The values of a column, exactly of the Arrow type that Spark has for `spark_type`."""
+    """Return a column's values in exactly the Arrow type that Spark uses for `spark_type`."""
     import pyarrow as pa
 
     if column.as_vector:
@@ -138,13 +144,13 @@ def arrow_array(column: AddedColumn, values: Array) -> pa.Array:
 
 
 def _vectors(values: Array) -> pa.Array:
-    """Dense vectors as VectorUDT stores them: values of shape (rows, size)."""
+    """Return values [rows, size] as dense vectors in the struct of VectorUDT."""
     import pyarrow as pa
 
     rows, size = values.shape
     flat = pa.array(np.ascontiguousarray(values).reshape(-1))
     offsets = pa.array(np.arange(rows + 1) * size, pa.int32())
-    # Nothing in a vector's lists is null, and Spark compares the types to the letter.
+    # Spark compares the types exactly, so the values in the lists must be declared as never null.
     number, index = pa.field("element", pa.float64(), nullable=False), pa.field("element", pa.int32(), nullable=False)
     fields = [
         pa.field("type", pa.int8(), nullable=False),

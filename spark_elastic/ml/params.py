@@ -1,36 +1,40 @@
-"""How settings become Spark ML Params: declared once, with a getter, a setter and a check each.
+"""Settings as Spark ML Params: each is declared once, with its type, default, check and documentation.
 
 ::
 
     class TrainingParams(ElasticParams):
-        epochs = setting("epochs", "passes over the rows.", whole(at_least=1), default=1)
+        epochs: Param[int] = setting("epochs", "passes over the rows.", whole(at_least=1), default=1)
+        getEpochs, setEpochs = accessors(epochs)
 
-gives `epochs` as a keyword of the constructor, `getEpochs()`, `setEpochs(value)`, `explainParam("epochs")`, and a Param
-to put into param maps. What is declared without a default is None until it is set.
+makes a Param for param maps and `explainParam("epochs")`, and its getter and setter. The signatures of the estimators
+repeat name, type and default, for people and tools; a test compares them with the declarations. A setting that is
+declared without a default is None until it is set.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
+import functools
 import math
 import numbers
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from types import MethodType
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import numpy as np
 from pyspark.ml.param import Param, Params
 
+from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError, nearest
 from spark_elastic.settings import whole_number
 
-# What a setting of an estimator may be: one function a kind, each of which returns the plain value or says why not.
-#
-# Each takes the setting's name and the value that was given.
+# --- converters ---------------------------------------------------------------------------------
 
 Converter = Callable[[str, Any], Any]
+"""A function of a setting's name and the value that was given; returns the plain value, or raises
+`InvalidSettingsError`."""
 
 
 def _wrong(name: str, wanted: str, value: Any) -> InvalidSettingsError:
@@ -40,11 +44,12 @@ def _wrong(name: str, wanted: str, value: Any) -> InvalidSettingsError:
 
 
 def whole(at_least: int) -> Converter:
+    """Return a converter to an int with a lower bound."""
     return lambda name, value: whole_number(name, value, at_least)
 
 
 def real(*, above: float | None = None, at_least: float | None = None) -> Converter:
-    """A finite number within a lower bound, as a float."""
+    """Return a converter to a finite float with a lower bound."""
     bound = f" above {above:g}" if above is not None else f" of at least {at_least:g}" if at_least is not None else ""
 
     def convert(name: str, value: Any) -> float:
@@ -71,13 +76,15 @@ def text(name: str, value: Any) -> str:
 
 
 def identifier(name: str, value: Any) -> str:
-    """A name that can be a folder's."""
+    """Convert to a name that can be a folder's."""
     if not isinstance(value, str) or not re.fullmatch(r"[\w=-][\w.=-]*", value):
-        raise _wrong(name, "letters, digits, '_', '-', '=' and '.', which does not come first", value)
+        raise _wrong(name, "letters, digits, '_', '-', '=' and '.', not beginning with '.'", value)
     return str(value)
 
 
 def one_of(*choices: str) -> Converter:
+    """Return a converter that accepts one of the choices."""
+
     def convert(name: str, value: Any) -> str:
         if value not in choices:
             raise _wrong(name, f"one of {', '.join(map(repr, choices))}", value)
@@ -86,15 +93,20 @@ def one_of(*choices: str) -> Converter:
     return convert
 
 
-def path(name: str, value: Any) -> str:
-    """A path or URI, as text."""
+def path(name: str, value: Any, wanted: str = "a path or a URI") -> str:
+    """Convert a path or URI to text."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise _wrong(name, "a path or a URI", value)
+        raise _wrong(name, wanted, value)
     return str(value)
 
 
+def location(name: str, value: Any) -> Any:
+    """Accept a path, a URI, or a `Store`."""
+    return value if isinstance(value, (Store, os.PathLike)) else path(name, value, "a path, a URI or a Store")
+
+
 def names(name: str, value: Any) -> list[str]:
-    """Different names, at least one; a single one may stand alone."""
+    """Convert to a list of different names, at least one; a single name needs no list."""
     listed = [value] if isinstance(value, str) else value
     if not _is_list(listed) or not all(isinstance(each, str) and each for each in listed):
         raise _wrong(name, "a list of names", value)
@@ -105,12 +117,12 @@ def names(name: str, value: Any) -> list[str]:
 
 
 def names_or_none(name: str, value: Any) -> list[str]:
-    """Like `names`; an empty list is fine."""
+    """Convert as `names`, but accept an empty list."""
     return [] if _is_list(value) and len(value) == 0 else names(name, value)
 
 
 def grouped_names(name: str, value: Any) -> list[Any]:
-    """Names, or lists of names: `["a", "b"]`, `[["a", "b"], ["c"]]`. Names and lists are not mixed."""
+    """Convert to a list of names, or a list of lists of names: `["a", "b"]`, `[["a", "b"], ["c"]]`."""
     if _is_list(value) and any(_is_list(each) for each in value):
         if not all(_is_list(each) for each in value):
             raise InvalidSettingsError(
@@ -121,7 +133,7 @@ def grouped_names(name: str, value: Any) -> list[Any]:
 
 
 def shapes(name: str, value: Any) -> list[list[int]]:
-    """One shape for each tensor, without the rows: `[[28, 28], []]`. A single shape may stand alone: `(28, 28)`."""
+    """Convert to a shape per tensor, without the rows: `[[28, 28], []]`. A single shape needs no list: `(28, 28)`."""
     if _is_list(value) and len(value) and not any(_is_list(each) for each in value):
         value = [value]
     if not _is_list(value) or not len(value) or not all(_is_list(each) for each in value):
@@ -130,7 +142,7 @@ def shapes(name: str, value: Any) -> list[list[int]]:
 
 
 def dtypes(name: str, value: Any) -> list[str | None]:
-    """numpy's name of a type of numbers for each tensor, or None: `["int64", None]`. A single one may stand alone."""
+    """Convert to numpy's name of a number type per tensor, or None: `["int64", None]`. A single type needs no list."""
     listed = value if _is_list(value) else [value]
     if not len(listed):
         raise _wrong(name, "a list of types, such as ['int64', 'float32']", value)
@@ -139,9 +151,9 @@ def dtypes(name: str, value: Any) -> list[str | None]:
         try:
             dtype = None if each is None else np.dtype(each)
         except TypeError:
-            raise _wrong(f"{name}[{index}]", "a type that numpy knows, such as 'int64'", each) from None
+            raise _wrong(f"{name}[{index}]", "a numpy type, such as 'int64'", each) from None
         if dtype is not None and (dtype.kind not in "biuf" or dtype.itemsize > 8):
-            raise _wrong(f"{name}[{index}]", "a type of numbers of at most 8 bytes, such as 'int64'", each)
+            raise _wrong(f"{name}[{index}]", "a number type of at most 8 bytes, such as 'int64'", each)
         made.append(None if dtype is None else dtype.name)
     return made
 
@@ -178,7 +190,7 @@ def dictionary(name: str, value: Any) -> dict[str, Any]:
 
 
 def options(known: Sequence[str]) -> Converter:
-    """A dict whose keys are among `known`."""
+    """Return a converter that accepts a dict whose keys are among `known`."""
 
     def convert(name: str, value: Any) -> dict[str, Any]:
         given = dictionary(name, value)
@@ -208,8 +220,6 @@ def _no_repeats(name: str, listed: Sequence[str]) -> None:
         raise InvalidSettingsError(f"{name} names {', '.join(repeated)} more than once")
 
 
-_Self = TypeVar("_Self", bound="ElasticParams")
-
 _OTHER_NAMES = {
     "features_col": "feature_cols",
     "input_cols": "feature_cols",
@@ -234,57 +244,150 @@ _OTHER_NAMES = {
     "step_size": "optimizer",
     "learning_rate": "optimizer",
 }
-"""What Horovod, Spark ML, xgboost and torch call these settings."""
+"""Names of these settings in Horovod, Spark ML, xgboost and torch."""
+
+
+# --- declarations -------------------------------------------------------------------------------
+
+Self = TypeVar("Self", bound="ElasticParams")
+S = TypeVar("S")
+T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def setting(name: str, doc: str, convert: Converter, default: Any = None) -> Any:
-    """A Param of a class; its value None stands for "not set" and is never converted.
+    """Declare a Param. The value None stands for "not set" and is never converted.
 
-    default: a plain value, so that saved defaults can be read by people.
+    The default is a plain value, so that saved defaults are readable.
     """
 
     def checked(value: Any) -> Any:
         return None if value is None else convert(name, value)
 
-    declared = Param(Params._dummy(), name, doc, checked)
+    declared: Any = Param(Params._dummy(), name, doc, checked)
     declared.default = default
     return declared
 
 
-class ElasticParams(Params):
-    """Base of what has settings. Constructors take them as keywords alone.
+class Getter(Generic[T]):
+    """The method `getBatchSize()` of the setting `batch_size`."""
 
-    Raises:
-        InvalidSettingsError: a name that does not exist, with the nearest that does; or an impossible value.
+    def __init__(self, declared: Any) -> None:
+        def get(self: Any) -> Any:
+            return self.getOrDefault(declared.name)
+
+        self._function = _documented(get, _accessor_name("get", declared.name), f"`{declared.name}`: {declared.doc}")
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        _check_accessor_name(name, self._function)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Callable[[], T]:
+        return self._function if instance is None else MethodType(self._function, instance)
+
+
+class Setter(Generic[T]):
+    """The method `setBatchSize(value)` of the setting `batch_size`; returns the object itself."""
+
+    def __init__(self, declared: Any) -> None:
+        def set_(self: Any, value: Any) -> Any:
+            self.set(self.getParam(declared.name), value)
+            return self
+
+        doc = f"Set `{declared.name}`: {declared.doc}\n\nReturns:\n    The object itself."
+        self._function = _documented(set_, _accessor_name("set", declared.name), doc)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        _check_accessor_name(name, self._function)
+
+    def __get__(self, instance: S, owner: type | None = None) -> Callable[[T], S]:
+        return self._function if instance is None else MethodType(self._function, instance)
+
+
+def accessors(declared: Param[T]) -> tuple[Getter[T], Setter[T]]:
+    """Return getter and setter of a setting, in the names that pyspark's users expect: `getBatchSize, setBatchSize`."""
+    return Getter(declared), Setter(declared)
+
+
+def _accessor_name(prefix: str, name: str) -> str:
+    return prefix + "".join(part.capitalize() for part in name.split("_"))
+
+
+def _documented(function: Any, name: str, doc: str) -> Any:
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
+    return function
+
+
+def _check_accessor_name(name: str, function: Any) -> None:
+    if name != function.__name__:
+        raise TypeError(f"{function.__name__} was assigned to {name}")
+
+
+def keyword_only(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Let a method take settings as keywords alone, check their names, and keep the given ones in `_input_kwargs`.
+
+    Like the decorator of pyspark with this name: a signature with all defaults is readable for people and tools, but
+    does not say which settings the caller gave. The names are checked here to suggest the right one.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **settings: Any) -> Any:
+        cls = type(self)
+        if args:
+            raise TypeError(f"{cls.__name__} takes its settings as keywords, not as positional arguments")
+        known = sorted(name for name in dir(cls) if isinstance(getattr(cls, name, None), Param))
+        for name in settings:
+            if name not in known:
+                raise InvalidSettingsError(unknown_name(cls.__name__, name, known))
+        self._input_kwargs = settings
+        return method(self, **settings)  # type: ignore[call-arg]
+
+    return wrapper  # type: ignore[return-value]
+
+
+def same_keywords(
+    init: Callable[Concatenate[Any, P], None],
+) -> Callable[[Callable[[S], R]], Callable[Concatenate[S, P], R]]:
+    """Give a method without arguments the keywords of a constructor; it finds them in `_input_kwargs`."""
+
+    def decorate(method: Callable[[S], R]) -> Callable[Concatenate[S, P], R]:
+        def with_settings(self: Any, **settings: Any) -> Any:
+            return method(self)
+
+        made: Any = functools.wraps(init)(with_settings)  # its signature
+        made.__name__, made.__qualname__, made.__doc__ = method.__name__, method.__qualname__, method.__doc__
+        return keyword_only(made)
+
+    return decorate
+
+
+class ElasticParams(Params):
+    """Base of everything that has settings: the constructor takes them as keywords, and each one is a Param.
+
+    Raises:
+        InvalidSettingsError: A name does not exist, or a value is impossible.
+    """
+
+    _input_kwargs: dict[str, Any]
+    """The settings of the last call of a `keyword_only` method, as in pyspark."""
+
+    @keyword_only
+    def __init__(self, /, **settings: Any) -> None:
         super().__init__()
-        self._setDefault(**{declared.name: declared.default for declared in self.params})
-        self._check_names(settings)
+        declared: list[Any] = self.params
+        self._setDefault(**{each.name: each.default for each in declared})
         self._set(**{name: value for name, value in settings.items() if value is not None})
         self._check_together()
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for declared in vars(cls).copy().values():
-            if isinstance(declared, Param):
-                _add_accessors(cls, declared)
-        every = [each for each in (getattr(cls, name, None) for name in dir(cls)) if isinstance(each, Param)]
-        keywords = [
-            inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=getattr(each, "default", None))
-            for each in every
-        ]
-        cls.__signature__ = inspect.Signature(keywords)  # what editors and help() show
-
     def set(self, param: Any, value: Any) -> None:
-        """As in Spark ML; the error of a wrong value keeps its type."""
+        """Set a Param, as in Spark ML; the error of a wrong value keeps its type."""
         self._shouldOwn(param)
         self._paramMap[param] = param.typeConverter(value)
 
-    def copy(self: _Self, extra: Any = None) -> _Self:
-        """A copy with the same uid and, if given, other settings: `{estimator.epochs: 3}`."""
-        that: _Self = super().copy(extra)
+    def copy(self: Self, extra: Any = None) -> Self:
+        """Return a copy with the same uid and, if given, other settings: `{estimator.epochs: 3}`."""
+        that: Self = super().copy(extra)
         # Spark's copy shares this list, and a later _resetUid of the copy would rename the original's Params.
         that._params = None
         for declared in self.params:
@@ -293,21 +396,21 @@ class ElasticParams(Params):
         return that
 
     def _given(self, name: str) -> Any:
-        """The value, or its default."""
+        """Return the value of a setting, or its default."""
         return self.getOrDefault(name)
 
     def _check_together(self) -> None:
-        """Overridden to raise InvalidSettingsError where settings contradict one another. Missing ones are fine."""
+        """Raise `InvalidSettingsError` if settings contradict one another. Missing settings are fine here."""
 
-    def _check_names(self, settings: dict[str, Any]) -> None:
-        known = [declared.name for declared in self.params]
-        for name in settings:
-            if name not in known:
-                raise InvalidSettingsError(unknown_name(type(self).__name__, name, known))
+    def _set_given(self: Self) -> Self:
+        """Set the keywords of the present `keyword_only` method; the body of `setParams`."""
+        self._set(**self._input_kwargs)
+        self._check_together()
+        return self
 
 
 def unknown_name(owner: str, name: str, known: list[str]) -> str:
-    """What to say about a keyword that does not exist."""
+    """Return the message for a keyword that does not exist, with the setting that is probably meant."""
     snake = re.sub(r"(?<=[a-z0-9])([A-Z])", lambda match: f"_{match[1].lower()}", name)
     if snake != name and snake in known:
         return f"{owner} has no {name!r}: names are written in snake_case here, {snake!r}"
@@ -316,25 +419,3 @@ def unknown_name(owner: str, name: str, known: list[str]) -> str:
         return f"{owner} has no {name!r}; here it is {other!r}"
     close = nearest(snake, known)
     return f"{owner} has no {name!r}" + (f"; did you mean {close!r}?" if close else f"; it has {', '.join(known)}")
-
-
-def _add_accessors(cls: type, declared: Any) -> None:
-    """`getBatchSize` and `setBatchSize` for `batch_size`, unless the class writes its own."""
-    name = declared.name
-    ending = "".join(part.capitalize() for part in name.split("_"))
-
-    def getter(self: Any) -> Any:
-        return self.getOrDefault(name)
-
-    def setter(self: Any, value: Any) -> Any:
-        self.set(self.getParam(name), value)
-        return self
-
-    for method, prefix, doc in (
-        (getter, "get", f"`{name}`: {declared.doc}"),
-        (setter, "set", f"Set `{name}`: {declared.doc}\n\nReturns: itself."),
-    ):
-        accessor = f"{prefix}{ending}"
-        if accessor not in vars(cls):
-            method.__name__, method.__qualname__, method.__doc__ = accessor, f"{cls.__name__}.{accessor}", doc
-            setattr(cls, accessor, method)

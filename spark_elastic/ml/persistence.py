@@ -1,17 +1,16 @@
-"""Saving and loading estimators and models as Spark ML does, below a path of Spark's filesystem.
+"""Save and load estimators and models as Spark ML does, below a path of Spark's filesystem.
 
 ::
 
-    path/metadata/      what Spark ML writes for every stage: class, uid and the settings that JSON can hold
+    path/metadata/      as Spark ML writes it for every stage: class, uid and the settings that JSON can hold
     path/data/*         the other settings, the weights, ...
 
-What JSON cannot hold is stored in one of two ways, and the metadata says which for each setting:
+Values that JSON cannot hold are stored in one of two ways, and the metadata says which for each setting:
 
 "safe"    a file that the framework's restricted loader reads: layers, optimizers, losses of the framework itself
 "pickled" anything else: a class or function of your own. Loading it runs code that the file names, so it is loaded only
-          where the caller says that the file is to be trusted: `load(path, trusted=True)`, or within
-          `with trusted_files():` for what loads several stages at once (PipelineModel.load), or where the deployment
-          does, see `trust`. Saving says so.
+          if the caller trusts the file: `load(path, trusted=True)`, or `with trusted_files():` around a loader of
+          several stages (PipelineModel.load), or by the environment, see `trust`. Saving warns of it.
 """
 
 from __future__ import annotations
@@ -38,65 +37,65 @@ log = logging.getLogger("spark_elastic.ml")
 FORMAT = 1
 _DATA = "data"
 _SECRETS = ("storage_options",)
-"""Settings that may hold credentials, which do not belong into files."""
-_PLACES = ("store",)
-"""Settings that name a place, and are found again by what it is called."""
+"""Settings that may hold credentials, and are never written to files."""
+_LOCATIONS = ("store",)
+"""Settings that name a location, and are saved as its URL."""
 
 T = TypeVar("T", bound="Savable")
 
 
 class Codec(Protocol):
-    """How a framework stores objects."""
+    """A framework's way to store objects."""
 
     SUFFIX: str
-    """Of the files that can be loaded without trust."""
+    """File name suffix of files that can be loaded without trust."""
 
     def dumps(self, value: Any) -> bytes | None:
-        """None: the value is more than that."""
+        """Return a file that can be loaded without trust; None if the value contains code of the user's own."""
         ...
 
     def loads(self, file: bytes) -> Any:
-        """Raises: CheckpointError: damaged, or not to be loaded without trust."""
+        """Load a file of `dumps`. Raises `CheckpointError` if it is damaged, or needs trust."""
         ...
 
     def pickled(self, value: Any) -> bytes:
-        """For `pickle.loads`: what needs trust."""
+        """Return a pickle, which needs trust."""
         ...
 
 
 class Savable(MLWritable, MLReadable[Any]):
-    """Mixed into Params that are saved in this way."""
+    """Mixin of Params that are saved in this way."""
 
     TOGETHER: tuple[str, ...] = ()
-    """Settings that refer to one another and so lie in one file: an optimizer and the model whose parameters it has."""
+    """Settings that share objects and are saved in one file: an optimizer and the model whose parameters it has."""
 
     @classmethod
     def _codec(cls) -> Codec:
         raise NotImplementedError
 
     def _facts(self) -> dict[str, Any]:
-        """What is saved beside settings, as JSON can hold it."""
+        """Return facts to save in addition to settings, as plain values for JSON."""
         return {}
 
     def _files(self) -> dict[str, bytes]:
-        """What is saved beside settings, as files."""
+        """Return files to save in addition to settings."""
         return {}
 
     def _objects(self) -> dict[str, Any]:
-        """What is saved beside settings, as objects that need the framework's loader or a pickle."""
+        """Return objects to save in addition to settings, which need the framework's loader or a pickle."""
         return {}
 
     def _running(self) -> list[str]:
-        """What in the files of `_files` is code that loading them runs."""
+        """Return the names of files in `_files` that run code when they are loaded."""
         return []
 
     @classmethod
     def _at_hand(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Of what `_objects` gave: what this process has, so that the files need not be looked at for it."""
+        """Return those of `_objects` that this process has already, so that their files are not read."""
         return {}
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
-        """Called by the loader with what the three above gave, after the settings have been set."""
+        """Take what `_facts`, `_files` and `_objects` returned. Called by the loader once the settings are set."""
 
     def write(self) -> ElasticWriter:
         return ElasticWriter(self)
@@ -109,20 +108,26 @@ class Savable(MLWritable, MLReadable[Any]):
     def load(cls: type[T], path: str, *, trusted: bool = False) -> T:
         """Load what was saved at `path`.
 
-        trusted: whether code that the files name may be run; needed only if they hold classes or functions that are
-            not the framework's own, which the error says.
-        Raises: CheckpointError: nothing of this kind is there, it is damaged, or it needs trust.
+        Args:
+            path: A path of Spark's filesystem.
+            trusted: Allow the files to run code; needed only if they hold classes or functions that are not the
+                framework's own, which the error says.
+
+        Raises:
+            CheckpointError: There is no object of this class, it is damaged, or it needs trust.
         """
         return cls.read().trusted(trusted).load(path)
 
 
 class ElasticWriter(MLWriter):
+    """Writes a stage; Spark ML's `write().overwrite().save(path)`."""
+
     def __init__(self, instance: Any) -> None:
         super().__init__()
         self.instance = instance
 
     def saveImpl(self, path: str) -> None:
-        """Raises: CheckpointError: there is something at `path` already, and `overwrite` was not asked for."""
+        """Save the stage. Raises `CheckpointError` if `path` exists and `overwrite()` was not called."""
         target = _Folder(self.sparkSession, path)
         if target.exists():
             raise CheckpointError(f"{path} exists; save to another path, or use .write().overwrite().save(path)")
@@ -140,13 +145,15 @@ class ElasticWriter(MLWriter):
             "files": sorted(files),
             "facts": self.instance._facts(),
         }
-        # Last, because it is what makes the rest a saved stage.
+        # Last: without metadata the rest is not taken for a saved stage.
         DefaultParamsWriter.saveMetadata(
             self.instance, path, self.sc, extraMetadata={"sparkElastic": about}, paramMap=plain
         )
 
 
 class ElasticReader(MLReader[T], Generic[T]):
+    """Reads a stage; Spark ML's `read().load(path)`."""
+
     def __init__(self, cls: type[T]) -> None:
         super().__init__()
         self._cls = cls
@@ -154,24 +161,24 @@ class ElasticReader(MLReader[T], Generic[T]):
         self._instead: dict[str, Any] = {}
 
     def instead(self, **objects: Any) -> ElasticReader[T]:
-        """Objects to take in place of those that were saved, which are then not looked at."""
+        """Use these objects in place of the saved ones, whose files are then not read."""
         self._instead = objects
         return self
 
     def trusted(self, trusted: bool = True) -> ElasticReader[T]:
-        """Whether code that the files name may be run."""
+        """Allow the files to run code."""
         self._trusted = trusted
         return self
 
     def load(self, path: str) -> T:
         source = _Folder(self.sparkSession, path)
         if not source.exists():
-            raise CheckpointError(f"there is nothing at {path}")
+            raise CheckpointError(f"{path} does not exist")
         metadata = DefaultParamsReader.loadMetadata(path, self.sc)
         about = metadata.get("sparkElastic")
         wanted = f"{self._cls.__module__}.{self._cls.__name__}"
         if not isinstance(about, dict) or metadata["class"] != wanted:
-            raise CheckpointError(f"at {path} lies a {metadata['class']}, not a {wanted}")
+            raise CheckpointError(f"{path} is a saved {metadata['class']}, not a {wanted}")
         if about["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {about['format']!r}; this version reads format {FORMAT}")
         files = source.read(_DATA, about["files"])
@@ -195,13 +202,13 @@ class ElasticReader(MLReader[T], Generic[T]):
 
 
 def plain_and_objects(instance: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings that were made: those that survive JSON as they are, and the others. Neither has secrets."""
+    """Return the settings that were set, without secrets: those that JSON can hold, and the others."""
     plain: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     for param, value in instance._paramMap.items():
         if param.name in _SECRETS:
             continue
-        if param.name in _PLACES and isinstance(value, (os.PathLike, Store)):
+        if param.name in _LOCATIONS and isinstance(value, (os.PathLike, Store)):
             value = value.url if isinstance(value, Store) else os.fspath(value)
         (plain if _survives_json(value) else objects)[param.name] = value
     return plain, objects
@@ -215,14 +222,14 @@ def _survives_json(value: Any) -> bool:
 
 
 def warn_of_trust(instance: Any, stored: Mapping[str, str], path: str) -> None:
-    """Say now what would be found out when it is loaded, perhaps by somebody else."""
+    """Warn at once that loading will need trust; otherwise another person finds out later."""
     pickled = sorted(name for name, where in stored.items() if not where.startswith("safe:"))
     if running := [*pickled, *instance._running()]:
         log.warning(
             "loading %s from %s will need trust, because of %s: code of your own, which only a pickle can hold. Load "
             "it with load(path, trusted=True); CrossValidatorModel.load, PipelineModel.load and the like within `with "
-            "spark_elastic.ml.persistence.trusted_files():`; a deployment sets %s. Classes and optimizers of the "
-            "framework's own need none",
+            "spark_elastic.ml.persistence.trusted_files():`; a deployment sets %s. The framework's own classes and "
+            "optimizers need no trust",
             type(instance).__name__,
             path,
             ", ".join(running),
@@ -233,7 +240,7 @@ def warn_of_trust(instance: Any, stored: Mapping[str, str], path: str) -> None:
 def _encode(
     objects: dict[str, Any], together: tuple[str, ...], codec: Codec
 ) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Returns: name of the setting -> "safe:file" or "pickled:file"; and the files."""
+    """Return "safe:file" or "pickled:file" for each setting, and the files."""
     stored: dict[str, str] = {}
     files: dict[str, bytes] = {}
     # Classes and functions refer to nothing, so the rest of the group may be safe where they are not.
@@ -262,14 +269,14 @@ def _decode(
     pickled = sorted(name for name, where in stored.items() if not where.startswith("safe:"))
     if pickled and not trusted:
         raise CheckpointError(
-            f"{', '.join(pickled)} in {path} can only be loaded by running code that the file names, because it is of "
-            f"your own making and not the framework's. {TRUST}"
+            f"{', '.join(pickled)} in {path} can only be loaded by running code that the file names, because it is a "
+            f"class or function that is not the framework's own. {TRUST}"
         )
     values: dict[str, Any] = {}
     for where in sorted(set(stored.values())):
         how, _, name = where.partition(":")
         if name not in files or how not in ("safe", "pickled"):
-            raise CheckpointError(f"{path} is damaged: its metadata speaks of {where!r}")
+            raise CheckpointError(f"{path} is damaged: its metadata names {where!r}")
         if how == "safe":
             loaded = codec.loads(files[name])
         elif trusted:
@@ -279,9 +286,9 @@ def _decode(
 
 
 class _Folder:
-    """A folder of the filesystem that Spark would use for the path. Whole files are moved, through this machine's disk.
+    """A folder of the filesystem that Spark uses for the path. Files are copied through this machine's disk.
 
-    Spark's own access is used, not ours: a path without a scheme means the same as in the metadata beside it.
+    Spark's own access is used, so that a path without a scheme means the same as for the metadata next to it.
     """
 
     def __init__(self, spark: Any, path: str) -> None:
@@ -293,11 +300,11 @@ class _Folder:
         self._filesystem = self._root.getFileSystem(self._configuration)
 
     def qualified(self, path: str) -> str:
-        """Return the whole URI of a path, without "..", by the default filesystem where it names none."""
+        """Return the full URI of a path, without ".."; on the default filesystem if it names none."""
         place = self._hadoop.Path(path)
         try:
             return str(place.getFileSystem(self._configuration).makeQualified(place).toString())
-        except Py4JJavaError:  # of a filesystem that this Spark does not have, where nothing can be loaded from
+        except Py4JJavaError:  # this Spark cannot load anything from that filesystem
             return path
 
     def exists(self) -> bool:
@@ -313,19 +320,19 @@ class _Folder:
                 )
 
     def read(self, folder: str, names: list[str]) -> dict[str, bytes]:
-        """Raises: CheckpointError: one is missing, or cannot be read."""
+        """Return the files by name. Raises `CheckpointError` if one is missing, or cannot be read."""
         contents: dict[str, bytes] = {}
         with tempfile.TemporaryDirectory(prefix="spark_elastic-load-") as here:
             for name in names:
                 if name != posixpath.basename(name) or name in ("", ".", ".."):
-                    raise CheckpointError(f"{self._path} names a file {name!r}, which is not one of its own")
+                    raise CheckpointError(f"{self._path} names a file {name!r}, which is not in its folder")
                 at = self._at(posixpath.join(folder, name))
                 if not self._filesystem.exists(at):
                     raise CheckpointError(f"{self._path} is incomplete: {folder}/{name} is missing")
                 target = Path(here) / name
                 try:
                     self._filesystem.copyToLocalFile(at, self._hadoop.Path(f"file:{target}"))
-                except Py4JJavaError as error:  # its checksum, for one
+                except Py4JJavaError as error:  # a wrong checksum, for example
                     reason = error.java_exception.toString()
                     raise CheckpointError(f"{self._path}: {folder}/{name} cannot be read: {reason}") from error
                 contents[name] = target.read_bytes()

@@ -1,4 +1,4 @@
-"""Which columns become which tensors, told from the schema alone, before anything runs."""
+"""The tensors that columns become, decided from the schema alone, before any job runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ FLOAT, INTEGER = "<f4", "<i8"
 
 @dataclass(frozen=True)
 class Tensors:
-    """What `materialize` is asked for. columns: name of the tensor -> its column as it is, or columns to join."""
+    """The arguments of `materialize` that say which columns become which tensors.
+
+    Attributes:
+        columns: By tensor: its column, or a tuple of columns to join.
+        dtypes: By tensor, where it differs from the column.
+        shapes: By tensor, where it differs from the column.
+    """
 
     columns: Mapping[str, str | tuple[str, ...]]
     dtypes: Mapping[str, str] = field(default_factory=dict)
@@ -31,7 +37,7 @@ class Tensors:
 
 
 def numbered(prefix: str, tensors: Mapping[str, Any]) -> list[Any]:
-    """The values of prefix0, prefix1, ... as far as they go."""
+    """Return the values of prefix0, prefix1, ... up to the first one that is missing."""
     found: list[Any] = []
     while f"{prefix}{len(found)}" in tensors:
         found.append(tensors[f"{prefix}{len(found)}"])
@@ -44,15 +50,20 @@ def features(
     input_shapes: Sequence[Sequence[int]] | None,
     input_dtypes: Sequence[str | None] | None = None,
 ) -> Tensors:
-    """The inputs "features_0", "features_1", ... of the model.
+    """Return the tensors "features_0", "features_1", ... of the model's inputs.
 
-    Several scalar columns in a flat list are one input of float32, as layers of weights take it. A column alone, and a
-    list within the list, stay integers if all of their columns are.
+    Several scalar columns in a flat list are one input of float32, as layers of weights need it. A single column, and
+    an inner list, are integers if all of their columns are.
 
-    schema: a Spark StructType.
+    Args:
+        schema: The StructType of the DataFrame.
+        feature_cols: As of the estimator.
+        input_shapes: As of the estimator.
+        input_dtypes: As of the estimator.
+
     Raises:
-        DataError: a column is missing or of a type that no tensor can be made of.
-        InvalidSettingsError: other than one shape or dtype for each input, or a dtype for text.
+        DataError: A column is missing, or no tensor can be made of its type.
+        InvalidSettingsError: The number of shapes or dtypes is not that of the inputs, or a dtype is for text.
     """
     groups = [[name] for name in feature_cols] if _each_by_itself(schema, feature_cols) else [list(feature_cols)]
     nested = any(isinstance(each, (list, tuple)) for each in feature_cols)
@@ -79,10 +90,13 @@ def labels(
     label_shapes: Sequence[Sequence[int]] | None,
     dtypes: Sequence[str | None] = (),
 ) -> Tensors:
-    """The labels "label_0", "label_1", ...
+    """Return the tensors "label_0", "label_1", ... Raises as `features` does.
 
-    dtypes: of each label, where the loss says it; otherwise integers stay, and the rest becomes float32.
-    Raises: as for `features`.
+    Args:
+        schema: The StructType of the DataFrame.
+        label_cols: As of the estimator.
+        label_shapes: As of the estimator.
+        dtypes: Types that the losses need; for None integers stay integers, and the rest becomes float32.
     """
     if label_shapes is not None and len(label_shapes) != len(label_cols):
         raise InvalidSettingsError(f"{len(label_shapes)} label_shapes for {len(label_cols)} label_cols")
@@ -98,7 +112,7 @@ def labels(
 
 
 def check_numbers(schema: Any, columns: Sequence[str], setting: str) -> None:
-    """Raises: DataError: one of the columns is text or binary, of which no model makes anything by itself."""
+    """Raise `DataError` if a column is text or binary, which no model takes."""
     for name in columns:
         if element_type(find_column(schema, name, setting).dataType) in _OPAQUE:
             remedy = "StringIndexer makes numbers of classes" if setting == "label_cols" else "make numbers of it"
@@ -109,7 +123,7 @@ def check_numbers(schema: Any, columns: Sequence[str], setting: str) -> None:
 
 
 def weight(schema: Any, name: str) -> Tensors:
-    """Raises: DataError: the column is missing or no number."""
+    """Return the tensor of the sample weights. Raises `DataError` if the column is missing or not a number."""
     if element_type(find_column(schema, name, "sample_weight_col").dataType) not in INTEGERS | REALS:
         raise DataError(f"sample_weight_col {name!r} is {_type_name(schema, name)}; weights must be numbers")
     return Tensors({WEIGHT: name}, {WEIGHT: FLOAT})
@@ -130,7 +144,7 @@ def _tensor(
     alone_is_scalar: bool = False,
     dtype: str | None = None,
 ) -> Tensors:
-    """dtype: None: int64 if all columns are integers or times, or else float32."""
+    """Return one tensor of one or more columns; without `dtype` int64 for integers and times, float32 for the rest."""
     kinds = [element_type(find_column(schema, name, setting).dataType) for name in names]
     if any(kind in _OPAQUE for kind in kinds):
         if len(names) > 1:
@@ -140,7 +154,7 @@ def _tensor(
                 f"input_dtypes has {dtype!r} for {names[0]!r}, which is {_type_name(schema, names[0])}; make it None"
             )
         return Tensors({tensor: names[0]}, shapes={} if shape is None else {tensor: shape})
-    # Whatever else a column may be, `materialize` says what is wrong with it.
+    # `materialize` checks everything else about a column.
     if dtype is None:
         dtype = INTEGER if all(kind in INTEGERS | TIMES for kind in kinds) else FLOAT
     integer = np.dtype(dtype).kind in "iu"

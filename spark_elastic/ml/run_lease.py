@@ -1,17 +1,17 @@
-"""Who may write in the folder of a run: one driver at a time, which gives a sign of life now and then.
+"""The lease of a driver on a run: one driver at a time writes in its folder, and renews the lease with heartbeats.
 
 ::
 
-    <run>/owners/<token>-<id>.json    who, since when, and a count that grows with each sign of life
+    <run>/owners/<token>-<id>.json    the owner, since when, and a counter of its heartbeats
 
-Each driver that takes the run has a larger token than all before it, and checkpoints carry it. A driver whose lease was
-taken over (it stood still for too long) finds a larger token, and so do its workers before they write.
+Each driver that takes the run has a larger token than all before it, and checkpoints carry the token. A driver whose
+lease was taken over, because it was paused for too long, finds a larger token, and so do its workers before they write.
 
-A lease is taken by writing one's own file and listing the others afterwards: who finds a rival of the same token or a
-larger one withdraws. Of two at the same moment the later to write sees both, so not both of them get through: on
-local folders, HDFS and object stores whose listings show what was written (S3, GCS, ABFS), without any atomic rename. A
-write that was checked just before a take-over may still arrive after it: such a checkpoint has a name of its own and
-counts as older than all of the new driver.
+A driver takes the lease by writing its file and then listing the others. It withdraws if it finds a rival with the same
+or a larger token. Of two that write at the same time, the later one sees both files, so at most one succeeds. This
+needs no atomic rename, and works on local folders, HDFS, and object stores whose listings show what was written (S3,
+GCS, ABFS). A write that was checked just before a take-over may still arrive after it: such a checkpoint has a
+different name, and counts as older than all checkpoints of the new driver.
 """
 
 from __future__ import annotations
@@ -39,21 +39,25 @@ from spark_elastic.errors import RunTakenError
 OWNERS = "owners"
 BEAT_S = 10.0
 LEASE_S = 60.0
-"""Without a sign of life for so long, a driver may be replaced."""
+"""A driver without a heartbeat for this time may be replaced."""
 WATCH_S = 2.5 * BEAT_S
-"""How long a lease is watched at least before it is taken over, whatever the clocks of two hosts say."""
-_LOOK_S = 0.5
-_TRIES = 8
-_KINDS = {"float": ("float", "int")}
+"""Shortest time that a lease is watched before it is taken over, because the clocks of two hosts may differ."""
+_POLL_S = 0.5
+_MAX_RIVALS = 8
+_JSON_TYPES = {"float": ("float", "int")}
 _FILE = re.compile(r"(\d{6,})-([0-9a-f]{32})\.json")
 
 log = logging.getLogger("spark_elastic.ml")
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
-    """A process, told apart from all others. machine: boot and process namespace of a host. started: in clock ticks
-    since the boot, as /proc has it; a number that is used again comes with another one."""
+class ProcessIdentity:
+    """The identity of a process, unique among all processes of all hosts.
+
+    Attributes:
+        machine: Host, boot id and process namespace.
+        started: Start in clock ticks since the boot, from /proc; differs when a pid is used again.
+    """
 
     host: str
     machine: str
@@ -62,23 +66,29 @@ class Process:
     program: str
 
     @classmethod
-    def this(cls) -> Process:
+    def this(cls) -> ProcessIdentity:
         host = socket.gethostname()
         machine = ":".join([host, _text("/proc/sys/kernel/random/boot_id"), _link("/proc/self/ns/pid")])
         return cls(host, machine, os.getpid(), started_of(os.getpid()), sys.argv[0] if sys.argv else "")
 
-    def is_dead(self, seen_from: Process) -> bool:
-        """Whether this process is known to be gone; only its own machine can tell."""
+    def is_dead(self, seen_from: ProcessIdentity) -> bool:
+        """Return whether this process is known to have ended; only its own machine can know."""
         return self.machine == seen_from.machine and started_of(self.pid) != self.started
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """What is known of a driver that has taken the run. since, beat_at: seconds since 1970 by its clock."""
+    """The driver that holds, or held, a run, as its file says.
+
+    Attributes:
+        since: When it took the run, in seconds since 1970 by its clock.
+        beat: Counter of its heartbeats.
+        beat_at: Time of the last heartbeat, by its clock.
+    """
 
     token: int
     name: str
-    process: Process
+    process: ProcessIdentity
     since: float
     beat: int
     beat_at: float
@@ -89,16 +99,16 @@ class Owner:
 
     @classmethod
     def loads(cls, text: bytes) -> Owner:
-        """Raises: ValueError."""
+        """Parse what `dumps` returned. Raises `ValueError` for anything else."""
         try:
             document = json.loads(text)
-            owner = cls(**{**document, "process": Process(**document["process"])})
+            owner = cls(**{**document, "process": ProcessIdentity(**document["process"])})
         except (TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"not an owner: {error!r}") from error
-        for one in (owner, owner.process):
-            for field in fields(one):
-                if type(getattr(one, field.name)).__name__ not in _KINDS.get(str(field.type), (str(field.type),)):
-                    raise ValueError(f"{field.name} is {getattr(one, field.name)!r:.40}")
+        for each in (owner, owner.process):
+            for field in fields(each):
+                if type(getattr(each, field.name)).__name__ not in _JSON_TYPES.get(str(field.type), (str(field.type),)):
+                    raise ValueError(f"{field.name} is {getattr(each, field.name)!r:.40}")
         return owner
 
     def __str__(self) -> str:
@@ -109,14 +119,14 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """A driver's place in the order of those that have had the run. Can be pickled: workers look before they write."""
+    """The token of a driver's lease. Pickled into trainings, so that workers check it before they write."""
 
     run: Store
     token: int
     name: str
 
     def check(self) -> None:
-        """Raises: RunTakenError: another driver has taken the run since. Others: the storage cannot be asked."""
+        """Raise `RunTakenError` if another driver has taken over the run; what the storage raises."""
         names = _names(self.run)
         later = [name for name in names if _token(name) >= self.token and name != self.name]
         if not later and self.name in names:
@@ -124,14 +134,14 @@ class Fence:
         taken = _read(self.run, later[-1]) if later else None
         by = f"was taken over by {taken}" if taken else "was taken over" if later else "is gone: its folder was deleted"
         raise RunTakenError(
-            f"this driver's lease on the run in {self.run.url} {by}; this driver gave no sign of life for more than "
-            f"{LEASE_S:.0f} s (paused, or cut off from the storage), and stops here so that it overwrites nothing. The "
-            "run goes on with the other driver; start this one again once that has ended"
+            f"this driver's lease on the run in {self.run.url} {by}; this driver sent no heartbeat for more than "
+            f"{LEASE_S:.0f} s (paused, or cut off from the storage), and stops so that it overwrites nothing. The "
+            "other driver continues the run; start this one again once that has ended"
         )
 
 
 class RunLease:
-    """The lease of this process on a run; made by `held_run`."""
+    """The lease of this process on a run, made by `held_run`. Its thread sends the heartbeats."""
 
     def __init__(self, run: Store, owner: Owner, beat_s: float) -> None:
         self.fence = Fence(run, owner.token, owner.name)
@@ -140,32 +150,33 @@ class RunLease:
         self._beat_s = beat_s
         self._lock = threading.Lock()
         self._lost: RunTakenError | None = None
-        self._on_lost: Callable[[str], None] | None = None
+        self._on_taken: Callable[[str], None] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_beating, name="spark_elastic run lease", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raises: RunTakenError: another driver has taken the run since."""
+        """Raise `RunTakenError` if another driver has taken over the run."""
         if self._lost is not None:
             raise self._lost
         self.fence.check()
 
     @contextmanager
-    def told(self, on_lost: Callable[[str], None]) -> Iterator[None]:
-        """While the block runs, `on_lost(why)` is called once another driver has taken the run.
+    def on_taken(self, callback: Callable[[str], None]) -> Iterator[None]:
+        """Call `callback(reason)` once if another driver takes over the run while the block runs.
 
-        Raises: RunTakenError: that in place of what the block raises, if it has happened.
+        Raises:
+            RunTakenError: The run was taken over; replaces any other error of the block.
         """
         with self._lock:
-            self._on_lost = on_lost
+            self._on_taken = callback
             lost = self._lost
         if lost is not None:
-            on_lost(str(lost))
+            callback(str(lost))
         try:
             yield
         except BaseException as error:
-            with contextlib.suppress(OSError):  # of a storage that does not answer: the error itself counts then
+            with contextlib.suppress(OSError):  # the storage does not answer: raise the error of the block
                 try:
                     self.check()
                 except RunTakenError as taken:
@@ -173,23 +184,23 @@ class RunLease:
             raise
         finally:
             with self._lock:
-                self._on_lost = None
+                self._on_taken = None
 
     def beat(self, now: float) -> None:
-        """Give a sign of life. Raises: RunTakenError: another driver has taken the run since."""
+        """Send a heartbeat. Raises `RunTakenError` if another driver has taken over the run."""
         self.fence.check()
         self._owner = replace(self._owner, beat=self._owner.beat + 1, beat_at=now)
         _write(self._run, self._owner)
 
     def give_back(self) -> None:
-        """End the lease; the file stays, so that the next token is larger."""
+        """End the lease. The file stays, so that the next token is larger."""
         self._stop.set()
         self._thread.join()
         if self._lost is None:
             try:
                 self.fence.check()
                 _write(self._run, replace(self._owner, released=True))
-            except Exception as error:  # it runs out by itself; and this process knows that it is over
+            except Exception as error:  # it expires by itself, and this process knows that it is over
                 log.info("the lease on %s could not be given back: %s", self._run.url, error)
         _live.discard(self._owner.name)
 
@@ -199,31 +210,35 @@ class RunLease:
                 self.beat(clock.wall())
             except RunTakenError as error:
                 with self._lock:
-                    self._lost, told = error, self._on_lost
+                    self._lost, callback = error, self._on_taken
                 log.warning("%s", error)
-                if told is not None:
-                    told(str(error))
+                if callback is not None:
+                    callback(str(error))
                 return
-            except Exception as error:  # tried again in a moment
+            except Exception as error:  # tried again at the next heartbeat
                 log.warning("the lease on the run in %s could not be renewed: %s", self._run.url, error)
 
 
 _held: dict[str, RunLease] = {}
 _live: set[str] = set()
-"""Names of the leases of this process that are not over, whatever their files say."""
+"""Names of the leases of this process that have not ended, whatever their files say."""
 
 
 def lease_of(run: Store) -> RunLease | None:
-    """Return the lease that this process has on a run; None: none, its folder is nobody else's."""
+    """Return this process's lease on a run; None if the run needs none, because no other driver can take it."""
     return _held.get(run.url)
 
 
 @contextmanager
 def held_run(run: Store, known_token: int = 0) -> Iterator[RunLease]:
-    """Have the run to ourselves while the block runs.
+    """Hold the run for as long as the block runs.
 
-    known_token: the largest in the run's checkpoints.
-    Raises: RunTakenError: another driver has it, with who that is.
+    Args:
+        run: The run's folder.
+        known_token: The largest token in the run's checkpoints.
+
+    Raises:
+        RunTakenError: Another driver holds the run; names it.
     """
     lease = RunLease(run, acquire(run, known_token), BEAT_S)
     _held[run.url] = lease
@@ -238,16 +253,17 @@ def acquire(
     run: Store,
     known_token: int = 0,
     *,
-    me: Process | None = None,
+    me: ProcessIdentity | None = None,
     wall: Callable[[], float] = clock.wall,
     monotonic: Callable[[], float] = clock.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> Owner:
-    """Take the run, once nobody has it or whoever had it gives no sign of life.
+    """Take the run as soon as it is free, or its owner has sent no heartbeat for `LEASE_S`.
 
-    Raises: RunTakenError: another driver has it, or takes it at the same moment.
+    Raises:
+        RunTakenError: Another driver holds the run, or takes it at the same time.
     """
-    me = Process.this() if me is None else me
+    me = ProcessIdentity.this() if me is None else me
     watched: dict[str, tuple[Owner | None, float]] = {}
     rivals = 0
     while True:
@@ -255,7 +271,7 @@ def acquire(
         if name is not None:
             found = _read(run, name)
             if not _is_free(name, found, me, watched, wall(), monotonic(), run):
-                pause(_LOOK_S)
+                pause(_POLL_S)
                 continue
         token = max(known_token, 0 if name is None else _token(name)) + 1
         mine = Owner(token, f"{token:06d}-{uuid.uuid4().hex}.json", me, wall(), 0, wall())
@@ -273,7 +289,7 @@ def acquire(
             raise
         _live.discard(mine.name)
         rivals += 1
-        if rivals == _TRIES:
+        if rivals == _MAX_RIVALS:
             raise RunTakenError(f"several drivers try to take the run in {run.url} at the same time; start one of them")
         pause(random.uniform(0.1, 2.0))
 
@@ -281,23 +297,23 @@ def acquire(
 def _is_free(
     name: str,
     found: Owner | None,
-    me: Process,
+    me: ProcessIdentity,
     watched: dict[str, tuple[Owner | None, float]],
     wall: float,
     monotonic: float,
     run: Store,
 ) -> bool:
-    """Whether the newest lease is over. Raises: RunTakenError: its owner is alive."""
+    """Return whether the newest lease has ended. Raises `RunTakenError` if its owner is alive."""
     if found is not None and (found.released or found.process.is_dead(me)):
         return True
     if found is not None and (found.process.machine, found.process.pid) == (me.machine, me.pid):
-        if name not in _live:  # it is over, and the storage would not have that written down
+        if name not in _live:  # it ended, but the storage did not accept its last write
             return True
         raise _taken(run, found, wall)
     if name not in watched:
         watched[name] = (found, monotonic)
         log.warning(
-            "the run in %s was taken by %s; waiting up to %.0f s for a sign of life before it is taken over",
+            "the run in %s was taken by %s; waiting up to %.0f s for a heartbeat before it is taken over",
             run.url,
             found or "another driver",
             _patience_s(found, wall),
@@ -309,20 +325,20 @@ def _is_free(
 
 
 def _patience_s(found: Owner | None, wall: float) -> float:
-    """Seconds that a lease is to be watched which was found at `wall`."""
+    """Return how long to watch a lease that was found at `wall`."""
     return LEASE_S if found is None else max(WATCH_S, min(LEASE_S, LEASE_S - (wall - found.beat_at)))
 
 
 def _taken(run: Store, owner: Owner, wall: float) -> RunTakenError:
     return RunTakenError(
         f"the run in {run.url} is held by {owner}, last heard of {max(0.0, wall - owner.beat_at):.0f} s ago. Wait for "
-        "it to end, or end it, and start again; or give another run_id, which trains beside it. A driver that has died "
+        "it to end, or end it, and start again; or give another run_id, which trains beside it. A killed driver "
         f"is replaced at once by one on its host, and after {LEASE_S:.0f} s by any other"
     )
 
 
 def _names(run: Store) -> list[str]:
-    """Of the files of all owners, the newest last."""
+    """Return the names of the owners' files, the newest last."""
     names = [entry.path.rpartition("/")[2] for entry in run.list(OWNERS) if not entry.is_dir]
     return sorted((name for name in names if _FILE.fullmatch(name)), key=lambda name: (_token(name), name))
 
@@ -332,7 +348,7 @@ def _token(name: str) -> int:
 
 
 def _read(run: Store, name: str) -> Owner | None:
-    """None: it cannot be told."""
+    """Return the owner in a file; None if the file is gone or unreadable."""
     try:
         return Owner.loads(run.read_bytes(f"{OWNERS}/{name}"))
     except (ValueError, FileNotFoundError):
@@ -344,7 +360,7 @@ def _write(run: Store, owner: Owner) -> None:
 
 
 def started_of(pid: int) -> int:
-    """When a process began, in ticks since the boot; 0: there is none, or this system does not tell."""
+    """Return the start of a process in ticks since the boot; 0 if there is no such process, or no /proc."""
     stat = _text(f"/proc/{pid}/stat")
     after_name = stat.rpartition(")")[2].split()
     return int(after_name[19]) if len(after_name) > 19 else 0

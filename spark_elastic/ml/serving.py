@@ -1,6 +1,6 @@
-"""What runs on the executors in `transform`: batches of columns in, the same with the model's outputs appended out.
+"""The code that runs on executors in `transform`: takes Arrow batches and appends the model's outputs as columns.
 
-A Python worker process loads a model once, however many tasks of however many jobs it serves.
+A Python worker process loads a model once for all tasks of all jobs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from spark_elastic.ml.outputs import AddedColumn, arrow_array
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Columns of an Arrow batch as the tensors that a model was trained on, by the encoder that wrote them then.
-
 HANDLE_INVALID = "handle_invalid='skip' leaves such rows out of the result, 'keep' gives them null predictions"
 _VARIABLE = (Kind.BYTES, Kind.ARRAY, Kind.STRING)
 
@@ -34,10 +32,16 @@ _VARIABLE = (Kind.BYTES, Kind.ARRAY, Kind.STRING)
 def tensors_for(
     schema: Any, inputs: Sequence[TensorField], pad_to: Mapping[str, int], allow_nan: bool | Sequence[str] = False
 ) -> tuple[Tensor, ...]:
-    """How the columns of a DataFrame with this schema become these inputs.
+    """Return how columns of a DataFrame with this schema become the inputs that the model was trained on.
 
-    allow_nan: as when the rows that the model was trained on were written.
-    Raises: DataError: a column is missing, or of a type that cannot be one.
+    Args:
+        schema: The StructType of the DataFrame.
+        inputs: The model's inputs, with the names of their columns.
+        pad_to: Lengths that arrays are padded to, by input.
+        allow_nan: As when the training rows were written.
+
+    Raises:
+        DataError: A column is missing, or its type cannot become the input.
     """
     types = {field.name: field.dataType.typeName() for field in schema.fields}
     for field in inputs:
@@ -65,7 +69,7 @@ def tensors_for(
 
 
 class FeatureReader:
-    """Reads the batches of one partition, in their order."""
+    """Makes model inputs of the Arrow batches of one partition, with the encoder that wrote the training rows."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self._names = list(dict.fromkeys(column.name for tensor in tensors for column in tensor.columns))
@@ -73,10 +77,13 @@ class FeatureReader:
         self._encoder = Encoder(tensors)
 
     def __call__(self, batch: pa.RecordBatch) -> dict[str, Any]:
-        """By name: an array [rows, ...], or a list with an entry for each row. Valid until the next call.
+        """Return, by name, an array [rows, ...] or a list with an entry per row. Valid until the next call.
 
-        batch: with a row at least.
-        Raises: DataError: nulls, or other lengths than in training; with the column's name and the numbers.
+        Args:
+            batch: A batch with at least one row.
+
+        Raises:
+            DataError: A column has nulls, or other lengths than in training.
         """
         import pyarrow as pa
 
@@ -94,7 +101,7 @@ class FeatureReader:
         }
 
     def missing(self, batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
-        """Which rows have a null, or NaN or infinity where the model was not trained on such."""
+        """Return which rows have a null, or NaN or infinity where the model was not trained on them."""
         found = np.zeros(batch.num_rows, bool)
         for name in self._names:
             found |= missing_rows(self._column(batch, name), allow_nan=name not in self._no_nan)
@@ -102,12 +109,12 @@ class FeatureReader:
 
     @staticmethod
     def _column(batch: pa.RecordBatch, name: str) -> Any:
-        # the batch may have columns of the same name that are none of ours
+        # Not by name: other columns of the batch may have equal names.
         return batch.column(batch.schema.get_field_index(name))
 
 
 def _as_of_transform(fault: Fault) -> Fault:
-    """With what can be done about it here, where no setting of writing helps."""
+    """Return the fault with a remedy for `transform`, where settings about writing rows do not help."""
     remedy = HANDLE_INVALID if fault.missing else "" if fault.setting else fault.remedy
     return replace(fault, remedy=remedy, setting="")
 
@@ -118,7 +125,7 @@ def _columns(field: TensorField) -> str | list[str]:
 
 
 def _plain(column: Any) -> Any:
-    """Decimals as doubles; when rows are written, Spark casts them before they get here."""
+    """Cast decimals to doubles. When rows are written, Spark does this before encoding."""
     import pyarrow as pa
 
     kind, depth = column.type, 0
@@ -141,27 +148,33 @@ def _values(blob: Blob, field: TensorField) -> list[Any]:
 
 
 Array = npt.NDArray[Any]
-KEPT = 2
-"""Models that a Python worker keeps loaded: the one in use, and one before it."""
+MAX_LOADED_MODELS = 2
+"""Models that a Python worker keeps loaded: the present one, and the one before it."""
 
 
 class Predictor(Protocol):
-    """A loaded model. inputs: by name, [rows, ...]. Returns: each output of the model, [rows, ...]."""
+    """A loaded model: takes inputs by name, [rows, ...], and returns all outputs, [rows, ...]."""
 
     def __call__(self, inputs: Mapping[str, Any]) -> list[Array]: ...
 
 
 class SavedPredictor(Protocol):
-    """A model on its way to the executors."""
+    """A model in the form in which it is sent to executors."""
 
     def load(self) -> Predictor: ...
 
 
 @dataclass(frozen=True)
 class Serving:
-    """One `transform`. model: a Spark broadcast of the pickled SavedPredictor; key: what it is cached under; names: of
-    the columns, in their order, if they come (and go) under others; handle_invalid: "error", "skip" or "keep" rows that
-    have no value to compute with, or no prediction because the model's output is NaN."""
+    """The function that `mapInArrow` runs in one `transform`.
+
+    Attributes:
+        key: Key of the model in the cache of a Python worker.
+        model: Spark broadcast of the pickled `SavedPredictor`.
+        names: Real names of the columns in their order, if the batches have others.
+        handle_invalid: "error", "skip" or "keep" for rows with missing features, or without a prediction because the
+            model's output is NaN.
+    """
 
     key: str
     model: Any
@@ -173,7 +186,7 @@ class Serving:
     handle_invalid: str = "error"
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """What mapInArrow runs for each partition."""
+        """Transform the batches of one partition."""
         import pyarrow as pa
 
         read = FeatureReader(self.inputs)
@@ -192,9 +205,9 @@ class Serving:
                 values = [np.empty((0, *column.shape.shape), column.shape.dtype) for column in self.added]
             arrays = [arrow_array(column, each) for column, each in zip(self.added, values, strict=True)]
             if len(valid) < batch.num_rows and self.handle_invalid == "keep":
-                places = np.full(batch.num_rows, -1)
-                places[valid] = np.arange(len(valid))
-                taken = pa.array(places, mask=places < 0)
+                positions = np.full(batch.num_rows, -1)
+                positions[valid] = np.arange(len(valid))
+                taken = pa.array(positions, mask=positions < 0)
                 arrays = [each.take(taken) for each in arrays]
             elif len(valid) < batch.num_rows:
                 plain = plain.take(pa.array(valid))
@@ -206,7 +219,7 @@ class Serving:
         if self.handle_invalid == "error":
             raise DataError(
                 f"the model's first output is NaN for {int(undecided.sum())} of {len(undecided)} rows whose features "
-                "are numbers, and no prediction can be made of it. Look at the model's weights and at rows of "
+                "are numbers, so they have no prediction. Look at the model's weights and at rows of "
                 f"unusual size. {HANDLE_INVALID}",
                 rows=int(undecided.sum()),
             )
@@ -214,7 +227,7 @@ class Serving:
     def _values(
         self, predict: Predictor, features: dict[str, Any], rows: int
     ) -> tuple[list[Array], npt.NDArray[np.bool_]]:
-        """The values of each added column for the rows of one Arrow batch; and which rows have none, see `_part`."""
+        """Return the values of each added column, and which rows have no prediction, for one Arrow batch."""
         parts, undecided = [], []
         for start in range(0, rows, self.batch_size):
             part = {name: value[start : start + self.batch_size] for name, value in features.items()}
@@ -225,7 +238,7 @@ class Serving:
         return whole, np.concatenate(undecided)
 
     def _part(self, predict: Predictor, inputs: dict[str, Any], rows: int) -> tuple[list[Array], npt.NDArray[np.bool_]]:
-        """And the rows of which no class can be told: their first output is NaN, of which argmax would make one."""
+        """Return the same for one batch of the model. argmax of NaN would be a class, so such rows are marked."""
         if self.inference_fn is not None:
             inputs = dict(self.inference_fn(inputs))
         outputs = predict(inputs)
@@ -252,7 +265,7 @@ def _loaded(key: str, broadcast: Any) -> Predictor:
 
             saved: SavedPredictor = cloudpickle.loads(broadcast.value)
             _models[key] = saved.load()
-            while len(_models) > KEPT:
+            while len(_models) > MAX_LOADED_MODELS:
                 _models.popitem(last=False)
         _models.move_to_end(key)
         return _models[key]

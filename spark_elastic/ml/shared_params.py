@@ -1,14 +1,33 @@
-"""The settings of estimators and models, by what they are about. Frameworks add theirs on top."""
+"""The settings of estimators and models, grouped by subject. Frameworks add their own.
+
+To add a setting of all estimators: declare it here, and repeat name, type and default in the signatures of
+`torch.estimator` and `keras.estimator`; a test says what is missing.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
 
+import numpy as np
+from pyspark.ml.param import Param
+
+from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml import params as to
-from spark_elastic.ml.params import ElasticParams, setting
+from spark_elastic.ml.params import ElasticParams, accessors, setting
 
-PREDICTIONS = ("auto", "argmax", "value", "binary_logit", "binary_probability", "argmax_probability")
+Shapes: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
+DType: TypeAlias = str | type | np.dtype[Any]
+ColumnsFunction: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any]]
+Compression: TypeAlias = Literal["none", "fp16", "bf16"]
+BestMode: TypeAlias = Literal["auto", "min", "max"]
+OutputType: TypeAlias = Literal["array", "vector"]
+HandleInvalid: TypeAlias = Literal["error", "skip", "keep"]
+PredictionRule: TypeAlias = Literal[
+    "auto", "argmax", "value", "binary_logit", "binary_probability", "argmax_probability"
+]
 
 RUN_OPTIONS = (
     "start_timeout",
@@ -26,7 +45,7 @@ RUN_OPTIONS = (
     "output_dir",
     "launcher",
 )
-"""What `spark_elastic.run` takes beside the settings that estimators have of their own."""
+"""Arguments of `spark_elastic.run` that are not settings of the estimators themselves."""
 
 WRITE_OPTIONS = ("pad_to", "variable", "sparse", "allow_nan", "shard_bytes", "pre_shuffle")
 _OF_CHECKPOINTS = (
@@ -37,137 +56,171 @@ _OF_CHECKPOINTS = (
     "keep_checkpoints",
 )
 READ_OPTIONS = ("order", "prefetch", "cache_dir", "cache_bytes")
-"""What `materialize` and `BatchReader` take beside them."""
+"""Arguments of `materialize` (WRITE_OPTIONS) and `BatchReader` (READ_OPTIONS) that are not settings themselves."""
 
 
 class FeatureColumns(ElasticParams):
-    """Which columns go into the model."""
+    """The columns that go into the model."""
 
-    feature_cols: Any = setting(
+    feature_cols: Param[str | Sequence[str] | Sequence[Sequence[str]] | None] = setting(
         "feature_cols",
         "columns that are the model's input. Scalar columns alone are stacked into one input [rows, columns]; if there "
-        "are arrays or vectors among them, each column is an input of its own. A list of lists: an input for each "
-        "inner list, its columns stacked or put end to end. See input_dtypes for their types.",
+        "are arrays or vectors among them, each column is a separate input. A list of lists: an input for each inner "
+        "list, its columns stacked or concatenated. See input_dtypes for their types.",
         to.grouped_names,
     )
+    getFeatureCols, setFeatureCols = accessors(feature_cols)
 
 
 class FeatureParams(FeatureColumns):
-    """What goes into the model."""
+    """The inputs of the model."""
 
-    input_shapes: Any = setting(
+    input_shapes: Param[Shapes | None] = setting(
         "input_shapes",
         "shape of one row of each input, such as [(1, 28, 28)]. Default: as in its column; [k] for k numbers, [] for a "
         "single column of integers.",
         to.shapes,
     )
-    input_dtypes: Any = setting(
+    getInputShapes, setInputShapes = accessors(input_shapes)
+    input_dtypes: Param[DType | Sequence[DType | None] | None] = setting(
         "input_dtypes",
-        "type of each input, as numpy calls it, such as ['int64', 'float32']; None in the list stands for the default: "
-        "int64 for a column, and for an inner list of feature_cols, of integers alone, as embeddings need it; float32 "
-        "for anything else, also for several columns of integers in a flat list. Integers that a type would round, in "
-        "float32 from 2**24 on, are refused.",
+        "numpy type of each input, such as ['int64', 'float32']; None in the list stands for the default: int64 for a "
+        "single column of integers and for an inner list of integer columns, as embeddings need it; float32 for "
+        "anything else, also for several integer columns in a flat list. Integers that a type would round, in float32 "
+        "from 2**24 on, are refused.",
         to.dtypes,
     )
+    getInputDtypes, setInputDtypes = accessors(input_dtypes)
 
 
 class LabelParams(ElasticParams):
-    """What the model's output is compared with."""
+    """The labels, weights and validation rows."""
 
-    label_cols: Any = setting(
+    label_cols: Param[str | Sequence[str] | None] = setting(
         "label_cols", "columns that are compared with the model's outputs; [] if train_fn needs none.", to.names_or_none
     )
-    label_shapes: Any = setting("label_shapes", "shape of one row of each label. Default: as in its column.", to.shapes)
-    sample_weight_col: Any = setting("sample_weight_col", "column with the weight of each row in the loss.", to.text)
-    validation: Any = setting(
+    getLabelCols, setLabelCols = accessors(label_cols)
+    label_shapes: Param[Shapes | None] = setting(
+        "label_shapes", "shape of one row of each label. Default: as in its column.", to.shapes
+    )
+    getLabelShapes, setLabelShapes = accessors(label_shapes)
+    sample_weight_col: Param[str | None] = setting(
+        "sample_weight_col", "column with the weight of each row in the loss.", to.text
+    )
+    getSampleWeightCol, setSampleWeightCol = accessors(sample_weight_col)
+    validation: Param[float | str | None] = setting(
         "validation",
         "rows to set aside for validation: a fraction, drawn at random with the seed, or the name of a boolean column "
         "that is true for them. Default: none.",
         to.fraction_or_column,
     )
+    getValidation, setValidation = accessors(validation)
 
 
 class TrainingParams(ElasticParams):
-    """How it is trained."""
+    """The training."""
 
-    model: Any = setting("model", "what is trained; fit trains a copy of it.", to.anything)
-    optimizer: Any = setting("optimizer", "the optimizer.", to.anything)
-    loss: Any = setting("loss", "the loss, or a list with one for each label.", to.anything)
-    loss_weights: Any = setting(
+    model: Param[Any] = setting("model", "the model; fit trains a copy of it.", to.anything)
+    getModel, setModel = accessors(model)
+    optimizer: Param[Any] = setting("optimizer", "the optimizer.", to.anything)
+    getOptimizer, setOptimizer = accessors(optimizer)
+    loss: Param[Any] = setting("loss", "the loss, or a list with one for each label.", to.anything)
+    getLoss, setLoss = accessors(loss)
+    loss_weights: Param[Any] = setting(
         "loss_weights", "factor of each loss in their sum; only with several. Default: 1 each.", to.numbers_list
     )
-    metrics: Any = setting("metrics", "a dict of name and metric, reported for each epoch.", to.dictionary)
-    batch_size: Any = setting(
+    getLossWeights, setLossWeights = accessors(loss_weights)
+    metrics: Param[Any] = setting("metrics", "a dict of name and metric, reported for each epoch.", to.dictionary)
+    getMetrics, setMetrics = accessors(metrics)
+    batch_size: Param[int | None] = setting(
         "batch_size",
         "rows of a global batch, which all workers together take in a step, however many there are. Default: 32, "
         "unless per_worker_batch_size is set.",
         to.whole(at_least=1),
     )
-    per_worker_batch_size: Any = setting(
+    getBatchSize, setBatchSize = accessors(batch_size)
+    per_worker_batch_size: Param[int | None] = setting(
         "per_worker_batch_size",
         "rows that each worker takes in a step: the global batch then grows and shrinks with the world, and with it "
-        "the course of the training. Instead of batch_size.",
+        "the result of the training. Instead of batch_size.",
         to.whole(at_least=1),
     )
-    epochs: Any = setting("epochs", "passes over the training rows.", to.whole(at_least=1), default=1)
-    shuffle: Any = setting("shuffle", "whether each epoch has an order of its own.", to.boolean, default=True)
-    seed: Any = setting(
+    getPerWorkerBatchSize, setPerWorkerBatchSize = accessors(per_worker_batch_size)
+    epochs: Param[int] = setting("epochs", "passes over the training rows.", to.whole(at_least=1), default=1)
+    getEpochs, setEpochs = accessors(epochs)
+    shuffle: Param[bool] = setting(
+        "shuffle", "read the rows of each epoch in another random order.", to.boolean, default=True
+    )
+    getShuffle, setShuffle = accessors(shuffle)
+    seed: Param[int] = setting(
         "seed",
-        "of the order, of the validation rows, and of dropout and the like, whose random numbers follow from the seed, "
-        "the epoch, the batch and the rank.",
+        "seed of the row order, of the validation split, and of dropout and the like, whose random numbers follow from "
+        "the seed, the epoch, the batch and the rank.",
         to.whole(at_least=0),
         default=0,
     )
-    transformation_fn: Any = setting(
+    getSeed, setSeed = accessors(seed)
+    transformation_fn: Param[ColumnsFunction | None] = setting(
         "transformation_fn",
         "function of a batch's columns, {'features_0': array, 'label_0': array, ...}, to those to train on, with as "
         "many rows. Applied to training and validation batches, not by the fitted model: see inference_fn.",
         to.function,
     )
-    callbacks: Any = setting("callbacks", "list of spark_elastic.ml.callbacks.Callback.", to.anything)
-    gradient_clip_norm: Any = setting(
-        "gradient_clip_norm", "the global norm that gradients are scaled down to before a step.", to.real(above=0)
+    getTransformationFn, setTransformationFn = accessors(transformation_fn)
+    callbacks: Param[Any] = setting("callbacks", "list of spark_elastic.ml.callbacks.Callback.", to.anything)
+    getCallbacks, setCallbacks = accessors(callbacks)
+    gradient_clip_norm: Param[float | None] = setting(
+        "gradient_clip_norm",
+        "largest global norm of the gradients; they are scaled down to it before a step.",
+        to.real(above=0),
     )
-    gradient_clip_value: Any = setting(
-        "gradient_clip_value", "the absolute value that each gradient is cut off at before a step.", to.real(above=0)
+    getGradientClipNorm, setGradientClipNorm = accessors(gradient_clip_norm)
+    gradient_clip_value: Param[float | None] = setting(
+        "gradient_clip_value", "largest absolute value of each gradient; it is clipped before a step.", to.real(above=0)
     )
-    gradient_compression: Any = setting(
+    getGradientClipValue, setGradientClipValue = accessors(gradient_clip_value)
+    gradient_compression: Param[Compression] = setting(
         "gradient_compression",
-        "'none', or 'fp16' or 'bf16': gradients travel in half precision.",
-        to.one_of("none", "fp16", "bf16"),
+        "'fp16' or 'bf16': send gradients in half precision; 'none': as they are.",
+        to.one_of(*get_args(Compression)),
         default="none",
     )
-    sync_batch_norm: Any = setting(
+    getGradientCompression, setGradientCompression = accessors(gradient_compression)
+    sync_batch_norm: Param[bool] = setting(
         "sync_batch_norm",
-        "whether batch normalisation takes mean and variance of all workers' rows of a batch, so that the number of "
-        "workers does not matter, for two small reductions a layer and step. False: each worker those of its own rows.",
+        "compute mean and variance in batch normalisation over all workers' rows of a batch, so that the number of "
+        "workers does not matter; costs two small reductions per layer and step. False: over each worker's own rows.",
         to.boolean,
         default=True,
     )
-    allow_nan_loss: Any = setting(
+    getSyncBatchNorm, setSyncBatchNorm = accessors(sync_batch_norm)
+    allow_nan_loss: Param[bool] = setting(
         "allow_nan_loss",
-        "whether training goes on when the loss of a step is NaN or infinite; otherwise fit ends with a "
-        "LossNotFiniteError.",
+        "continue when the loss of a step is NaN or infinite; otherwise fit ends with a LossNotFiniteError.",
         to.boolean,
         default=False,
     )
-    accumulation_steps: Any = setting(
+    getAllowNanLoss, setAllowNanLoss = accessors(allow_nan_loss)
+    accumulation_steps: Param[int] = setting(
         "accumulation_steps",
         "parts that each worker cuts its share of a batch into, one after the other, to save memory. The gradient is "
         "that of the whole batch.",
         to.whole(at_least=1),
         default=1,
     )
-    device: Any = setting(
+    getAccumulationSteps, setAccumulationSteps = accessors(accumulation_steps)
+    device: Param[str | None] = setting(
         "device",
         "device to train on: 'auto', 'cpu', 'cuda', 'cuda:0', ... Default, and 'auto': cuda where a worker has it.",
         to.text,
     )
-    num_threads: Any = setting(
+    getDevice, setDevice = accessors(device)
+    num_threads: Param[int | None] = setting(
         "num_threads",
         "the framework's threads in each worker. Default: the workers of a host share its cores.",
         to.whole(1),
     )
+    getNumThreads, setNumThreads = accessors(num_threads)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -186,27 +239,34 @@ class TrainingParams(ElasticParams):
 
 
 class ClusterParams(ElasticParams):
-    """Where it is trained."""
+    """The workers."""
 
-    num_proc: Any = setting(
+    num_proc: Param[int | None] = setting(
         "num_proc", "workers to start with. Default: the task slots of the cluster.", to.whole(at_least=1)
     )
-    min_num_proc: Any = setting(
-        "min_num_proc", "fewest workers to go on with. Default: num_proc.", to.whole(at_least=1)
+    getNumProc, setNumProc = accessors(num_proc)
+    min_num_proc: Param[int | None] = setting(
+        "min_num_proc", "fewest workers to continue with. Default: num_proc.", to.whole(at_least=1)
     )
-    max_num_proc: Any = setting("max_num_proc", "most workers to grow to. Default: num_proc.", to.whole(at_least=1))
-    run_options: Any = setting(
+    getMinNumProc, setMinNumProc = accessors(min_num_proc)
+    max_num_proc: Param[int | None] = setting(
+        "max_num_proc", "most workers to grow to. Default: num_proc.", to.whole(at_least=1)
+    )
+    getMaxNumProc, setMaxNumProc = accessors(max_num_proc)
+    run_options: Param[Mapping[str, Any] | None] = setting(
         "run_options",
         f"dict of further arguments of spark_elastic.run: {', '.join(RUN_OPTIONS)}.",
         to.options(RUN_OPTIONS),
     )
-    verbose: Any = setting(
+    getRunOptions, setRunOptions = accessors(run_options)
+    verbose: Param[int] = setting(
         "verbose",
         "0: quiet, 1: a bar for each epoch (in a terminal or a notebook; few lines elsewhere) and a line for each "
         "epoch and change of the workers, 2: each step of them.",
         to.whole(at_least=0),
         default=1,
     )
+    getVerbose, setVerbose = accessors(verbose)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -218,152 +278,179 @@ class ClusterParams(ElasticParams):
 
 
 class StorageParams(ElasticParams):
-    """Where rows, checkpoints and results are kept."""
+    """Storage of rows, checkpoints and results."""
 
-    store: Any = setting(
+    store: Param[str | os.PathLike[str] | Store | None] = setting(
         "store",
         "path, URI or spark_elastic.Store that driver and executors share, for the rows and the results of a fit. "
         "Default: a temporary directory, which is shared only if all executors run on the driver's machine.",
-        to.anything,
+        to.location,
     )
-    storage_options: Any = setting(
+    getStore, setStore = accessors(store)
+    storage_options: Param[Mapping[str, Any] | None] = setting(
         "storage_options",
-        "what the filesystem behind a URI needs, such as credentials. Not saved with an estimator: set "
-        "it again after loading.",
+        "options of the filesystem of a URI, such as credentials. Not saved with an estimator: set them again after "
+        "loading.",
         to.dictionary,
     )
-    dataset_id: Any = setting(
+    getStorageOptions, setStorageOptions = accessors(storage_options)
+    dataset_id: Param[str | None] = setting(
         "dataset_id",
-        "name that the written rows are found under again by a later fit, which then trusts you that they are still "
-        "the same. Default: told from the query plan and its files.",
+        "name by which a later fit finds the written rows again, without checking that they are still the same. "
+        "Default: found by the query plan and its files.",
         to.text,
     )
-    keep_dataset: Any = setting(
+    getDatasetId, setDatasetId = accessors(dataset_id)
+    keep_dataset: Param[bool] = setting(
         "keep_dataset",
-        "whether the written rows stay in the store, so that a later fit on the same rows need not write them.",
+        "keep the written rows in the store, so that a later fit on the same rows need not write them.",
         to.boolean,
         default=False,
     )
-    data_options: Any = setting(
+    getKeepDataset, setKeepDataset = accessors(keep_dataset)
+    data_options: Param[Mapping[str, Any] | None] = setting(
         "data_options",
         f"dict of further arguments of spark_elastic.materialize ({', '.join(WRITE_OPTIONS)}; tensors are called "
         f"features_0, label_0, ...) and of spark_elastic.BatchReader ({', '.join(READ_OPTIONS)}).",
         to.options((*WRITE_OPTIONS, *READ_OPTIONS)),
     )
-    checkpoint_dir: Any = setting(
+    getDataOptions, setDataOptions = accessors(data_options)
+    checkpoint_dir: Param[str | os.PathLike[str] | None] = setting(
         "checkpoint_dir", "shared path or URI for durable checkpoints. Default: none are written.", to.path
     )
-    checkpoint_interval: Any = setting(
+    getCheckpointDir, setCheckpointDir = accessors(checkpoint_dir)
+    checkpoint_interval: Param[int] = setting(
         "checkpoint_interval", "epochs between two checkpoints.", to.whole(at_least=1), default=1
     )
-    checkpoint_seconds: Any = setting(
+    getCheckpointInterval, setCheckpointInterval = accessors(checkpoint_interval)
+    checkpoint_seconds: Param[float | None] = setting(
         "checkpoint_seconds", "also write one when this many seconds have passed since the last.", to.real(above=0)
     )
-    checkpoint_best_of: Any = setting(
+    getCheckpointSeconds, setCheckpointSeconds = accessors(checkpoint_seconds)
+    checkpoint_best_of: Param[str | None] = setting(
         "checkpoint_best_of",
         "column of the history, such as 'val_loss', by which the best epoch's checkpoint is kept as well. Default: "
-        "only the last ones are.",
+        "only the last ones are kept.",
         to.text,
     )
-    checkpoint_best_mode: Any = setting(
+    getCheckpointBestOf, setCheckpointBestOf = accessors(checkpoint_best_of)
+    checkpoint_best_mode: Param[BestMode] = setting(
         "checkpoint_best_mode",
-        "whether the least ('min') or the largest ('max') is best; 'auto': the least of what is called a loss or an "
-        "error, the largest of anything else.",
-        to.one_of("auto", "min", "max"),
+        "the smallest ('min') or the largest ('max') value is best; 'auto': the smallest for names of losses and "
+        "errors, the largest for anything else.",
+        to.one_of(*get_args(BestMode)),
         default="auto",
     )
-    keep_checkpoints: Any = setting(
+    getCheckpointBestMode, setCheckpointBestMode = accessors(checkpoint_best_mode)
+    keep_checkpoints: Param[int] = setting(
         "keep_checkpoints", "how many of the last checkpoints are kept.", to.whole(at_least=1), default=3
     )
-    run_id: Any = setting(
+    getKeepCheckpoints, setKeepCheckpoints = accessors(keep_checkpoints)
+    run_id: Param[str | None] = setting(
         "run_id",
-        "name of this training below checkpoint_dir. A fit with the run_id of one whose driver died goes on from its "
-        "last checkpoint.",
+        "name of this training below checkpoint_dir. A fit with the run_id of a training whose driver was killed "
+        "resumes from its last checkpoint.",
         to.identifier,
     )
-    resume: Any = setting(
+    getRunId, setRunId = accessors(run_id)
+    resume: Param[bool] = setting(
         "resume",
-        "whether checkpoints of run_id are gone on from; False starts anew and replaces them.",
+        "resume from the checkpoints of run_id; False deletes them and starts over.",
         to.boolean,
         default=True,
     )
+    getResume, setResume = accessors(resume)
 
     def _check_together(self) -> None:
         super()._check_together()
         if self._given("run_id") is not None and self._given("checkpoint_dir") is None:
             raise InvalidSettingsError(
-                f"run_id={self._given('run_id')!r} without checkpoint_dir: there is nothing to go on from; set both"
+                f"run_id={self._given('run_id')!r} without checkpoint_dir: there is nothing to resume from; set both"
             )
         if self._given("checkpoint_dir") is None:
             for name in _OF_CHECKPOINTS:
                 if self.isSet(name) and self._given(name) is not None:
-                    raise InvalidSettingsError(f"{name}={self._given(name)!r} without checkpoint_dir: none are written")
+                    raise InvalidSettingsError(
+                        f"{name}={self._given(name)!r} without checkpoint_dir: no checkpoints are written; set both"
+                    )
         if self._given("checkpoint_best_of") is None and self.isSet("checkpoint_best_mode"):
-            raise InvalidSettingsError("checkpoint_best_mode is set, but checkpoint_best_of is not: the best of what?")
+            raise InvalidSettingsError(
+                "checkpoint_best_mode is set without checkpoint_best_of; set the column of the history, too"
+            )
         if not self._given("resume") and self._given("run_id") is None:
-            raise InvalidSettingsError("resume=False without run_id: there is nothing that could be gone on from")
+            raise InvalidSettingsError("resume=False without run_id: there is nothing to resume from; set both")
 
 
 class OutputParams(ElasticParams):
-    """What `transform` adds to the columns of its input."""
+    """The columns that `transform` adds."""
 
-    output_cols: Any = setting(
+    output_cols: Param[str | Sequence[str] | None] = setting(
         "output_cols",
-        "names for the columns with the model's outputs as they are, one for each output: a double or integer where "
-        "there is one value a row, an array otherwise. []: none. Default: 'output', or 'output_0', 'output_1', ... "
-        "where there are several.",
+        "names of the columns with the model's outputs, unchanged, one for each output: a double or integer if there "
+        "is one value per row, an array otherwise. []: none. Default: 'output', or 'output_0', 'output_1', ... for "
+        "several.",
         to.names_or_none,
     )
-    output_type: Any = setting(
+    getOutputCols, setOutputCols = accessors(output_cols)
+    output_type: Param[OutputType] = setting(
         "output_type",
         "'array', or 'vector': outputs of one axis become Spark ML vectors, as its evaluators need them.",
-        to.one_of("array", "vector"),
+        to.one_of(*get_args(OutputType)),
         default="array",
     )
-    prediction_col: Any = setting(
+    getOutputType, setOutputType = accessors(output_type)
+    prediction_col: Param[str] = setting(
         "prediction_col",
-        "name for the double column with the prediction that is made of the first output, as Spark's evaluators want "
+        "name of the double column with the prediction that is made of the first output, as Spark's evaluators need "
         "it; '' for none.",
         lambda name, value: "" if isinstance(value, str) and not value else to.text(name, value),
         default="prediction",
     )
-    prediction: Any = setting(
+    getPredictionCol, setPredictionCol = accessors(prediction_col)
+    prediction: Param[PredictionRule] = setting(
         "prediction",
-        "how the prediction is made of the first output: 'argmax' of its values, 'argmax_probability' if they are "
-        "probabilities already, the 'value' itself, 'binary_logit': 1 where it is above 0, 'binary_probability': 1 "
-        "where it is above 0.5. 'auto': as the loss has it, or the value where there is one a row.",
-        to.one_of(*PREDICTIONS),
+        "rule for making the prediction of the first output: 'argmax' of its values, 'argmax_probability' if they are "
+        "probabilities already, the 'value' itself, 'binary_logit': 1 if it is above 0, 'binary_probability': 1 if it "
+        "is above 0.5. 'auto': the rule of the loss, or the value if there is one per row.",
+        to.one_of(*get_args(PredictionRule)),
         default="auto",
     )
-    probability_col: Any = setting(
+    getPrediction, setPrediction = accessors(prediction)
+    probability_col: Param[str | None] = setting(
         "probability_col",
-        "name for a vector column with the probability of each class (softmax or sigmoid of the first output, unless "
+        "name of a vector column with the probability of each class (softmax or sigmoid of the first output, unless "
         "it has probabilities). Default: none.",
         to.text,
     )
-    handle_invalid: Any = setting(
+    getProbabilityCol, setProbabilityCol = accessors(probability_col)
+    handle_invalid: Param[HandleInvalid] = setting(
         "handle_invalid",
-        "what transform does with rows that have a null in the model's input, NaN or infinity where fit refuses them "
-        "(see allow_nan), or a NaN output of which no class can be told: 'error', 'skip' (such rows are left out of "
-        "the result) or 'keep' (all columns that are added are null for them).",
-        to.one_of("error", "skip", "keep"),
+        "treatment by transform of rows with a null in the model's input, NaN or infinity where fit refuses them (see "
+        "allow_nan), or a NaN output of which no class can be made: 'error', 'skip' (the result is without such rows) "
+        "or 'keep' (all added columns are null for them).",
+        to.one_of(*get_args(HandleInvalid)),
         default="error",
     )
-    inference_fn: Any = setting(
+    getHandleInvalid, setHandleInvalid = accessors(handle_invalid)
+    inference_fn: Param[ColumnsFunction | None] = setting(
         "inference_fn",
-        "function of a batch's features, {'features_0': array, ...}, to those that the model is called with, by their "
-        "order; what transformation_fn is in training. Default: none.",
+        "function of a batch's features, {'features_0': array, ...}, to those that the model is called with, in their "
+        "order; the counterpart of transformation_fn in training. Default: none.",
         to.function,
     )
-    transform_batch_size: Any = setting(
+    getInferenceFn, setInferenceFn = accessors(inference_fn)
+    transform_batch_size: Param[int] = setting(
         "transform_batch_size", "rows that transform puts through the model at once.", to.whole(at_least=1), 4096
     )
-    transform_threads: Any = setting(
+    getTransformBatchSize, setTransformBatchSize = accessors(transform_batch_size)
+    transform_threads: Param[int] = setting(
         "transform_threads", "threads of each Python worker in transform.", to.whole(at_least=1), 1
     )
-    transform_device: Any = setting(
+    getTransformThreads, setTransformThreads = accessors(transform_threads)
+    transform_device: Param[str] = setting(
         "transform_device", "device of the model in transform: 'cpu', 'cuda', 'cuda:0', ...", to.text, "cpu"
     )
+    getTransformDevice, setTransformDevice = accessors(transform_device)
 
     def _check_together(self) -> None:
         super()._check_together()

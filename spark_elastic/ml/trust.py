@@ -1,11 +1,11 @@
-"""Whether files of others may run code when they are loaded, and which versions of PyTorch and Keras keep them from it.
+"""Trust in files: whether loading a file may run code, and which versions of PyTorch and Keras can prevent it.
 
-A caller grants it, or a deployment by the environment variable `SPARK_ELASTIC_TRUST`, where nobody can pass an argument
-to what loads the model (`mlflow.pyfunc`). It holds folders, parted by commas, or the word `all`, and is read in the
-process that loads.
+The caller of a loader grants trust. Where no argument can be passed to the loader (`mlflow.pyfunc`), a deployment
+grants it by the environment variable `SPARK_ELASTIC_TRUST` of the loading process: folders, separated by commas, or the
+word `all`.
 
-A loader that is called safe is so from some version on only: before, a file could run code in spite of
-`weights_only=True` (PyTorch) or `safe_mode=True` (Keras). With an older version nothing is loaded without trust.
+The restricted loaders are safe from some version on only: before, a file could run code in spite of
+`weights_only=True` (PyTorch) or `safe_mode=True` (Keras). With older versions nothing is loaded without trust.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _trusted: contextvars.ContextVar[bool] = contextvars.ContextVar("spark_elastic_t
 TRUST_VARIABLE = "SPARK_ELASTIC_TRUST"
 _ALL = "all"
 TRUST = (
-    "If you trust whoever wrote it, use load(path, trusted=True), or `with "
-    "spark_elastic.ml.persistence.trusted_files():` around PipelineModel.load and the like; a deployment that cannot, "
-    f"such as mlflow.pyfunc, sets the environment variable {TRUST_VARIABLE} to the folder"
+    "If you trust its author, use load(path, trusted=True), or `with "
+    "spark_elastic.ml.persistence.trusted_files():` around PipelineModel.load and the like; where neither is possible, "
+    f"as with mlflow.pyfunc, set the environment variable {TRUST_VARIABLE} to the folder"
 )
 
 
 @contextlib.contextmanager
 def trusted_files(trusted: bool = True) -> Iterator[None]:
-    """Within this, saved estimators and models may run the code that they name when they are loaded."""
+    """Let saved estimators and models run the code that they name when they are loaded within the block."""
     token = _trusted.set(trusted)
     try:
         yield
@@ -41,14 +41,16 @@ def trusted_files(trusted: bool = True) -> Iterator[None]:
 
 
 def is_trusted() -> bool:
-    """Return whether the caller trusts the files, whatever they say of themselves."""
+    """Return whether the caller trusts the files that are being loaded."""
     return _trusted.get()
 
 
 def granted(path: str, qualified: Callable[[str], str]) -> bool:
-    """Return whether the deployment trusts what lies at this path.
+    """Return whether the deployment trusts the files at this path.
 
-    qualified: makes a whole URI of a path, without "..", so that "/models" and "file:///models" are one place.
+    Args:
+        path: The path of a saved estimator or model.
+        qualified: Makes a full URI of a path, without "..", so that "/models" and "file:///models" are equal.
     """
     named = [each.strip() for each in os.environ.get(TRUST_VARIABLE, "").split(",") if each.strip()]
     if _ALL in named:
@@ -61,24 +63,24 @@ def granted(path: str, qualified: Callable[[str], str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SafeFrom:
-    """The oldest version of a package whose restricted loader cannot be made to run code, and what is known of those
-    before it."""
+    """The oldest version of a package whose restricted loader cannot be made to run code.
+
+    Attributes:
+        flaws: Known vulnerabilities of older versions.
+    """
 
     package: str
     version: tuple[int, ...]
     flaws: str
 
     def check(self, installed: str) -> None:
-        """Refuse to load a file of others with an older version, unless files are trusted.
-
-        Raises: CheckpointError: naming both versions.
-        """
+        """Raise `CheckpointError`, naming both versions, if the version is older and files are not trusted."""
         if is_trusted() or _numbers(installed) >= self.version:
             return
         oldest = ".".join(map(str, self.version))
         raise CheckpointError(
             f"{self.package} {installed} is installed, whose restricted loader can be made to run code by the file "
-            f"({self.flaws}), so nothing is loaded with it that is not trusted: pip install "
+            f"({self.flaws}), so it loads only trusted files: pip install "
             f"'{self.package}>={oldest}'. {TRUST}"
         )
 
@@ -88,5 +90,5 @@ KERAS = SafeFrom("keras", (3, 11, 3), "CVE-2025-1550, CVE-2025-8747, CVE-2025-99
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Of "2.5.1+cpu": (2, 5, 1)."""
+    """Return (2, 5, 1) for "2.5.1+cpu"."""
     return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[^\d.]", version, maxsplit=1)[0]))

@@ -33,10 +33,9 @@ from spark_elastic.ml.keras.predictor import device_name, set_threads
 from spark_elastic.ml.keras.spec import KerasTraining
 from spark_elastic.ml.keras.steps import Steps
 from spark_elastic.ml.preparation import WEIGHT
-from spark_elastic.ml.training.assembly import first_progress, implied, settings_of
-from spark_elastic.ml.training.checkpoint_schedule import Lasting
 from spark_elastic.ml.training.engine import TrainingState, host_cores, threads_for
 from spark_elastic.ml.training.progress import Progress
+from spark_elastic.ml.training.saving import CheckpointSchedule
 from spark_elastic.ml.training.trainer import Trainer
 
 # What a worker computes with. TensorFlow takes what it is told before it runs first in a process.
@@ -159,7 +158,7 @@ def assemble(training: KerasTraining) -> Trainer:
     choose_device(training.device, local_rank())
     model, compiled, feeding, sums, steps, buffers, _ = prepared(training)
     given = training.callbacks.open() if training.callbacks is not None else []
-    callbacks = [*adapted(given, training, model), *implied(training.checkpoints)]
+    callbacks = [*adapted(given, training, model), *training.plan_callbacks()]
     check_one_best(callbacks)
     kept = KerasCallbacks(callbacks, model)
     best = training.model.open() if any(callback.restores_best for callback in callbacks) else None
@@ -174,10 +173,10 @@ def assemble(training: KerasTraining) -> Trainer:
         callbacks=kept,
         by_weight=WEIGHT in feeding.names and divides_by_weights(compiled),
     )
-    lasting = Lasting(training, settings_of(training, sums.names))
-    at = first_progress(training, lasting, engine, callbacks)
+    checkpoints = CheckpointSchedule(training, engine, callbacks, sums.names)
+    at = checkpoints.first_progress()
     state = KerasTrainingState(engine, callbacks=kept, at=at)
-    return Trainer(training, engine=engine, state=state, callbacks=callbacks, lasting=lasting)
+    return Trainer(training, engine=engine, state=state, callbacks=callbacks, checkpoints=checkpoints)
 
 
 def buffers_of(model: Any) -> list[Any]:

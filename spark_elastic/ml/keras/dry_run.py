@@ -15,7 +15,6 @@ from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.keras.sync_batch_normalization import unconverted
 from spark_elastic.ml.callbacks import Callback, check_one_best
 from spark_elastic.ml.datasets import model_inputs
-from spark_elastic.ml.estimator import TrialRun
 from spark_elastic.ml.keras import losses
 from spark_elastic.ml.keras.assembly import Prepared, prepared
 from spark_elastic.ml.keras.callbacks import KerasCallback, adapted
@@ -26,17 +25,17 @@ from spark_elastic.ml.keras.spec import KerasTraining
 from spark_elastic.ml.keras.steps import recorded
 from spark_elastic.ml.keras.structure import output_names
 from spark_elastic.ml.outputs import OutputShape, suits
-from spark_elastic.ml.training.assembly import implied
-from spark_elastic.ml.training.columns import shaped
+from spark_elastic.ml.training.columns import reshaped
 from spark_elastic.ml.training.dry_run import (
-    check_followed,
-    check_names,
-    check_states,
-    explained,
-    row_of,
-    say_averaged,
-    tell_unconverted,
-    travelled,
+    DryRunResult,
+    UserCodeContext,
+    check_callback_states,
+    check_metric_names,
+    check_monitored_columns,
+    history_row,
+    round_trip_pickle,
+    warn_of_averaged_metrics,
+    warn_of_local_batch_statistics,
 )
 from spark_elastic.ml.training.progress import Sums
 from spark_elastic.reporting.history import FACTS
@@ -46,7 +45,9 @@ log = logging.getLogger("spark_elastic.ml")
 ROWS = 4
 
 
-def run_once(training: KerasTraining, inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None) -> TrialRun:
+def run_once(
+    training: KerasTraining, inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None
+) -> DryRunResult:
     """Forward, loss, metrics, backward and an optimizer step of a copy; then what `transform` will do.
 
     Raises:
@@ -54,18 +55,20 @@ def run_once(training: KerasTraining, inference_fn: Callable[[dict[str, Any]], M
         InvalidSettingsError: the settings do not go together.
     """
     resolve_order(training.dataset, order=training.order, shuffle=training.shuffle, cache_bytes=training.cache_bytes)
-    training = travelled(training)
+    training = round_trip_pickle(training)
     batch = first_rows(training, ROWS)
-    with explained("the model, its loss and its metrics", batch.rows, batch.tensors):
+    with UserCodeContext("the model, its loss and its metrics", batch.rows, batch.tensors):
         ready = prepared(training)
-    say_averaged(ready.averaged, "a keras.metrics.Metric (keras.metrics.AUC, ...), whose variables are added up")
+    warn_of_averaged_metrics(
+        ready.averaged, "a keras.metrics.Metric (keras.metrics.AUC, ...), whose variables are added up"
+    )
     callbacks = adapted(training.callbacks.open() if training.callbacks is not None else [], training, ready.model)
     check_one_best(callbacks)
     if training.sync_batch_norm:
-        tell_unconverted(unconverted(ready.model), "call", "keras.layers.BatchNormalization")
+        warn_of_local_batch_statistics(unconverted(ready.model), "call", "keras.layers.BatchNormalization")
     sums = _step(ready, batch)
     _check_followed(training, ready, sums, callbacks)
-    check_states(callbacks)
+    check_callback_states(callbacks)
     return _outputs(training, ready, batch, inference_fn)
 
 
@@ -73,7 +76,7 @@ def _step(ready: Prepared, batch: Batch) -> Sums:
     """Returns: what was measured of the rows."""
     (arrays,) = ready.feeding.arrays(batch, parts=1)
     tensors = tuple(map(tf.constant, arrays))
-    with explained("the model and its loss", batch.rows, dict(zip(ready.feeding.names, tensors, strict=True))):
+    with UserCodeContext("the model and its loss", batch.rows, dict(zip(ready.feeding.names, tensors, strict=True))):
         ready.sums.reset()
         with recorded(ready.model.optimizer, tf.constant(1.0, tf.float64)) as record:
             logs = ready.model.train_step(ready.feeding.structure(tensors))
@@ -122,11 +125,11 @@ def _states(model: Any) -> dict[str, Sums]:
 def _check_followed(training: KerasTraining, ready: Prepared, sums: Sums, callbacks: Sequence[Callback]) -> None:
     """Raises: InvalidSettingsError: something follows a column that the history will not have."""
     logs = ready.sums.logs(sums)
-    check_names(name for name in logs if name != "loss")
+    check_metric_names(name for name in logs if name != "loss")
     if math.isnan(logs.get("loss", 0.0)):
         log.warning("the loss of the first rows is not a number; training begins all the same")
-    row = row_of(training, logs)
-    check_followed([*callbacks, *implied(training.checkpoints)], row)
+    row = history_row(training, logs)
+    check_monitored_columns([*callbacks, *training.plan_callbacks()], row)
     for each in callbacks:
         if isinstance(each, KerasCallback):
             _check_monitor(each.wrapped, ready.model, [name for name in row if name not in FACTS])
@@ -145,10 +148,10 @@ def _check_monitor(callback: Any, model: Any, names: Sequence[str]) -> None:
             raise InvalidSettingsError(str(error)) from None
 
 
-def _outputs(training: KerasTraining, ready: Prepared, batch: Batch, inference_fn: Any) -> TrialRun:
+def _outputs(training: KerasTraining, ready: Prepared, batch: Batch, inference_fn: Any) -> DryRunResult:
     """The model called as `transform` calls it."""
     features: dict[str, Any] = {
-        field.name: shaped(batch.tensors[field.name], field.shape, batch.rows)
+        field.name: reshaped(batch.tensors[field.name], field.shape, batch.rows)
         for field in model_inputs(training.dataset, training.input_shapes)
     }
     try:
@@ -163,10 +166,10 @@ def _outputs(training: KerasTraining, ready: Prepared, batch: Batch, inference_f
         if inference_fn is None and training.transformation_fn is not None:
             why += " (training saw the rows through transformation_fn; transform does so through inference_fn)"
         log.warning("transform will not work: the model cannot be called with its features alone: %s", why)
-        return TrialRun((), why_not=why)
+        return DryRunResult((), why_not=why)
     shapes = tuple(OutputShape(output.dtype.str, output.shape[1:]) for output in outputs)
     names = output_names(ready.model)
     of_outputs = losses_by_output(ready.compiled.loss, names)
     first = [loss for name, loss in of_outputs[:1] if names is None or name in (None, names[0])]
     rule = losses.rule(first[0]) if first else None
-    return TrialRun(shapes, rule if rule is not None and suits(rule, shapes[0].shape) else None)
+    return DryRunResult(shapes, rule if rule is not None and suits(rule, shapes[0].shape) else None)

@@ -164,16 +164,16 @@ class KerasEngine:
     def rows(self, sums: Sums) -> int:
         return self._sums.rows(sums)
 
-    def lost(self, sums: Sums) -> float | None:
+    def non_finite_loss(self, sums: Sums) -> float | None:
         return self._sums.lost(sums)
 
-    def lost_here(self) -> bool:
+    def has_local_non_finite_loss(self) -> bool:
         return self._sums.lost(self._steps.read().numpy()) is not None  # a step leaves its own rows in the metrics
 
     def has_nan(self) -> bool:
         return any(_has_nan(each.numpy()) for each in self.model.trainable_variables)
 
-    def told(self, sums: Sums) -> dict[str, float]:
+    def live_logs(self, sums: Sums) -> dict[str, float]:
         return self._sums.told(sums)
 
     # --- ends -------------------------------------------------------------------------------------

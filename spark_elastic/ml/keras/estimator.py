@@ -1,12 +1,15 @@
 """ElasticKerasEstimator: a Keras model, trained elastically on the rows of a DataFrame.
 
-Keras is imported where it is used: without it the class can be named, and says what is missing when it is called.
+Keras is imported inside functions, so that the class can be imported without it, and says what to install when called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pyspark.ml.param import Param
 
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
@@ -14,27 +17,43 @@ from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableEr
 from spark_elastic.ml import params as to
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.datasets import model_inputs
-from spark_elastic.ml.estimator import ElasticEstimator, TrialRun
+from spark_elastic.ml.estimator import ElasticEstimator
 from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.keras.backend import ENV, NEEDED, check_backend
 from spark_elastic.ml.keras.model import ElasticKerasModel
 from spark_elastic.ml.model import Fitted
-from spark_elastic.ml.params import setting
+from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.preparation import FLOAT, Tensors, is_list
+from spark_elastic.ml.shared_params import (
+    BestMode,
+    ColumnsFunction,
+    Compression,
+    DType,
+    HandleInvalid,
+    OutputType,
+    PredictionRule,
+    Shapes,
+)
 from spark_elastic.ml.training.columns import INPUT
+from spark_elastic.ml.training.dry_run import DryRunResult
 
 if TYPE_CHECKING:
+    import keras
+
     from spark_elastic.ml.keras.compiling import CompileArguments
     from spark_elastic.ml.keras.pickling import Sealed
     from spark_elastic.ml.keras.spec import KerasTraining
 
+    KerasLoss: TypeAlias = str | keras.Loss | Callable[..., Any]
+    KerasCallback: TypeAlias = Callback | keras.callbacks.Callback
+
 COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
-"""Settings that are as the model was compiled where they are not set."""
+"""Settings that default to those that the model was compiled with."""
 
 
-class ElasticKerasEstimator(ElasticEstimator):
-    """Trains a `keras.Model` on a DataFrame, in workers that may come and go, and returns an `ElasticKerasModel`.
+class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
+    """Trains a `keras.Model` on a DataFrame, in workers that may join and leave; `fit` returns the trained model.
 
     ::
 
@@ -45,66 +64,136 @@ class ElasticKerasEstimator(ElasticEstimator):
         )
         model = estimator.fit(df)
 
-    All settings are keywords, and Params of Spark ML: `print(estimator.explainParams())` lists them. The model that is
-    given is not changed by `fit`. It may be compiled; what is not set here is then as it was compiled. Keras has to run
-    on TensorFlow.
+    All settings are keywords, and Params of Spark ML: `print(estimator.explainParams())` explains each. `fit` trains a
+    copy of the model. If the model is compiled, its optimizer, losses and metrics are the defaults. Keras has to run on
+    TensorFlow. `fit` raises an `InvalidSettingsError`, `DataError`, `StoreError` or `CheckpointError` that says what to
+    change before any worker starts; a `UserFunctionError` if your code raised in a worker; and a `JobError` if the job
+    could not continue.
 
-    optimizer, loss, loss_weights, metrics, weighted_metrics: as of `keras.Model.compile`, with the names of losses and
-        optimizers, lists, and dicts by the names of outputs.
-    feature_cols: of the inputs in the order of `model.inputs`; of inputs in a dict, in the order of their names.
-    label_cols: one for each output that has a loss, in the order of `model.outputs`.
-    callbacks: of `spark_elastic.ml.callbacks` and of `keras.callbacks`, in any order.
-    custom_objects: classes and functions by the names that Keras knows them by, as of `keras.saving.load_model`. Those
-        that the model consists of are found without.
+    Args:
+        optimizer: As in `keras.Model.compile`; so are `loss`, `loss_weights`, `metrics` and `weighted_metrics`, with
+            names, lists, and dicts by output.
+        feature_cols: Columns of the inputs in the order of `model.inputs`; for inputs in a dict, in the order of their
+            names.
+        label_cols: One for each output that has a loss, in the order of `model.outputs`.
+        callbacks: Callbacks of `spark_elastic.ml.callbacks` and of `keras.callbacks`, in any order.
+        custom_objects: Classes and functions by the names that Keras knows them by, as in `keras.saving.load_model`.
+            Those that the model itself consists of are found without.
 
     Raises:
         MissingExtraError: TensorFlow is not installed.
-    Raises (fit):
-        InvalidSettingsError, DataError, StoreError, CheckpointError: what has to be changed; no worker was started.
-        UserFunctionError: your code raised in a worker. JobError: the job could not go on.
     """
 
     TOGETHER: tuple[str, ...] = ()
     DECIDING = (*ElasticEstimator.DECIDING, "custom_objects")
 
-    optimizer: Any = setting(
+    model: Param[keras.Model | None]
+    optimizer: Param[keras.Optimizer | str | Mapping[str, Any] | None] = setting(
         "optimizer",
         "a keras optimizer, its name, or its configuration. Default: that of the compiled model.",
         to.anything,
     )
-    loss: Any = setting(
+    loss: Param[KerasLoss | Sequence[KerasLoss | None] | Mapping[str, KerasLoss | None] | None] = setting(
         "loss",
         "as of compile: a name, a keras loss, a function of (label, output); a list, or a dict by output, of several. "
         "Default: that of the compiled model.",
         to.anything,
     )
-    loss_weights: Any = setting(
+    loss_weights: Param[Sequence[float] | Mapping[str, float] | None] = setting(
         "loss_weights",
         "as of compile: a factor for each loss, in a list or a dict by output. Default: 1 each.",
         to.anything,
     )
-    metrics: Any = setting(
+    metrics: Param[Sequence[Any] | Mapping[str, Any] | None] = setting(
         "metrics",
         "as of compile: names, keras metrics and functions in a list; lists or a dict by output for several. Default: "
         "those of the compiled model.",
         to.anything,
     )
-    weighted_metrics: Any = setting(
+    weighted_metrics: Param[Sequence[Any] | Mapping[str, Any] | None] = setting(
         "weighted_metrics", "as of compile: metrics in which rows count by sample_weight_col.", to.anything
     )
-    callbacks: Any = setting(
+    getWeightedMetrics, setWeightedMetrics = accessors(weighted_metrics)
+    callbacks: Param[KerasCallback | Sequence[KerasCallback] | None] = setting(
         "callbacks", "list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback.", to.anything
     )
-    custom_objects: Any = setting(
+    custom_objects: Param[Mapping[str, Any] | None] = setting(
         "custom_objects",
         "dict of the names and the classes or functions of your own that the model's configuration names. Those that "
         "are registered with Keras, or that the model consists of, are found without.",
         to.dictionary,
     )
+    getCustomObjects, setCustomObjects = accessors(custom_objects)
 
-    def __init__(self, **settings: Any) -> None:
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        model: keras.Model | None = None,
+        optimizer: keras.Optimizer | str | Mapping[str, Any] | None = None,
+        loss: KerasLoss | Sequence[KerasLoss | None] | Mapping[str, KerasLoss | None] | None = None,
+        loss_weights: Sequence[float] | Mapping[str, float] | None = None,
+        feature_cols: str | Sequence[str] | Sequence[Sequence[str]] | None = None,
+        label_cols: str | Sequence[str] | None = None,
+        sample_weight_col: str | None = None,
+        input_shapes: Shapes | None = None,
+        input_dtypes: DType | Sequence[DType | None] | None = None,
+        label_shapes: Shapes | None = None,
+        batch_size: int | None = None,
+        per_worker_batch_size: int | None = None,
+        epochs: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        validation: float | str | None = None,
+        metrics: Sequence[Any] | Mapping[str, Any] | None = None,
+        weighted_metrics: Sequence[Any] | Mapping[str, Any] | None = None,
+        callbacks: KerasCallback | Sequence[KerasCallback] | None = None,
+        num_proc: int | None = None,
+        min_num_proc: int | None = None,
+        max_num_proc: int | None = None,
+        device: str | None = None,
+        num_threads: int | None = None,
+        run_options: Mapping[str, Any] | None = None,
+        verbose: int = 1,
+        store: str | os.PathLike[str] | Store | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        run_id: str | None = None,
+        resume: bool = True,
+        checkpoint_interval: int = 1,
+        checkpoint_seconds: float | None = None,
+        keep_checkpoints: int = 3,
+        checkpoint_best_of: str | None = None,
+        checkpoint_best_mode: BestMode = "auto",
+        transformation_fn: ColumnsFunction | None = None,
+        accumulation_steps: int = 1,
+        gradient_clip_norm: float | None = None,
+        gradient_clip_value: float | None = None,
+        gradient_compression: Compression = "none",
+        sync_batch_norm: bool = True,
+        allow_nan_loss: bool = False,
+        dataset_id: str | None = None,
+        keep_dataset: bool = False,
+        data_options: Mapping[str, Any] | None = None,
+        custom_objects: Mapping[str, Any] | None = None,
+        output_cols: str | Sequence[str] | None = None,
+        output_type: OutputType = "array",
+        prediction_col: str = "prediction",
+        prediction: PredictionRule = "auto",
+        probability_col: str | None = None,
+        handle_invalid: HandleInvalid = "error",
+        inference_fn: ColumnsFunction | None = None,
+        transform_batch_size: int = 4096,
+        transform_threads: int = 1,
+        transform_device: str = "cpu",
+    ) -> None:
         check_backend(type(self).__name__)
-        super().__init__(**settings)
+        super().__init__(**self._input_kwargs)
+
+    @same_keywords(__init__)
+    def setParams(self) -> ElasticKerasEstimator:
+        """Set several settings at once; takes the keywords of the constructor."""
+        return self._set_given()
 
     @classmethod
     def _codec(cls) -> Codec:
@@ -113,7 +202,7 @@ class ElasticKerasEstimator(ElasticEstimator):
 
         return safe_objects
 
-    # Checks.
+    # --- checks -----------------------------------------------------------------------------------
 
     def _check_loss_weights(self) -> None:
         losses, weights = self._given("loss"), self._given("loss_weights")
@@ -142,14 +231,14 @@ class ElasticKerasEstimator(ElasticEstimator):
         for each in getattr(model, "inputs", None) or ():
             if each.shape[0] is not None:
                 raise InvalidSettingsError(
-                    f"the model's input {each.name} is of batches of {each.shape[0]} rows alone, and workers take "
-                    "shares of a batch that may be of any size; make it with shape= instead of batch_shape="
+                    f"the model's input {each.name} takes batches of {each.shape[0]} rows only, but workers take "
+                    "shares of a batch that have any size; create it with shape= instead of batch_shape="
                 )
         for callback in self._callbacks():
             if not isinstance(callback, (Callback, keras.callbacks.Callback)):
                 raise InvalidSettingsError(
-                    "callbacks must be a list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback; "
-                    f"{callback!r} is none"
+                    "callbacks must be a list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback, "
+                    f"not of {callback!r}"
                 )
         for name in ("device", "transform_device"):
             if self._given(name) not in (None, "auto"):
@@ -166,7 +255,7 @@ class ElasticKerasEstimator(ElasticEstimator):
         return at < len(inputs) and str(inputs[at].dtype) == "float32"
 
     def _losses(self) -> list[Any]:
-        """That of each label; [] if the model adds its own."""
+        """Return the loss of each label; [] if the model adds its own."""
         from spark_elastic.ml.keras.compiling import check_losses
 
         labels = self._given("label_cols") or []
@@ -185,19 +274,19 @@ class ElasticKerasEstimator(ElasticEstimator):
         if self._given("transformation_fn") is not None:
             return made
         if self._given("input_dtypes") is None:
-            # Keras casts what it is given to the type of the Input, so that is where integers must not be rounded.
+            # Keras casts inputs to the type of the Input. Stored as that type, integers that are rounded are refused.
             made |= Tensors({}, {name: FLOAT for name in made.dtypes if self._takes_float32(name)})
         for name, loss in zip(self._given("label_cols"), self._losses(), strict=False):
             kind = losses.kind(loss)
             if kind is not None and kind.labels == "one-hot" and not is_list(schema[name].dataType):
                 raise DataError(
-                    f"label_cols {name!r} is one number a row, and {losses.name_of(loss)} compares with a value for "
-                    "each class: take sparse_categorical_crossentropy for the numbers of classes, or make a vector of "
-                    "them (OneHotEncoder with dropLast=False)"
+                    f"label_cols {name!r} is one number a row, but {losses.name_of(loss)} needs a value for each "
+                    "class: use sparse_categorical_crossentropy for class numbers, or make a vector of them "
+                    "(OneHotEncoder with dropLast=False)"
                 )
         return made
 
-    # The training.
+    # --- the training -----------------------------------------------------------------------------
 
     def _training(self, dataset: Dataset, run: Store, resume_from: str | None) -> KerasTraining:
         from spark_elastic.ml.keras.compiling import values_of
@@ -208,13 +297,17 @@ class ElasticKerasEstimator(ElasticEstimator):
         return KerasTraining(
             **self._common_settings(dataset, run, resume_from),
             model=self._sealed("model", model),
-            compiled=self._sealed("what the model is compiled with", compiled),
+            compiled=self._sealed("the compile settings", compiled),
             optimizer_values=values_of(own) if compiled.optimizer is own else None,
             callbacks=self._sealed("callbacks", self._callbacks()),
         )
 
     def _built_model(self, dataset: Dataset) -> Any:
-        """The model that was given, or a copy that is built for the columns. Raises: InvalidSettingsError."""
+        """Return the given model, or a copy that is built for the columns.
+
+        Raises:
+            InvalidSettingsError: The model does not take the columns, or cannot be built.
+        """
         from spark_elastic.ml.keras.building import built_for
         from spark_elastic.ml.keras.structure import input_names
 
@@ -230,13 +323,13 @@ class ElasticKerasEstimator(ElasticEstimator):
             return model
         if self._given("transformation_fn") is not None:
             raise InvalidSettingsError(
-                "the model is not built, and what it will be given is what transformation_fn makes: build it first, by "
-                "keras.Input in it, or by calling it on an array"
+                "the model is not built, and its inputs are not known because transformation_fn makes them: build it "
+                "first, with keras.Input in it, or by calling it on an array"
             )
         return built_for(model, inputs, self._given("seed"), self._given("custom_objects"))
 
     def _sealed(self, name: str, value: Any) -> Sealed:
-        """Raises: NotPicklableError: with the name."""
+        """Return a pickle of a setting. Raises `NotPicklableError`, naming the setting, if that is impossible."""
         from spark_elastic.ml.keras.pickling import Sealed
 
         try:
@@ -247,11 +340,11 @@ class ElasticKerasEstimator(ElasticEstimator):
                 f"{name} cannot be sent to the workers: {_first_words(error)}. Layers, models, metrics and schedules "
                 "of your own need a get_config that returns all arguments of their __init__, which takes **kwargs for "
                 "those of Keras; @keras.saving.register_keras_serializable(), or custom_objects={...}, says what a "
-                "name in it stands for"
+                "name in it means"
             ) from error
         return sealed
 
-    def _try(self, training: KerasTraining) -> TrialRun:
+    def _dry_run(self, training: KerasTraining) -> DryRunResult:
         from spark_elastic.ml.keras import dry_run
 
         return dry_run.run_once(training, self._given("inference_fn"))
@@ -265,20 +358,18 @@ class ElasticKerasEstimator(ElasticEstimator):
         return {ENV: NEEDED}
 
     def _model_nbytes(self, training: KerasTraining) -> int:
-        return len(training.model)  # its weights are in it
+        return len(training.model)  # with its weights
 
-    def _fitted_model(
-        self, training: KerasTraining, fitted: Fitted, trained: Callable[[str], bytes]
-    ) -> ElasticKerasModel:
+    def _fitted_model(self, training: KerasTraining, fitted: Fitted, read: Callable[[str], bytes]) -> ElasticKerasModel:
         from spark_elastic.ml.keras import weights
         from spark_elastic.ml.keras.spec import MODEL_FILE
 
         model = ElasticKerasModel()
-        keras_model = weights.fill(training.model.open(), trained(MODEL_FILE))
+        keras_model = weights.fill(training.model.open(), read(MODEL_FILE))
         model._attach(keras_model, fitted, self._given("custom_objects"))
         return model
 
-    # What is the same training.
+    # --- identity of a training, for checkpoints ----------------------------------------------------
 
     def _identity(self, dataset: Dataset) -> dict[str, Any]:
         compiled = self._compile_arguments()
@@ -310,7 +401,7 @@ def _no_model(given: Any) -> str:
 
 
 def _first_words(error: Exception) -> str:
-    """Keras's errors go on with whole configurations."""
+    """Return the message of an error of Keras without the configurations that follow it."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    telling = next((line for line in lines if line.startswith("Exception encountered: ")), lines[0] if lines else "")
-    return f"{type(error).__name__}: {telling.removeprefix('Exception encountered: ').rstrip('.')[:400]}"
+    message = next((line for line in lines if line.startswith("Exception encountered: ")), lines[0] if lines else "")
+    return f"{type(error).__name__}: {message.removeprefix('Exception encountered: ').rstrip('.')[:400]}"

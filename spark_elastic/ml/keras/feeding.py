@@ -20,7 +20,7 @@ from spark_elastic.ml.keras.compiling import CompileArguments, losses_by_output
 from spark_elastic.ml.keras.spec import KerasTraining
 from spark_elastic.ml.keras.structure import check_kept, inputs_of, output_names
 from spark_elastic.ml.preparation import WEIGHT, numbered
-from spark_elastic.ml.training.columns import INPUT, LABEL, Columns, cuts, refused
+from spark_elastic.ml.training.columns import INPUT, LABEL, Columns, ragged_column_error, split_evenly
 
 Array = npt.NDArray[Any]
 
@@ -81,7 +81,7 @@ class Feeding:
 
     def _dtype(self, name: str, value: Any) -> np.dtype[Any]:
         if not isinstance(value, np.ndarray) or value.dtype == object:
-            raise refused(name, value)
+            raise ragged_column_error(name, value)
         if value.dtype != np.float64:
             return np.dtype(value.dtype)
         known = self._known(name)  # 64 bits are what Spark has, and seldom what is meant
@@ -199,7 +199,9 @@ class Feeding:
             return [tuple(_no_rows(spec) for spec in self.specs)]
         columns = self._columns.of(batch)
         whole = tuple(self._array(name, spec, columns) for name, spec in zip(self.names, self.specs, strict=True))
-        return [tuple(each[start:stop] for each in whole) for start, stop in cuts(batch.rows, parts or self._parts)]
+        return [
+            tuple(each[start:stop] for each in whole) for start, stop in split_evenly(batch.rows, parts or self._parts)
+        ]
 
     def stand_in(self) -> Part:
         """Return the first row of the training set: for a worker that has to call the model and has no rows."""
@@ -211,7 +213,7 @@ class Feeding:
     def _array(self, name: str, spec: Any, columns: Mapping[str, Any]) -> Array:
         value = columns.get(name)
         if not isinstance(value, np.ndarray) or value.dtype == object:
-            raise refused(name, value)
+            raise ragged_column_error(name, value)
         fits = spec.shape.is_compatible_with(value.shape)
         if not fits or (value.dtype != self._dtypes[name] and value.dtype != np.float64):
             raise DataError(

@@ -22,6 +22,5 @@ def train(training: KerasTraining) -> TrainingResult:
     check_backend("ElasticKerasEstimator")
     init()
     from spark_elastic.ml.keras.assembly import assemble
-    from spark_elastic.ml.training.assembly import run
 
-    return run(assemble(training))
+    return assemble(training).run()

@@ -12,7 +12,7 @@ import torch
 from spark_elastic.data.reader import Batch
 from spark_elastic.ml.preparation import WEIGHT, numbered
 from spark_elastic.ml.torch.spec import TorchTraining
-from spark_elastic.ml.training.columns import INPUT, LABEL, Columns, cuts, is_trained_on, refused
+from spark_elastic.ml.training.columns import INPUT, LABEL, Columns, is_trained_on, ragged_column_error, split_evenly
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class BatchMaker:
         if not batch.rows:
             return []
         tensors = {name: self._tensor(name, value) for name, value in self._columns.of(batch).items()}
-        edges = cuts(batch.rows, most or self._parts)
+        edges = split_evenly(batch.rows, most or self._parts)
         if len(edges) == 1:
             return [_batch(tensors, batch.rows)]
         return [
@@ -70,7 +70,7 @@ class BatchMaker:
             value = torch.from_numpy(value)
         if not isinstance(value, torch.Tensor):
             if is_trained_on(name):
-                raise refused(name, value)
+                raise ragged_column_error(name, value)
             return value
         return value.to(self._device, non_blocking=True)
 

@@ -14,7 +14,6 @@ from spark_elastic.data.reader import Batch, resolve_order
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.datasets import model_inputs
-from spark_elastic.ml.estimator import TrialRun
 from spark_elastic.ml.outputs import OutputShape, suits
 from spark_elastic.ml.torch import objective as losses
 from spark_elastic.ml.torch.batch_norm import normalised_alone
@@ -26,17 +25,17 @@ from spark_elastic.ml.torch.optimizers import Schedule, build_optimizer
 from spark_elastic.ml.torch.serialization import detached
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.torch.training import objective_of
-from spark_elastic.ml.training.assembly import implied
-from spark_elastic.ml.training.columns import shaped
+from spark_elastic.ml.training.columns import reshaped
 from spark_elastic.ml.training.dry_run import (
-    check_followed,
-    check_names,
-    check_states,
-    explained,
-    row_of,
-    say_averaged,
-    tell_unconverted,
-    travelled,
+    DryRunResult,
+    UserCodeContext,
+    check_callback_states,
+    check_metric_names,
+    check_monitored_columns,
+    history_row,
+    round_trip_pickle,
+    warn_of_averaged_metrics,
+    warn_of_local_batch_statistics,
 )
 from spark_elastic.torch.sync_batch_norm import unconverted
 
@@ -45,7 +44,9 @@ log = logging.getLogger("spark_elastic.ml")
 ROWS = 4
 
 
-def run_once(training: TorchTraining, inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None) -> TrialRun:
+def run_once(
+    training: TorchTraining, inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None
+) -> DryRunResult:
     """Forward, loss, metrics, backward and an optimizer step of a copy; then what `transform` will do.
 
     Raises:
@@ -58,8 +59,8 @@ def run_once(training: TorchTraining, inference_fn: Callable[[dict[str, Any]], M
     resolve_order(training.dataset, order=training.order, shuffle=training.shuffle, cache_bytes=training.cache_bytes)
     check_one_best(training.callbacks)
     if training.sync_batch_norm:
-        tell_unconverted(unconverted(training.model), "forward", "torch.nn.BatchNorm1d, 2d or 3d")
-    copied = travelled(training)
+        warn_of_local_batch_statistics(unconverted(training.model), "forward", "torch.nn.BatchNorm1d, 2d or 3d")
+    copied = round_trip_pickle(training)
     generator = torch.random.get_rng_state()
     try:
         batch = _first_rows(copied)
@@ -78,7 +79,7 @@ def _first_rows(training: TorchTraining) -> Batch:
 
 
 def _step(training: TorchTraining, batch: Batch) -> None:
-    check_names(training.metrics)
+    check_metric_names(training.metrics)
     model = training.model.cpu().train()
     optimizer = build_optimizer(training.optimizer, model)
     schedule = Schedule(training, optimizer)
@@ -87,7 +88,7 @@ def _step(training: TorchTraining, batch: Batch) -> None:
     parts = BatchMaker(training, torch.device("cpu")).parts(batch, 1)
     part = parts[0]
     with (
-        explained("the model and its loss", part.rows, _seen(part)),
+        UserCodeContext("the model and its loss", part.rows, _seen(part)),
         normalised_alone(model, part.rows),
         _no_broadcast(),
     ):
@@ -95,16 +96,18 @@ def _step(training: TorchTraining, batch: Batch) -> None:
         counts = objective.counts(parts) if objective.normalised else ()
         share = objective.share(measured, part.rows, counts)
         _check_pairs(objective, part, measured)
-    with explained("the metrics", part.rows, _seen(part, measured)):
+    with UserCodeContext("the metrics", part.rows, _seen(part, measured)):
         sums = torch.zeros(tally.width, dtype=torch.float64)
         piece = tally.measure(measured, part.rows, sums)
-    say_averaged(tally.averaged, "a torchmetrics metric (torchmetrics.AUROC, ...), whose states are added up")
+    warn_of_averaged_metrics(
+        tally.averaged, "a torchmetrics metric (torchmetrics.AUROC, ...), whose states are added up"
+    )
     if not share.requires_grad:
         raise InvalidSettingsError(
             "the loss does not depend on any parameter that is trained: all of them are frozen (requires_grad=False), "
             "or the model or train_fn detaches its result"
         )
-    with explained("the backward pass", part.rows, _seen(part, measured)):
+    with UserCodeContext("the backward pass", part.rows, _seen(part, measured)):
         share.backward()  # type: ignore[no-untyped-call]
     try:
         optimizer.step()
@@ -156,8 +159,8 @@ def _check_followed(
     except Exception as error:  # a metric may need more than the first rows
         log.info("the names of the history's columns are not known yet: %s", error)
         return
-    row = row_of(training, logs)
-    check_followed([*training.callbacks, *implied(training.checkpoints)], row)
+    row = history_row(training, logs)
+    check_monitored_columns([*training.callbacks, *training.plan_callbacks()], row)
     schedule.after_step()
     schedule.after_epoch(row)
 
@@ -168,7 +171,7 @@ def _check_written(
     """Raises: InvalidSettingsError: what will have to be written cannot be."""
     try:
         detached(model.state_dict(), "the model", copy=False)
-        check_states(training.callbacks)
+        check_callback_states(training.callbacks)
         if training.checkpoints is not None:
             detached(optimizer.state_dict(), "the optimizer", copy=False)
             if schedule.scheduler is not None:
@@ -177,10 +180,10 @@ def _check_written(
         raise InvalidSettingsError(f"the training's state cannot be written: {error}") from error
 
 
-def _outputs(training: TorchTraining, batch: Batch, inference_fn: Any) -> TrialRun:
+def _outputs(training: TorchTraining, batch: Batch, inference_fn: Any) -> DryRunResult:
     """The model in eval mode, called as `transform` calls it."""
     features: dict[str, Any] = {
-        field.name: shaped(batch.tensors[field.name], field.shape, batch.rows)
+        field.name: reshaped(batch.tensors[field.name], field.shape, batch.rows)
         for field in model_inputs(training.dataset, training.input_shapes)
     }
     try:
@@ -195,11 +198,11 @@ def _outputs(training: TorchTraining, batch: Batch, inference_fn: Any) -> TrialR
         if inference_fn is None and training.transformation_fn is not None:
             why += " (training saw the rows through transformation_fn; transform does so through inference_fn)"
         log.warning("transform will not work: the model cannot be called with its features alone: %s", why)
-        return TrialRun((), why_not=why)
+        return DryRunResult((), why_not=why)
     shapes = tuple(OutputShape(output.dtype.str, output.shape[1:]) for output in outputs)
     given = training.loss[0] if isinstance(training.loss, (list, tuple)) else training.loss
     rule = losses.rule(given)
-    return TrialRun(shapes, rule if rule is not None and suits(rule, shapes[0].shape) else None)
+    return DryRunResult(shapes, rule if rule is not None and suits(rule, shapes[0].shape) else None)
 
 
 def _seen(part: TorchBatch, measured: Measured | None = None) -> dict[str, Any]:

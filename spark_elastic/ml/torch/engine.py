@@ -20,8 +20,7 @@ from spark_elastic.ml.torch.objective import Objective
 from spark_elastic.ml.torch.optimizers import Schedule
 from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
-from spark_elastic.ml.training.engine import Measured
-from spark_elastic.ml.training.passes import gathered
+from spark_elastic.ml.training.engine import Measured, gather_pieces
 from spark_elastic.ml.training.progress import Piece, Progress, Sums
 from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
 
@@ -144,7 +143,7 @@ class TorchEngine:
                 share.backward()  # type: ignore[no-untyped-call]
         self._own_loss = tally.lost(numbers)
         self.optimizer.attach_scalars(numbers)
-        everyones = gathered(pieces) if tally.gathers else ()
+        everyones = gather_pieces(pieces) if tally.gathers else ()
         if share is not None:
             share.backward()  # type: ignore[no-untyped-call]
         return numbers, everyones
@@ -206,16 +205,16 @@ class TorchEngine:
     def rows(self, sums: Sums) -> int:
         return self._tally.rows(sums)
 
-    def lost(self, sums: Sums) -> float | None:
+    def non_finite_loss(self, sums: Sums) -> float | None:
         return self._tally.lost(sums)
 
-    def lost_here(self) -> bool:
+    def has_local_non_finite_loss(self) -> bool:
         return self._own_loss is not None
 
     def has_nan(self) -> bool:
         return any(bool(param.detach().isnan().any()) for param in self._params)
 
-    def told(self, sums: Sums) -> dict[str, float]:
+    def live_logs(self, sums: Sums) -> dict[str, float]:
         return self._tally.told(sums)
 
     # --- ends -------------------------------------------------------------------------------------

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
+from pyspark.ml.param import Param
 
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml import params as to
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.estimator import ElasticEstimator, TrialRun
+from spark_elastic.ml.estimator import ElasticEstimator
 from spark_elastic.ml.model import Fitted
-from spark_elastic.ml.params import setting
+from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting
 from spark_elastic.ml.persistence import Codec
+from spark_elastic.ml.shared_params import (
+    BestMode,
+    ColumnsFunction,
+    Compression,
+    DType,
+    HandleInvalid,
+    OutputType,
+    PredictionRule,
+    Shapes,
+)
 from spark_elastic.ml.torch import dry_run, objective, safe_objects
 from spark_elastic.ml.torch import serialization as weights
 from spark_elastic.ml.torch.model import ElasticTorchModel
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
 from spark_elastic.ml.torch.training import train
+from spark_elastic.ml.training.dry_run import DryRunResult
 from spark_elastic.ml.trust import trusted_files
 
 
-class ElasticTorchEstimator(ElasticEstimator):
-    """Trains a `torch.nn.Module` on a DataFrame, in workers that may come and go, and returns an `ElasticTorchModel`.
+class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
+    """Trains a `torch.nn.Module` on a DataFrame, in workers that may join and leave; `fit` returns the trained model.
 
     ::
 
@@ -37,44 +50,125 @@ class ElasticTorchEstimator(ElasticEstimator):
         )
         model = estimator.fit(df)
 
-    All settings are keywords, and Params of Spark ML: `print(estimator.explainParams())` lists them. The module that is
-    given is not changed by `fit`.
+    All settings are keywords, and Params of Spark ML: `print(estimator.explainParams())` explains each. `fit` trains a
+    copy of the module. It raises an `InvalidSettingsError`, `DataError`, `StoreError` or `CheckpointError` that says
+    what to change before any worker starts; a `UserFunctionError` if your code raised in a worker; and a `JobError` if
+    the job could not continue.
 
-    optimizer: an instance on the model's parameters, whose groups and their options are kept; a class; or a function
-        of the list of parameters.
-    loss: a module or function of (output, label); a list with one for each label.
-    metrics: functions of (output, label) or torchmetrics metrics, by name.
-    train_fn: (model, batch) -> loss or (loss, outputs), instead of loss, for models that are not trained as
-        loss(model(inputs), label). `batch.inputs`, `batch.labels`, `batch.weights`, `batch["features_0"]`.
-
-    Raises (fit):
-        InvalidSettingsError, DataError, StoreError, CheckpointError: what has to be changed; no worker was started.
-        UserFunctionError: your code raised in a worker. JobError: the job could not go on.
+    Args:
+        optimizer: An instance on the model's parameters, whose groups and options are kept; a class; or a function of
+            the list of parameters.
+        loss: A module or function of (output, label); a list with one for each label.
+        metrics: Functions of (output, label) or torchmetrics metrics, by name.
+        train_fn: Function (model, batch) -> loss or (loss, outputs), instead of loss, for models that are not trained
+            as loss(model(inputs), label). The batch has `inputs`, `labels`, `weights`, and `batch["features_0"]`.
+        callbacks: Callbacks of `spark_elastic.ml.callbacks`, such as `EarlyStopping`.
     """
 
     DECIDING = (*ElasticEstimator.DECIDING, "train_fn", "lr_scheduler", "scheduler_interval", "scheduler_monitor")
 
-    train_fn: Any = setting(
+    model: Param[torch.nn.Module | None]
+    optimizer: Param[torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None]
+    loss: Param[Callable[..., Any] | Sequence[Callable[..., Any]] | None]
+    loss_weights: Param[Sequence[float] | None]
+    metrics: Param[Mapping[str, Any] | None]
+    callbacks: Param[Callback | Sequence[Callback] | None]
+    train_fn: Param[Callable[..., Any] | None] = setting(
         "train_fn",
         "(model, batch) -> loss, or (loss, outputs) for metrics; instead of loss. batch has inputs, labels, weights.",
         to.function,
     )
-    lr_scheduler: Any = setting(
+    getTrainFn, setTrainFn = accessors(train_fn)
+    lr_scheduler: Param[Any] = setting(
         "lr_scheduler",
         "a scheduler on the optimizer, or a function of the optimizer that returns one.",
         to.anything,
     )
-    scheduler_interval: Any = setting(
+    getLrScheduler, setLrScheduler = accessors(lr_scheduler)
+    scheduler_interval: Param[Literal["epoch", "step"]] = setting(
         "scheduler_interval",
-        "whether lr_scheduler steps after each 'epoch' or each 'step'.",
+        "step lr_scheduler after each 'epoch' or each 'step'.",
         to.one_of("epoch", "step"),
         default="epoch",
     )
-    scheduler_monitor: Any = setting(
+    getSchedulerInterval, setSchedulerInterval = accessors(scheduler_interval)
+    scheduler_monitor: Param[str | None] = setting(
         "scheduler_monitor",
         "column of the history that a scheduler such as ReduceLROnPlateau follows. Default: 'val_loss', or 'loss'.",
         to.text,
     )
+    getSchedulerMonitor, setSchedulerMonitor = accessors(scheduler_monitor)
+
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+        loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+        train_fn: Callable[..., Any] | None = None,
+        loss_weights: Sequence[float] | None = None,
+        feature_cols: str | Sequence[str] | Sequence[Sequence[str]] | None = None,
+        label_cols: str | Sequence[str] | None = None,
+        sample_weight_col: str | None = None,
+        input_shapes: Shapes | None = None,
+        input_dtypes: DType | Sequence[DType | None] | None = None,
+        label_shapes: Shapes | None = None,
+        batch_size: int | None = None,
+        per_worker_batch_size: int | None = None,
+        epochs: int = 1,
+        lr_scheduler: Any = None,
+        scheduler_interval: Literal["epoch", "step"] = "epoch",
+        scheduler_monitor: str | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        validation: float | str | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        callbacks: Callback | Sequence[Callback] | None = None,
+        num_proc: int | None = None,
+        min_num_proc: int | None = None,
+        max_num_proc: int | None = None,
+        device: str | None = None,
+        num_threads: int | None = None,
+        run_options: Mapping[str, Any] | None = None,
+        verbose: int = 1,
+        store: str | os.PathLike[str] | Store | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        run_id: str | None = None,
+        resume: bool = True,
+        checkpoint_interval: int = 1,
+        checkpoint_seconds: float | None = None,
+        keep_checkpoints: int = 3,
+        checkpoint_best_of: str | None = None,
+        checkpoint_best_mode: BestMode = "auto",
+        transformation_fn: ColumnsFunction | None = None,
+        accumulation_steps: int = 1,
+        gradient_clip_norm: float | None = None,
+        gradient_clip_value: float | None = None,
+        gradient_compression: Compression = "none",
+        sync_batch_norm: bool = True,
+        allow_nan_loss: bool = False,
+        dataset_id: str | None = None,
+        keep_dataset: bool = False,
+        data_options: Mapping[str, Any] | None = None,
+        output_cols: str | Sequence[str] | None = None,
+        output_type: OutputType = "array",
+        prediction_col: str = "prediction",
+        prediction: PredictionRule = "auto",
+        probability_col: str | None = None,
+        handle_invalid: HandleInvalid = "error",
+        inference_fn: ColumnsFunction | None = None,
+        transform_batch_size: int = 4096,
+        transform_threads: int = 1,
+        transform_device: str = "cpu",
+    ) -> None:
+        super().__init__(**self._input_kwargs)
+
+    @same_keywords(__init__)
+    def setParams(self) -> ElasticTorchEstimator:
+        """Set several settings at once; takes the keywords of the constructor."""
+        return self._set_given()
 
     @classmethod
     def _codec(cls) -> Codec:
@@ -87,7 +181,7 @@ class ElasticTorchEstimator(ElasticEstimator):
                 "loss and train_fn are both set; a train_fn computes its own loss, leave one out"
             )
         if self._given("loss_weights") is not None and self._given("train_fn") is not None:
-            raise InvalidSettingsError("loss_weights are for losses; a train_fn adds its own up")
+            raise InvalidSettingsError("loss_weights are for losses; a train_fn weighs its losses itself")
         for name in ("scheduler_monitor", "scheduler_interval"):
             if self.isSet(name) and self._given(name) is not None and self._given("lr_scheduler") is None:
                 raise InvalidSettingsError(f"{name} is set, but there is no lr_scheduler")
@@ -111,7 +205,7 @@ class ElasticTorchEstimator(ElasticEstimator):
         for callback in self._callbacks():
             if not isinstance(callback, Callback):
                 raise InvalidSettingsError(
-                    f"callbacks must be a list of spark_elastic.ml.callbacks.Callback; {callback!r} is none"
+                    f"callbacks must be a list of spark_elastic.ml.callbacks.Callback, not of {callback!r}"
                 )
         if self._given("device") not in (None, "auto"):
             try:
@@ -140,7 +234,7 @@ class ElasticTorchEstimator(ElasticEstimator):
         if foreign:
             raise InvalidSettingsError(
                 f"{len(foreign)} of the optimizer's parameters are not the model's: it was made for another module. "
-                "Give a function of the parameters instead, which goes with any model: "
+                "Give a function of the parameters instead, which works with any model: "
                 f"lambda params: torch.optim.{type(optimizer).__name__}(params, lr={optimizer.defaults.get('lr')})"
             )
         scheduler = self._given("lr_scheduler")
@@ -165,7 +259,7 @@ class ElasticTorchEstimator(ElasticEstimator):
             **{name: self._given(name) for name in same},
         )
 
-    def _try(self, training: TorchTraining) -> TrialRun:
+    def _dry_run(self, training: TorchTraining) -> DryRunResult:
         return dry_run.run_once(training, self._given("inference_fn"))
 
     def _train_fn(self) -> Callable[[Any], Any]:
@@ -175,12 +269,10 @@ class ElasticTorchEstimator(ElasticEstimator):
         weights = training.model.state_dict().values()
         return sum(each.nbytes for each in weights if isinstance(each, torch.Tensor))
 
-    def _fitted_model(
-        self, training: TorchTraining, fitted: Fitted, trained: Callable[[str], bytes]
-    ) -> ElasticTorchModel:
+    def _fitted_model(self, training: TorchTraining, fitted: Fitted, read: Callable[[str], bytes]) -> ElasticTorchModel:
         model = ElasticTorchModel()
         module = copy.deepcopy(self._given("model")).cpu()
         with trusted_files():  # our own workers have written it
-            values = weights.loads(trained(MODEL_FILE))
+            values = weights.loads(read(MODEL_FILE))
         model._attach(weights.fill(module, values), fitted)
         return model

@@ -18,10 +18,9 @@ from spark_elastic.ml.torch.metrics import Tally
 from spark_elastic.ml.torch.objective import Objective
 from spark_elastic.ml.torch.optimizers import Schedule, build_optimizer
 from spark_elastic.ml.torch.spec import TorchTraining
-from spark_elastic.ml.training.assembly import CallbackStates, first_progress, implied, run, settings_of
-from spark_elastic.ml.training.checkpoint_schedule import Lasting
 from spark_elastic.ml.training.columns import LABEL
 from spark_elastic.ml.training.engine import TrainingState
+from spark_elastic.ml.training.saving import CallbackStates, CheckpointSchedule
 from spark_elastic.ml.training.spec import TrainingResult
 from spark_elastic.ml.training.trainer import Trainer
 
@@ -39,7 +38,7 @@ def train(training: TorchTraining) -> TrainingResult:
         CheckpointError: `resume_from` cannot be used.
     """
     hvd.init()
-    return run(_assemble(training))
+    return _assemble(training).run()
 
 
 def objective_of(training: TorchTraining, device: torch.device | None = None) -> Objective:
@@ -74,7 +73,7 @@ def _assemble(training: TorchTraining) -> Trainer:
     if training.compression != "none" and hvd.size() == 1 and not process.provisional:
         log.info("gradient_compression has no effect in a world of one worker")
     schedule = Schedule(training, optimizer)
-    callbacks = [*training.callbacks, *implied(training.checkpoints)]
+    callbacks = [*training.callbacks, *training.plan_callbacks()]
     check_one_best(callbacks)
     best = None
     if any(callback.restores_best for callback in callbacks):
@@ -98,12 +97,12 @@ def _assemble(training: TorchTraining) -> Trainer:
         schedule=schedule,
         device=device,
     )
-    lasting = Lasting(training, settings_of(training, tally.names))
-    at = first_progress(training, lasting, engine, callbacks)
+    checkpoints = CheckpointSchedule(training, engine, callbacks, tally.names)
+    at = checkpoints.first_progress()
     state = TorchTrainingState(
         model, distributed, scheduler=schedule.scheduler, best=best, callbacks=CallbackStates(callbacks), at=at
     )
-    return Trainer(training, engine=engine, state=state, callbacks=callbacks, lasting=lasting)
+    return Trainer(training, engine=engine, state=state, callbacks=callbacks, checkpoints=checkpoints)
 
 
 def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:

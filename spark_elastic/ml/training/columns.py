@@ -1,4 +1,4 @@
-"""A batch's columns as numpy arrays, before a framework makes tensors of them."""
+"""The columns of a batch as numpy arrays, before a framework makes tensors of them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ INPUT, LABEL = "features_", "label_"
 
 
 class Columns:
-    """What is trained on, by name: the reader's columns in the shapes that were set, then as `transformation_fn` makes
-    them.
+    """Makes the columns to train on of a batch: the shapes that were set, then `transformation_fn`.
 
-    needs_labels: whether what it returns must have the labels and weights that the set has.
+    Args:
+        needs_labels: Require that `transformation_fn` returns the labels and weights of the dataset.
     """
 
     def __init__(self, training: Training, needs_labels: bool = True) -> None:
@@ -33,19 +33,19 @@ class Columns:
         self._needed = [name for name in names if name.startswith(LABEL) or name == WEIGHT]
 
     def of(self, batch: Batch) -> Mapping[str, Any]:
-        """Raises: DataError: `transformation_fn` returned what cannot be trained on."""
+        """Return the columns by name. Raises `DataError` if `transformation_fn` returned unusable ones."""
         rows = batch.rows
         columns: Mapping[str, Any] = {
-            name: shaped(value, self._shapes.get(name), rows) for name, value in batch.tensors.items()
+            name: reshaped(value, self._shapes.get(name), rows) for name, value in batch.tensors.items()
         }
         if self._transformation is not None:
             columns = self._transformation(dict(columns))
-            _check(columns, rows)
+            _check_rows(columns, rows)
             self._check_needed(columns)
         return columns
 
     def _check_needed(self, columns: Mapping[str, Any]) -> None:
-        """Without them the loss would be of something else, and as good a number as any."""
+        """Refuse missing labels and weights: the loss would be of something else, and look as good."""
         missing = [name for name in self._needed if name not in columns]
         if missing:
             raise DataError(
@@ -54,26 +54,26 @@ class Columns:
             )
 
 
-def shaped(value: Any, shape: Sequence[int] | None, rows: int) -> Any:
-    """An array with rows of this shape; None: as it is. Lists are of variable length, and have none."""
+def reshaped(value: Any, shape: Sequence[int] | None, rows: int) -> Any:
+    """Return an array with rows of this shape. Lists (values of variable length) and shape None change nothing."""
     return value.reshape(rows, *shape) if shape is not None and isinstance(value, np.ndarray) else value
 
 
 def is_trained_on(name: str) -> bool:
-    """Whether a column of that name is given to the model or its loss."""
+    """Return whether a column of that name is given to the model or its loss."""
     return name.startswith((INPUT, LABEL)) or name == WEIGHT
 
 
-def refused(name: str, value: Any) -> DataError:
-    """A column is no array, and no tensor can be made of it."""
+def ragged_column_error(name: str, value: Any) -> DataError:
+    """Return the error for a column of which no tensor can be made."""
     return DataError(
         f"{name} holds {type(value).__name__} values of variable length, which no model can take; make arrays of them "
         "in transformation_fn"
     )
 
 
-def cuts(rows: int, parts: int) -> list[tuple[int, int]]:
-    """(first, end) of up to so many parts of about equal size."""
+def split_evenly(rows: int, parts: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of at most `parts` non-empty parts of about equal size."""
     count = min(parts, rows)
     edges = [rows * part // count for part in range(count + 1)]
     return list(itertools.pairwise(edges))
@@ -83,7 +83,7 @@ def _by_name(prefix: str, shapes: Sequence[Sequence[int] | None] | None) -> dict
     return {f"{prefix}{at}": tuple(shape) for at, shape in enumerate(shapes or ()) if shape is not None}
 
 
-def _check(columns: Any, rows: int) -> None:
+def _check_rows(columns: Any, rows: int) -> None:
     if not isinstance(columns, Mapping):
         raise DataError(f"transformation_fn must return columns by name, not {type(columns).__name__}")
     for name, value in columns.items():

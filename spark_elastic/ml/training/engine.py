@@ -1,4 +1,4 @@
-"""What a framework adds to the phases of a training: it does the steps, measures, and copies its tensors."""
+"""The interface between the trainer and a framework: the framework computes steps, measures, and copies its tensors."""
 
 from __future__ import annotations
 
@@ -7,36 +7,35 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from spark_elastic.collective.objects import allgather_object
 from spark_elastic.elastic.handled_state import HandledState
 from spark_elastic.ml.training.progress import Piece, Progress, Sums
 
 if TYPE_CHECKING:
     from spark_elastic.data.reader import Batch
 
-# How many threads a worker may use, when it shares a host with others.
-
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-def host_cores(quota: Path = _QUOTA) -> int:
-    """Cores that this process may run on: those of its affinity, or of its container's quota if that is less."""
+def host_cores(quota: Path = _CPU_QUOTA) -> int:
+    """Return the cores that this process may use: its affinity, or its container's quota if that is less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         allowed, period = quota.read_text().split()
         if allowed != "max":
             cores = min(cores, max(1, round(int(allowed) / int(period))))
-    except (OSError, ValueError):  # no container, or an older kernel's
+    except (OSError, ValueError):  # not in a container, or cgroup v1
         pass
     return cores
 
 
-def threads_for(asked: int | None, cores: int, workers: int) -> int:
-    """What was asked for, or an equal share of the host's cores, at least one."""
-    return asked or max(1, cores // workers)
+def threads_for(requested: int | None, cores: int, workers: int) -> int:
+    """Return the requested number of threads, or an equal share of the host's cores, at least one."""
+    return requested or max(1, cores // workers)
 
 
 class Rows(Protocol):
-    """A worker's share of a global batch, as the engine has made it of the reader's `Batch`."""
+    """A worker's share of a global batch, as the engine made it of the reader's `Batch`."""
 
     @property
     def start(self) -> int: ...
@@ -45,8 +44,13 @@ class Rows(Protocol):
 
 
 class Measured(NamedTuple):
-    """sums: float64, what was measured of a batch, over all workers. pieces: what of it cannot be added up, of all
-    workers. stop: whether a worker has asked for the end."""
+    """The measurements of one step.
+
+    Attributes:
+        sums: Sums over all workers.
+        pieces: Metric states of all workers that cannot be added.
+        stop: A worker requested the end of the training.
+    """
 
     sums: Sums
     pieces: tuple[Piece, ...]
@@ -54,10 +58,13 @@ class Measured(NamedTuple):
 
 
 class Engine(Protocol):
-    """One worker's model and optimizer. All of its collectives are called by all workers alike.
+    """One worker's model and optimizer. All workers call the methods that contain collectives alike.
 
-    model, optimizer: as callbacks see them. keeps_best: whether there is room for the weights of the best epoch.
-    gathers: whether the pieces that `measure` returns are to be gathered from all workers.
+    Attributes:
+        model: The framework's model, for callbacks.
+        optimizer: The framework's optimizer, for callbacks.
+        keeps_best: There is a copy of the model for the weights of the best epoch.
+        gathers: The pieces that `measure` returns have to be gathered from all workers.
     """
 
     @property
@@ -72,95 +79,109 @@ class Engine(Protocol):
     def learning_rate(self) -> float: ...
 
     def enter(self, rank: int, size: int) -> None:
-        """Be this rank of a new world; nothing of a step that has failed in the last one is left."""
+        """Take this rank in a new world, and drop what is left of a step that failed in the last one."""
 
     def use_threads(self, count: int) -> None: ...
 
     def feed(self, batches: Generator[Batch]) -> Generator[Any]:
-        """The batches as `step` and `measure` take them, see `Rows`. Whoever closes this closes `batches`."""
+        """Yield the batches as `step` and `measure` take them, see `Rows`. Closing it closes `batches`."""
 
-    # --- steps
+    # --- steps ------------------------------------------------------------------------------------
 
     def begin_steps(self) -> None:
-        """The model is going to be trained."""
+        """Put the model into training mode."""
 
     def step(self, batch: Any, at: Progress, stop: bool) -> Measured:
-        """Forward, backward, reduction and the optimizer's step. Either all of it happens, or it raises and the state
-        stands where it stood, once it was put back.
+        """Do the forward and backward passes, the reduction, and the optimizer's step.
 
-        stop: this worker asks for the end.
-        Raises: HorovodInternalError.
+        A step happens completely, or it raises and the state can be put back to the one before the step. `stop` says
+        that this worker requests the end of the training.
+
+        Raises:
+            HorovodInternalError: A collective failed.
         """
 
-    # --- measurements
+    # --- measurements -----------------------------------------------------------------------------
 
     def begin_validation(self) -> None:
-        """The model is going to be evaluated."""
+        """Put the model into evaluation mode."""
 
     def measure(self, batches: Iterable[Any]) -> tuple[Sums, list[Piece]]:
-        """Of this worker's rows alone, without a collective. Sums: a new vector."""
+        """Measure this worker's rows, without a collective. The sums are a new vector."""
 
     def share_buffers(self) -> None:
-        """Running means and the like are each worker's own while it trains; from here on all have those of rank 0."""
+        """Broadcast running means and the like from rank 0; while training, each worker has its own."""
 
     def logs(self, sums: Sums, pieces: Sequence[Piece], prefix: str = "") -> dict[str, float]:
-        """What the sums come to, by name, with "loss" first."""
+        """Return loss and metrics by name, the loss first."""
 
-    def rows(self, sums: Sums) -> int: ...
+    def rows(self, sums: Sums) -> int:
+        """Return the number of rows in the sums."""
 
-    def lost(self, sums: Sums) -> float | None:
-        """A loss among the sums of a step that is NaN or infinite; None: there is none. For next to nothing."""
+    def non_finite_loss(self, sums: Sums) -> float | None:
+        """Return a loss among a step's sums that is NaN or infinite; None if there is none. Cheap."""
 
-    def lost_here(self) -> bool:
-        """Whether the losses of this worker's own rows of the last step have one."""
+    def has_local_non_finite_loss(self) -> bool:
+        """Return whether a loss of this worker's own rows in the last step is NaN or infinite."""
 
     def has_nan(self) -> bool:
-        """Whether a weight that is trained is NaN. Looks at all of them."""
+        """Return whether a trained weight is NaN. Looks at all of them."""
 
-    def told(self, sums: Sums) -> dict[str, float]:
-        """Of what `logs` gives: what can be told from any thread at any moment, for next to nothing."""
+    def live_logs(self, sums: Sums) -> dict[str, float]:
+        """Return the part of `logs` that any thread can compute cheaply at any moment."""
 
-    # --- ends
+    # --- ends -------------------------------------------------------------------------------------
 
     def after_epoch(self, row: Mapping[str, float]) -> None:
-        """The epoch's row is known: what follows it (a schedule) may be changed."""
+        """Advance what follows the epoch's row, such as a learning rate schedule."""
 
     def after_callbacks(self) -> None:
-        """All callbacks have seen the end of the epoch: what only some of the workers know of them may be told.
+        """Share what only some workers' callbacks changed at the end of the epoch.
 
-        Raises: HorovodInternalError.
+        Raises:
+            HorovodInternalError: A collective failed.
         """
 
     def keep_best(self) -> None:
-        """The present weights are the best."""
+        """Copy the present weights as the best."""
 
     def use_best(self) -> None:
-        """The present weights become the best."""
+        """Give the model the best weights."""
 
     def finish(self) -> None:
-        """The last step was done. May be called again."""
+        """Finish the model after the last step. May be called again."""
 
     def model_file(self) -> tuple[str, bytes]:
-        """Name and contents of the file with the trained model."""
+        """Return the name and the contents of the file with the trained model."""
 
     def copies(self, at: Progress) -> Callable[[], dict[str, bytes]]:
-        """Copies all tensors now; what is returned makes the files of a checkpoint of them, on another thread."""
+        """Copy all tensors, and return a function that makes the files of a checkpoint of them on another thread."""
 
     def load(self, files: Mapping[str, bytes]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-        """Take over the tensors of a checkpoint. Returns: the pieces of the training and of the validation.
+        """Take over the tensors of a checkpoint, and return the pieces of training and of validation.
 
-        Raises: CheckpointError: not files of `copies`. KeyError, ValueError, RuntimeError, TypeError: of another model.
+        Raises:
+            CheckpointError: The files are not those of `copies`.
+            KeyError, ValueError, RuntimeError, TypeError: The files are of another model.
         """
 
     def close(self) -> None: ...
 
 
 class TrainingState(HandledState):
-    """With turns: changes that are no step, but after which those who are ahead are followed."""
+    """The elastic state of a training: the framework's tensors, and how far the training has come.
+
+    Besides steps it counts turns: changes that are not steps, but after which a member that is ahead is followed.
+    """
 
     _only_optimizers_act = True
     at: Progress
 
     def turn_done(self) -> None:
-        """`at` has changed after a collective that some may have missed."""
+        """Mark a resume point: `at` changed after a collective whose result some members may have missed."""
         self.check_host_updates()
+
+
+def gather_pieces(pieces: list[Piece]) -> tuple[Piece, ...]:
+    """Gather the metric states of all workers. Raises `HorovodInternalError` if the collective failed."""
+    return tuple(piece for everyones in allgather_object(pieces) for piece in everyones)

@@ -1,68 +1,68 @@
-"""How far a training has come: one immutable value, replaced after each step and each turn of a validation."""
+"""The progress of a training: one immutable value, replaced after each step and each turn of a validation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.reporting.history import History
 
+if TYPE_CHECKING:
+    from spark_elastic.ml.training.spec import Diverged
+
 Sums = npt.NDArray[np.float64]
+"""Measurements of a batch that can be added over batches and workers: losses, metrics, row counts."""
 Piece = dict[str, dict[str, Any]]
-"""What one batch of one worker has left in the states of metrics that have to be gathered: by metric, by state."""
+"""Metric states of one worker's batch that cannot be added and are gathered instead: by metric, by state."""
 
 
-class Phase(str, Enum):
-    """What comes next."""
+class TrainingPhase(str, Enum):
+    """The phase that comes next."""
 
     TRAIN = "train"
     VALIDATE = "validate"
     EPOCH_END = "epoch end"
-    """Logs, callbacks, learning rate: without a word between the workers but the clock, then all go on together."""
+    """The epoch's row of the history, callbacks, learning rate."""
     FINISH = "finish"
     """The model is written, and all workers wait for that."""
     DONE = "done"
 
 
-def _nothing() -> Sums:
+def _no_sums() -> Sums:
     return np.zeros(0)
-
-
-@dataclass(frozen=True, slots=True)
-class Diverged:
-    """Why a training has ended that has come to nothing: the loss of a step, or a weight after the last, is no finite
-    number. step, epoch: as of `Progress`, before the step. loss: None: it was finite."""
-
-    step: int
-    epoch: int
-    loss: float | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Progress:
-    """The plain part of the state; the tensors are in the model and the optimizer.
+    """The plain part of a training's state; the tensors are in the model and the optimizer.
 
-    position: rows of the epoch's order that were trained on. serial: steps and turns so far, which order checkpoints
-    by age. sums, pieces: of this epoch's training, as the engine measures them. val_*: of the validation under way.
-    began: the epoch's start, in seconds since 1970 by the clock of whoever was rank 0; None: not begun. stopped: why
-    this is the last epoch, if it is not that by number. best_epoch: the one whose weights are kept as the best.
-    diverged: it ends at once, without a model. Never in a checkpoint.
+    Attributes:
+        position: Rows of the epoch's order that were trained on.
+        step: Optimizer steps that were applied.
+        serial: Steps and validation turns so far; orders checkpoints by age.
+        sums: Sums over this epoch's steps, as the engine measures them.
+        pieces: Metric states of this epoch's steps.
+        val_position: Rows of the validation split that were evaluated; `val_sums` and `val_pieces` are of them.
+        began: Start of the epoch, in seconds since 1970 by the clock of rank 0; None before it.
+        stopped: Why this epoch is the last one, if it is not the last by number; otherwise "".
+        best_epoch: The epoch whose weights are kept as the best.
+        diverged: Set when the training ends without a model. Never in a checkpoint.
     """
 
-    phase: Phase = Phase.TRAIN
+    phase: TrainingPhase = TrainingPhase.TRAIN
     epoch: int = 0
     position: int = 0
     step: int = 0
     serial: int = 0
-    sums: Sums = field(default_factory=_nothing)
+    sums: Sums = field(default_factory=_no_sums)
     pieces: tuple[Piece, ...] = ()
     val_position: int = 0
-    val_sums: Sums = field(default_factory=_nothing)
+    val_sums: Sums = field(default_factory=_no_sums)
     val_pieces: tuple[Piece, ...] = ()
     began: float | None = None
     history: History = field(default_factory=History)
@@ -71,10 +71,10 @@ class Progress:
     diverged: Diverged | None = None
 
     def __deepcopy__(self, memo: Any) -> Progress:
-        return self  # the state is copied after every step; nothing in here is ever changed
+        return self  # the state is copied after every step, and nothing in here is ever changed
 
     def to_json(self) -> dict[str, Any]:
-        """Without the pieces, which are tensors."""
+        """Return plain values of everything but the pieces, which are tensors."""
         return {
             "phase": self.phase.value,
             "epoch": self.epoch,
@@ -93,9 +93,9 @@ class Progress:
     def from_json(
         cls, document: Mapping[str, Any], pieces: tuple[Piece, ...] = (), val_pieces: tuple[Piece, ...] = ()
     ) -> Progress:
-        """Raises: KeyError, ValueError: not what `to_json` gives."""
+        """Restore what `to_json` returned. Raises `KeyError` or `ValueError` if the document is something else."""
         return cls(
-            phase=Phase(document["phase"]),
+            phase=TrainingPhase(document["phase"]),
             epoch=int(document["epoch"]),
             position=int(document["position"]),
             step=int(document["step"]),
@@ -111,6 +111,6 @@ class Progress:
         )
 
 
-def added(sums: Sums, more: Sums) -> Sums:
-    """A new vector; an empty one counts as zeros."""
+def add_sums(sums: Sums, more: Sums) -> Sums:
+    """Return the sum as a new vector; an empty `sums` counts as zeros."""
     return sums + more if sums.size else more.copy()

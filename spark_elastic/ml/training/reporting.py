@@ -1,4 +1,4 @@
-"""How far the training is, told to the driver from rank 0 on a thread of its own: no step does anything for it."""
+"""Views of a training in progress: what callbacks see of it, and what rank 0 reports to the driver."""
 
 from __future__ import annotations
 
@@ -6,98 +6,178 @@ import contextlib
 import logging
 import math
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from spark_elastic.ml.training.progress import Phase, Progress
-from spark_elastic.reporting.history import FACTS, Row
+from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.ml.callbacks import Callback, Logs, followed_value
+from spark_elastic.ml.training.progress import Progress, TrainingPhase
+from spark_elastic.reporting.history import FACTS, History, Row
 from spark_elastic.wire import worker_link
 from spark_elastic.wire.messages import EpochEnded, LiveProgress, Notice
 from spark_elastic.wire.worker_link import WorkerLink
 
 if TYPE_CHECKING:
-    from spark_elastic.ml.training.trainer import Trainer
+    from spark_elastic.ml.training.engine import Engine, TrainingState
+    from spark_elastic.ml.training.spec import Training
 
 log = logging.getLogger("spark_elastic.ml")
 
 MAX_NOTICE = 1000
-INTERVAL_S = 0.25
-"""Between two looks at the training. A person sees no more, and a look costs well below a millisecond."""
-LAST_WORDS_S = 1.0
-"""How long the end of a training waits for what is still to be told."""
+"""Characters of a notice that are sent to the driver."""
+REPORT_INTERVAL_S = 0.25
+"""Time between two reports. A person sees no more, and a report costs well below a millisecond."""
+CLOSE_TIMEOUT_S = 1.0
+"""Longest wait for the last report at the end of a training."""
+
+
+class RunView:
+    """The training as callbacks see it (`callbacks.Run`), and what callbacks have requested of it."""
+
+    def __init__(self, training: Training, engine: Engine, state: TrainingState) -> None:
+        self.training = training
+        self.engine = engine
+        self._state = state
+        self.rank, self.size = 0, 1
+        self._logs: tuple[int, Logs] = (-1, {})
+        """The last `logs`, with the `serial` that they were computed at."""
+        self.wants_restore = False
+        self.caller = Callback()
+        """The callback whose `on_epoch_end` is running."""
+        self.stop_reason = ""
+        """Set by `stop` and never cleared: all workers act on it at the next reduction that succeeds."""
+        self.clear_requests()
+
+    def clear_requests(self) -> None:
+        """Drop what callbacks requested, once it is done, or when the failed epoch end will call them again."""
+        self.wants_checkpoint = False
+        self.wants_best = False
+        self.best_of: list[str] = []
+
+    @property
+    def at(self) -> Progress:
+        return self._state.at
+
+    @property
+    def epoch(self) -> int:
+        return self.at.epoch
+
+    @property
+    def epochs(self) -> int:
+        return self.training.epochs
+
+    @property
+    def step(self) -> int:
+        return self.at.step
+
+    @property
+    def history(self) -> History:
+        return self.at.history
+
+    @property
+    def logs(self) -> Logs:
+        at = self.at
+        if self._logs[0] != at.serial:
+            self._logs = at.serial, self.engine.logs(at.sums, at.pieces) if at.sums.size else {}
+        return self._logs[1]
+
+    @property
+    def model(self) -> Any:
+        return self.engine.model
+
+    @property
+    def optimizer(self) -> Any:
+        return self.engine.optimizer
+
+    def stop(self, reason: str) -> None:
+        self.stop_reason = reason or "a callback requested the end of the training"
+
+    def checkpoint(self, *, best: bool = False) -> None:
+        self.wants_checkpoint = True
+        if best:
+            # A callback that does not restore follows another value: its best epoch marks a checkpoint, but must not
+            # replace the weights that the restoring callback goes back to.
+            self.wants_best = self.wants_best or self.caller.restores_best
+            self.best_of += [name for name in [followed_value(self.caller)] if name not in self.best_of]
+
+    def restore_best(self) -> None:
+        if not self.engine.keeps_best:
+            raise InvalidSettingsError("a callback that calls restore_best() has to set `restores_best = True`")
+        self.wants_restore = True
 
 
 class Reporter:
-    """Looks at `trainer.state.at`, which is replaced as a whole after each step and never changed.
+    """Reports the progress of a training to the driver, on its own thread, so that no step waits for it.
 
-    Whoever is rank 0 tells: first the epochs that this worker has seen the end of, of which the driver passes over
-    those that it knows already, and then where it stands.
+    It reads `run.at`, which is replaced as a whole after each step and never changed. Rank 0 alone reports: first the
+    epochs whose end this worker has seen (the driver ignores those that it knows already), then the present position.
     """
 
-    def __init__(self, trainer: Trainer, link: WorkerLink) -> None:
-        self._trainer = trainer
+    def __init__(self, run: RunView, link: WorkerLink) -> None:
+        self._run = run
         self._link = link
-        self._told = 0
-        """Rows of the history that were told, or were there before."""
+        self._reported_epochs = 0
+        """Rows of the history that were reported, or were there before."""
         self._serial = -1
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="spark_elastic-report", daemon=True)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="spark_elastic-report", daemon=True)
+
+    @classmethod
+    def of(cls, run: RunView) -> Reporter | None:
+        """Return the reporter of a training; None if it is silent, or no driver is connected."""
+        link = worker_link.current()
+        return cls(run, link) if run.training.verbose and link is not None else None
 
     def begin(self) -> None:
-        self._told = len(self._trainer.state.at.history)
+        self._reported_epochs = len(self._run.history)
         self._thread.start()
 
     def close(self) -> None:
-        """Tell the rest."""
-        self._over.set()
+        """Send the last report and end the thread."""
+        self._closing.set()
         if self._thread.is_alive():
-            self._thread.join(LAST_WORDS_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
 
-    def _run(self) -> None:
-        while not self._over.wait(INTERVAL_S):
-            self._look()
-        self._look()
+    def _work(self) -> None:
+        while not self._closing.wait(REPORT_INTERVAL_S):
+            self.report()
+        self.report()
 
-    def _look(self) -> None:
-        # the training thread goes on meanwhile: what is looked at may be of two moments, which harms nobody
+    def report(self) -> None:
+        """Report what is new, if this worker is rank 0. Raises nothing: a lost report harms no training."""
+        # The training thread runs on meanwhile: values of two moments may be mixed, which is harmless in a display.
         with contextlib.suppress(Exception):
-            at = self._trainer.state.at
-            if self._trainer.rank == 0 and at.serial != self._serial:
+            at = self._run.at
+            if self._run.rank == 0 and at.serial != self._serial:
                 self._serial = at.serial
-                self._tell(at)
+                self._send(at)
 
-    def _tell(self, at: Progress) -> None:
-        epochs = self._trainer.training.epochs
-        while self._told < len(at.history):
-            row = at.history[self._told]
-            if not self._link.show(EpochEnded(row["epoch"], epochs, float(row["seconds"]), measured(row))):
+    def _send(self, at: Progress) -> None:
+        training = self._run.training
+        while self._reported_epochs < len(at.history):
+            row = at.history[self._reported_epochs]
+            ended = EpochEnded(row["epoch"], training.epochs, float(row["seconds"]), loss_and_metrics(row))
+            if not self._link.show(ended):
                 return
-            self._told += 1
-        dataset = self._trainer.training.dataset
-        if at.phase is Phase.TRAIN:
-            rows, total = at.position, dataset.rows("train")
-        elif at.phase is Phase.VALIDATE:
-            rows, total = at.val_position, dataset.rows("validation")
+            self._reported_epochs += 1
+        if at.phase is TrainingPhase.TRAIN:
+            rows, total = at.position, training.dataset.rows("train")
+        elif at.phase is TrainingPhase.VALIDATE:
+            rows, total = at.val_position, training.dataset.rows("validation")
         else:
             return
-        values = self._trainer.engine.told(at.sums) if at.sums.size else {}
+        values = self._run.engine.live_logs(at.sums) if at.sums.size else {}
         shown = {name: value for name, value in values.items() if math.isfinite(value)}
-        self._link.show(LiveProgress(at.epoch, epochs, at.phase.value, min(rows, total), total, shown))
+        self._link.show(LiveProgress(at.epoch, training.epochs, at.phase.value, min(rows, total), total, shown))
 
 
 def notify(text: str) -> None:
-    """Say something to people: in the log here, and by the driver, as a line and as one of the job's changes."""
+    """Log a warning here, and have the driver show it as a line and record it as an event of the job."""
     log.warning("%s", text)
     link = worker_link.current()
     if link is not None:
         link.show(Notice(text[:MAX_NOTICE]))
 
 
-def reporter_of(trainer: Trainer) -> Reporter | None:
-    """None: nobody wants to know, or there is no driver to tell."""
-    link = worker_link.current()
-    return Reporter(trainer, link) if trainer.training.verbose and link is not None else None
-
-
-def measured(row: Row) -> dict[str, float]:
-    """The loss and the metrics of an epoch."""
+def loss_and_metrics(row: Row) -> dict[str, float]:
+    """Return the loss and the metrics in a row of the history."""
     return {name: float(value) for name, value in row.items() if name not in FACTS and value is not None}

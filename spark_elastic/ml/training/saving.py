@@ -1,131 +1,308 @@
-"""Write what a training has come to, and do not give up at once: it has taken hours, and a storage comes back."""
+"""The files that a training writes to its store: checkpoints while it runs, its result when it ends."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock
-from spark_elastic.errors import InvalidSettingsError, RunTakenError
+from spark_elastic.collective.process import process
+from spark_elastic.data.reader import resolve_order, window_settings_of
+from spark_elastic.errors import CheckpointError, InvalidSettingsError, RunTakenError
+from spark_elastic.ml.callbacks import Callback
+from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints, CheckpointWriter, Contents, name_of
+from spark_elastic.ml.training.engine import Engine
+from spark_elastic.ml.training.progress import Progress, TrainingPhase
+from spark_elastic.ml.training.reporting import RunView, notify
+from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan, Training
 
 if TYPE_CHECKING:
     from spark_elastic.data.store import Store
 
 log = logging.getLogger("spark_elastic.ml")
 
-SETTING = "SPARK_ELASTIC_SAVE_TIMEOUT"
-"""Environment variable of the workers: for how many seconds the files are tried."""
-TRY_S = 300.0
-"""Unless told otherwise: a failover of HDFS takes a minute, and a person can make room on a full disk."""
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Between two tries; the last one again and again."""
-TELL_EVERY_S = 30.0
+SAVE_TIMEOUT_VARIABLE = "SPARK_ELASTIC_SAVE_TIMEOUT"
+"""Environment variable of the workers: seconds during which writing the result is retried."""
+SAVE_TIMEOUT_S = 300.0
+"""The default: a failover of HDFS takes a minute, and a person can make room on a full disk."""
+RETRY_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+"""Pauses between attempts; the last one repeats."""
+NOTIFY_INTERVAL_S = 30.0
 
 
-def timeout_s(environment: Mapping[str, str]) -> float:
-    """Raises: InvalidSettingsError: not a time."""
-    text = environment.get(SETTING, "")
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+class CheckpointSchedule:
+    """Decides when durable checkpoints of a training are due, and has rank 0 write them in the background.
+
+    Args:
+        metrics: names of the metrics; a training that resumes from these checkpoints must have the same.
+    """
+
+    def __init__(
+        self, training: Training, engine: Engine, callbacks: Sequence[Callback], metrics: Sequence[str]
+    ) -> None:
+        self._training = training
+        self._engine = engine
+        self._callbacks = callbacks
+        self._plan = training.checkpoints or CheckpointPlan(every_epochs=None, keep=1)
+        self._settings = _settings_to_match(training, metrics)
+        self.checkpoints = Checkpoints(training.store.sub(CHECKPOINTS), training.fence)
+        self._writer = CheckpointWriter(self.checkpoints, self._plan.keep, notify)
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the clock of `every_seconds`."""
+        self._last = clock.monotonic()
+
+    def after_step(self, run: RunView) -> None:
+        """Write a checkpoint if one is due after this step, or a callback requested one."""
+        if run.wants_checkpoint:
+            run.wants_checkpoint = False
+            self._write(run)
+            return
+        due = self._plan.every_steps is not None and run.step % self._plan.every_steps == 0
+        if self._plan.every_seconds is not None and not due:
+            due = clock.monotonic() - self._last >= self._plan.every_seconds
+        if due and not self._writer.busy:  # skipped while the last one is still being written
+            self._write(run)
+
+    def after_epoch(self, run: RunView, finished: bool) -> None:
+        """Write a checkpoint if one is due after this epoch; `finished` says that it was the last."""
+        every = self._plan.every_epochs
+        if (every is not None and (run.epoch % every == 0 or finished)) or run.wants_checkpoint:
+            self._write(run, run.best_of)
+
+    def _write(self, run: RunView, best_of: Sequence[str] = ()) -> None:
+        """Copy the state and queue it for writing. Raises `RunTakenError` if another driver has taken over the run."""
+        if run.rank != 0:
+            return
+        if self._writer.fenced is not None:
+            raise self._writer.fenced
+        self._last = clock.monotonic()
+        at = run.at
+        make_files = self._engine.copies(at)
+        document = {"at": at.to_json(), "callbacks": callback_states(self._callbacks), "settings": self._settings}
+        token = self.checkpoints.token
+        facts = CheckpointFacts(name_of(at.serial, token), at.step, at.epoch, at.position, tuple(best_of), token)
+        self._writer.submit(lambda: Contents(facts, document, make_files()))
+        if self._training.verbose > 1:
+            print(f"writing a checkpoint of step {at.step}", flush=True)
+
+    def drain(self) -> None:
+        """Wait until all checkpoints are written. Raises `CheckpointError` if the last one could not be."""
+        self._writer.drain()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def first_progress(self) -> Progress:
+        """Return where the training begins: at the checkpoint to resume from, or at the start.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be used.
+        """
+        if self._training.resume_from is None:
+            return Progress()
+        try:
+            return self._reopened(self._restore(self._training.resume_from))
+        except CheckpointError as error:
+            # A worker that joins a running world gets the state from the others, so it needs no checkpoint. But if the
+            # others are lost before their first step, nobody has a state, and the error counts.
+            if not process.provisional:
+                raise
+            log.info("%s; the state comes from the other workers", error)
+            return Progress()
+
+    def _restore(self, name: str) -> Progress:
+        contents = self.checkpoints.load(name)
+        written = contents.document["settings"]
+        for key, value in self._settings.items():
+            if written.get(key) != value:
+                raise CheckpointError(
+                    f"checkpoint {name} was written with {key}={written.get(key)!r}, but {key} is {value!r} now; use "
+                    "another run_id to start over"
+                )
+        try:
+            at = Progress.from_json(contents.document["at"], *self._engine.load(contents.files))
+        except CheckpointError:
+            raise
+        except (KeyError, ValueError, RuntimeError, TypeError) as error:
+            raise CheckpointError(f"checkpoint {name} is of another model or optimizer: {error}") from error
+        load_callback_states(self._callbacks, contents.document["callbacks"])
+        return at
+
+    def _reopened(self, at: Progress) -> Progress:
+        """Continue a training that had finished if it is to have more epochs now, and end one that has had enough."""
+        epochs = self._training.epochs
+        if at.phase is TrainingPhase.FINISH and at.epoch < epochs and not at.stopped:
+            return replace(at, phase=TrainingPhase.TRAIN)
+        if at.phase is TrainingPhase.TRAIN and at.position == 0 and at.epoch >= epochs:
+            return replace(at, phase=TrainingPhase.FINISH)
+        return at
+
+
+def _settings_to_match(training: Training, metrics: Sequence[str]) -> dict[str, Any]:
+    """Return the settings that must be equal when a training resumes from a checkpoint of this one.
+
+    The read order is among them, because `Progress.position` counts rows in it.
+    """
+    dataset, cache_bytes = training.dataset, training.cache_bytes
+    order = resolve_order(dataset, order=training.order, shuffle=training.shuffle, cache_bytes=cache_bytes)
+    return {
+        "rows": dataset.rows("train"),
+        "seed": training.seed,
+        "shuffle": training.shuffle,
+        "order": order,
+        **({"lanes": asdict(window_settings_of(dataset, cache_bytes=cache_bytes))} if order == "lanes" else {}),
+        "metrics": list(metrics),
+    }
+
+
+class CallbackStates:
+    """The states of all callbacks, as one value of the elastic state."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = callbacks
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(number): callback.state_dict() for number, callback in enumerate(self._callbacks)}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        for number, callback in enumerate(self._callbacks):
+            callback.load_state_dict(states[str(number)])
+
+
+def callback_states(callbacks: Sequence[Callback]) -> list[dict[str, Any]]:
+    """Return the states of the callbacks as they are written to a checkpoint."""
+    return [{"class": _class_name(each), "state": dict(each.state_dict())} for each in callbacks]
+
+
+def load_callback_states(callbacks: Sequence[Callback], states: Sequence[Mapping[str, Any]]) -> None:
+    """Restore what `callback_states` returned. Raises `CheckpointError` if the callbacks are of other classes."""
+    have, written = [_class_name(each) for each in callbacks], [state["class"] for state in states]
+    if have != written:
+        raise CheckpointError(f"the checkpoint was written with the callbacks {written}, but the callbacks are {have}")
+    for callback, state in zip(callbacks, states, strict=True):
+        callback.load_state_dict(state["state"])
+
+
+def _class_name(callback: Callback) -> str:
+    """Return the class of a callback; of an adapter, that of the framework's callback in it."""
+    return type(getattr(callback, "wrapped", callback)).__qualname__
+
+
+# --- the result ---------------------------------------------------------------------------------
+
+
+def save_timeout_s(environment: Mapping[str, str]) -> float:
+    """Return the timeout for writing the result. Raises `InvalidSettingsError` if the variable holds no duration."""
+    text = environment.get(SAVE_TIMEOUT_VARIABLE, "")
     try:
-        seconds = float(text or TRY_S)
+        seconds = float(text or SAVE_TIMEOUT_S)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise InvalidSettingsError(f"{SETTING} must be seconds, from 0, not {text!r}")
+        raise InvalidSettingsError(f"{SAVE_TIMEOUT_VARIABLE} must be a number of seconds, at least 0, not {text!r}")
     return seconds
 
 
-class Saving:
-    """Writes files on a thread of its own; those that the store would not have are in `left`.
+class ResultWriter:
+    """Writes the result of a training on its own thread, with retries: hours of work must survive a storage failure.
+
+    Files that could not be written within the timeout are in `unsaved`.
 
     Args:
-        make: the files by name, in the order in which they are written.
-        check: raises if this process must not write any more; that is not tried again.
-        tell: says something to people.
-        try_s: seconds after which a file is left.
-        wait: waits so many seconds, less if the saving is to stop; returns whether it is.
+        make_files: Returns the files by name, in the order in which they are written.
+        check: Raises `RunTakenError` if this process must not write any more; that is not retried.
+        notify: Shows a message to people.
+        timeout_s: Time after which a file is given up.
+        wait: Sleeps for the given seconds; returns True at once if the writer is being closed.
     """
 
     def __init__(
         self,
         store: Store,
-        make: Callable[[], Mapping[str, bytes]],
+        make_files: Callable[[], Mapping[str, bytes]],
         check: Callable[[], None],
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
         *,
-        try_s: float = TRY_S,
+        timeout_s: float = SAVE_TIMEOUT_S,
         now: Callable[[], float] = clock.monotonic,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
-        self.left: dict[str, bytes] = {}
+        self.unsaved: dict[str, bytes] = {}
         self._store = store
-        self._make = make
+        self._make_files = make_files
         self._check = check
-        self._tell = tell
-        self._try_s = try_s
+        self._notify = notify
+        self._timeout_s = timeout_s
         self._now = now
-        self._stop = threading.Event()
-        self._wait = self._stop.wait if wait is None else wait
+        self._closing = threading.Event()
+        self._wait = self._closing.wait if wait is None else wait
         self._error: Exception | None = None
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="spark_elastic-saving", daemon=True)
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="spark_elastic-saving", daemon=True)
         self._thread.start()
 
-    def over(self, timeout_s: float) -> bool:
-        """Wait for the end. Returns: whether it has come. Raises: what `check` has raised, or what `make` has."""
-        over = self._over.wait(timeout_s)
+    def is_done(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` for the end, and return whether it has come. Raises what `_work` failed with."""
+        done = self._done.wait(timeout_s)
         if self._error is not None:
             raise self._error
-        return over
+        return done
 
     def close(self) -> None:
-        self._stop.set()
-        self._over.wait()
+        self._closing.set()
+        self._done.wait()
 
-    def _run(self) -> None:
+    def _work(self) -> None:
         try:
-            until = self._now() + self._try_s
-            for file, data in self._make().items():
-                if not self._written(file, data, until):
-                    self.left[file] = data
-        except Exception as error:  # for those who wait
+            deadline = self._now() + self._timeout_s
+            for file, data in self._make_files().items():
+                if not self._write(file, data, deadline):
+                    self.unsaved[file] = data
+        except Exception as error:  # raised by is_done
             self._error = error
         finally:
-            self._over.set()
+            self._done.set()
 
-    def _written(self, file: str, data: bytes, until: float) -> bool:
-        told_at, tries = -TELL_EVERY_S, 0
+    def _write(self, file: str, data: bytes, deadline: float) -> bool:
+        notified_at, attempts = -NOTIFY_INTERVAL_S, 0
         while True:
-            self._check_or_pass()
+            self._check_run()
             try:
                 self._store.write_bytes(file, data)
             except Exception as error:  # each kind of storage has its own
-                left_s = until - self._now()
-                why = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-                where = f"{file} could not be written to {self._store.url} ({why})"
+                left_s = deadline - self._now()
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+                failed = f"{file} could not be written to {self._store.url} ({reason})"
             else:
-                if tries:
-                    self._tell(f"{file} is written to {self._store.url} after all")
+                if attempts:
+                    self._notify(f"{file} is written to {self._store.url} now, after {attempts} failed attempts")
                 return True
             if left_s <= 0:
-                tried = _in_words(self._try_s)
-                self._tell(f"{where}, not for {tried}; the driver gets it in the results of the job instead")
+                tried = _in_words(self._timeout_s)
+                self._notify(f"{failed} for {tried}; it is sent to the driver with the results of the job instead")
                 return False
-            if until - left_s - told_at >= TELL_EVERY_S or not tries:
-                told_at = until - left_s
-                self._tell(f"{where} and is tried again, for {_in_words(left_s)} more; then the driver gets it instead")
-            if self._wait(min(PAUSES_S[min(tries, len(PAUSES_S) - 1)], left_s)):
+            if deadline - left_s - notified_at >= NOTIFY_INTERVAL_S or not attempts:
+                notified_at = deadline - left_s
+                self._notify(f"{failed}; retrying for {_in_words(left_s)}, then it is sent to the driver instead")
+            if self._wait(min(RETRY_PAUSES_S[min(attempts, len(RETRY_PAUSES_S) - 1)], left_s)):
                 return False
-            tries += 1
+            attempts += 1
 
-    def _check_or_pass(self) -> None:
+    def _check_run(self) -> None:
         try:
             self._check()
         except RunTakenError:
             raise
-        except Exception as error:  # each kind of storage has its own: it cannot be asked, and so not written to either
-            log.info("whose run %s is cannot be told: %s", self._store.url, error)
+        except Exception as error:  # each kind of storage has its own: a storage that fails reads refuses writes, too
+            log.info("the lease on the run %s could not be checked: %s", self._store.url, error)
 
 
 def _in_words(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What every training has in common: what it is told, when it writes checkpoints, what it comes to."""
+"""The settings of a training that all frameworks share, and its result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.ml.training.progress import Diverged
+from spark_elastic.ml.callbacks import BestCheckpoint, Callback
 from spark_elastic.reporting.history import History
 
 if TYPE_CHECKING:
@@ -24,10 +24,13 @@ CHECKPOINTS = "checkpoints"
 class CheckpointPlan:
     """When durable checkpoints are written, and which are kept.
 
-    every_epochs: at the end of every so many epochs; None: not then. every_steps: after every so many optimizer steps.
-    every_seconds: once so much time has passed since the last. keep: the newest so many. best_of: the column of the
-    history by which the best of the epochs is kept as well, whatever its age; mode: "min", "max" or "auto", as of
-    `callbacks.Monitor`.
+    Attributes:
+        every_epochs: Write one at the end of every n-th epoch; None: not at the end of epochs.
+        every_steps: Write one after every n-th optimizer step.
+        every_seconds: Write one when this time has passed since the last.
+        keep: Number of the newest checkpoints that are kept.
+        best_of: Column of the history; the checkpoint of the best epoch by it is kept whatever its age.
+        mode: "min", "max" or "auto", as in `callbacks.Monitor`.
     """
 
     every_epochs: int | None = 1
@@ -50,30 +53,35 @@ class CheckpointPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Training:
-    """One training; each framework adds its own settings. It is pickled as a whole.
+    """The settings of one training; each framework adds its own. Pickled as a whole.
 
     Tensors of the dataset are named "features_0", ...; "label_0", ...; "sample_weight".
 
-    dataset: what to train on; its split "validation" is evaluated after every epoch, if it is there.
-    store: the folder of this run: the trained model, the history and the checkpoints go there. fence: of the driver
-        that has it; None: nobody else can have it.
-    transformation_fn: of the columns of a batch, {name: array or list}, to those that are trained on, with as many
-        rows.
-    batch_size: rows of a global batch, which is one optimizer step; workers share it. per_worker_batch_size instead of
-        it: rows of each worker, so that the global batch follows the number of workers.
-    accumulation: parts that each worker cuts its share of a batch into, one after the other, to save memory. The
-        gradient is that of the whole batch, so this changes no result.
-    shuffle, seed: of the order of the rows. The random numbers of a step (dropout) follow from (seed, epoch, position,
-        rank): the same again if the step is done again, other ones in other worlds.
-    clip_norm, clip_value: bounds of the reduced gradient's norm, or of each of its values.
-    compression: of gradients on the wire: "none", "fp16", "bf16".
-    sync_batch_norm: whether batch normalisation takes the statistics of all workers' rows of a batch.
-    checkpoints: None: none but those that callbacks ask for. resume_from: one that `Checkpoints.latest` has found.
-    num_threads: of the framework in each worker. None: the workers of a host share its cores.
-    input_shapes, label_shapes: of one row, for each tensor; None: as stored.
-    prefetch: batches that are read ahead.
-    allow_nan_loss: the training goes on where the loss is not finite; otherwise it ends, without a model.
-    verbose: 0: silent; 1: rank 0 prints a line for each epoch; 2: and for checkpoints.
+    Attributes:
+        dataset: The rows to train on; its split "validation", if it has one, is evaluated after every epoch.
+        store: The folder of this run, for the trained model, the history and the checkpoints.
+        fence: Lets a worker check that its driver still holds the run; None if no other driver can take it.
+        transformation_fn: Function of a batch's columns, {name: array or list}, to those to train on, with as many
+            rows.
+        batch_size: Rows of a global batch, which is one optimizer step and shared by all workers.
+        per_worker_batch_size: Rows of each worker in a step, instead of `batch_size`.
+        accumulation: Parts that each worker cuts its share of a batch into, to save memory. The gradient is that of the
+            whole batch, so this changes no result.
+        shuffle: Give each epoch another order of the rows.
+        seed: Seed of the order, and of the random numbers of a step (dropout), which follow from (seed, epoch,
+            position, rank): a repeated step gets the same ones, another world gets others.
+        clip_norm: Bound of the norm of the reduced gradient.
+        clip_value: Bound of each value of the reduced gradient.
+        compression: Type of gradients on the wire: "none", "fp16", "bf16".
+        sync_batch_norm: Compute batch statistics over the rows of all workers.
+        checkpoints: None: only checkpoints that callbacks request are written.
+        resume_from: Name of the checkpoint to resume from, as `Checkpoints.latest` returns it.
+        num_threads: Threads of the framework in each worker; None: the workers of a host share its cores.
+        input_shapes: Shape of one row of each input; None: as stored.
+        label_shapes: Shape of one row of each label; None: as stored.
+        prefetch: Batches that are read ahead.
+        allow_nan_loss: Continue when the loss is not finite; otherwise the training ends without a model.
+        verbose: 0: silent; 1: rank 0 prints a line for each epoch; 2: also for each checkpoint.
     """
 
     dataset: Dataset
@@ -106,31 +114,47 @@ class Training:
     def __post_init__(self) -> None:
         if (self.batch_size is None) == (self.per_worker_batch_size is None):
             raise InvalidSettingsError("give either batch_size or per_worker_batch_size")
-        for name in ("batch_size", "per_worker_batch_size", "accumulation", "epochs", "num_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidSettingsError(f"{name} must be at least 1, not {value!r}")
-        for name in ("clip_norm", "clip_value"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise InvalidSettingsError(f"{name} must be positive, not {value!r}")
-        if self.compression not in ("none", "fp16", "bf16"):
-            raise InvalidSettingsError(f'compression must be "none", "fp16" or "bf16", not {self.compression!r}')
 
     @property
     def validates(self) -> bool:
-        """Whether there are rows to validate with."""
+        """True if there are rows to validate with."""
         return "validation" in self.dataset.splits and self.dataset.rows("validation") > 0
+
+    def plan_callbacks(self) -> list[Callback]:
+        """Return the callbacks that carry out the checkpoint plan."""
+        plan = self.checkpoints
+        if plan is None or plan.best_of is None:
+            return []
+        return [BestCheckpoint(plan.best_of, mode=plan.mode, restore=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Diverged:
+    """Why a training ended without a model: the loss of a step, or a weight after the last step, is not finite.
+
+    Attributes:
+        step: As in `Progress`, before the step.
+        epoch: As in `Progress`, before the step.
+        loss: The loss; None if it was finite and a weight is not.
+    """
+
+    step: int
+    epoch: int
+    loss: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """What a training returns in each worker; equal in all of them but for the clock.
+    """The result of a training in one worker; equal in all workers but for the clock and where stated.
 
-    steps: optimizer steps. epochs: that were done. stopped: why before the last epoch; "" otherwise. restored: the
-    epoch whose weights the trained model has, if not those of the last step. diverged: why there is no trained model.
-    lost_here: this worker's own rows had the loss that ended the training; not equal in all. unsaved: files by name
-    that rank 0 could not write to the store.
+    Attributes:
+        steps: Optimizer steps.
+        epochs: Epochs that were done.
+        stopped: Why the training ended before the last epoch; "" otherwise.
+        restored: The epoch whose weights the trained model has; None: those of the last step.
+        diverged: Why there is no trained model.
+        caused_divergence: The non-finite loss came from this worker's own rows; differs between workers.
+        unsaved: Files by name that rank 0 could not write to the store; empty in other workers.
     """
 
     history: History
@@ -139,5 +163,5 @@ class TrainingResult:
     stopped: str = ""
     restored: int | None = None
     diverged: Diverged | None = None
-    lost_here: bool = False
+    caused_divergence: bool = False
     unsaved: Mapping[str, bytes] = field(default_factory=dict)

@@ -1,40 +1,57 @@
-"""One worker's part of a training, phase by phase.
+"""The trainer: one worker's part of a training, phase by phase.
 
-Between two collectives nothing is done that could not be done again: when one fails, the plain values go back to the
-last resume point (`HandledState`), at which model and optimizer still stand, and the phase goes on from there in the
-next world. So every change of `state.at` follows the collective that confirms it, and a resume point follows the
-change.
+Everything between two collectives can be repeated. When a collective fails, the plain values go back to the last resume
+point (`HandledState`), where model and optimizer still are, and the phase continues from there in the next world. So
+every change of `state.at` follows the collective that confirms it, and a resume point follows the change.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
 
+import torch
+
+from spark_elastic import clock
+from spark_elastic.collective.operations import allreduce_, barrier, broadcast_
 from spark_elastic.collective.process import process
+from spark_elastic.collective.reduction import Max, Sum
 from spark_elastic.data.reader import BatchReader
+from spark_elastic.elastic.frontend import frontend
+from spark_elastic.elastic.state import elastic_loop
+from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.training.checkpoint_schedule import Lasting
-from spark_elastic.ml.training.engine import Engine, TrainingState, host_cores, threads_for
-from spark_elastic.ml.training.epoch_end import end_epoch
-from spark_elastic.ml.training.finish import finish
-from spark_elastic.ml.training.passes import train, validate
-from spark_elastic.ml.training.progress import Phase
-from spark_elastic.ml.training.reporting import reporter_of
-from spark_elastic.ml.training.run_view import RunView
-from spark_elastic.ml.training.saving import Saving, timeout_s
-from spark_elastic.ml.training.spec import Training
+from spark_elastic.ml.training.engine import Engine, TrainingState, gather_pieces, host_cores, threads_for
+from spark_elastic.ml.training.progress import Progress, TrainingPhase, add_sums
+from spark_elastic.ml.training.reporting import Reporter, RunView, loss_and_metrics, notify
+from spark_elastic.ml.training.saving import CheckpointSchedule, ResultWriter, save_timeout_s
+from spark_elastic.ml.training.spec import HISTORY_FILE, Diverged, Training, TrainingResult
+from spark_elastic.reporting.format import epoch_line
 
-PHASES: dict[Phase, Callable[[Trainer], None]] = {
-    Phase.TRAIN: train,
-    Phase.VALIDATE: validate,
-    Phase.EPOCH_END: end_epoch,
-    Phase.FINISH: finish,
-}
+log = logging.getLogger("spark_elastic.ml")
+
+VALIDATION_TURN_BATCHES = 16
+"""Batches of a validation between two reductions: the most that is repeated when a worker is lost."""
+POLL_S = 0.5
+"""Wait for this worker's files between two reductions at the end. Saving may take minutes, and the reductions show the
+other workers meanwhile that this one is not stuck."""
+STOPPED_ELSEWHERE = "a callback of another worker requested the end of the training"
 
 
 class Trainer:
-    """Does the phases of `state.at`, with what they share."""
+    """Runs the phases of a training in one worker: train, validate, epoch end, finish.
+
+    Attributes:
+        state: The elastic state; `state.at` is the progress of the training, with the next phase.
+        view: The training as callbacks and the reporter see it.
+        reporter: Sends the progress to the driver; None if the training is silent, or has no driver.
+    """
 
     def __init__(
         self,
@@ -43,89 +60,108 @@ class Trainer:
         engine: Engine,
         state: TrainingState,
         callbacks: Sequence[Callback],
-        lasting: Lasting,
+        checkpoints: CheckpointSchedule,
     ) -> None:
         self.training = training
         self.engine = engine
         self.state = state
         self.callbacks = list(callbacks)
-        self.lasting = lasting
-        self.run = RunView(self)
-        self.on_batch_begin = overridden(self.callbacks, "on_batch_begin")
-        self.on_batch_end = overridden(self.callbacks, "on_batch_end")
-        self.rank, self.size = 0, 1
-        self.lost_here = False
-        """Whether the rows of this worker had the loss that ended the training."""
+        self.view = RunView(training, engine, state)
+        self.reporter = Reporter.of(self.view)
+        self._checkpoints = checkpoints
+        self._on_batch_begin = _overridden(self.callbacks, "on_batch_begin")
+        self._on_batch_end = _overridden(self.callbacks, "on_batch_end")
+        self._caused_divergence = False
         self._readers: dict[str, BatchReader] = {}
-        self.reporter = reporter_of(self)
         self._begun = False
-        self.save_s = timeout_s(os.environ)
-        self.saving: Saving | None = None
-        """Of what the training has come to; None: this worker was not rank 0 then."""
-        self.reader("train").preload()  # here, and not in the first step, for which all the others would wait
+        self._save_timeout_s = save_timeout_s(os.environ)
+        self._result_writer: ResultWriter | None = None
+        """Set once this worker was rank 0 at the end of the training."""
+        self._phases = {
+            TrainingPhase.TRAIN: self._train,
+            TrainingPhase.VALIDATE: self._validate,
+            TrainingPhase.EPOCH_END: self._end_epoch,
+            TrainingPhase.FINISH: self._finish,
+        }
+        # Here and not in the first step, for which all the other workers would have to wait.
+        self._reader("train").preload()
 
-    def go_on(self) -> None:
-        """From wherever the state stands to the end; in each new world again.
+    def run(self) -> TrainingResult:
+        """Do the training, through any number of worlds."""
 
-        Raises: HorovodInternalError, HostsUpdatedInterrupt: for the elastic loop.
+        def loop(state: TrainingState) -> TrainingResult:
+            self.run_in_world()
+            return self._result()
+
+        try:
+            return elastic_loop(loop, frontend)(self.state)
+        finally:
+            self.close()
+
+    def run_in_world(self) -> None:
+        """Continue from the present state to the end. Called again in each new world.
+
+        Raises:
+            HorovodInternalError: A collective failed; for the elastic loop.
+            HostsUpdatedInterrupt: The world is about to change; for the elastic loop.
         """
-        position = process.require()
-        self.rank, self.size = position.rank, position.size
+        world = process.require()
+        self.view.rank, self.view.size = world.rank, world.size
         at = self.state.at
-        if at.phase is Phase.DONE:
-            return  # a worker was lost after the end: the others have taken up what they had come to
-        self.engine.use_threads(threads_for(self.training.num_threads, host_cores(), position.local_size))
-        self.engine.enter(self.rank, self.size)
-        self.run.forget()
+        if at.phase is TrainingPhase.DONE:
+            return  # a worker was lost after the end, and this one took over the final state
+        self.engine.use_threads(threads_for(self.training.num_threads, host_cores(), world.local_size))
+        self.engine.enter(world.rank, world.size)
+        self.view.clear_requests()
         for reader in self._readers.values():
-            reader.set_world(self.rank, self.size)
+            reader.set_world(world.rank, world.size)
         if not self._begun:
             self._begun = True
-            self.lasting.begin()
+            self._checkpoints.begin()
             if self.reporter is not None:
                 self.reporter.begin()
             for callback in self.callbacks:
-                callback.on_fit_begin(self.run)
-        while self.state.at.phase is not Phase.DONE:
-            PHASES[self.state.at.phase](self)
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of a global batch in this world."""
-        return self.training.batch_size or (self.training.per_worker_batch_size or 1) * self.size
-
-    @property
-    def restored(self) -> int | None:
-        return self.state.at.best_epoch if self.run.wants_restore else None
-
-    @property
-    def unsaved(self) -> dict[str, bytes]:
-        """Files that the store would not have."""
-        return self.saving.left if self.saving is not None and self.rank == 0 else {}
-
-    def rows_checked(self, timeout_s: float) -> bool:
-        """Whether the rows that this worker has read are known to be those that were written, see `BatchReader`."""
-        return all(reader.checked(timeout_s) for reader in self._readers.values())
+                callback.on_fit_begin(self.view)
+        while (phase := self.state.at.phase) is not TrainingPhase.DONE:
+            self._phases[phase]()
 
     def close(self) -> None:
-        if self.saving is not None:
-            self.saving.close()
+        if self._result_writer is not None:
+            self._result_writer.close()
         if self.reporter is not None:
             self.reporter.close()
         for reader in self._readers.values():
             reader.close()
-        self.lasting.close()
+        self._checkpoints.close()
         self.engine.close()
 
-    def reader(self, split: str) -> BatchReader:
+    def _result(self) -> TrainingResult:
+        at, writer = self.state.at, self._result_writer
+        return TrainingResult(
+            history=at.history,
+            steps=at.step,
+            epochs=len(at.history),
+            stopped=at.stopped,
+            restored=at.best_epoch if self.view.wants_restore else None,
+            diverged=at.diverged,
+            caused_divergence=self._caused_divergence,
+            unsaved=writer.unsaved if writer is not None and self.view.rank == 0 else {},
+        )
+
+    @property
+    def _batch_size(self) -> int:
+        """Rows of a global batch in this world."""
+        return self.training.batch_size or (self.training.per_worker_batch_size or 1) * self.view.size
+
+    def _reader(self, split: str) -> BatchReader:
         if split not in self._readers:
             training = self.training
             self._readers[split] = BatchReader(
                 training.dataset,
                 split,
-                batch_size=self.batch_size,
-                rank=self.rank,
-                size=self.size,
+                batch_size=self._batch_size,
+                rank=self.view.rank,
+                size=self.view.size,
                 seed=training.seed,
                 shuffle=training.shuffle and split == "train",
                 order=training.order if split == "train" else "auto",
@@ -135,8 +171,248 @@ class Trainer:
             )
         return self._readers[split]
 
+    # --- train ------------------------------------------------------------------------------------
 
-def overridden(callbacks: Sequence[Callback], event: str) -> list[Callable[..., None]]:
-    """The callbacks that do something at this event; most do nothing at every batch."""
-    plain = getattr(Callback, event)
-    return [call for call in (getattr(one, event) for one in callbacks) if getattr(call, "__func__", call) is not plain]
+    def _train(self) -> None:
+        """Do the remaining steps of the epoch."""
+        state = self.state
+        if state.at.began is None:
+            if state.at.position == 0:
+                for callback in self.callbacks:
+                    callback.on_epoch_begin(self.view)
+            state.at = replace(state.at, began=clock.wall())
+        self.engine.begin_steps()
+        reader = self._reader("train")
+        batches = reader.epoch(state.at.epoch, state.at.position, batch_size=self._batch_size)
+        # Closed at once: the caller may keep the error of a failed step, and with its traceback this generator, whose
+        # read-ahead threads would never end.
+        with closing(self.engine.feed(batches)) as fed:
+            for batch in fed:
+                self._step(batch, last=batch.stop >= reader.rows)
+                if state.at.phase is not TrainingPhase.TRAIN:
+                    return
+
+    def _step(self, batch: Any, last: bool) -> None:
+        state, at, view = self.state, self.state.at, self.view
+        for call in self._on_batch_begin:
+            call(view)
+        measured = self.engine.step(batch, at, bool(view.stop_reason))
+        if not self.training.allow_nan_loss and (loss := self.engine.non_finite_loss(measured.sums)) is not None:
+            self._diverge(loss)
+            return
+        phase, stopped = TrainingPhase.TRAIN, at.stopped
+        if measured.stop:
+            stopped = view.stop_reason or STOPPED_ELSEWHERE
+        if last or stopped:
+            phase = TrainingPhase.VALIDATE if self.training.validates else TrainingPhase.EPOCH_END
+        state.at = replace(
+            at,
+            phase=phase,
+            position=batch.stop,
+            step=at.step + 1,
+            serial=at.serial + 1,
+            sums=add_sums(at.sums, measured.sums),
+            pieces=at.pieces + measured.pieces,
+            stopped=stopped,
+        )
+        for call in self._on_batch_end:
+            call(view)
+        self._checkpoints.after_step(view)
+        state.check_host_updates()
+
+    def _diverge(self, loss: float) -> None:
+        """End the training after a step whose loss is not finite. Nothing more is written, no callback is called.
+
+        All workers come here together, because the loss is a result of their reduction.
+        """
+        state, at = self.state, self.state.at
+        self._caused_divergence = self.engine.has_local_non_finite_loss()
+        diverged = Diverged(at.step, at.epoch, loss)
+        state.at = replace(at, phase=TrainingPhase.FINISH, serial=at.serial + 1, diverged=diverged)
+        state.check_host_updates()
+
+    # --- validate ---------------------------------------------------------------------------------
+
+    def _validate(self) -> None:
+        """Evaluate the remaining rows of the validation split."""
+        state = self.state
+        if state.at.val_position == 0:
+            self.engine.share_buffers()
+            for callback in self.callbacks:
+                callback.on_validation_begin(self.view)
+        self.engine.begin_validation()
+        reader = self._reader("validation")
+        batches = reader.epoch(0, state.at.val_position, batch_size=self._batch_size)
+        with closing(self.engine.feed(batches)) as fed:
+            while state.at.phase is TrainingPhase.VALIDATE:
+                self._validate_turn(fed, reader.rows)
+
+    def _validate_turn(self, fed: Generator[Any], rows: int) -> None:
+        state, at = self.state, self.state.at
+        position = at.val_position
+
+        def batches() -> Generator[Any]:
+            nonlocal position
+            for batch in itertools.islice(fed, VALIDATION_TURN_BATCHES):
+                yield batch
+                position = batch.stop
+
+        sums, pieces = self.engine.measure(batches())
+        global_sums = allreduce_(torch.from_numpy(sums), op=Sum).numpy()
+        all_pieces = gather_pieces(pieces) if self.engine.gathers else ()
+        state.at = replace(
+            at,
+            phase=TrainingPhase.EPOCH_END if position >= rows else TrainingPhase.VALIDATE,
+            serial=at.serial + 1,
+            val_position=position,
+            val_sums=add_sums(at.val_sums, global_sums),
+            val_pieces=at.val_pieces + all_pieces,
+        )
+        state.turn_done()
+
+    # --- end of an epoch --------------------------------------------------------------------------
+
+    def _end_epoch(self) -> None:
+        """Compute the epoch's row of the history, call the callbacks, and decide together whether to go on."""
+        at, view, engine = self.state.at, self.view, self.engine
+        if not at.val_sums.size:
+            engine.share_buffers()
+        logs, val_logs = self._epoch_logs(at)
+        row = {**logs, **val_logs}
+        engine.after_epoch(row)
+        for callback in self.callbacks:
+            view.caller = callback
+            if val_logs:
+                callback.on_validation_end(view, val_logs)
+            callback.on_epoch_end(view, row)
+        engine.after_callbacks()
+        # No worker continues before the callbacks of all have run, and all continue or stop alike.
+        stop = allreduce_(torch.tensor([float(bool(view.stop_reason))]), op=Max)
+        stopped = at.stopped
+        if stop.item() and not stopped:
+            stopped = view.stop_reason or STOPPED_ELSEWHERE
+        if view.wants_best and engine.keeps_best:
+            engine.keep_best()
+        finished = bool(stopped) or at.epoch + 1 >= self.training.epochs
+        self.state.at = Progress(
+            phase=TrainingPhase.FINISH if finished else TrainingPhase.TRAIN,
+            epoch=at.epoch + 1,
+            step=at.step,
+            serial=at.serial + 1,
+            history=at.history.with_row(row),
+            stopped=stopped,
+            best_epoch=at.epoch if view.wants_best else at.best_epoch,
+        )
+        self._checkpoints.after_epoch(view, finished)
+        view.clear_requests()
+        if view.rank == 0:
+            self._show_epoch(at, row)
+        self.state.turn_done()
+
+    def _epoch_logs(self, at: Progress) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the values of training and of validation.
+
+        They come from the sums and the clock of rank 0, so that all workers have the same bits.
+        """
+        now = clock.wall()
+        facts = torch.tensor([now - (at.began or now), now, *at.sums, *at.val_sums], dtype=torch.float64)
+        broadcast_(facts, 0)
+        (seconds, ended), numbers = facts[:2].tolist(), facts[2:].numpy()
+        train_sums, val_sums = numbers[: at.sums.size], numbers[at.sums.size :]
+        logs = {
+            "epoch": at.epoch,
+            "steps": at.step,
+            "rows": self.engine.rows(train_sums),
+            "seconds": seconds,
+            "ended": ended,
+            "lr": self.engine.learning_rate,
+            **self.engine.logs(train_sums, at.pieces),
+        }
+        return logs, self.engine.logs(val_sums, at.val_pieces, "val_") if at.val_sums.size else {}
+
+    def _show_epoch(self, at: Progress, row: Mapping[str, float]) -> None:
+        if _has_nan_loss(row) and not any(map(_has_nan_loss, at.history)):
+            log.warning(
+                "the loss of epoch %d is NaN; the training continues because allow_nan_loss is set", at.epoch + 1
+            )
+        if self.training.verbose and self.reporter is None:
+            print(epoch_line(at.epoch, self.training.epochs, row["seconds"], loss_and_metrics(row)), flush=True)
+
+    # --- finish -----------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Write the model on the present rank 0, again if the previous one was lost, and wait for it on all workers."""
+        state, engine = self.state, self.engine
+        if state.at.diverged is not None:
+            self._finish_without_model()
+            return
+        engine.finish()
+        for callback in self.callbacks:
+            callback.on_fit_end(self.view)
+        if self.view.wants_restore and engine.keeps_best and state.at.best_epoch is not None:
+            engine.use_best()
+        if not self.training.allow_nan_loss and engine.has_nan():  # the weights are the same on all workers
+            state.at = replace(state.at, diverged=Diverged(state.at.step - 1, state.at.epoch - 1, None))
+            self._finish_without_model()
+            return
+        if self.view.rank == 0 and self._result_writer is None:
+            self._result_writer = self._start_result_writer()
+        self._wait_for_all()
+        self._done()
+
+    def _finish_without_model(self) -> None:
+        """End without a model; checkpoints that were written before stay."""
+        if self.view.rank == 0:
+            self._drain_checkpoints()
+        barrier()
+        self._done()
+
+    def _done(self) -> None:
+        self.state.at = replace(self.state.at, phase=TrainingPhase.DONE, serial=self.state.at.serial + 1)
+
+    def _start_result_writer(self) -> ResultWriter:
+        training, history = self.training, self.state.at.history
+        name, model = self.engine.model_file()
+
+        def make_files() -> dict[str, bytes]:
+            self._drain_checkpoints()
+            return {name: model, HISTORY_FILE: history.dumps().encode()}
+
+        def check() -> None:
+            if training.fence is not None:
+                training.fence.check()
+
+        return ResultWriter(training.store, make_files, check, notify, timeout_s=self._save_timeout_s)
+
+    def _drain_checkpoints(self) -> None:
+        try:
+            self._checkpoints.drain()
+        except CheckpointError as error:  # the model is complete without it
+            log.warning("%s", error)
+
+    def _wait_for_all(self) -> None:
+        """Wait until the files are written and all workers have compared the rows that they read with their checksums.
+
+        Raises:
+            DatasetError: Rows were damaged.
+            RunTakenError: Another driver has taken over the run.
+            HorovodInternalError: A worker was lost; for the elastic loop.
+        """
+        waiting = True
+        while waiting:
+            done = self._result_writer is None or self._result_writer.is_done(POLL_S)
+            timeout_s = POLL_S if done else 0.0
+            done = all(reader.checked(timeout_s) for reader in self._readers.values()) and done
+            waiting = bool(allreduce_(torch.tensor([float(not done)]), op=Max).item())
+
+
+def _overridden(callbacks: Sequence[Callback], event: str) -> list[Callable[..., None]]:
+    """Return the methods for this event of callbacks that override it; at every batch, most do nothing."""
+    empty = getattr(Callback, event)
+    return [
+        call for call in (getattr(each, event) for each in callbacks) if getattr(call, "__func__", call) is not empty
+    ]
+
+
+def _has_nan_loss(row: Mapping[str, float]) -> bool:
+    return math.isnan(row.get("loss", 0.0))

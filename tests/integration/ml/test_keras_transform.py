@@ -174,7 +174,7 @@ def test_a_lambda_is_code_and_needs_trust(spark: Any, tmp_path: Path) -> None:
 
 
 def test_what_is_no_saved_model_or_a_damaged_one_is_an_error_of_ours(spark: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is nothing at"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         ElasticKerasModel.load(str(tmp_path / "none"))
     with pytest.raises(InvalidSettingsError, match="has no keras_model"):
         ElasticKerasModel().keras_model  # noqa: B018

@@ -39,41 +39,41 @@ class Played(SimpleNamespace):
         return self
 
 
-def test_it_stops_when_nothing_became_better_for_as_long_as_its_patience():
+def test_early_stopping_stops_after_patience_epochs_without_improvement():
     run = Played().play(EarlyStopping(patience=2), "val_loss", [3, 2, 2.5, 1.9, 1.9, 2.0, 1.0])
     assert run.epoch == 6
-    assert "val_loss has not become better than 1.9 in 2 epochs" in run.stopped
+    assert "val_loss has not improved on 1.9 in 2 epochs" in run.stopped
     assert not run.restored
 
 
-def test_what_counts_as_better_can_be_a_minimum_change():
+def test_min_delta_is_the_smallest_improvement_that_counts():
     run = Played().play(EarlyStopping(patience=1, min_delta=0.5), "val_loss", [3, 2.6, 1])
     assert run.epoch == 2
 
 
-def test_an_accuracy_is_better_when_it_is_larger():
+def test_auto_mode_prefers_a_larger_accuracy():
     assert Played().play(EarlyStopping("val_accuracy", patience=1), "val_accuracy", [0.1, 0.2, 0.1, 0.3]).epoch == 3
     assert Monitor("val_loss").mode == "min"
     assert Monitor("loss", "max").mode == "max"
 
 
-def test_not_a_number_is_never_better():
+def test_nan_is_never_better():
     assert Played().play(EarlyStopping(patience=2), "val_loss", [float("nan"), float("nan"), 1]).epoch == 2
 
 
-def test_what_it_counts_goes_with_its_state():
+def test_state_of_early_stopping_includes_its_counter():
     first, second = EarlyStopping(patience=2), EarlyStopping(patience=2)
     Played().play(first, "val_loss", [1, 2])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert Played().play(second, "val_loss", [2, 0]).epoch == 1
 
 
-def test_a_name_that_is_not_there_is_told_with_those_that_are():
+def test_unknown_monitor_is_reported_with_the_known_columns():
     with pytest.raises(InvalidSettingsError, match=r"no 'val_los' to monitor; there are epoch, val_loss"):
         Played().play(EarlyStopping("val_los"), "val_loss", [1])
 
 
-def test_each_new_best_is_a_checkpoint_and_the_last_of_them_is_restored():
+def test_each_best_epoch_is_checkpointed_and_the_last_one_restored():
     callback = BestCheckpoint("val_loss")
     run = Played().play(callback, "val_loss", [3, 2, 4, 1, 5])
     assert run.bests == [0, 1, 3]
@@ -81,23 +81,23 @@ def test_each_new_best_is_a_checkpoint_and_the_last_of_them_is_restored():
     assert callback.restores_best
 
 
-def test_the_best_need_not_be_restored():
+def test_restore_false_keeps_the_last_weights():
     assert not Played().play(BestCheckpoint("val_loss", restore=False), "val_loss", [3]).restored
 
 
-def test_a_function_for_an_event_that_does_not_exist_is_refused():
+def test_lambda_callback_refuses_an_unknown_event():
     with pytest.raises(InvalidSettingsError, match="did you mean on_epoch_end"):
         LambdaCallback(on_epoch_ends=print)
 
 
-def test_a_function_is_called_at_its_event():
+def test_lambda_callback_calls_the_function_at_its_event():
     seen = []
     Played().play(LambdaCallback(on_epoch_end=lambda run, logs: seen.append(logs["loss"])), "loss", [2, 1])
     assert seen == [2, 1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_alone_writes_the_history_down(rank, tmp_path):
+def test_only_rank_0_writes_the_history(rank, tmp_path):
     path = tmp_path / "logs" / "history.csv"
     Played(rank).play(HistoryLogger(path), "loss", [2, 1])
     if rank:
@@ -106,7 +106,7 @@ def test_rank_0_alone_writes_the_history_down(rank, tmp_path):
         assert path.read_text() == "epoch,loss\n0,2\n1,1\n"
 
 
-def test_a_new_rank_0_writes_the_rows_that_the_last_one_could_not(tmp_path):
+def test_new_rank_0_writes_the_whole_history(tmp_path):
     path = tmp_path / "history.jsonl"
     run = Played()
     run.history = History([{"epoch": 0, "loss": 3}])

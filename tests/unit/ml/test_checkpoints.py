@@ -24,7 +24,7 @@ def checkpoints(tmp_path):
     return Checkpoints(Store.create(tmp_path / "checkpoints"))
 
 
-def test_without_any_there_is_no_latest(checkpoints):
+def test_latest_is_none_without_checkpoints(checkpoints):
     assert checkpoints.latest() is None
     assert checkpoints.complete() == []
 
@@ -74,7 +74,7 @@ def flip(path, at=0.5):
     path.write_bytes(data)
 
 
-def test_where_all_are_damaged_it_says_what_was_found(checkpoints, tmp_path):
+def test_error_lists_the_damage_when_all_checkpoints_are_damaged(checkpoints, tmp_path):
     for number in (110, 120):
         checkpoints.write(contents(number))
         flip(tmp_path / "checkpoints" / f"{number:012d}" / "state.pt")
@@ -82,12 +82,12 @@ def test_where_all_are_damaged_it_says_what_was_found(checkpoints, tmp_path):
         checkpoints.latest()
 
 
-def test_one_whose_write_did_not_end_is_no_reason_not_to_begin(checkpoints):
+def test_incomplete_checkpoint_does_not_prevent_a_new_start(checkpoints):
     checkpoints.store.write_bytes("000000000001/state.pt", b"half of it")
     assert checkpoints.latest() is None
 
 
-def test_a_damaged_one_does_not_count_among_those_that_are_kept(checkpoints, tmp_path):
+def test_damaged_checkpoint_does_not_count_as_kept(checkpoints, tmp_path):
     for number in (1, 2, 3):
         checkpoints.write(contents(number))
     flip(tmp_path / "checkpoints" / "000000000003" / "state.pt")
@@ -98,7 +98,7 @@ def test_a_damaged_one_does_not_count_among_those_that_are_kept(checkpoints, tmp
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["000000000004"]
 
 
-def test_each_one_is_read_back_once(checkpoints, monkeypatch):
+def test_each_checkpoint_is_read_back_once(checkpoints, monkeypatch):
     read = []
     real = Store.checksum
 
@@ -129,7 +129,7 @@ def test_a_flipped_bit_anywhere_in_the_manifest_is_found(checkpoints, tmp_path):
             assert checkpoints.latest().step == 1
 
 
-def test_one_of_an_earlier_version_has_no_checksum_and_no_token_and_is_read(checkpoints):
+def test_checkpoint_of_an_earlier_version_without_checksum_and_token_is_read(checkpoints):
     checkpoints.write(contents(1))
     manifest = f"000000000001/{MANIFEST}"
     document = json.loads(checkpoints.store.read_bytes(manifest))
@@ -151,7 +151,7 @@ PLAIN = st.recursive(
 
 @given(data=st.data())
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_manifest_raises_anything_but_its_own_error(checkpoints, data):
+def test_any_invalid_manifest_raises_checkpoint_error(checkpoints, data):
     """Those without a checksum, which could be anything: it says in which file, and nothing is made of it."""
     manifest, intact = f"000000000001/{MANIFEST}", "written.json"
     if not checkpoints.store.exists(intact):
@@ -177,7 +177,7 @@ def test_no_manifest_raises_anything_but_its_own_error(checkpoints, data):
 
 
 @pytest.mark.parametrize("text", [b"[]", b"{}", b'{"format": "something else"}'])
-def test_another_json_is_no_checkpoint(checkpoints, text):
+def test_json_of_something_else_is_refused(checkpoints, text):
     checkpoints.write(contents(2))
     checkpoints.store.write_bytes(f"000000000003/{MANIFEST}", text)
     assert checkpoints.latest().step == 2
@@ -190,7 +190,7 @@ def test_another_json_is_no_checkpoint(checkpoints, text):
     [{"files": None}, {"step": "1"}, {"best": True}, {"files": {"../x": [1, 2]}}, {"files": {"x": 3}}, {"document": 1}],
     ids=str,
 )
-def test_a_manifest_that_makes_no_sense_leaves_the_one_before_as_the_latest(checkpoints, changes):
+def test_checkpoint_before_an_invalid_manifest_is_the_latest(checkpoints, changes):
     checkpoints.write(contents(1))
     checkpoints.write(contents(2))
     manifest = f"000000000002/{MANIFEST}"
@@ -200,11 +200,11 @@ def test_a_manifest_that_makes_no_sense_leaves_the_one_before_as_the_latest(chec
     assert [facts.step for facts in checkpoints.complete()] == [1]
 
 
-def test_a_newer_version_is_named(checkpoints):
+def test_newer_version_is_reported(checkpoints):
     checkpoints.store.write_bytes(
         f"000000000001/{MANIFEST}", b'{"format": "spark_elastic.checkpoint", "version": 9, "files": {}}'
     )
-    with pytest.raises(CheckpointError, match="version 9; this is version 1"):
+    with pytest.raises(CheckpointError, match="version 9; this package reads 1"):
         checkpoints.load("000000000001")
 
 
@@ -224,7 +224,7 @@ def test_the_best_by_each_value_is_kept(checkpoints):
     assert checkpoints.best("b").step == 1
 
 
-def test_what_was_never_completed_is_removed_once_there_is_a_newer_one(checkpoints, tmp_path):
+def test_incomplete_checkpoint_is_removed_when_a_newer_one_is_complete(checkpoints, tmp_path):
     checkpoints.store.write_bytes("000000000001/state.pt", b"half of it")
     checkpoints.write(contents(2))
     checkpoints.store.write_bytes("000000000003/state.pt", b"being written")
@@ -232,7 +232,7 @@ def test_what_was_never_completed_is_removed_once_there_is_a_newer_one(checkpoin
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["000000000002", "000000000003"]
 
 
-def test_the_writer_writes_in_order_and_keeps_as_many_as_it_shall(checkpoints):
+def test_writer_writes_in_order_and_keeps_the_newest(checkpoints):
     writer = CheckpointWriter(checkpoints, keep=2)
     for number in range(1, 6):
         writer.submit(lambda number=number: contents(number))
@@ -241,7 +241,7 @@ def test_the_writer_writes_in_order_and_keeps_as_many_as_it_shall(checkpoints):
     assert [facts.step for facts in checkpoints.complete()] == [4, 5]
 
 
-def test_the_writer_is_busy_until_all_is_written(checkpoints):
+def test_writer_is_busy_until_everything_is_written(checkpoints):
     go_on = threading.Event()
     writer = CheckpointWriter(checkpoints, keep=2)
 
@@ -258,7 +258,7 @@ def test_the_writer_is_busy_until_all_is_written(checkpoints):
     writer.close()
 
 
-def test_people_are_told_once_that_checkpoints_cannot_be_written_and_once_that_they_can_again(checkpoints):
+def test_people_are_notified_once_of_failing_and_once_of_recovered_writes(checkpoints):
     said = []
 
     def fails():
@@ -268,11 +268,11 @@ def test_people_are_told_once_that_checkpoints_cannot_be_written_and_once_that_t
     for make in (lambda: contents(1), fails, fails, lambda: contents(2), lambda: contents(3), fails):
         writer.submit(make)
     writer.close()
-    first = "a checkpoint could not be written (OSError: the disk is full); training goes on"
+    first = "a checkpoint could not be written (OSError: the disk is full); training continues"
     assert said == [first, "checkpoints can be written again", first]
 
 
-def test_a_failed_write_is_told_at_the_end_unless_a_later_one_succeeds(checkpoints):
+def test_drain_raises_a_failed_write_unless_a_later_one_succeeded(checkpoints):
     def fails():
         raise OSError("the disk is full")
 

@@ -17,7 +17,7 @@ def column(dtype: str, shape: tuple[int, ...], **more: Any) -> AddedColumn:
     return AddedColumn("output", "raw", 0, "", OutputShape(dtype, shape), **more)
 
 
-def test_argmax_is_the_number_of_the_largest_value() -> None:
+def test_argmax_is_the_index_of_the_largest_value() -> None:
     assert prediction(np.array([[1, 5, 2], [9, 0, 1]], "f4"), "argmax").tolist() == [1.0, 0.0]
 
 
@@ -25,7 +25,7 @@ def test_argmax_is_the_number_of_the_largest_value() -> None:
     ("rule", "expected"), [("value", [0.25, 0.75]), ("binary_logit", [1, 1]), ("binary_probability", [0, 1])]
 )
 @pytest.mark.parametrize("shape", [(2,), (2, 1)])
-def test_one_value_a_row_is_taken_as_it_is_or_held_against_its_threshold(rule: str, expected: Any, shape: Any) -> None:
+def test_single_value_is_the_prediction_or_compared_with_a_threshold(rule: str, expected: Any, shape: Any) -> None:
     made = prediction(np.array([0.25, 0.75], "f4").reshape(shape), rule)
     assert made.dtype == np.float64
     assert made.tolist() == expected
@@ -56,6 +56,6 @@ def test_vectors_have_the_layout_of_spark_ml() -> None:
     assert made.type.field("values").type == pa.list_(pa.field("element", pa.float64(), nullable=False))
 
 
-def test_an_output_with_other_axes_than_when_it_was_fitted_is_an_error() -> None:
+def test_output_with_another_number_of_axes_than_in_fit_is_refused() -> None:
     with pytest.raises(DataError, match=r"has shape \[5, 2\] here; when it was fitted, a row had shape \[\]"):
         column("<f4", ()).values([np.zeros((5, 2))])

@@ -57,7 +57,7 @@ SCHEMA = StructType(
         (["id", "b"], {"features_0": ("id", "b")}, ["<f4"]),
     ],
 )
-def test_scalars_are_stacked_and_arrays_stand_alone_unless_lists_say_otherwise(
+def test_scalars_are_stacked_and_arrays_are_separate_inputs_unless_grouped(
     feature_cols: Any, columns: Any, dtypes: Any
 ) -> None:
     made = preparation.features(SCHEMA, feature_cols, None)
@@ -70,17 +70,17 @@ def test_a_text_column_keeps_its_own_type() -> None:
     assert (dict(made.columns), dict(made.dtypes)) == ({"features_0": "text"}, {})
 
 
-def test_shapes_go_to_the_inputs_in_their_order() -> None:
+def test_shapes_are_assigned_to_inputs_in_order() -> None:
     made = preparation.features(SCHEMA, ["image", "words"], [[2, 3], [4]])
     assert made.shapes == {"features_0": (2, 3), "features_1": (4,)}
 
 
-def test_a_number_of_shapes_that_is_not_that_of_the_inputs_is_refused() -> None:
+def test_wrong_number_of_shapes_is_refused() -> None:
     with pytest.raises(InvalidSettingsError, match=r"1 input_shapes for 2 inputs \(image, words\)"):
         preparation.features(SCHEMA, ["image", "words"], [[2, 3]])
 
 
-def test_the_type_of_each_input_can_be_set_and_none_stands_for_the_default() -> None:
+def test_dtype_of_each_input_can_be_set_and_none_is_the_default() -> None:
     made = preparation.features(SCHEMA, [["id", "b"], ["a"], ["b"]], None, ["float64", None, "float32"])
     assert list(made.dtypes.values()) == ["<f8", "<f4", "<f4"]
     assert made.columns["features_2"] == ("b",), "a column of numbers has an axis"
@@ -88,19 +88,19 @@ def test_the_type_of_each_input_can_be_set_and_none_stands_for_the_default() -> 
     assert preparation.features(SCHEMA, ["a"], None, ["int32"]).columns == {"features_0": "a"}
 
 
-def test_types_that_do_not_go_with_the_inputs_are_refused() -> None:
+def test_dtypes_that_do_not_fit_the_inputs_are_refused() -> None:
     with pytest.raises(InvalidSettingsError, match=r"1 input_dtypes for 2 inputs \(id\+b, a\)"):
         preparation.features(SCHEMA, [["id", "b"], ["a"]], None, ["int64"])
     with pytest.raises(InvalidSettingsError, match="input_dtypes has 'int64' for 'text', which is string"):
         preparation.features(SCHEMA, ["text"], None, ["int64"])
 
 
-def test_labels_keep_integers_unless_the_loss_wants_numbers_and_the_other_way_round() -> None:
+def test_label_dtype_follows_the_loss_or_the_column() -> None:
     assert list(preparation.labels(SCHEMA, ["b", "a"], None).dtypes.values()) == ["<i8", "<f4"]
     assert list(preparation.labels(SCHEMA, ["b", "a"], None, ["<f4", "<i8"]).dtypes.values()) == ["<f4", "<i8"]
 
 
-def test_a_label_that_is_one_number_is_a_scalar() -> None:
+def test_label_of_one_number_is_a_scalar() -> None:
     assert preparation.labels(SCHEMA, ["a"], None).columns == {"label_0": "a"}
 
 
@@ -115,6 +115,6 @@ def test_a_label_that_is_one_number_is_a_scalar() -> None:
         (lambda: check_validation(SCHEMA, "b"), "validation column 'b' is int; it must be boolean"),
     ],
 )
-def test_a_column_that_cannot_be_used_is_named_with_what_it_is(call: Any, said: str) -> None:
+def test_unusable_column_is_reported_with_its_type(call: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
         call()

@@ -20,7 +20,7 @@ from spark_elastic.ml.run_lease import (
     WATCH_S,
     Fence,
     Owner,
-    Process,
+    ProcessIdentity,
     RunLease,
     acquire,
     held_run,
@@ -28,9 +28,9 @@ from spark_elastic.ml.run_lease import (
     started_of,
 )
 
-HERE = Process.this()
-ELSEWHERE = Process("host-b", "host-b:boot:pid", 42, 1000, "train.py")
-THIRD = Process("host-c", "host-c:boot:pid", 42, 1000, "train.py")
+HERE = ProcessIdentity.this()
+ELSEWHERE = ProcessIdentity("host-b", "host-b:boot:pid", 42, 1000, "train.py")
+THIRD = ProcessIdentity("host-c", "host-c:boot:pid", 42, 1000, "train.py")
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def write(run, owner):
     run.write_bytes(f"{OWNERS}/{owner.name}", owner.dumps())
 
 
-def test_whoever_comes_first_has_it_and_each_has_a_larger_token(run):
+def test_first_driver_gets_the_run_and_tokens_increase(run):
     time = Time()
     first = time.take(run, HERE)
     write(run, replace(first, released=True))
@@ -77,11 +77,11 @@ def test_whoever_comes_first_has_it_and_each_has_a_larger_token(run):
     Fence(run, second.token, second.name).check()
 
 
-def test_tokens_go_on_from_those_of_the_checkpoints(run):
+def test_tokens_continue_after_those_of_the_checkpoints(run):
     assert Time().take(run, HERE, known_token=7).token == 8
 
 
-def test_a_second_driver_is_told_who_has_the_run(run):
+def test_second_driver_is_refused_with_the_name_of_the_first(run):
     time = Time()
     first = time.take(run, ELSEWHERE)
     beats = iter(range(1, 100))
@@ -93,17 +93,19 @@ def test_a_second_driver_is_told_who_has_the_run(run):
     Fence(run, first.token, first.name).check()
 
 
-def test_one_that_gives_no_sign_of_life_is_replaced_after_a_minute_and_notices(run):
+def test_driver_without_heartbeats_is_replaced_after_a_minute_and_notices(run):
     time = Time()
     first = time.take(run, ELSEWHERE)
     second = time.take(run, HERE)
     assert LEASE_S - 1 <= time.waited <= LEASE_S + 1
     assert second.token == 2
-    with pytest.raises(RunTakenError, match=r"was taken over by the driver with pid \d+ on .*stops here"):
+    with pytest.raises(
+        RunTakenError, match=r"was taken over by the driver with pid \d+ on .*stops so that it overwrites nothing"
+    ):
         Fence(run, first.token, first.name).check()
 
 
-def test_one_that_was_silent_long_ago_is_watched_for_a_while_because_clocks_differ(run):
+def test_stale_lease_is_watched_for_a_while_because_clocks_differ(run):
     time = Time()
     first = time.take(run, ELSEWHERE)
     time.now += 3600
@@ -119,7 +121,7 @@ def test_one_that_was_silent_long_ago_is_watched_for_a_while_because_clocks_diff
     assert first.process == ELSEWHERE
 
 
-def test_one_that_has_died_on_this_host_is_replaced_at_once(run):
+def test_killed_driver_on_this_host_is_replaced_at_once(run):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     started = started_of(child.pid)
     alive = replace(HERE, pid=child.pid, started=started)
@@ -136,7 +138,7 @@ def test_one_that_has_died_on_this_host_is_replaced_at_once(run):
         Fence(run, first.token, first.name).check()
 
 
-def test_this_process_itself_may_have_it(run):
+def test_own_process_cannot_hold_the_run_twice(run):
     with held_run(run):
         assert lease_of(run) is not None
         with pytest.raises(RunTakenError, match=f"pid {os.getpid()}"), held_run(run):
@@ -146,7 +148,7 @@ def test_this_process_itself_may_have_it(run):
         assert lease.fence.token == 2
 
 
-def test_a_lease_that_could_not_be_given_back_does_not_keep_its_own_process_out(run, monkeypatch):
+def test_lease_whose_release_failed_does_not_block_its_own_process(run, monkeypatch):
     def refuse(*arguments, **options):
         raise OSError("the storage is away")
 
@@ -156,11 +158,11 @@ def test_a_lease_that_could_not_be_given_back_does_not_keep_its_own_process_out(
         assert lease.fence.token == 2
 
 
-def test_of_many_at_the_same_moment_one_gets_it(run):
+def test_one_of_many_simultaneous_drivers_gets_the_run(run):
     begin, taken, errors = threading.Barrier(6), [], []
 
     def contend(number):
-        me = Process(f"host-{number}", f"machine-{number}", number, 1, "")
+        me = ProcessIdentity(f"host-{number}", f"machine-{number}", number, 1, "")
         begin.wait()
         try:
             time = Time()
@@ -189,7 +191,7 @@ def _fenced(run, owner):
     return False
 
 
-def test_a_file_that_cannot_be_read_counts_as_somebody_for_a_minute(run):
+def test_unreadable_file_counts_as_an_owner_for_a_minute(run):
     time = Time()
     run.write_bytes(f"{OWNERS}/000004-{'0' * 32}.json", b"{")
     assert time.take(run, HERE).token == 5
@@ -197,12 +199,12 @@ def test_a_file_that_cannot_be_read_counts_as_somebody_for_a_minute(run):
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"token": 1}', b'{"process": 3}'])
-def test_what_is_no_owner_is_none(text):
+def test_invalid_owner_files_are_refused(text):
     with pytest.raises(ValueError):
         Owner.loads(text)
 
 
-def test_a_folder_that_was_deleted_is_not_written_to_again(run):
+def test_deleted_folder_is_not_written_again(run):
     owner = Time().take(run, HERE)
     run.delete()
     with pytest.raises(RunTakenError, match="its folder was deleted"):
@@ -215,7 +217,7 @@ def taken_over(run, lease):
     write(run, Owner(token, f"{token:06d}-{'f' * 32}.json", ELSEWHERE, 1.0, 0, 1.0))
 
 
-def test_a_driver_that_comes_back_after_a_take_over_is_told_and_leaves_the_other_alone(run):
+def test_replaced_driver_notices_and_writes_nothing(run):
     lease = RunLease(run, acquire(run), beat_s=0.01)
     told = threading.Event()
 
@@ -224,7 +226,10 @@ def test_a_driver_that_comes_back_after_a_take_over_is_told_and_leaves_the_other
         assert told.wait(30)
         raise ConnectionError("it was cancelled for that")
 
-    with pytest.raises(RunTakenError, match="by the driver with pid 42 on host-b"), lease.told(lambda why: told.set()):
+    with (
+        pytest.raises(RunTakenError, match="by the driver with pid 42 on host-b"),
+        lease.on_taken(lambda why: told.set()),
+    ):
         job()
     with pytest.raises(RunTakenError):
         lease.check()
@@ -238,7 +243,7 @@ def contents(number, token):
     return Contents(facts, {"of": token}, {"state.pt": bytes([token]) * 100})
 
 
-def test_what_a_driver_writes_after_it_was_replaced_is_refused_and_never_the_latest(run):
+def test_checkpoints_of_a_replaced_driver_are_refused_and_never_the_latest(run):
     with held_run(run) as lease:
         old = Checkpoints(run.sub("checkpoints"), lease.fence)
         old.write(contents(5, 1))
@@ -256,7 +261,7 @@ def test_what_a_driver_writes_after_it_was_replaced_is_refused_and_never_the_lat
         assert [facts.name for facts in new.complete()] == [name_of(9, 2)]
 
 
-def test_a_writer_that_was_fenced_off_says_so(run):
+def test_fenced_writer_reports_it(run):
     with held_run(run) as lease:
         checkpoints = Checkpoints(run.sub("checkpoints"), lease.fence)
         writer = CheckpointWriter(checkpoints, keep=1)

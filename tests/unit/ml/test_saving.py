@@ -6,7 +6,7 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError, RunTakenError
-from spark_elastic.ml.training.saving import TRY_S, Saving, timeout_s
+from spark_elastic.ml.training.saving import SAVE_TIMEOUT_S, ResultWriter, save_timeout_s
 
 FILES = {"model.pt": b"weights", "history.json": b"{}"}
 
@@ -31,8 +31,10 @@ class Storage:
         return False
 
     def saving(self, check=lambda: None, **options):
-        made = Saving(self, lambda: FILES, check, self.said.append, now=lambda: self.now, wait=self.wait, **options)
-        assert made.over(30)
+        made = ResultWriter(
+            self, lambda: FILES, check, self.said.append, now=lambda: self.now, wait=self.wait, **options
+        )
+        assert made.is_done(30)
         made.close()
         return made
 
@@ -42,40 +44,40 @@ def store(tmp_path):
     return Store.create(tmp_path)
 
 
-def test_what_can_be_written_is_written_without_a_word(store):
+def test_working_storage_is_written_without_a_notice(store):
     storage = Storage(store, "model.pt", until=0)
-    assert storage.saving().left == {}
+    assert storage.saving().unsaved == {}
     assert {entry.path: store.read_bytes(entry.path) for entry in store.list()} == FILES
     assert (storage.said, storage.waits) == ([], [])
 
 
-def test_a_failover_of_minutes_is_waited_for_and_the_time_left_is_told(store):
+def test_writes_are_retried_for_minutes_with_notices_of_the_time_left(store):
     storage = Storage(store, "model.pt", until=100 + 200)
-    assert storage.saving().left == {}
+    assert storage.saving().unsaved == {}
     assert store.read_bytes("model.pt") == b"weights"
     first, *more, last = storage.said
     assert "model.pt could not be written" in first
-    assert "(OSError: No space left on device) and is tried again, for 5 minutes more; then the driver gets it" in first
+    assert "(OSError: No space left on device); retrying for 5 minutes, then it is sent to the driver instead" in first
     assert 5 <= len(more) <= 7
-    assert last.endswith("is written to " + store.url + " after all")
+    assert f"is written to {store.url} now, after " in last
 
 
-def test_what_is_refused_for_good_is_left_for_the_driver_and_the_rest_is_written(store):
+def test_file_that_cannot_be_written_is_unsaved_and_the_rest_is_written(store):
     storage = Storage(store, "model.pt", until=1e9)
-    assert storage.saving().left == {"model.pt": b"weights"}
+    assert storage.saving().unsaved == {"model.pt": b"weights"}
     assert store.exists("history.json")
-    assert TRY_S - 1 <= storage.now - 100 <= TRY_S + 1
-    assert "in the results of the job instead" in storage.said[-1]
+    assert SAVE_TIMEOUT_S - 1 <= storage.now - 100 <= SAVE_TIMEOUT_S + 1
+    assert "with the results of the job instead" in storage.said[-1]
 
 
-def test_a_storage_that_cannot_be_asked_whose_run_it_is_costs_no_model(store):
+def test_model_is_written_although_the_lease_cannot_be_checked(store):
     def check():
         raise RuntimeError("HTTP 503, as its package has it")
 
-    assert Storage(store, "model.pt", until=0).saving(check).left == {}
+    assert Storage(store, "model.pt", until=0).saving(check).unsaved == {}
 
 
-def test_one_that_must_not_write_any_more_does_not_try_again(store):
+def test_taken_run_is_not_written_and_not_retried(store):
     def check():
         raise RunTakenError("another driver has the run")
 
@@ -86,20 +88,22 @@ def test_one_that_must_not_write_any_more_does_not_try_again(store):
     assert storage.waits == []
 
 
-def test_a_storage_that_cannot_be_asked_whether_it_may_is_tried_again(store):
+def test_failed_check_of_the_lease_is_retried_with_the_write(store):
     storage = Storage(store, "model.pt", until=110)
 
     def check():
         if storage.now < 110:
             raise ConnectionError("the name node is in safe mode")
 
-    assert storage.saving(check).left == {}
+    assert storage.saving(check).unsaved == {}
 
 
-@pytest.mark.parametrize(("text", "expected"), [("", TRY_S), ("0", 0), ("12.5", 12.5), ("-1", None), ("long", None)])
-def test_how_long_can_be_set(text, expected):
+@pytest.mark.parametrize(
+    ("text", "expected"), [("", SAVE_TIMEOUT_S), ("0", 0), ("12.5", 12.5), ("-1", None), ("long", None)]
+)
+def test_timeout_is_read_from_the_environment(text, expected):
     if expected is None:
-        with pytest.raises(InvalidSettingsError, match="SPARK_ELASTIC_SAVE_TIMEOUT must be"):
-            timeout_s({"SPARK_ELASTIC_SAVE_TIMEOUT": text})
+        with pytest.raises(InvalidSettingsError, match="SPARK_ELASTIC_SAVE_TIMEOUT must be a number of seconds"):
+            save_timeout_s({"SPARK_ELASTIC_SAVE_TIMEOUT": text})
     else:
-        assert timeout_s({"SPARK_ELASTIC_SAVE_TIMEOUT": text}) == expected
+        assert save_timeout_s({"SPARK_ELASTIC_SAVE_TIMEOUT": text}) == expected

@@ -121,7 +121,7 @@ def to_arrow(udt: Any) -> pa.DataType:
     return to_arrow_type(udt.sqlType())
 
 
-def test_text_and_arrays_of_any_length_come_as_lists() -> None:
+def test_text_and_ragged_arrays_become_lists() -> None:
     assert read(StringType(), pa.array(["ä", ""]), TensorField("f", ("x",), "|u1", (), kind=Kind.STRING)) == ["ä", ""]
     made = read(
         ArrayType(DoubleType()), pa.array([[1.0], [2.0, 3.0]]), TensorField("f", ("x",), "<f4", (), kind=Kind.ARRAY)
@@ -135,7 +135,7 @@ def test_arrays_are_padded_as_they_were_in_training() -> None:
     assert np.array_equal(made, [[1, 0, 0], [2, 3, 0]])
 
 
-def test_columns_that_come_under_other_names_are_told_by_their_places(tmp_path: Any) -> None:
+def test_renamed_columns_are_matched_by_position(tmp_path: Any) -> None:
     values = [pa.array([7, 8]), pa.array([1.0, 2.0]), pa.array([[1.0, 1.0]] * 2), pa.array([9, 9])]
     given = pa.RecordBatch.from_arrays(values, ["0", "1", "2", "3"])
     (made,) = serving(tmp_path / "log", names=("x.y", "a", "v", "x.y"))([given])
@@ -157,7 +157,7 @@ BAD = [
 ]
 
 
-def test_rows_without_a_value_are_an_error_left_out_or_get_null(tmp_path: Any) -> None:
+def test_rows_with_missing_values_are_an_error_skipped_or_null(tmp_path: Any) -> None:
     log = tmp_path / "log"
     made = list(serving(log, handle_invalid="skip")(BAD))
     assert [each.column("sum").to_pylist() for each in made] == [[3, 18], [21], []]
@@ -192,7 +192,7 @@ def test_a_row_whose_output_is_nan_gets_no_class(tmp_path: Any) -> None:
         classes()
 
 
-def test_vectors_and_text_without_a_value_are_found() -> None:
+def test_missing_vectors_and_text_are_found() -> None:
     rows = [
         {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0]},
         {"type": 0, "size": 2, "indices": [1], "values": [NAN]},

@@ -34,7 +34,7 @@ def estimator() -> ElasticTorchEstimator:
     ],
     ids=["fitMultiple", "transform", "materialize"],
 )
-def test_a_dataframe_of_spark_connect_is_refused_with_the_way_out(call: Callable[[Any], Any]) -> None:
+def test_spark_connect_dataframe_is_refused_with_a_remedy(call: Callable[[Any], Any]) -> None:
     with pytest.raises(SparkConnectNotSupportedError, match="run the driver program on the cluster"):
         call(type("DataFrame", (), IN_CONNECT)())
 

@@ -57,7 +57,7 @@ def saved(caplog: pytest.LogCaptureFixture, **settings: Any) -> str:
     return caplog.text
 
 
-def test_saving_says_what_a_load_will_need_trust_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_saving_warns_of_values_that_need_trust(caplog: pytest.LogCaptureFixture) -> None:
     net = nn.Linear(2, 1)
     assert saved(caplog, model=net, optimizer=torch.optim.Adam(net.parameters())) == ""
     said = saved(caplog, model=net, optimizer=lambda params: torch.optim.Adam(params))

@@ -6,7 +6,6 @@ import pytest
 
 from spark_elastic.collective.process import init
 from spark_elastic.ml.keras.assembly import assemble
-from spark_elastic.ml.training.assembly import run
 from spark_elastic.torch import shutdown
 from tests.unit.ml.keras.trainings import in_float64, make_training
 
@@ -22,11 +21,11 @@ def test_what_can_be_told_at_any_moment_is_what_the_history_would_say(data, tmp_
             def both(sums, pieces, prefix=""):
                 out = logs(sums, pieces, prefix)
                 if not prefix:
-                    told.append((trainer.engine.told(sums), out))
+                    told.append((trainer.engine.live_logs(sums), out))
                 return out
 
             trainer.engine.logs = both
-            run(trainer)
+            trainer.run()
     finally:
         shutdown()
     assert told

@@ -60,7 +60,7 @@ def test_a_loss_that_is_no_number_ends_the_training_without_a_model(kind, data, 
     result = alone(make_training(data, tmp_path, model=model, loss=no_number))
     assert np.isnan(result["diverged"].pop("loss"))
     assert (result["diverged"], result["history"]) == ({"step": 0, "epoch": 0}, [])
-    assert result["lost_here"] == kind.startswith("Keras")
+    assert result["caused_divergence"] == kind.startswith("Keras")
     assert not (tmp_path / MODEL_FILE).exists()
     assert latest_in(tmp_path) is None
     result = alone(make_training(data, tmp_path, loss=no_number, allow_nan_loss=True))
@@ -112,11 +112,11 @@ def larger():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seed": 1}, "was written with seed=0, and now it is 1"),
+        ({"seed": 1}, "was written with seed=0, but seed is 1 now"),
         ({"metrics": []}, r"was written with metrics=\['loss', 'compile_metrics', "),
         ({"model": larger}, r"another model or optimizer: .*kernel \[6, 8\] is not .*kernel \[6, 9\]"),
         ({"optimizer": lambda: keras.optimizers.Adam(0.1)}, r"another model or optimizer: there are 6 arrays for 10"),
-        ({"callbacks": [EarlyStopping("loss")]}, r"written with the callbacks \[\], and now there are \['Early"),
+        ({"callbacks": [EarlyStopping("loss")]}, r"written with the callbacks \[\], but the callbacks are \['Early"),
     ],
 )
 def test_a_checkpoint_of_another_training_is_refused(changes, message, data, tmp_path):

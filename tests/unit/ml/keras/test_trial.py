@@ -98,7 +98,7 @@ OTHER = {"metrics": []}
             "EarlyStopping follows 'val_f1', and the logs have loss, accuracy, label_sum, val_loss",
         ),
         ({"callbacks": [keras.callbacks.EarlyStopping("label_sum")]}, InvalidSettingsError, "mode='max'"),
-        ({"callbacks": [Odd()]}, InvalidSettingsError, r"state_dict\(\) of Odd is not for JSON"),
+        ({"callbacks": [Odd()]}, InvalidSettingsError, r"state_dict\(\) of Odd must return values that JSON can hold"),
         ({"transformation_fn": Locked()}, NotPicklableError, r"transformation_fn \(Locked\) cannot be sent .*lock"),
         ({"transformation_fn": lambda columns: {}}, DataError, "returned no label_0, but nothing"),
         ({"loss": needs_python}, DataError, "numpy"),

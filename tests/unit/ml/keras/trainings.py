@@ -151,7 +151,7 @@ def outcome(training: KerasTraining) -> dict[str, Any]:
         "stopped": result.stopped,
         "restored": result.restored,
         "diverged": result.diverged and asdict(result.diverged),
-        "lost_here": result.lost_here,
+        "caused_divergence": result.caused_divergence,
         "size": hvd.size(),
     }
 

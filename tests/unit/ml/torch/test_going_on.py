@@ -1,4 +1,4 @@
-"""Which checkpoints a fit goes on from, and which it does not."""
+"""The checkpoints from which a fit resumes, and those from which it does not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.persistence import _decode
-from spark_elastic.ml.run_lease import OWNERS, Owner, Process, lease_of
+from spark_elastic.ml.run_lease import OWNERS, Owner, ProcessIdentity, lease_of
 from spark_elastic.ml.torch import safe_objects
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.torch.training import train
@@ -108,7 +108,7 @@ def test_checkpoints_of_a_version_that_did_not_note_the_order_are_taken_where_it
             made.from_dataset_path(rows)
             assert made.training.resume_from is not None
             file.write_text(json.dumps({**identity, "content": [1]}))
-        with pytest.raises(CheckpointError, match=r"of an earlier version .* Go on with the version that began it"):
+        with pytest.raises(CheckpointError, match=r"of an earlier version .* Resume with the version that began it"):
             estimator(**common, epochs=4).from_dataset_path(rows)
 
 
@@ -137,7 +137,7 @@ def test_a_fit_that_lost_all_workers_goes_on_from_its_checkpoint_by_itself(datas
     model = made.from_dataset_path(dataset)
     assert (made.lost, made.training.resume_from is None) == (1, False)
     assert weights_of(model) == weights_of(estimator(epochs=3).from_dataset_path(dataset))
-    with pytest.raises(StateLostError, match="with checkpoint_dir, fit goes on"):
+    with pytest.raises(StateLostError, match="with checkpoint_dir, fit resumes"):
         LosesItsWorkers(**settings()).from_dataset_path(dataset)
 
 
@@ -170,7 +170,7 @@ def test_a_run_that_another_driver_takes_over_meanwhile_is_left_to_it(dataset: D
             lease = lease_of(run)
             assert lease is not None
             token = lease.fence.token + 1
-            elsewhere = Process("host-b", "host-b:boot", 42, 1, "train.py")
+            elsewhere = ProcessIdentity("host-b", "host-b:boot", 42, 1, "train.py")
             other = Owner(token, f"{token:06d}-{'f' * 32}.json", elsewhere, 1.0, 0, 1.0)
             run.write_bytes(f"{OWNERS}/{other.name}", other.dumps())
 

@@ -29,7 +29,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
         ({"checkpoint_interval": 2}, "checkpoint_interval=2 without checkpoint_dir"),
         ({"keep_checkpoints": 2}, "keep_checkpoints=2 without checkpoint_dir"),
         ({"checkpoint_best_of": "loss"}, "checkpoint_best_of='loss' without checkpoint_dir"),
-        ({"checkpoint_dir": "/x", "checkpoint_best_mode": "max"}, "the best of what"),
+        ({"checkpoint_dir": "/x", "checkpoint_best_mode": "max"}, "without checkpoint_best_of"),
         ({"resume": False}, "resume=False without run_id"),
         ({"scheduler_interval": "step"}, "scheduler_interval is set, but there is no lr_scheduler"),
     ],
@@ -67,9 +67,13 @@ def test_a_scheduler_that_does_not_go_with_its_settings_is_refused(
         ({"dataset_id": "x"}, InvalidSettingsError, "dataset_id: from_dataset_path writes no rows"),
         ({"keep_dataset": True}, InvalidSettingsError, "keep_dataset: from_dataset_path"),
         ({"data_options": {"allow_nan": True}}, InvalidSettingsError, "'allow_nan'"),
-        ({"feature_cols": ["a", "b"]}, DatasetError, r"feature_cols=\['a', 'b'\], but the set .* of \['features_0'\]"),
+        (
+            {"feature_cols": ["a", "b"]},
+            DatasetError,
+            r"feature_cols=\['a', 'b'\], but the dataset .* of \['features_0'\]",
+        ),
         ({"label_cols": ["y", "z"]}, DatasetError, r"label_cols=\['y', 'z'\], but"),
-        ({"sample_weight_col": "w"}, DatasetError, r"sample_weight_col='w', but the set .* was made of \[\]"),
+        ({"sample_weight_col": "w"}, DatasetError, r"sample_weight_col='w', but the dataset .* was made of \[\]"),
     ],
 )
 def test_what_a_set_that_is_there_cannot_do_is_refused(
@@ -83,7 +87,7 @@ def test_a_set_without_validation_rows_is_refused_by_an_estimator_that_asks_for_
     from spark_elastic.data.packing import pack
 
     rows = {"features_0": np.zeros((8, 6), np.float32), "label_0": np.zeros(8, np.int64)}
-    with pytest.raises(DatasetError, match=r"validation=0\.1, but the set .* has no split of that name"):
+    with pytest.raises(DatasetError, match=r"validation=0\.1, but the dataset in .* was written without validation="):
         estimator(validation=0.1).from_dataset_path(pack(rows, tmp_path))
 
 

@@ -10,9 +10,8 @@ import pytest
 
 import spark_elastic.torch as hvd
 from spark_elastic.ml.torch.training import _assemble
-from spark_elastic.ml.training.assembly import run
-from spark_elastic.ml.training.progress import Phase, Progress
-from spark_elastic.ml.training.reporting import Reporter
+from spark_elastic.ml.training.progress import Progress, TrainingPhase
+from spark_elastic.ml.training.reporting import Reporter, RunView
 from spark_elastic.reporting.history import History
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 from tests.unit.ml.torch.trainings import EPOCHS, ROWS, make_training
@@ -31,11 +30,12 @@ class Link:
         return not self.broken
 
 
-def trainer_at(at: Progress, rank: int = 0) -> Any:
+def view_at(at: Progress, rank: int = 0) -> Any:
     dataset = SimpleNamespace(rows=lambda split: 100)
-    engine = SimpleNamespace(told=lambda sums: {})
-    training = SimpleNamespace(epochs=3, dataset=dataset)
-    return SimpleNamespace(state=SimpleNamespace(at=at), rank=rank, training=training, engine=engine)
+    engine = SimpleNamespace(live_logs=lambda sums: {})
+    view = RunView(SimpleNamespace(epochs=3, dataset=dataset), engine, SimpleNamespace(at=at))  # type: ignore[arg-type]
+    view.rank = rank
+    return view
 
 
 def row(epoch: int) -> dict[str, float]:
@@ -47,8 +47,8 @@ def test_each_epoch_of_a_training_is_told_with_what_it_has_come_to(data, tmp_pat
     try:
         trainer = _assemble(make_training(data, tmp_path))
         link = Link()
-        trainer.reporter = Reporter(trainer, link)
-        result = run(trainer)
+        trainer.reporter = Reporter(trainer.view, link)
+        result = trainer.run()
     finally:
         hvd.shutdown()
     ended = [said for said in link.said if isinstance(said, EpochEnded)]
@@ -66,11 +66,13 @@ def test_what_can_be_told_at_any_moment_is_what_the_history_would_say(data, tmp_
 
         def both(sums: Any, pieces: Any, prefix: str = "") -> Any:
             out = logs(sums, pieces, prefix)
-            told.append((trainer.engine.told(sums), {name.removeprefix("val_"): value for name, value in out.items()}))
+            told.append(
+                (trainer.engine.live_logs(sums), {name.removeprefix("val_"): value for name, value in out.items()})
+            )
             return out
 
         trainer.engine.logs = both
-        run(trainer)
+        trainer.run()
     finally:
         hvd.shutdown()
     assert told
@@ -80,45 +82,45 @@ def test_what_can_be_told_at_any_moment_is_what_the_history_would_say(data, tmp_
 
 def test_only_rank_0_tells():
     link = Link()
-    trainer = trainer_at(Progress(position=40, serial=4), rank=1)
-    reporter = Reporter(trainer, link)
-    reporter._look()
+    view = view_at(Progress(position=40, serial=4), rank=1)
+    reporter = Reporter(view, link)
+    reporter.report()
     assert link.said == []
-    trainer.rank = 0
-    reporter._look()
+    view.rank = 0
+    reporter.report()
     assert link.said == [LiveProgress(0, 3, "train", 40, 100, {})]
 
 
 def test_a_new_rank_0_tells_the_epochs_that_it_has_seen():
     link = Link()
     history = History([row(0), row(1)])
-    trainer = trainer_at(Progress(phase=Phase.VALIDATE, epoch=2, val_position=10, serial=9, history=history))
-    Reporter(trainer, link)._look()
+    view = view_at(Progress(phase=TrainingPhase.VALIDATE, epoch=2, val_position=10, serial=9, history=history))
+    Reporter(view, link).report()
     assert [type(said).__name__ for said in link.said] == ["EpochEnded", "EpochEnded", "LiveProgress"]
     assert link.said[-1] == LiveProgress(2, 3, "validate", 10, 100, {})
 
 
 def test_nothing_is_told_twice_where_nothing_has_changed():
     link = Link()
-    trainer = trainer_at(Progress(position=40, serial=4))
-    reporter = Reporter(trainer, link)
-    reporter._look()
-    reporter._look()
+    view = view_at(Progress(position=40, serial=4))
+    reporter = Reporter(view, link)
+    reporter.report()
+    reporter.report()
     assert len(link.said) == 1
 
 
 def test_what_a_broken_channel_has_not_taken_is_told_again():
     link = Link(broken=True)
-    trainer = trainer_at(Progress(serial=4, phase=Phase.EPOCH_END, history=History([row(0)])))
-    reporter = Reporter(trainer, link)
-    reporter._look()
+    view = view_at(Progress(serial=4, phase=TrainingPhase.EPOCH_END, history=History([row(0)])))
+    reporter = Reporter(view, link)
+    reporter.report()
     link.broken = False
-    trainer.state.at = replace(trainer.state.at, serial=5)
-    reporter._look()
+    view._state.at = replace(view._state.at, serial=5)
+    reporter.report()
     assert [said.epoch for said in link.said] == [0]
 
 
 def test_an_error_while_telling_stays_there():
-    trainer = trainer_at(Progress(position=ROWS, serial=4))
-    trainer.training.dataset = None
-    Reporter(trainer, Link())._look()
+    view = view_at(Progress(position=ROWS, serial=4))
+    view.training.dataset = None
+    Reporter(view, Link()).report()

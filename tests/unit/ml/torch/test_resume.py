@@ -156,9 +156,9 @@ def test_a_newcomer_begins_where_the_checkpoint_is_in_case_nobody_else_is_left(k
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"order": "lanes"}, "was written with order='global', and now it is 'lanes'"),
-        ({"seed": 1}, "was written with seed=0, and now it is 1"),
-        ({"shuffle": False}, "was written with shuffle=True, and now it is False"),
+        ({"order": "lanes"}, "was written with order='global', but order is 'lanes' now"),
+        ({"seed": 1}, "was written with seed=0, but seed is 1 now"),
+        ({"shuffle": False}, "was written with shuffle=True, but shuffle is False now"),
         ({"metrics": {}}, r"was written with metrics=\['accuracy', 'label_sum'\]"),
         ({"model": torch.nn.Linear(6, 3).double(), "optimizer": torch.optim.SGD}, "another model or optimizer"),
     ],
@@ -246,7 +246,7 @@ def test_early_stopping_stops_and_a_resume_stays_stopped(data, tmp_path):
     stopping = EarlyStopping("lr", mode="min", patience=1)  # which never falls
     result = alone(make_training(data, tmp_path, callbacks=[stopping], epochs=10))
     assert len(result["history"]) == 2
-    assert "lr has not become better than 0.1 in 1 epochs" in result["stopped"]
+    assert "lr has not improved on 0.1 in 1 epochs" in result["stopped"]
     latest = checkpoints_in(tmp_path).latest()
     again = make_training(data, tmp_path, callbacks=[EarlyStopping("lr", mode="min")], epochs=10)
     assert len(alone(replace(again, resume_from=latest.name))["history"]) == 2

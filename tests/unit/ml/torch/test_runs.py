@@ -16,7 +16,7 @@ from spark_elastic.data.catalog import is_leased
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
-from spark_elastic.ml.run_folder import collect_runs, passing_run
+from spark_elastic.ml.run_folder import collect_runs, transient_run
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_set, settings, weights_of
 
 DAY = 86_400.0
@@ -29,7 +29,7 @@ def by_lr(lr: float) -> Any:
 def test_each_of_several_param_maps_is_a_training_of_its_own(tmp_path: Path) -> None:
     dataset = make_set(tmp_path / "set")
     made = estimator(optimizer=by_lr(0.1), epochs=2, checkpoint_dir=tmp_path / "runs", run_id="a")
-    made._sets = object()  # as within fitMultiple
+    made._shared_datasets = object()  # as within fitMultiple
     maps = ({made.epochs: 2}, {made.epochs: 1}, {made.optimizer: by_lr(0.5)})
     models = [made.from_dataset_path(dataset, params) for params in maps]
     assert [len(model.history) for model in models] == [2, 1, 2]
@@ -42,7 +42,7 @@ def test_runs_of_processes_that_died_are_removed_once_they_are_old(tmp_path: Pat
     old, young, strange = (uuid.uuid4().hex for _ in range(3))
     for name in (f"{old}/checkpoints/1/state.pt", f"{young}/model.pt", f"{strange}/thesis.tex", "named/model.pt"):
         runs.write_bytes(name, b"x")
-    with passing_run(runs) as running:
+    with transient_run(runs) as running:
         for path in tmp_path.rglob("*"):
             if young not in str(path):
                 os.utime(path, (time.time() - 2 * DAY,) * 2)

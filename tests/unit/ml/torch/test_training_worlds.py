@@ -106,7 +106,7 @@ def test_a_loss_that_is_no_number_on_one_worker_ends_all_of_them_at_the_same_ste
     for result in results:
         assert (result["diverged"]["step"], result["diverged"]["epoch"]) == (STEPS_AN_EPOCH + 2, 1)
         assert len(result["history"]) == 1
-    assert sorted(result["lost_here"] for result in results) == [False, False, True]
+    assert sorted(result["caused_divergence"] for result in results) == [False, False, True]
 
 
 KILLS = {
@@ -218,7 +218,7 @@ def test_all_workers_stop_when_one_of_them_asks_for_it(data, tmp_path):
         results = driver.results(3)
     assert [result["steps"] for result in results] == [5, 5, 5]
     assert results[1]["stopped"] == "rank 1 has seen enough"
-    assert results[0]["stopped"] == "a callback of another worker has asked for it"
+    assert results[0]["stopped"] == "a callback of another worker requested the end of the training"
 
 
 @pytest.mark.soak

@@ -113,7 +113,7 @@ def frozen() -> nn.Module:
         ({"loss": all_pairs, "model": nn.Linear(6, 1), **OTHER}, DataError, r"label_0 \[4\] and output 0 \[4, 1\]"),
         ({"callbacks": [EarlyStopping("f1")]}, InvalidSettingsError, "no 'f1' to monitor; there are epoch"),
         ({"lr_scheduler": plateau, "scheduler_monitor": "f1"}, InvalidSettingsError, "scheduler_monitor='f1' is not"),
-        ({"callbacks": [Odd()]}, InvalidSettingsError, r"state_dict\(\) of Odd is not for JSON"),
+        ({"callbacks": [Odd()]}, InvalidSettingsError, r"state_dict\(\) of Odd must return values that JSON can hold"),
         ({"model": Odder(), **OTHER}, InvalidSettingsError, "_extra_state.* which a checkpoint cannot hold"),
         ({"callbacks": TWO_BEST}, InvalidSettingsError, "by loss min and by val_loss min"),
         ({"data_options": {"order": "lanes"}, "shuffle": False}, InvalidSettingsError, "lanes. shuffles rows"),

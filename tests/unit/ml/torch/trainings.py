@@ -85,7 +85,7 @@ def outcome(training: TorchTraining) -> dict[str, Any]:
         "stopped": result.stopped,
         "restored": result.restored,
         "diverged": result.diverged and asdict(result.diverged),
-        "lost_here": result.lost_here,
+        "caused_divergence": result.caused_divergence,
         "size": hvd.size(),
     }
 

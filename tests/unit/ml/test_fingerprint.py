@@ -47,23 +47,23 @@ def weighted(first: float) -> Any:
         (lambda count: torch.arange(count), 2000, 2001),
     ],
 )
-def test_made_anew_it_is_the_same_and_with_another_number_it_is_not(make: Callable[..., Any], one: Any, other: Any):
+def test_equal_settings_have_equal_descriptions_and_others_differ(make: Callable[..., Any], one: Any, other: Any):
     assert described(make(one)) == described(make(one))
     assert described(make(one)) != described(make(other))
 
 
-def test_a_model_is_known_by_its_layers_and_not_by_its_values() -> None:
+def test_model_is_described_by_layers_and_not_by_weights() -> None:
     class Net(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
             self.register_buffer("features", torch.randn(3))
             self.layer = nn.Linear(3, width)
 
-    assert described(Net(4), values=False) == described(Net(4), values=False)
-    assert described(Net(4), values=False) != described(Net(5), values=False)
+    assert described(Net(4), buffers=False) == described(Net(4), buffers=False)
+    assert described(Net(4), buffers=False) != described(Net(5), buffers=False)
 
 
-def test_plain_globals_that_a_function_uses_belong_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_description_of_a_function_includes_plain_globals_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_global(params: Any) -> Any:
         return sgd(params, RATE)
 
@@ -72,7 +72,7 @@ def test_plain_globals_that_a_function_uses_belong_to_it(monkeypatch: pytest.Mon
     assert described(by_global) != before
 
 
-def test_a_function_may_refer_to_itself() -> None:
+def test_recursive_function_can_be_described() -> None:
     def descend(count: int) -> int:
         return descend(count - 1) if count else 0
 
@@ -85,7 +85,7 @@ print(described([lambda name: name in {"a", "b", "c", "d"}, {"x", "y", "z"}]))
 """
 
 
-def test_the_order_of_sets_which_differs_between_processes_does_not_matter() -> None:
+def test_order_of_a_set_does_not_matter() -> None:
     said = {
         subprocess.run(
             [sys.executable, "-c", SAYS],

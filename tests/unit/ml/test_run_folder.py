@@ -1,4 +1,4 @@
-"""That the training's folder has room is looked at before the first epoch."""
+"""A training is refused before its first epoch when its folder has too little room."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def training(plan=None, epochs=10):
     return SimpleNamespace(checkpoints=plan, epochs=epochs)
 
 
-def test_a_model_that_does_not_fit_the_disk_is_refused_with_the_numbers(tmp_path):
+def test_model_larger_than_the_free_disk_is_refused_with_the_numbers(tmp_path):
     run = Store.create(tmp_path / "not" / "there yet")
     free = shutil.disk_usage(tmp_path).free
     check_room(run, free // 4, training())
@@ -25,7 +25,7 @@ def test_a_model_that_does_not_fit_the_disk_is_refused_with_the_numbers(tmp_path
         check_room(run, 2 * free, training())
 
 
-def test_checkpoints_count_as_often_as_they_are_kept(tmp_path):
+def test_room_for_each_kept_checkpoint_is_needed(tmp_path):
     run = Store.create(tmp_path)
     free = shutil.disk_usage(tmp_path).free
     check_room(run, free // 4, training(CheckpointPlan(keep=1), epochs=1))
@@ -44,9 +44,9 @@ def test_checkpoints_count_as_often_as_they_are_kept(tmp_path):
         (CheckpointPlan(every_epochs=None), 0),
     ],
 )
-def test_how_many_lie_there_at_a_time(plan, expected):
+def test_largest_number_of_checkpoints_at_once(plan, expected):
     assert checkpoints_at_once(plan, epochs=10) == expected
 
 
-def test_a_remote_store_is_not_asked():
+def test_room_of_a_remote_store_is_not_checked():
     check_room(Store.create("memory://room"), 1 << 60, training())
