@@ -416,8 +416,8 @@ class SteppingState(ObjectState):
         steps = self._steps_since_resume_point()
         failure = Failure(
             steps=steps,
-            in_reduction=bool(getattr(error, "in_reduction", False)),
-            mid_update=bool(getattr(error, "mid_update", False)),
+            in_reduction=error.in_reduction,
+            mid_update=error.mid_update,
             committed=self._resume_committed,
             altered=self._altered(any(steps)),
             amid=self._amid(error),

@@ -232,8 +232,8 @@ class GradientReducer:
         except BaseException as error:
             self.abandon()
             if isinstance(error, HorovodInternalError):
-                error.in_reduction = True  # type: ignore[attr-defined]
-                error.reducer = self  # type: ignore[attr-defined]
+                error.in_reduction = True
+                error.reducer = self
             raise
         for reduced in self.on_reduced:
             reduced()

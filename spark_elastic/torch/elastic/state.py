@@ -107,7 +107,7 @@ class TorchState(HandledState):
     def _amid(self, error: HorovodInternalError) -> bool:
         if self._only_optimizers_act:
             return False
-        failed = getattr(error, "reducer", None)
+        failed = error.reducer
         distributed = self._distributed()
         first = distributed.get(self._first_to_step or "")
         if len(distributed) > 1 and first is not None and failed is not None and failed is not first._reducer:
