@@ -75,7 +75,7 @@ def broadcast_optimizer_state(
     Args:
         model: tells which parameters have sparse gradients.
     """
-    from spark_elastic.elastic.handled_values import take_over
+    from spark_elastic.elastic.handlers import take_over
     from spark_elastic.torch.elastic.handlers import OptimizerStateHandler
 
     if outside_world():

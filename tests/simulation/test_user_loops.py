@@ -20,19 +20,19 @@ SEEDS = 1, 40
 BUGS = (
     Bug(
         "a counter that is advanced before the step stays so",
-        "elastic/plain_values",
+        "elastic/undo_log",
         "trail[-count:] if count else []",
         "()",
     ),
     Bug(
         "lists stay longer",
-        "elastic/plain_values",
+        "elastic/undo_log",
         "            out[name] = before\n        return out",
         "        return out",
     ),
     Bug(
         "a commit copies nothing, and what is restored is what there is",
-        "elastic/handled_values",
+        "elastic/handlers",
         "        copy_all(self._copies, tensors)\n",
         "        self._copies = list(tensors)\n",
     ),
@@ -41,11 +41,14 @@ BUGS = (
     Bug(
         "plain values go back to the first check",
         "elastic/state",
-        "None if committed else self._light_values()",
-        "self._resume_values or self._light_values()",
+        "None if committed else self._handlers.light_values()",
+        "self._resume_point.light or self._handlers.light_values()",
     ),
     Bug(
-        "a check between the passes of a step counts", "torch/elastic/state", "if o._reducer.accumulating]", "if False]"
+        "a check between the passes of a step counts",
+        "torch/elastic/state",
+        "if each._reducer.accumulating]",
+        "if False]",
     ),
 )
 

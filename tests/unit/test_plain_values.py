@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_elastic.elastic.plain_values import Opaque, PlainValues, difference, same
-from spark_elastic.elastic.state import independent_copy
+from spark_elastic.elastic.plain_values import Opaque, difference, independent_copy, same
+from spark_elastic.elastic.undo_log import UndoLog
 
 
 @pytest.fixture(autouse=True, params=["at once", "with the next reduction"])
@@ -27,7 +27,7 @@ class Loop:
     def __init__(self, **values: Any) -> None:
         object.__setattr__(self, "stepped", False)
         object.__setattr__(self, "values", values)
-        object.__setattr__(self, "follow", PlainValues(independent_copy))
+        object.__setattr__(self, "follow", UndoLog())
         object.__setattr__(self, "place", "")
         self.call()
 
@@ -208,7 +208,7 @@ def test_who_joins_later_learns_from_those_who_were_there():
     first.batch += 1
     first.losses.append(1)
     first.step()
-    other = PlainValues(independent_copy)
+    other = UndoLog()
     other.learn_from(first.follow.learnt)
     assert other.learnt == ({"batch": (1, frozenset({""}))}, {"losses": ("longer", 1)}, {})
 

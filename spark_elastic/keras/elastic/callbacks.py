@@ -11,77 +11,8 @@ from typing import Any
 import keras
 
 from spark_elastic.errors import UsageError
-from spark_elastic.keras.elastic.fit_callbacks import go_on_with
+from spark_elastic.keras.elastic.fit_session import session_of
 from spark_elastic.keras.elastic.state import KerasState
-from spark_elastic.keras.fit_place import Before, note
-
-
-class FitProgress:
-    """Where `fit` stands, in terms of the state; shared by all callbacks of a state, whose reports it takes once.
-
-    Keras counts batches from 0 each time that `fit` is entered, and epochs from `initial_epoch`, which Horovod's users
-    leave out. `state.batch` and `state.epoch` count on.
-    """
-
-    def __init__(self, state: KerasState) -> None:
-        self.state = state
-        self.counts_batches = False
-        self.counts_epochs = False
-        self.train_begins()
-
-    def train_begins(self) -> None:
-        self.batches = 0
-        """Done since `fit` was entered."""
-        self._offset: int | None = None
-        self._before = 0
-        self._ended: int | None = None
-        self._last: int | None = None
-
-    def epoch_begins(self, epoch: int, model: Any) -> None:
-        if self._offset is None:
-            self._offset = self.state.epoch - epoch if self.counts_epochs else 0
-            self._before = self.state.batch if self.counts_batches else 0
-            self.state.put_running_metrics_back()
-            if self.state.reentered:
-                self.state.reentered = False
-                if self.counts_epochs:
-                    logs = self.state.fit_callbacks.logs
-                    go_on_with(getattr(model, "history", None), logs, self.state.epoch, self._offset)
-        elif self._ended is not None:
-            self._before = 0
-        self._ended = self._last = None
-        note(model, Before(self._offset, self._before))
-        if self.counts_batches:
-            self.state.note_batch()
-
-    def batch_ends(self, batch: int) -> None:
-        if self._last == batch:
-            return
-        self._last = batch
-        if self.counts_batches:
-            self.state.batch = self._before + batch + 1
-            self.state.note_batch()
-        self.batches += 1
-
-    def epoch_ends(self, epoch: int, logs: dict[str, Any] | None) -> None:
-        if self._ended == epoch:
-            return
-        self._ended = epoch
-        number = epoch + (self._offset or 0)
-        self.state.fit_callbacks.logs[number] = dict(logs or {})
-        if self.counts_epochs:
-            self.state.epoch = number + 1
-        if self.counts_batches:
-            self.state.batch = 0
-            self.state.note_batch()
-
-
-def _progress_of(state: KerasState) -> FitProgress:
-    known = state.__dict__.get("_fit_progress")
-    if known is None:
-        known = FitProgress(state)
-        object.__setattr__(state, "_fit_progress", known)
-    return known
 
 
 class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -93,28 +24,28 @@ class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self, state: KerasState) -> None:
         super().__init__()
         self.state = state
-        self.progress = _progress_of(state)
+        self.session = session_of(state)
         for wanted, name in ((self.counts_batches, "batch"), (self.counts_epochs, "epoch")):
             if wanted and name not in state.__dict__:
                 raise UsageError(f"{type(self).__name__} counts in state.{name}: KerasState(model, {name}=0, ...)")
-        self.progress.counts_batches |= self.counts_batches
-        self.progress.counts_epochs |= self.counts_epochs
+        self.session.counts_batches |= self.counts_batches
+        self.session.counts_epochs |= self.counts_epochs
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         self.state.fit_callbacks.attach()
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self.progress.train_begins()
+        self.session.train_begins()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.progress.epoch_begins(epoch, self.model)
+        self.session.epoch_begins(epoch, self.model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.progress.batch_ends(batch)
+        self.session.batch_ends(batch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.progress.epoch_ends(epoch, logs)
+        self.session.epoch_ends(epoch, logs)
 
 
 class UpdateBatchStateCallback(_StateCallback):
@@ -154,7 +85,7 @@ class CommitStateCallback(_StateCallback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._commit_epoch()
-        if self.progress.batches:
+        if self.session.batches:
             self.state.leave_if_updated()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,9 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from spark_elastic.collective.process import process
 from spark_elastic.data.order.sampling import EpochOrder
+from spark_elastic.elastic.call_stack import calling_object
 from spark_elastic.errors import UsageError
+from spark_elastic.keras.elastic.fit_session import session_of
 from spark_elastic.keras.elastic.state import KerasState
 
 Indices = npt.NDArray[np.int64]
@@ -83,8 +84,9 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         self._mine: list[Indices] = []
         self._variables: tuple[Any, Any] | None = None
         self._pipeline: Any = None
-        state.weigh_by_rows(batch_size)
-        state.will_train_on(self.get_tf_dataset)
+        session = session_of(state)
+        session.dataset = self.get_tf_dataset
+        session.global_batch = batch_size
 
     def __len__(self) -> int:
         return self._batches
@@ -116,15 +118,15 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
 
     def on_epoch_begin(self) -> None:
         self._mine = self.rows_left()
-        self.state.nothing_left = not self._mine
+        session_of(self.state).nothing_left = not self._mine
         if self._variables is not None:
             rows, ends = self._variables
             rows.assign(np.concatenate([np.empty(0, np.int64), *self._mine]))
             ends.assign(np.cumsum([0, *map(len, self._mine)], dtype=np.int64))
         # Keras asks for the number of batches once, and epochs that are gone on with have fewer. Who calls is the
         # iterator that counts them.
-        counting: Any = sys._getframe(1).f_locals.get("self")
-        if hasattr(counting, "_num_batches"):
+        counting = calling_object(lambda caller: hasattr(caller, "_num_batches"), within=1)
+        if counting is not None:
             counting._num_batches = len(self._mine)
             if not self._mine:  # the epoch was left after its last batch; nothing is wrong with the data
                 counting._interrupted_warning = lambda: None

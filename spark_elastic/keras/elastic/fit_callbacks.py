@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 
+from spark_elastic.elastic.call_stack import calling_object
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.kept_values import plain_values, put_values, same_value
 
@@ -155,7 +156,8 @@ class FitCallbacks:
 
         Raises: UsageError: a callback is in it that cannot be used in an elastic loop.
         """
-        callbacks = _list_above()
+        # Keras gives a callback no way to its list, which is a caller of `set_model`
+        callbacks = calling_object(lambda caller: isinstance(caller, keras.callbacks.CallbackList), within=_ABOVE)
         if callbacks is None or callbacks is self._attached:
             return
         for callback in callbacks.callbacks:
@@ -222,7 +224,7 @@ class FitCallbacks:
             at = self._epoch() if stopped else None
             self._kept = Snapshot(True, True, at, self.logs, self._values(None))
         elif self._resuming:
-            go_on_with(getattr(callbacks.model, "history", None), self.logs, self._epoch(), 0)
+            extend_history(getattr(callbacks.model, "history", None), self.logs, self._epoch(), 0)
         self._running = self._begun = False
         self.detached()
 
@@ -271,19 +273,6 @@ def _around(plain: Callable[..., Any], function: Callable[..., None], callbacks:
     return called
 
 
-def _list_above() -> Any:
-    """The CallbackList that is giving its callbacks their model."""
-    frame: Any = sys._getframe(2)
-    for _ in range(_ABOVE):
-        if frame is None:
-            return None
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, keras.callbacks.CallbackList):
-            return owner
-        frame = frame.f_back
-    return None
-
-
 def _by_key(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
     """Each callback that is to be watched, with a name that is the same on every member and in every call of `fit`."""
     counts: dict[str, int] = {}
@@ -297,7 +286,7 @@ def _by_key(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
     return found
 
 
-def go_on_with(history: Any, logs: Mapping[int, Mapping[str, Any]], epoch: int | None, offset: int) -> None:
+def extend_history(history: Any, logs: Mapping[int, Mapping[str, Any]], epoch: int | None, offset: int) -> None:
     """Have the History that `fit` will return begin with the epochs of the calls that were left.
 
     epoch: the state's; those before it are done. offset: its numbers less those of Keras.

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import keras
 import torch
 
-from spark_elastic.elastic.handled_values import Layout, Slice, StateHandler
-from spark_elastic.elastic.state import independent_copy
+from spark_elastic.elastic.handlers import Layout, StateHandler, TensorSpec
+from spark_elastic.elastic.plain_values import independent_copy
 from spark_elastic.errors import UsageError
 from spark_elastic.keras import variables as values
+from spark_elastic.keras.optimizer import reduces
 from spark_elastic.keras.variables import Description, Variable
 
 
@@ -21,7 +22,7 @@ class VariablesHandler(StateHandler):
     Their names are for messages only: two processes may have numbered their layers differently.
     """
 
-    elsewhere = True
+    staged = True
     what = "the variables"
 
     def __init__(self, value: Any) -> None:
@@ -44,7 +45,7 @@ class VariablesHandler(StateHandler):
 
     def layout(self) -> Layout:
         described = [values.describe(variable) for variable in self.variables()]
-        return [Slice(each, (values.bytes_of(each),), torch.uint8, True) for each in described]
+        return [TensorSpec(each, (values.bytes_of(each),), torch.uint8, True) for each in described]
 
     def identities(self, layout: Layout) -> Sequence[Hashable]:
         return [(number, *piece.key[1:]) for number, piece in enumerate(layout)]
@@ -52,7 +53,7 @@ class VariablesHandler(StateHandler):
     def tensors(self, layout: Layout) -> list[torch.Tensor]:
         return [values.to_wire(variable) for variable in self.variables()[: len(layout)]]
 
-    def prepare(self, layout: Layout, outline: Any) -> None:
+    def prepare(self, layout: Layout, metadata: Any) -> None:
         self.check(layout)
 
     def check(self, layout: Layout) -> None:
@@ -123,13 +124,16 @@ class ModelHandler(VariablesHandler):
     def built(self) -> bool:
         return bool(self.value.built)
 
-    def outline(self) -> Any:
+    def awaits_build(self) -> bool:
+        return not self.built()
+
+    def metadata(self) -> Any:
         return self.value.get_build_config() if self.value.built else None
 
-    def prepare(self, layout: Layout, outline: Any) -> None:
-        if len(self.variables()) < len(layout) and not self.value.built and outline:
-            self.value.build_from_config(outline)
-        super().prepare(layout, outline)
+    def prepare(self, layout: Layout, metadata: Any) -> None:
+        if len(self.variables()) < len(layout) and not self.value.built and metadata:
+            self.value.build_from_config(metadata)
+        super().prepare(layout, metadata)
 
     def save(self) -> None:
         super().save()
@@ -173,6 +177,13 @@ class OptimizerHandler(VariablesHandler):
     def built(self) -> bool:
         return bool(self.value.built)
 
+    def steps_applied(self) -> Any:
+        """Return the steps applied by the optimizer: a number, or a tensor that is one when it is evaluated."""
+        if reduces(self.value):
+            return self.value.steps_applied()  # also those that were skipped
+        inner = getattr(self.value, "inner_optimizer", self.value)
+        return inner._iterations.value
+
     def light(self) -> float | None:
         """The learning rate, which callbacks change between steps; None: it follows a schedule."""
         rate = self._rate()
@@ -187,7 +198,7 @@ class OptimizerHandler(VariablesHandler):
         rate = getattr(getattr(self.value, "inner_optimizer", self.value), "_learning_rate", None)
         return rate if isinstance(rate, keras.Variable) else None
 
-    def outline(self) -> list[MadeFor] | None:
+    def metadata(self) -> list[MadeFor] | None:
         if not self.value.built:
             return None
         places = {
@@ -200,17 +211,17 @@ class OptimizerHandler(VariablesHandler):
             return []
         return [places[id(variable)] for variable in trained]
 
-    def prepare(self, layout: Layout, outline: Any) -> None:
-        if not self.value.built and outline is not None:
-            if not outline:
+    def prepare(self, layout: Layout, metadata: Any) -> None:
+        if not self.value.built and metadata is not None:
+            if not metadata:
                 raise UsageError(
                     "the optimizer of this worker has not been built, and the others' is built for variables that no "
                     "model in the state has; call optimizer.build(variables) before the elastic loop, or put the "
                     "models that it trains into the state"
                 )
             models = {name: model.variables for name, model in self._models().items()}
-            self.value.build([models[model][number] for model, number in outline])
-        super().prepare(layout, outline)
+            self.value.build([models[model][number] for model, number in metadata])
+        super().prepare(layout, metadata)
 
 
 class MetricHandler(VariablesHandler):
@@ -249,7 +260,7 @@ class SeedHandler(VariablesHandler):
         return [self.value.state]
 
 
-class StateDictHandler(StateHandler):
+class KerasStateDictHandler(StateHandler):
     """Anything else with `state_dict` and `load_state_dict`; its `reset`, if it has one, is told of a new world."""
 
     def light(self) -> Any:
@@ -279,5 +290,5 @@ def handler_for(value: Any, models: Callable[[], Mapping[str, Any]]) -> StateHan
     if isinstance(value, keras.random.SeedGenerator):
         return SeedHandler(value)
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-        return StateDictHandler(value)
+        return KerasStateDictHandler(value)
     return None

@@ -10,7 +10,7 @@ from typing import Any
 from spark_elastic.collective.process import process
 from spark_elastic.data.read_order import lanes_of, resolve_order
 from spark_elastic.elastic.frontend import frontend
-from spark_elastic.elastic.state import elastic_loop
+from spark_elastic.elastic.loop import elastic_loop
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback
 from spark_elastic.ml.training.checkpoint_schedule import Lasting

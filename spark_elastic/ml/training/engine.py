@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from spark_elastic.elastic.handled_state import HandledState
+from spark_elastic.elastic.state import ElasticState
 from spark_elastic.ml.training.progress import Piece, Progress, Sums
 
 if TYPE_CHECKING:
@@ -155,10 +155,9 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-class TrainingState(HandledState):
+class TrainingState(ElasticState):
     """With turns: changes that are no step, but after which those who are ahead are followed."""
 
-    _only_optimizers_act = True
     at: Progress
 
     def turn_done(self) -> None:

@@ -1,7 +1,7 @@
 """One worker's part of a training, phase by phase.
 
 Between two collectives nothing is done that could not be done again: when one fails, the plain values go back to the
-last resume point (`HandledState`), at which model and optimizer still stand, and the phase goes on from there in the
+last resume point (`ElasticState`), at which model and optimizer still stand, and the phase goes on from there in the
 next world. So every change of `state.at` follows the collective that confirms it, and a resume point follows the
 change.
 """

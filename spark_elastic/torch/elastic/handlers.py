@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from spark_elastic.elastic.handled_values import Layout, Slice, StateHandler, copy_all
-from spark_elastic.elastic.state import independent_copy
+from spark_elastic.elastic.handlers import Layout, StateHandler, TensorSpec, copy_all
+from spark_elastic.elastic.plain_values import independent_copy
 from spark_elastic.errors import UsageError
 from spark_elastic.torch.elastic.sampler import ElasticSampler
 
@@ -49,7 +49,9 @@ class ModelStateHandler(StateHandler):
 
     def present(self) -> tuple[Layout, list[torch.Tensor]]:
         own = {key: value for key, value in self._own().items() if isinstance(value, torch.Tensor)}
-        return [Slice(key, tuple(value.shape), value.dtype, False) for key, value in own.items()], list(own.values())
+        return [TensorSpec(key, tuple(value.shape), value.dtype, False) for key, value in own.items()], list(
+            own.values()
+        )
 
     def tensors(self, layout: Layout) -> list[torch.Tensor]:
         own = self._own()
@@ -104,14 +106,16 @@ class OptimizerStateHandler(StateHandler):
         for index, param in enumerate(self._params()):
             for name, value in state[param].items() if param in state else ():
                 if isinstance(value, torch.Tensor):
-                    layout.append(Slice((index, name), tuple(value.shape), value.dtype, value.device != param.device))
+                    layout.append(
+                        TensorSpec((index, name), tuple(value.shape), value.dtype, value.device != param.device)
+                    )
                     tensors.append(value)
         return layout, tensors
 
     def tensors(self, layout: Layout) -> list[torch.Tensor]:
         params = self._params()
         state = self.value.state
-        wanted: dict[int, dict[str, Slice]] = {}
+        wanted: dict[int, dict[str, TensorSpec]] = {}
         for piece in layout:
             wanted.setdefault(piece.key[0], {})[piece.key[1]] = piece
         if wanted and max(wanted) >= len(params):
@@ -124,7 +128,7 @@ class OptimizerStateHandler(StateHandler):
         return [state[params[piece.key[0]]][piece.key[1]] for piece in layout]
 
     @staticmethod
-    def _shape(state: Any, param: torch.Tensor, wanted: Mapping[str, Slice]) -> None:
+    def _shape(state: Any, param: torch.Tensor, wanted: Mapping[str, TensorSpec]) -> None:
         own = state.get(param, {})
         for name in [name for name, value in own.items() if isinstance(value, torch.Tensor) and name not in wanted]:
             del own[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any
@@ -12,6 +11,7 @@ import torch.utils.data
 
 from spark_elastic.collective.process import process
 from spark_elastic.data.order.sampling import EpochOrder, Indices, needs_padding, rows_done, share
+from spark_elastic.elastic.call_stack import calling_object
 
 _CHUNK = 8192
 """Rows whose places in the order are computed at a time."""
@@ -170,7 +170,10 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     # --- rows -----------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[int]:
-        self._learn_batch_size(sys._getframe(1))
+        batches = calling_object(lambda caller: isinstance(caller, torch.utils.data.BatchSampler), within=1)
+        if batches is not None and batches.sampler is self:
+            self.batch_size, self._drops_last = batches.batch_size, batches.drop_last
+            self._deal()
         stop = self._share + self._padded
         for start in range(0, stop, _CHUNK):
             yield from self._rows_of(start, min(stop, start + _CHUNK)).tolist()
@@ -183,10 +186,3 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         if self._padded and stop > self._share:
             positions[-1] = self.rank % self.total_size
         return self._order[positions + self._base]
-
-    def _learn_batch_size(self, caller: Any) -> None:
-        """Ask who iterates: a `DataLoader` does not tell its sampler the batch size, but its `BatchSampler` has it."""
-        owner = caller.f_locals.get("self")
-        if isinstance(owner, torch.utils.data.BatchSampler) and owner.sampler is self:
-            self.batch_size, self._drops_last = owner.batch_size, owner.drop_last
-            self._deal()

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.elastic.handled_values import Slice, digest
-from spark_elastic.elastic.state import Entry, elastic_loop
+from spark_elastic.elastic.frontend import Entry
+from spark_elastic.elastic.handlers import TensorSpec, digest
+from spark_elastic.elastic.loop import elastic_loop
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.membership.topology import StateVersion
 from spark_elastic.torch.elastic import StateHandler, TorchState, get_handler_registry, register_handler
@@ -190,7 +191,7 @@ class TensorHandler(StateHandler):
     """The value is a tensor of one element."""
 
     def layout(self):
-        return [Slice("value", (), torch.float32, True)]
+        return [TensorSpec("value", (), torch.float32, True)]
 
     def tensors(self, layout):
         if not isinstance(self.value.value, torch.Tensor):
