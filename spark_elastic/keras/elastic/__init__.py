@@ -1,4 +1,4 @@
-"""Elastic training with Keras: the loop, the state and the callbacks."""
+"""Elastic training with Keras: the loop, the states, the dataset and the callbacks."""
 
 from __future__ import annotations
 

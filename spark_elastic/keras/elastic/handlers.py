@@ -1,4 +1,4 @@
-"""Which kinds of values a `KerasState` keeps, and how each is copied; see `collective.handled_values`."""
+"""Handlers for the values of a `KerasState`: models, optimizers, metrics, variables and seeds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from spark_elastic.keras.variables import Description, Variable
 
 
 class VariablesHandler(StateHandler):
-    """A value that consists of Keras variables. They travel as bytes and are matched by their order.
+    """A value that consists of Keras variables. They are sent as bytes and matched by their order.
 
-    Their names are for messages only: two processes may have numbered their layers differently.
+    Their names appear in messages only: two processes may have numbered their layers differently.
     """
 
     staged = True
@@ -29,19 +29,19 @@ class VariablesHandler(StateHandler):
         super().__init__(value)
         self._saved: list[values.Copy] = []
         self._saved_of: list[Variable] = []
-        """The variables that were saved: once the value is built, it may have others before and between them."""
+        """The variables that were saved. Once the value is built, it may have others before and between them."""
         self._saved_whole = False
         self._read: tuple[list[int], Callable[[], list[values.Copy]]] = ([], list)
 
     def variables(self) -> list[Variable]:
-        """All that the value consists of, in an order that is the same on every member."""
+        """Return all variables, in an order that is the same on every member."""
         raise NotImplementedError
 
     def built(self) -> bool:
-        """Whether the value has all its variables."""
+        """Return True if the value has all its variables."""
         return True
 
-    # --- what travels ---------------------------------------------------------------------------
+    # --- sent to other members ---------------------------------------------------------------------------
 
     def layout(self) -> Layout:
         described = [values.describe(variable) for variable in self.variables()]
@@ -57,7 +57,11 @@ class VariablesHandler(StateHandler):
         self.check(layout)
 
     def check(self, layout: Layout) -> None:
-        """Raises: UsageError: the variables here cannot hold those of this layout."""
+        """Check that the variables here can hold those of another member.
+
+        Raises:
+            UsageError: They cannot.
+        """
         theirs = [Description(*piece.key) for piece in layout]
         mine = [values.describe(variable) for variable in self.variables()]
         for number, other in enumerate(theirs):
@@ -76,14 +80,14 @@ class VariablesHandler(StateHandler):
     # --- copies ---------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Copy everything at once: what TensorFlow copies is copied when the variable is next changed."""
+        """Copy all variables at once; TensorFlow really copies one when it is next changed."""
         self._light = self.light()
         self._saved_of = self.variables()
         self._saved = self._reader(self._saved_of)()
         self._saved_whole = self.built()
 
     def save_new(self) -> None:
-        """If the value was not built when it was saved, and is now, save the variables that have been made since."""
+        """Save the variables that were created since the last save, if the value was not built then and is now."""
         if self._saved_whole or not self.built():
             return
         saved = set(map(id, self._saved_of))
@@ -107,9 +111,9 @@ class VariablesHandler(StateHandler):
 
 
 class ModelHandler(VariablesHandler):
-    """A model or layer: its weights, and the seeds of what is random in it.
+    """A model or layer: its weights, and the seeds of its random layers.
 
-    With a copy go the running metrics of a compiled model, so that an epoch's metrics return to the commit as well.
+    A copy includes the running metrics of a compiled model, so that an epoch's metrics return to the commit as well.
     """
 
     what = "the model"
@@ -145,24 +149,26 @@ class ModelHandler(VariablesHandler):
         values.put_back(*self._metrics)
 
     def step_variables(self, metrics: bool) -> list[Variable]:
-        """What a step changes besides through the optimizer: running means, seeds, and metrics."""
-        # a frozen layer's variables are changed by nothing, however large they are: not those that would be trained
+        """Return what a step changes besides through the optimizer: running means, seeds, and metrics."""
+        # without a frozen layer's weights: they may be large, and nothing changes them
         trained = {id(v) for layer in self.value._flatten_layers() for v in layer._trainable_variables}
         own = [variable for variable in self.value.variables if id(variable) not in trained]
         return own + list(self.value.metrics_variables) if metrics else own
 
 
 class MadeFor(NamedTuple):
-    """What an optimizer was built for: each variable by the name of its model in the state and its number there."""
+    """A variable that an optimizer was built for: the name of its model in the state, and its number there."""
 
     model: str
     number: int
 
 
 class OptimizerHandler(VariablesHandler):
-    """An optimizer with all its variables: iterations, learning rate, slots, accumulators, scales of the loss.
+    """An optimizer with all its variables: iterations, learning rate, slots, accumulators, loss scale.
 
-    models: gives the models of the state by name; a newcomer's optimizer is built for their variables.
+    Args:
+        value: The optimizer.
+        models: Returns the models of the state by name; a newcomer's optimizer is built for their variables.
     """
 
     what = "the optimizer"
@@ -185,7 +191,7 @@ class OptimizerHandler(VariablesHandler):
         return inner._iterations.value
 
     def light(self) -> float | None:
-        """The learning rate, which callbacks change between steps; None: it follows a schedule."""
+        """Return the learning rate, which callbacks change between steps; None if it follows a schedule."""
         rate = self._rate()
         return None if rate is None else float(rate.numpy())
 
@@ -215,9 +221,9 @@ class OptimizerHandler(VariablesHandler):
         if not self.value.built and metadata is not None:
             if not metadata:
                 raise UsageError(
-                    "the optimizer of this worker has not been built, and the others' is built for variables that no "
-                    "model in the state has; call optimizer.build(variables) before the elastic loop, or put the "
-                    "models that it trains into the state"
+                    "the optimizer of this worker has not been built, and that of the others was built for variables "
+                    "that no model in the state has; call optimizer.build(variables) before the elastic loop, or put "
+                    "the models that it trains into the state"
                 )
             models = {name: model.variables for name, model in self._models().items()}
             self.value.build([models[model][number] for model, number in metadata])
@@ -225,7 +231,7 @@ class OptimizerHandler(VariablesHandler):
 
 
 class MetricHandler(VariablesHandler):
-    """A metric that a loop of one's own updates."""
+    """A metric that a user's own loop updates."""
 
     what = "the metric"
 
@@ -261,7 +267,7 @@ class SeedHandler(VariablesHandler):
 
 
 class KerasStateDictHandler(StateHandler):
-    """Anything else with `state_dict` and `load_state_dict`; its `reset`, if it has one, is told of a new world."""
+    """Any other object with `state_dict` and `load_state_dict`; its `reset`, if any, is called in a new world."""
 
     def light(self) -> Any:
         return independent_copy(self.value.state_dict())
@@ -276,7 +282,7 @@ class KerasStateDictHandler(StateHandler):
 
 
 def handler_for(value: Any, models: Callable[[], Mapping[str, Any]]) -> StateHandler | None:
-    """A handler for the value, or None: it is a plain Python object."""
+    """Return a handler for the value; None for a plain Python object."""
     if isinstance(value, type):
         return None
     if isinstance(value, keras.optimizers.Optimizer):

@@ -1,4 +1,4 @@
-"""Which kinds of values a `TorchState` keeps, and how each is copied; see `collective.handled_values`."""
+"""Handlers for the values of a `TorchState`: modules, optimizers, samplers, and objects with a `state_dict`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spark_elastic.torch.elastic.sampler import ElasticSampler
 
 
 class ModelStateHandler(StateHandler):
-    """Parameters and buffers of a module; extra state that modules keep goes with the light part."""
+    """Parameters and buffers of a module; extra state of modules belongs to the light part."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -78,21 +78,23 @@ class ModelStateHandler(StateHandler):
             self.value.load_state_dict(light, strict=False)
 
     def versions(self) -> list[int]:
-        """Return torch's counters of in-place changes, of each parameter."""
+        """Return torch's counter of in-place changes of each parameter."""
         if self._parameters is None:
             self._parameters = list(self.value.parameters())
         return [0 if param.is_inference() else param._version for param in self._parameters]
 
     def buffers(self) -> list[torch.Tensor]:
-        """What a forward pass may change: running means and the like. Asked for after each step, so that the tree of
-        modules is walked at commits only."""
+        """Return what a forward pass may change: running means and the like.
+
+        Called after each step, so the tree of modules is walked at commits only.
+        """
         if self._modules is None:
             self._modules = list(self.value.modules())
         return [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
 
 
 class OptimizerStateHandler(StateHandler):
-    """An optimizer: its options are light, its state is tensors and, of other types, light."""
+    """An optimizer: its state is tensors; its options, and state of other types, are light."""
 
     def _params(self) -> list[torch.Tensor]:
         return [param for group in self.value.param_groups for param in group["params"]]
@@ -180,7 +182,7 @@ class OptimizerStateHandler(StateHandler):
 
 
 class SamplerStateHandler(StateHandler):
-    """An `ElasticSampler`: all of it is light."""
+    """An `ElasticSampler`, which has a light part only."""
 
     def light(self) -> Any:
         return dict(self.value.state_dict())
@@ -193,7 +195,7 @@ class SamplerStateHandler(StateHandler):
 
 
 class StateDictHandler(StateHandler):
-    """Anything else with `state_dict` and `load_state_dict`: learning rate schedulers, gradient scalers, metrics."""
+    """Any other object with `state_dict` and `load_state_dict`: schedulers, gradient scalers, metrics."""
 
     def light(self) -> Any:
         return independent_copy(self.value.state_dict())
@@ -203,7 +205,7 @@ class StateDictHandler(StateHandler):
 
 
 class HasStateDict:
-    """The registry's entry for objects with `state_dict` and `load_state_dict`, whatever their class."""
+    """The registry's entry for objects with `state_dict` and `load_state_dict`, of any class."""
 
     @staticmethod
     def matches(value: Any) -> bool:
@@ -220,7 +222,7 @@ _registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """The (type, handler class) pairs; the first whose type fits a value is used. Insert into it to extend it."""
+    """Return the (type, handler class) pairs, of which the first that fits a value is used; it may be changed."""
     return _registry
 
 
@@ -236,7 +238,7 @@ def register_handler(kind: type, handler: type[StateHandler]) -> None:
 
 
 def handler_for(value: Any) -> StateHandler | None:
-    """A handler for the value, or None: it is a plain Python object."""
+    """Return a handler for the value; None for a plain Python object."""
     if isinstance(value, type):
         return None
     for kind, handler in _registry:
