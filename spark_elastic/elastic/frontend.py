@@ -32,11 +32,11 @@ _SEAL_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """How a member has come into the present world.
+    """A member's entry into a world.
 
     Attributes:
         root: Rank of the member whose state everybody takes over.
-        version: Version of that state; None if nobody holds one yet.
+        version: Version of that state; None if no member holds one yet.
         sync: False if all members report the same version.
         moved: Rank or size have changed.
         from_last_loop: All members have just come from the loop before, together. Until they share a state, a failure
@@ -55,7 +55,7 @@ class SentOn(Exception):
 
 
 class CollectiveFrontend:
-    """What the loop and the states need of this process's link and groups; tests script another one."""
+    """The loop's and the states' access to this process's link and groups."""
 
     loops = loops
 

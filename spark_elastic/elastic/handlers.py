@@ -1,4 +1,4 @@
-"""How the values of a state are copied, restored and taken over from another member, by type.
+"""Handlers copy, restore and synchronise the values of a state, by type.
 
 Each value has two parts. The *light* part is plain data that is cheap to copy at every resume point: a learning rate,
 a position in the dataset. The *tensors* are copied at commits only. A layout lists them, so that they can be found in
@@ -211,25 +211,25 @@ class Handlers:
         """True if a value has no tensors yet and will get some."""
         return any(handler.awaits_build() for handler in self.by_name.values())
 
-    def sync(self, root: int, told: Any, *, staged: bool, known: Descriptions | None = None) -> Any:
+    def sync(self, root: int, extra: Any, *, staged: bool, known: Descriptions | None = None) -> Any:
         """Take over the values of the member `root`.
 
         Args:
             root: Its rank.
-            told: Another picklable object.
+            extra: Another picklable object.
             staged: As in `take_over`.
             known: As in `take_over`.
 
         Returns:
-            The `told` of the root.
+            The root's `extra`.
         """
         own = self.with_own_sync
         handlers = {name: handler for name, handler in self.by_name.items() if name not in own}
-        values, told = take_over(handlers, root, (self.plain.copies(), told), staged, known=known)
+        values, extra = take_over(handlers, root, (self.plain.copies(), extra), staged, known=known)
         for name in own:
             self.by_name[name].sync()
         self.plain.assign(values)
-        return told
+        return extra
 
     def take_up(self, kept: Handlers) -> None:
         """Take over the values of another state in this process.
@@ -270,10 +270,10 @@ class Handlers:
         Values that cannot be pickled get a random digest, equal to no other.
         """
         try:
-            told = pickle.dumps((known, self.light_values(), self.unbuilt))
+            everything = pickle.dumps((known, self.light_values(), self.unbuilt))
         except Exception:  # some user object; if it cannot be sent either, that raises a clear error by itself
             return secrets.token_hex(16)
-        return hashlib.blake2b(told, digest_size=16).hexdigest()
+        return hashlib.blake2b(everything, digest_size=16).hexdigest()
 
 
 def _same_devices(copies: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:

@@ -161,7 +161,11 @@ def _same(one: Any, other: Any, seen: _Seen) -> bool:
 
 
 def _parts(value: Any) -> Any:
-    """Return the parts that the value would be pickled from; raises what the value raises if it cannot be pickled."""
+    """Return the parts that the value would be pickled from.
+
+    Raises:
+        Exception: Raised by the value, which cannot be pickled.
+    """
     reduced = value.__reduce_ex__(4)
     if isinstance(reduced, str):
         return reduced

@@ -1,4 +1,4 @@
-"""Decide which state to resume from after a failed collective: a pure function of what is known of the failure."""
+"""Decide which state to resume from after a failed collective: a pure function of facts about the failure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """States that outlive a change of the world: those of users, and those whose values a framework's optimizers train.
 
-`State` is Horovod's contract. `ElasticState` is composed of the `Handlers` of its values, a `StepCounter`, the last
-`ResumePoint`, and what its framework gives: `OptimizerSteps` and a `LoopWatch`. `loop` calls both.
+`State` is Horovod's contract for users' own states. `ElasticState` is composed of the `Handlers` of its values, a
+`StepCounter`, the last `ResumePoint`, and two strategies of its framework: `OptimizerSteps` and a `LoopWatch`. The
+elastic loop (`loop`) calls the methods under "called by the loop".
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class State:
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
         """Register functions to call each time the world has changed, before the state is synchronised.
 
-        A newcomer may not call them, and nobody waits for one: their collectives reach nobody, and the steps that they
-        train are each member's own, like those of a newcomer before the loop.
+        A newcomer may not call them, and no member waits for another: their collectives return each member's own
+        values, and the steps that they train are not counted.
 
         Args:
             callbacks: Functions without arguments.
@@ -188,7 +189,7 @@ class State:
         finally:
             self._root = 0
             self._entering = False
-        if version is None or version.loop < self._loop:  # of the loop before: this one begins
+        if version is None or version.loop < self._loop:  # a version of the loop before: this loop begins
             version = StateVersion(self._loop)
         self._counter.set(version)
         self._counter.saved_version = version
@@ -334,9 +335,9 @@ class ElasticState(State):
         if not self._entering:
             self._steps.poll()
         self._steps.before_sync()
-        told = self._handlers.unbuilt, self._watch.log.learnt
+        extra = self._handlers.unbuilt, self._watch.log.learnt
         staged = self._counter.version is not None
-        self._root_unbuilt, learnt = self._handlers.sync(self._root, told, staged=staged, known=self._known)
+        self._root_unbuilt, learnt = self._handlers.sync(self._root, extra, staged=staged, known=self._known)
         self._watch.log.learn_from(learnt)
         self._steps.values_replaced()
         if not self._entering:
@@ -384,7 +385,7 @@ class ElasticState(State):
 
     def _recover(self, error: HorovodInternalError) -> None:
         self._steps.function_left()
-        if self._counter.version is not None:  # otherwise another member has the state, or nobody
+        if self._counter.version is not None:  # otherwise this member holds no state yet
             self._resume_after(error)
         self._steps.drop_unfinished()
 

@@ -1,7 +1,7 @@
-"""The steps of a state's optimizers, and the loop that makes them: what is counted, and what a framework has to tell.
+"""The steps of a state's optimizers, and the loop that makes them.
 
-A framework gives an `ElasticState` three things: a function that chooses the `StateHandler` of a value, a subclass of
-`LoopWatch` and one of `OptimizerSteps`.
+Each framework gives an `ElasticState` three strategies: a function that chooses the `StateHandler` of a value, a
+subclass of `LoopWatch` and one of `OptimizerSteps`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spark_elastic.membership.topology import StateVersion
 
 
 class StepCounter:
-    """How far a state is, as the members compare it, and how many steps its optimizers made since the resume point."""
+    """The version of a state, and the steps that its optimizers have made since the last resume point."""
 
     def __init__(self, report: Callable[[StateVersion], None]) -> None:
         self.version: StateVersion | None = None
@@ -55,10 +55,10 @@ class StepCounter:
 
 
 class LoopWatch:
-    """How the loop uses the state between its steps; decides what a failed step has left to undo.
+    """Watches how a loop changes the state around its steps, so that the changes of a failed step can be undone.
 
-    This base class fits loops in which only optimizers change tensors and all plain values change after the step, as
-    in those of the estimators: nothing has to be watched. Frameworks watch the loops of users.
+    This base class watches nothing. It is for loops, such as those of the estimators, in which only optimizers change
+    tensors and all plain values change after the step. Subclasses watch the loops of users.
     """
 
     def __init__(self, handlers: Handlers, counter: StepCounter) -> None:
@@ -77,7 +77,7 @@ class LoopWatch:
         """Note that an optimizer has the reduced gradients of a step."""
 
     def resume_point(self, committed: bool) -> None:
-        """Note how the tensors are at a resume point; `committed`: there is a copy of them."""
+        """Note the present tensors, at a resume point; `committed`: a copy of them exists."""
 
     def altered(self, stepped: bool) -> bool:
         """Return True if something else than optimizers changed tensors, see `Failure.altered`.
@@ -103,9 +103,9 @@ class LoopWatch:
 
 
 class OptimizerSteps:
-    """The optimizers of a state: counts their steps, says where a step ends, and undoes an unfinished one.
+    """Counts the steps of a state's optimizers, tells where a step ends, and undoes an unfinished one.
 
-    This base class is for optimizers whose steps are counted by calling `StepCounter.stepped`.
+    This base class is for optimizers whose owner calls `StepCounter.stepped`.
     """
 
     def __init__(self, handlers: Handlers, counter: StepCounter, watch: LoopWatch) -> None:
@@ -145,9 +145,10 @@ class OptimizerSteps:
         return list(self._counter.steps.values())
 
     def resume_point(self, called: bool) -> None:
-        """Copy what a step changes besides through its optimizer; `called`: the loop's function is about to be called.
+        """Copy what steps change besides through optimizers: running means, seeds, metrics, rows done.
 
-        Such values are running means, seeds, metrics, and which rows are done.
+        Args:
+            called: The loop's function is about to be called.
         """
 
     # --- a step that failed -------------------------------------------------------------------------
@@ -156,7 +157,7 @@ class OptimizerSteps:
         """Note that the loop's function has raised, before any value is put back."""
 
     def undo_step(self, choice: Recovery) -> None:
-        """Put back what the unfinished step has changed, where `choice` has not done so."""
+        """Put back what the unfinished step has changed and `choice` has left."""
 
     def drop_unfinished(self) -> None:
         """Drop the gradients of the unfinished step: a loop may zero them only after a step, and would add to them."""

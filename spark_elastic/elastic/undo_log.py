@@ -1,4 +1,4 @@
-"""An undo log for plain values: which changes belong to the step that failed, and how to take them back.
+"""An undo log for plain values: takes back the changes that belong to a failed step.
 
 A loop may count before a step or after it. When the reduction of a step has failed, the tensors are as they were at the
 entry of that step, and the loop's function is called again from its top. So the changes that the loop makes between its
@@ -36,9 +36,9 @@ class UndoLog:
         self._begun: dict[str, Any] | None = None
         """Copies of all values when the function was called; None once its first step has come."""
         self._assigned: dict[str, tuple[int, frozenset[Hashable]]] = {}
-        """By name, how many assignments the loop makes before its first step, and where; absent if none."""
+        """By name, number and places of the assignments that the loop makes before its first step."""
         self._in_place: dict[str, Any] = {}
-        """By name, how the value changes in place before the first step."""
+        """By name, the `difference` that the loop makes in place before its first step."""
         self._trails: dict[str, list[tuple[Hashable, Any]]] = {}
         """By name, the place of each assignment since the last step, and the value before it."""
         self._at_entry: dict[str, Any] = {}
@@ -51,7 +51,7 @@ class UndoLog:
         self._after: dict[str, frozenset[Hashable]] = {}
         """By name, places that were seen to come after a step, in any call."""
         self._before: dict[str, Counter[Hashable]] = {}
-        """By name, how often each place came before the first step of this call."""
+        """By name, the number of assignments at each place before the first step of this call."""
         self._followed = True
 
     def begin(self, values: Mapping[str, Any]) -> None:
@@ -141,7 +141,7 @@ class UndoLog:
 
     @property
     def learnt(self) -> Learnt:
-        """What a worker that joins in the middle of a loop cannot see; for its `learn_from`."""
+        """Facts that a worker cannot see which joins in the middle of a loop; for its `learn_from`."""
         return self._assigned, self._in_place, self._after
 
     def learn_from(self, learnt: Learnt) -> None:
@@ -185,9 +185,9 @@ class UndoLog:
 
 
 class CountingProbe:
-    """Find out if a loop makes several steps before it counts: nothing it counts with changes between its first two.
+    """Finds out if a loop makes several steps before it counts: no plain value changes between its first two steps.
 
-    After a failed reduction such a loop may stand at its second step, with the first applied but not counted.
+    If a reduction of such a loop fails, it may be that of a second step, with the first applied but not counted.
 
     Attributes:
         found: The loop was seen to make several steps before it counts. Stays known for later calls.

@@ -103,7 +103,7 @@ def test_a_counter_that_was_reset_at_the_end_of_an_epoch_returns_to_the_reset():
     assert loop.fails() == {"batch": 0}
 
 
-def test_what_ends_an_epoch_before_the_first_step_of_a_call_is_not_taken_for_what_follows_a_step():
+def test_the_end_of_an_epoch_before_the_first_step_of_a_call_is_not_mistaken_for_code_after_a_step():
     loop = Loop(batch=2, epoch=0)
     failed = []
     for calls in range(2):
@@ -123,7 +123,7 @@ def test_what_ends_an_epoch_before_the_first_step_of_a_call_is_not_taken_for_wha
     assert failed == [{}, {"batch": 2, "epoch": 1}]
 
 
-def test_a_turn_without_a_step_does_not_make_what_follows_a_step_come_before_it():
+def test_an_iteration_without_a_step_does_not_make_code_after_a_step_count_as_before_it():
     loop = Loop(batch=0)
     for _ in range(3):
         loop.step()
@@ -136,7 +136,7 @@ def test_a_turn_without_a_step_does_not_make_what_follows_a_step_come_before_it(
     assert loop.fails() is None
 
 
-def test_a_resume_point_before_the_first_step_ends_what_belongs_to_that_step():
+def test_changes_before_a_resume_point_do_not_belong_to_the_first_step():
     loop = Loop(batch=0)
     loop.batch += 1  # a turn in which all skip the step
     assert loop.follow.awaits_step
@@ -194,7 +194,7 @@ def test_a_list_that_grows_after_the_step_stays():
     assert loop.fails() == {}
 
 
-def test_it_is_said_when_a_value_has_changed_in_another_way_than_before_the_first_step():
+def test_a_value_that_has_changed_in_an_unknown_way_cannot_be_undone():
     loop = Loop(losses=[])
     loop.losses.append(1)
     loop.step()
@@ -203,7 +203,7 @@ def test_it_is_said_when_a_value_has_changed_in_another_way_than_before_the_firs
     assert loop.fails() is None
 
 
-def test_who_joins_later_learns_from_those_who_were_there():
+def test_a_newcomer_learns_from_the_other_members():
     first = Loop(batch=0, losses=[])
     first.batch += 1
     first.losses.append(1)
@@ -213,7 +213,7 @@ def test_who_joins_later_learns_from_those_who_were_there():
     assert other.learnt == ({"batch": (1, frozenset({""}))}, {"losses": ("longer", 1)}, {})
 
 
-def test_values_are_compared_by_what_is_in_them():
+def test_values_are_compared_by_content():
     one, other = SimpleNamespace(a=[1, 2]), SimpleNamespace(a=[1, 2])
     assert same(one, other)
     assert same(np.arange(3), np.arange(3))
@@ -242,7 +242,7 @@ def a_ring():
     return ring
 
 
-def test_values_may_hold_themselves():
+def test_values_may_contain_themselves():
     for make in (a_tree, a_ring):
         value = make()
         assert same(value, make())
@@ -255,7 +255,7 @@ def test_values_may_hold_themselves():
     assert isinstance(difference(a_ring(), later), Opaque)
 
 
-def test_what_an_object_keeps_outside_of_its_attributes_is_compared_as_well():
+def test_pickled_parts_outside_of_attributes_are_compared():
     rng = random.Random(1)
     before = independent_copy(rng)
     assert same(before, rng)

@@ -41,7 +41,7 @@ class KerasState(ElasticState):
     batch: Any
     epoch: Any
     fit_callbacks: FitCallbacks
-    """What the callbacks of `fit` remember."""
+    """The memory of the callbacks of `fit`."""
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         super().__init__(*keras_parts(self, model, optimizer, kwargs))
@@ -143,7 +143,7 @@ class KerasLoopWatch(LoopWatch):
 
 
 class KerasSteps(OptimizerSteps):
-    """Polls the step counts of Keras' optimizers, and undoes what an unfinished step did to models and metrics."""
+    """Polls the step counts of Keras' optimizers, and undoes an unfinished step's changes to models and metrics."""
 
     def __init__(self, handlers: Handlers, counter: StepCounter, watch: KerasLoopWatch) -> None:
         super().__init__(handlers, counter, watch)

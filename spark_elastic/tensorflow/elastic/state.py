@@ -18,8 +18,8 @@ from spark_elastic.keras.elastic.state import keras_parts
 class TensorFlowState(ElasticState):
     """Variables and plain values; `variables` and each of the latter are attributes.
 
-    A loop that applies gradients itself tells nobody when its variables change. So after a loss training resumes from
-    the last commit, as with Horovod; or, with a Keras optimizer in the state that counts the steps, from the last step.
+    The changes of variables by a loop that applies gradients itself cannot be seen. So after a loss training resumes
+    from the last commit, as with Horovod; or from the last step, with a Keras optimizer in the state that counts steps.
 
     Args:
         variables: Of TensorFlow or Keras, in the same order on every member.

@@ -162,7 +162,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
                 return
 
     def split_batches(self, passes: int) -> None:
-        """Note that a batch is processed in so many parts; ranks must have equally many parts, not just batches."""
+        """Note that a batch is processed in this many parts; ranks must have equally many parts, not just batches."""
         if passes != self._passes:
             self._passes = passes
             self._set_shares()

@@ -31,8 +31,8 @@ _FOLLOWED = ModelStateHandler, OptimizerStateHandler, SamplerStateHandler, State
 class TorchState(ElasticState):
     """Models, optimizers, samplers, schedulers and plain values, each a keyword argument and then an attribute.
 
-    The type of a value decides how it is kept, see `handlers`; a value without a handler is a plain Python value, which
-    must be picklable.
+    The type of a value decides which handler copies it, see `handlers`; a value without one is a plain Python value,
+    which must be picklable.
 
     Args:
         model: A module, or None.
@@ -142,7 +142,7 @@ class TorchLoopWatch(LoopWatch):
 
 
 class TorchSteps(OptimizerSteps):
-    """Counts steps by hooks of torch's optimizers, and undoes what an unfinished one did to buffers and samplers.
+    """Counts steps by hooks of torch's optimizers, and undoes the changes of an unfinished one to buffers and samplers.
 
     The hooks hold this object weakly: an optimizer may outlive its state.
     """
