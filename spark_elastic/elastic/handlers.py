@@ -11,7 +11,7 @@ import hashlib
 import pickle
 import secrets
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -20,7 +20,7 @@ from spark_elastic.collective.operations import agree, as_bytes
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Max
-from spark_elastic.elastic.plain_values import PlainAttributes
+from spark_elastic.elastic.plain_values import PlainAttributes, independent_copy
 from spark_elastic.errors import StateNotMovableError
 
 H = TypeVar("H", bound="StateHandler")
@@ -137,6 +137,24 @@ class StateHandler:
     def sync(self) -> None:
         """Take over the value of rank 0."""
         take_over({"": self}, 0)
+
+
+@runtime_checkable
+class HasStateDict(Protocol):
+    """Any object with these two methods: a scheduler, gradient scaler, metric or callback."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class StateDictHandler(StateHandler):
+    """An object with `state_dict` and `load_state_dict`, which has a light part only."""
+
+    def light(self) -> Any:
+        return independent_copy(self.value.state_dict())
+
+    def set_light(self, light: Any) -> None:
+        self.value.load_state_dict(independent_copy(light))
 
 
 class Handlers:

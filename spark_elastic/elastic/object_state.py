@@ -33,9 +33,7 @@ class ObjectState(State):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def save(self) -> None:
         self._plain.save()

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import keras
 import torch
 
-from spark_elastic.elastic.handlers import Layout, StateHandler, TensorSpec
-from spark_elastic.elastic.plain_values import independent_copy
+from spark_elastic.elastic.handlers import HasStateDict, Layout, StateDictHandler, StateHandler, TensorSpec
 from spark_elastic.errors import UsageError
 from spark_elastic.keras import variables as values
 from spark_elastic.keras.optimizer import reduces
@@ -266,14 +265,8 @@ class SeedHandler(VariablesHandler):
         return [self.value.state]
 
 
-class KerasStateDictHandler(StateHandler):
-    """Any other object with `state_dict` and `load_state_dict`; its `reset`, if any, is called in a new world."""
-
-    def light(self) -> Any:
-        return independent_copy(self.value.state_dict())
-
-    def set_light(self, light: Any) -> None:
-        self.value.load_state_dict(independent_copy(light))
+class KerasStateDictHandler(StateDictHandler):
+    """An object with `state_dict` and `load_state_dict`; its `reset`, if it has one, is called in a new world."""
 
     def reset(self) -> None:
         reset = getattr(self.value, "reset", None)
@@ -295,6 +288,6 @@ def handler_for(value: Any, models: Callable[[], Mapping[str, Any]]) -> StateHan
         return VariableHandler(value)
     if isinstance(value, keras.random.SeedGenerator):
         return SeedHandler(value)
-    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+    if isinstance(value, HasStateDict):
         return KerasStateDictHandler(value)
     return None

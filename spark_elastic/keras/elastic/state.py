@@ -195,9 +195,9 @@ class KerasSteps(OptimizerSteps):
 
     def _build_optimizer(self) -> None:
         """Build the optimizer's slots if that is possible, so that a commit before the first step has them."""
-        model: Any = self._state.__dict__.get("model")
-        optimizer: Any = self._state.__dict__.get("optimizer")
-        if model is None or optimizer is None or optimizer is not getattr(model, "optimizer", None):
+        model, optimizer = getattr(self._state, "model", None), getattr(self._state, "optimizer", None)
+        belongs = optimizer is getattr(model, "optimizer", None)
+        if model is None or optimizer is None or not belongs:
             return
         if model.built and not optimizer.built and model.trainable_variables:
             optimizer.build(model.trainable_variables)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from spark_elastic.elastic.handlers import Layout, StateHandler, TensorSpec, copy_all
+from spark_elastic.elastic.handlers import HasStateDict, Layout, StateDictHandler, StateHandler, TensorSpec, copy_all
 from spark_elastic.elastic.plain_values import independent_copy
 from spark_elastic.errors import UsageError
 from spark_elastic.torch.elastic.sampler import ElasticSampler
@@ -194,24 +194,6 @@ class SamplerStateHandler(StateHandler):
         self.value.reset()
 
 
-class StateDictHandler(StateHandler):
-    """Any other object with `state_dict` and `load_state_dict`: schedulers, gradient scalers, metrics."""
-
-    def light(self) -> Any:
-        return independent_copy(self.value.state_dict())
-
-    def set_light(self, light: Any) -> None:
-        self.value.load_state_dict(independent_copy(light))
-
-
-class HasStateDict:
-    """The registry's entry for objects with `state_dict` and `load_state_dict`, of any class."""
-
-    @staticmethod
-    def matches(value: Any) -> bool:
-        return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
 Registry = list[tuple[Any, type[StateHandler]]]
 _registry: Registry = [
     (torch.nn.Module, ModelStateHandler),
@@ -242,6 +224,6 @@ def handler_for(value: Any) -> StateHandler | None:
     if isinstance(value, type):
         return None
     for kind, handler in _registry:
-        if kind.matches(value) if kind is HasStateDict else isinstance(value, kind):
+        if isinstance(value, kind):
             return handler(value)
     return None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from spark_elastic.elastic.handlers import Handlers, copy_all
+from spark_elastic.elastic.handlers import Handlers, StateDictHandler, copy_all
 from spark_elastic.elastic.recovery import Recovery
 from spark_elastic.elastic.state import ElasticState
 from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, StepCounter
@@ -18,7 +18,6 @@ from spark_elastic.torch.elastic.handlers import (
     ModelStateHandler,
     OptimizerStateHandler,
     SamplerStateHandler,
-    StateDictHandler,
     handler_for,
 )
 from spark_elastic.torch.elastic.sampler import ElasticSampler
