@@ -181,11 +181,9 @@ class SnapshottedSteps:
         self._in_step = True
         global_batch = self._session.global_batch
         weighted = [] if global_batch is None else self.reducing()
-        if global_batch is not None:
-            weight = values.rows_of(data) / global_batch
-            for steps in weighted:
-                steps.weight = weight
         try:
+            for steps in weighted:
+                steps.weight = values.rows_of(data) / global_batch
             yield
             fit.prepare()
         finally:
