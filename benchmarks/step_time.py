@@ -83,7 +83,7 @@ def contenders(sizes: Sequence[int]) -> dict[str, Callable[[int], None]]:
     optimizer = hvd.DistributedOptimizer(sgd(ours), named_parameters=ours.named_parameters())
     second = hvd.DistributedOptimizer(sgd(committing), named_parameters=committing.named_parameters())
     state = hvd.elastic.TorchState(committing, second, batch=0)
-    state._in_loop = True  # as under hvd.elastic.run
+    state._counter.in_loop = True  # as under hvd.elastic.run
     one = stepper(committing, second)
 
     def with_commit(steps: int) -> None:

@@ -61,7 +61,7 @@ def add_up(group: GlooGroup, numbers: torch.Tensor) -> torch.Tensor:
     try:
         group.wait(group.allreduce(numbers, Sum.gloo))
     except HorovodInternalError as error:
-        error.in_reduction = True  # type: ignore[attr-defined]
+        error.in_reduction = True
         raise
     return numbers
 
@@ -139,7 +139,7 @@ class FusedReduction:
                 results = self._reduce(group, tensors, scalars)
         except HorovodInternalError as error:
             self._sets = []  # what is in flight keeps its own
-            error.in_reduction = True  # type: ignore[attr-defined]
+            error.in_reduction = True
             raise
         self.completed += 1
         return results

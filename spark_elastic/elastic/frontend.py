@@ -1,4 +1,4 @@
-"""This process's side of the elastic loop: leaving a world, joining the next, agreeing on when."""
+"""The elastic loop's access to this process's link and groups: leave a world, join the next, agree on when."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -17,7 +18,6 @@ from spark_elastic.collective.objects import broadcast_object
 from spark_elastic.collective.operations import barrier
 from spark_elastic.collective.process import process
 from spark_elastic.collective.reduction import Max
-from spark_elastic.elastic.state import Entry, SentOn, State
 from spark_elastic.errors import AuthenticationError, HorovodInternalError, LoopResultError
 from spark_elastic.membership.topology import StateVersion
 from spark_elastic.wire.worker_link import ProvisionalPosition, loops
@@ -26,12 +26,36 @@ log = logging.getLogger("spark_elastic.collective")
 
 MAX_LOOP_RESULT_BYTES = 1 << 20
 RESULT_TIMEOUT_S = 60.0
-"""How long to wait for a result that another worker has sent on its own connection."""
+"""Time to wait for a result that another worker has sent on its own connection."""
 _SEAL_BYTES = 32
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A member's entry into a world.
+
+    Attributes:
+        root: Rank of the member whose state everybody takes over.
+        version: Version of that state; None if no member holds one yet.
+        sync: False if all members report the same version.
+        moved: Rank or size have changed.
+        from_last_loop: All members have just come from the loop before, together. Until they share a state, a failure
+            is recovered from by running the end of that loop again.
+    """
+
+    root: int
+    version: StateVersion | None
+    sync: bool
+    moved: bool
+    from_last_loop: bool = False
+
+
+class SentOn(Exception):
+    """The job is in a later loop than this: the function has to skip this one and use its result."""
+
+
 class CollectiveFrontend:
-    """`spark_elastic.elastic.state.Frontend` over this process's link and groups."""
+    """The loop's and the states' access to this process's link and groups."""
 
     loops = loops
 
@@ -42,10 +66,14 @@ class CollectiveFrontend:
         return broadcast_object(value, root)
 
     def alone(self) -> AbstractContextManager[None]:
+        """Within it this member's collectives reach nobody, and return its own values."""
         return process.collectives_alone()
 
     def agree_on_update(self) -> bool:
-        """Free of charge if gradients were reduced since the last check; otherwise one small reduction."""
+        """Return True if any member knows of a coming world; the same answer on every member.
+
+        Free if gradients were reduced since the last check; otherwise one small reduction.
+        """
         if process.link is None or process.provisional:
             return False
         agreed, process.update_agreed = process.update_agreed, None
@@ -60,6 +88,15 @@ class CollectiveFrontend:
         return bool(token.item())
 
     def enter(self, prepare: Callable[[], None]) -> Entry:
+        """Enter a loop; a newcomer waits here for its first world.
+
+        Args:
+            prepare: Called by a newcomer before it reports that it is ready; the others train meanwhile.
+
+        Raises:
+            HorovodInternalError: The world broke while it was being connected, or while all came from the loop before.
+            SentOn: The job is in a later loop.
+        """
         process.require()
         link = process.link
         if link is None:
@@ -75,16 +112,26 @@ class CollectiveFrontend:
             link.entered_loop()
             return Entry(root=world.root, version=world.version, sync=True, moved=False)
         self._offer_result(loops.entered - 1)
-        barrier()  # nobody is in this loop while another may still be in the last collective of the one before
+        barrier()  # no member enters while another may still be in the last collective of the loop before
         link.entered_loop()
         return Entry(root=0, version=None, sync=True, moved=False, from_last_loop=True)
 
     def _version_before(self) -> StateVersion | None:
-        """That of the state which this process brings from the loop before; None: it brings none."""
+        """Return the version of the state that this process brings from the loop before; None if it has none."""
         before = loops.kept(loops.entered - 1) if loops.entered > 1 and loops.unbroken else None
         return None if before is None else before.state.version
 
     def rejoin(self, version: StateVersion | None) -> Entry:
+        """Leave the world that broke or is about to change, and wait until the next one is connected.
+
+        Worlds that break meanwhile are left for the next.
+
+        Args:
+            version: Version of the state held here.
+
+        Raises:
+            SentOn: The job is in a later loop.
+        """
         if process.link is None:
             return Entry(root=0, version=version, sync=False, moved=True)
         return self._rejoin(version, moved=True)
@@ -98,34 +145,41 @@ class CollectiveFrontend:
                 moved = True
                 log.info("the next world broke before it was connected: %s", error)
 
-    def finished(self, loop: int, state: State, result: Any) -> None:
+    def finished(self, loop: int, state: Any, result: Any) -> None:
+        """Keep state and result of a loop that has returned, in case the function has to be called again."""
         if process.link is not None:
             state.save()
             loops.finish(loop, state, result)
             process.link.left_loop()
 
     def _offer_result(self, loop: int) -> None:
-        """Rank 0 gives the driver what the loop returned: newcomers go on from there."""
+        """Give the driver the loop's result, as rank 0: newcomers to later loops need it."""
         link, kept = process.link, loops.kept(loop)
         if link is None or kept is None or process.require().rank != 0:
             return
         problem, data = "", b""
         try:
             data = cloudpickle.dumps(kept.result)
-        except Exception as error:  # pickling runs the code of whatever it is
+        except Exception as error:  # pickling runs the code of users' classes
             problem = f"it cannot be pickled ({type(error).__name__}: {error})"
         if len(data) > MAX_LOOP_RESULT_BYTES:
             problem, data = f"it is larger than {MAX_LOOP_RESULT_BYTES >> 20} MiB ({len(data):,} bytes)", b""
         if problem:
             log.warning(
-                "workers that are lost in a later loop cannot be replaced: loop %d returned what others "
-                "cannot be given, because %s",
+                "workers that are lost in a later loop cannot be replaced: the result of loop %d cannot be sent to new "
+                "ones, because %s",
                 loop,
                 problem,
             )
         link.offer_loop_result(loop, problem, b"" if problem else _seal(loop, data) + data)
 
     def result_of(self, loop: int) -> Any:
+        """Return the other members' result of a loop that this process skips.
+
+        Raises:
+            LoopResultError: There is none, or it did not arrive in time.
+            AuthenticationError: It was not sent by a worker of this job.
+        """
         assert process.link is not None
         try:
             problem, sealed = process.link.loop_result(loop, RESULT_TIMEOUT_S)

@@ -1,184 +1,92 @@
-"""Plain values of a training loop that belong to the step in which they were changed, so that a step can be undone.
-
-A loop may count before a step or after it. When the reduction of a step has failed, all is as at the entry of that
-step, and the loop is called again from its top. So what the loop does between its top and its first step will be done
-again, and has to be undone; everything else stays. What that is, is learnt each time that the loop is called.
-"""
+"""Plain Python values that a training loop counts with: copied, compared, and kept as attributes of a state."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+import copy
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-MISSING = object()
-Learnt = tuple[dict[str, tuple[int, frozenset[Hashable]]], dict[str, Any], dict[str, frozenset[Hashable]]]
+_ATOMS: frozenset[type] = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 
-class PlainValues:
-    """Follow the plain values of one elastic loop, from its call to its first step, and from step to step.
+class PlainAttributes:
+    """The plain attributes of an object, saved and restored together.
 
-    Values that are assigned (numbers, strings) are undone assignment by assignment: as many as the loop made before
-    its first step, of those since the last step, and only those made at the same places of the program. Where a call
-    begins at the end of an epoch, the end of the epoch comes before its first step; elsewhere it follows a step.
+    Mutable values are copied, so that changing one in place does not change the copy.
 
-    A place may come after the step in one call and before the first step in another, if an iteration there makes no
-    step. Assignments at such a place cannot be undone, and `undone` returns None.
-
-    Values that are changed in place (lists, dictionaries) return to their copy of the last step's entry, if they have
-    changed since then in the way in which they did before the first step.
-
-    Args:
-        copy: makes a copy that later changes do not reach.
+    Attributes:
+        names: The attributes that are saved.
     """
 
-    def __init__(self, copy: Callable[[Any], Any]) -> None:
-        self._copy = copy
-        self._begun: dict[str, Any] | None = None
-        """Copies of all values when the loop was called; None: its first step has come."""
-        self._assigned: dict[str, tuple[int, frozenset[Hashable]]] = {}
-        """How many assignments the loop makes before its first step, and where, for names where it makes any."""
-        self._in_place: dict[str, Any] = {}
-        """By name, how the value changes in place before the first step."""
-        self._trails: dict[str, list[tuple[Hashable, Any]]] = {}
-        """By name, where it was assigned since the last step, and what it was before."""
-        self._at_entry: dict[str, Any] = {}
-        """Copies at the entry of the last step that was applied, or of the one that is being applied."""
-        self._next_entry: dict[str, Any] = {}
-        self._trails_at_entry: dict[str, int] = {}
-        """How long each trail was at the entry of the step that is being applied."""
-        self._unsettled: set[str] = set()
-        """Names of which it is not known yet in this call where they are assigned between two steps."""
-        self._after: dict[str, frozenset[Hashable]] = {}
-        """By name, places that were seen to come after a step, in some call."""
-        self._before: dict[str, Counter[Hashable]] = {}
-        """By name, how often each place came before the first step of this call."""
-        self._followed = True
+    def __init__(self, owner: object, names: Iterable[str]) -> None:
+        self.names = list(names)
+        self._owner = owner
+        self._saved: dict[str, Any] = {}
 
-    def begin(self, values: Mapping[str, Any]) -> None:
-        """The loop is called; `values` are copies."""
-        self._begun = dict(values)
-        self._trails = {name: [] for name in values}
-        self._unsettled = set(values)
-        self._before = {}
-        self._at_entry, self._trails_at_entry = {}, {}
-        self._followed = True
+    def copies(self) -> dict[str, Any]:
+        values: dict[str, Any] = independent_copy({name: getattr(self._owner, name) for name in self.names})
+        return values
 
-    @property
-    def awaits_step(self) -> bool:
-        """Whether no step has come since `begin`."""
-        return self._begun is not None
+    def assign(self, values: Mapping[str, Any]) -> None:
+        """Set attributes of the owner to copies of these values."""
+        for name, value in independent_copy(dict(values)).items():
+            setattr(self._owner, name, value)
 
-    def end(self) -> None:
-        """Follow nothing from now on: the loop is over, or callbacks of this package do the counting."""
-        self._begun, self._trails = None, {}
-        self._followed = False
+    def save(self) -> None:
+        self._saved = self.copies()
 
-    def follows(self, name: str) -> bool:
-        """Whether assignments of this value are to be told."""
-        return name in self._trails
+    def restore(self) -> None:
+        self.assign(self._saved)
 
-    def assigned(self, name: str, before: Any, after: Any, place: Hashable = None) -> None:
-        """A value was set; `place`: where in the program, the same on all members."""
-        if before is not after and not same(before, after):
-            self._trails[name].append((place, self._copy(before)))
+    def take_up(self, kept: PlainAttributes) -> None:
+        """Set the attributes that both objects have to the values of the other object."""
+        self.assign({name: getattr(kept._owner, name) for name in self.names if name in kept.names})
 
-    def entering(self, value: Callable[[str], Any]) -> None:
-        """A step is entered: its gradients are reduced now, or just have been."""
-        if self._begun is not None:
-            self._learn(self._begun, value)
-            self._begun = None
-        elif self._unsettled:
-            self._look_at_places()
-        self._next_entry = {name: self._copy(value(name)) for name in self._in_place}
-        self._trails_at_entry = {name: len(trail) for name, trail in self._trails.items()}
+    def remove(self, name: str) -> None:
+        self.names.remove(name)
+        self._saved.pop(name, None)
 
-    def stepped(self) -> None:
-        """The step was applied just now."""
-        self._at_entry = self._next_entry
-        for trail in self._trails.values():
-            trail.clear()
 
-    def stepped_meanwhile(self) -> None:
-        """Take note that the step entered last has been applied, at some time since then."""
-        self._at_entry = self._next_entry
-        for name, trail in self._trails.items():
-            del trail[: self._trails_at_entry.get(name, 0)]
-        self._trails_at_entry = {}
+def independent_copy(value: Any) -> Any:
+    """Copy a value so that later changes to it do not reach the copy; fast for numbers, strings, lists and the like.
 
-    def _learn(self, begun: Mapping[str, Any], value: Callable[[str], Any]) -> None:
-        for name, before in begun.items():
-            now, trail = value(name), self._trails[name]
-            if same(before, now):
-                continue
-            if trail:
-                self._before[name] = Counter(place for place, _ in trail)
-                self._learn_assigned(name, len(trail), frozenset(self._before[name]))
-            else:
-                self._in_place[name] = difference(before, now)
-        self._trails = {name: [] for name in begun}
+    An object that occurs several times in `value` is one object in the copy as well. An object that cannot be copied
+    is returned itself.
+    """
+    return _copied(value, {})
 
-    def _look_at_places(self) -> None:
-        """Note which places come after a step: at which a value is assigned between two, but not as often before the
-        first one. A trail with several places may hold the end of an epoch, which belongs to either step.
-        """
-        for name in list(self._unsettled):
-            places = {place for place, _ in self._trails[name]}
-            if len(places) != 1:
-                continue
-            self._unsettled.discard(name)
-            if self._before.get(name, Counter())[self._trails[name][0][0]] != len(self._trails[name]):
-                self._after[name] = self._after.get(name, frozenset()) | places
-            if name not in self._assigned:
-                del self._trails[name]
 
-    def _learn_assigned(self, name: str, count: int, places: frozenset[Hashable]) -> None:
-        known, known_places = self._assigned.get(name, (0, frozenset()))
-        self._assigned[name] = max(count, known), places | known_places
-
-    @property
-    def learnt(self) -> Learnt:
-        """What a worker that joins in the middle of a loop cannot see; for its `learn_from`."""
-        return self._assigned, self._in_place, self._after
-
-    def learn_from(self, learnt: Learnt) -> None:
-        assigned, in_place, after = learnt
-        for name, (count, places) in assigned.items():
-            self._learn_assigned(name, count, places)
-        for name, places in after.items():
-            self._after[name] = self._after.get(name, frozenset()) | places
-        self._in_place = {**in_place, **self._in_place}
-
-    def undone(self, value: Callable[[str], Any]) -> dict[str, Any] | None:
-        """Return the values to set, so that the loop can be called for the step whose reduction has failed.
-
-        None: it cannot be told what belongs to that step.
-        """
-        out: dict[str, Any] = {}
-        if not self._followed:
-            return out
-        for name, trail in self._trails.items():
-            count, places = self._assigned.get(name, (0, frozenset()))
-            for place, before in reversed(trail[-count:] if count else []):
-                if place not in places:
-                    break
-                if place in self._after.get(name, ()):
-                    return None
-                out[name] = before
-        for name, usual in self._in_place.items():
-            before, now = self._at_entry.get(name, MISSING), value(name)
-            if before is MISSING:
-                return None
-            if same(before, now):
-                continue
-            if difference(before, now) != usual:
-                return None
-            out[name] = before
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    """Copy a value; `known` holds the copies made so far by the id of their originals, as in `copy.deepcopy`."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if id(value) in known:
+        return known[id(value)]
+    out: Any
+    if kind is list:
+        out = known[id(value)] = []
+        out.extend(value if _ATOMS.issuperset(map(type, value)) else [_copied(item, known) for item in value])
         return out
+    if kind is dict:
+        out = known[id(value)] = {}
+        out.update({key: _copied(item, known) for key, item in value.items()})
+        return out
+    if kind is tuple or kind is set:
+        out = kind(value) if _ATOMS.issuperset(map(type, value)) else kind([_copied(item, known) for item in value])
+        return known.setdefault(id(value), out)
+    before = len(known)
+    try:
+        return copy.deepcopy(value, known)
+    except Exception:  # a lock, a file, a generator: shared, as with Horovod
+        while len(known) > before:
+            known.popitem()  # copies that are not complete
+        known[id(value)] = value
+        return value
 
 
 class Opaque:
-    """A difference that is like no other."""
+    """A difference that equals no other."""
 
     def __eq__(self, other: object) -> bool:
         return False
@@ -187,11 +95,15 @@ class Opaque:
 
 
 def difference(before: Any, after: Any) -> Any:
-    """Return how a value has changed, so that two changes of the same kind are equal: by how much a whole number has
-    grown, how many items a list has got at its end, and so on for each key of a dictionary. None: not at all."""
+    """Describe how a value has changed, so that two changes of the same kind compare equal.
+
+    Returns:
+        The amount by which an integer has grown, the number of items appended to a list, and the same for each key of
+        a dictionary; None if nothing has changed.
+    """
     try:
         return _difference(before, after)
-    except RecursionError:  # of a value that holds itself
+    except RecursionError:  # of a value that contains itself
         return Opaque()
 
 
@@ -211,15 +123,15 @@ def _difference(before: Any, after: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, also where `==` answers with an array or not at all, or they hold themselves.
+    """Return True if two values are equal, also where `==` returns an array or raises, or a value contains itself.
 
-    Objects without an `==` of their own are equal if they are of one type and would be pickled alike.
+    Objects without an `==` of their own are equal if they have one type and would be pickled alike.
     """
     return _same(one, other, {})
 
 
 _Seen = dict[tuple[int, int], tuple[Any, Any]]
-"""By the ids of two values: themselves, so that no others get these ids."""
+"""Pairs of values by their ids. The values are kept so that no other object gets these ids meanwhile."""
 
 
 def _same(one: Any, other: Any, seen: _Seen) -> bool:
@@ -231,7 +143,7 @@ def _same(one: Any, other: Any, seen: _Seen) -> bool:
     is_plain = kind.__eq__ is object.__eq__
     if is_plain or isinstance(one, (dict, list, tuple)):
         if (id(one), id(other)) in seen:
-            return True  # as far as is known: they are compared further up, or were equal
+            return True  # as far as is known: this pair is being compared further up, or was equal
         seen[id(one), id(other)] = one, other
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key], seen) for key in one)
@@ -249,7 +161,11 @@ def _same(one: Any, other: Any, seen: _Seen) -> bool:
 
 
 def _parts(value: Any) -> Any:
-    """What the value is made of. Raises: what the value raises: it cannot be pickled."""
+    """Return the parts that the value would be pickled from.
+
+    Raises:
+        Exception: Raised by the value, which cannot be pickled.
+    """
     reduced = value.__reduce_ex__(4)
     if isinstance(reduced, str):
         return reduced

@@ -1,4 +1,4 @@
-"""From where training goes on after a collective failed: the decision alone, without any state."""
+"""Decide which state to resume from after a failed collective: a pure function of facts about the failure."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from enum import Enum
 
 
 class Recovery(Enum):
-    """Which values the next world starts from."""
+    """The values that the next world starts from."""
 
     RESUME_POINT = "resume point"
-    """Live tensors; plain values of the last resume point. No optimizer has stepped since, so they belong together."""
+    """Tensors as they are, and the plain values of the last resume point. No optimizer has stepped since."""
     LIVE = "live"
-    """Everything as it is: the loop stood at the entry of an optimizer step."""
+    """Everything as it is: the failed step has changed nothing yet."""
     COMMIT = "commit"
-    """The snapshot of the last commit, tensors and plain values."""
+    """Tensors and plain values as copied by the last commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What is known when a collective has failed inside the elastic loop.
+    """A collective that failed inside the elastic loop.
 
-    steps: for each optimizer in the state, the steps it has applied since the last resume point (a commit, a check for
-        updated hosts, or the entry of the loop).
-    in_reduction: the failed collective was the gradient reduction of a `DistributedOptimizer`.
-    mid_update: an optimizer had begun to change parameters and did not finish.
-    committed: the last resume point was a commit, so there is a copy of the tensors as they were then.
-    altered: something else than the optimizers has changed tensors since the last resume point; or, once steps were
-        applied, the loop does that before its first step, so that a part of the next step is done already.
-    amid: the loop makes several steps before it counts, and it is not known to stand at the first of them.
+    Attributes:
+        steps: For each optimizer in the state, the steps it has applied since the last resume point (a commit, a check
+            for updated hosts, or the entry of the loop).
+        in_reduction: The failed collective was the gradient reduction of a `DistributedOptimizer`.
+        mid_update: An optimizer had begun to change parameters and did not finish.
+        committed: The last resume point was a commit, so there is a copy of the tensors as they were then.
+        altered: Something else than the optimizers has changed tensors since the last resume point; or, once steps
+            were applied, the loop does that before its first step, so that a part of the next step is done already.
+        amid: The loop makes several steps before it counts, and may stand between two of them.
     """
 
     steps: Sequence[int]
@@ -41,10 +42,10 @@ class Failure:
 
 
 def decide(failure: Failure) -> tuple[Recovery, str]:
-    """Where to go on from, and why, in words.
+    """Return the state to resume from, and the reason as a sentence.
 
-    Without an optimizer nothing tells when the model changes, so only the commit is safe. With several, the entry of
-    one's step is a boundary of the whole loop only if all have applied equally many.
+    Without an optimizer nothing tells when the model changes, so only the commit is safe. With several optimizers, the
+    entry of a step is a boundary of the whole loop only if all have applied equally many steps.
     """
     if not failure.steps:
         return Recovery.COMMIT, "no optimizer in the state says when the model changes"
@@ -59,7 +60,10 @@ def decide(failure: Failure) -> tuple[Recovery, str]:
     if not failure.in_reduction:
         return Recovery.COMMIT, f"a collective outside the optimizer failed {max(failure.steps)} steps after a commit"
     if len(set(failure.steps)) > 1:
-        return Recovery.COMMIT, f"the optimizers stand at different steps {list(failure.steps)} since the last commit"
+        return (
+            Recovery.COMMIT,
+            f"the optimizers have made unequal numbers of steps, {list(failure.steps)}",
+        )
     if failure.amid:
         return Recovery.COMMIT, "the loop makes several steps before it counts, and has made some of them"
     return Recovery.LIVE, "the gradients of the next step were being reduced"

@@ -12,10 +12,10 @@ from spark_elastic.collective.objects import allgather_object
 from spark_elastic.collective.operations import outside_world
 from spark_elastic.collective.process import rank, size
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.elastic.handled_values import take_over
+from spark_elastic.elastic.handlers import take_over
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.backend import BACKEND
-from spark_elastic.keras.fit_place import before
+from spark_elastic.keras.elastic.fit_session import FitResumePoint
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -138,7 +138,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        earlier = before(self.model)
+        earlier = FitResumePoint.of(self.model)
         epoch = self._epoch + earlier.epochs
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
@@ -204,7 +204,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        number = epoch + before(self.model).epochs + 1
+        number = epoch + FitResumePoint.of(self.model).epochs + 1
         if self.verbose and number == self.end_epoch:
             print(f"epoch {number}: the learning rate has reached {self._rate():g}")
 

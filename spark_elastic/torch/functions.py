@@ -77,7 +77,7 @@ def broadcast_optimizer_state(
         model: the model, to find the parameters with sparse gradients.
         process_set: the processes that take part.
     """
-    from spark_elastic.elastic.handled_values import take_over
+    from spark_elastic.elastic.handlers import take_over
     from spark_elastic.torch.elastic.handlers import OptimizerStateHandler
 
     if outside_world():

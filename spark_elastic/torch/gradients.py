@@ -245,8 +245,8 @@ class BackwardReducer:
         except BaseException as error:
             self.abandon()
             if isinstance(error, HorovodInternalError):
-                error.in_reduction = True  # type: ignore[attr-defined]
-                error.reducer = self  # type: ignore[attr-defined]
+                error.in_reduction = True
+                error.reducer = self
             raise
         for reduced in self.on_reduced:
             reduced()

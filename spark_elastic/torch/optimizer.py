@@ -101,7 +101,7 @@ class DistributedOptimizerMixin:
             try:
                 self._reducer.finish()
             except HorovodInternalError as error:
-                error.mid_update = evaluations > 0  # type: ignore[attr-defined]
+                error.mid_update = evaluations > 0
                 raise
             evaluations += 1
             return loss

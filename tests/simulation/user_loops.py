@@ -1,10 +1,10 @@
-"""Loops of users in one process whose collectives fail at random: what they come to, beside an undisturbed run.
+"""Compare users' loops whose collectives fail at random with undisturbed runs, in one process.
 
     python -m tests.simulation.user_loops FIRST LAST
 
-Prints the first of these seeds whose loop ended otherwise, if there is one. The loops are those of the random kills, in
-a world of one: a failed collective is all that a survivor sees of a death, and there is nobody to take a right state
-over from.
+Prints the first of these seeds whose loop ended differently, if there is one. The loops are those of the random kills,
+in a world of one: a failed collective is all that a survivor sees of a death, and no other member can supply a correct
+state.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from tests.integration.local.random_kills import loop_of, train
 
 RATE = 0.04
-"""Of collectives that fail."""
+"""Share of collectives that fail."""
 
 
 @contextmanager
 def failing(seed: int) -> Iterator[None]:
-    """Within it reductions of gradients, broadcasts and sums fail at random."""
+    """Make reductions of gradients, broadcasts and sums fail at random."""
     import spark_elastic.torch as hvd
     from spark_elastic.errors import HorovodInternalError
     from spark_elastic.torch.gradients import BackwardReducer
@@ -50,7 +50,7 @@ def failing(seed: int) -> Iterator[None]:
 
 
 def differs(seed: int) -> str:
-    """How the loop of this seed ended with failures, if it ended otherwise than without; or ""."""
+    """Describe how the loop of this seed ended, if failures made it end differently; otherwise ""."""
     from spark_elastic.wire.worker_link import loops
 
     outcomes = []

@@ -1,10 +1,10 @@
-"""More kinds of users' loops than the random kills have, in one process whose collectives fail at random.
+"""Compare more kinds of users' loops with undisturbed runs, in one process whose collectives fail at random.
 
     python -m tests.simulation.wide_loops FIRST LAST
 
-Prints the first of these seeds whose loop ended otherwise than an undisturbed run, if there is one: two optimizers,
-closures, gradient scalers and clipping, lists and dictionaries, metrics, samplers, schedules, target networks. Checks
-for updated hosts fail at random as well, or leave the loop as for a newcomer.
+Prints the first of these seeds whose loop ended differently, if there is one. The loops have two optimizers, closures,
+gradient scalers and clipping, lists and dictionaries, metrics, samplers, schedules, target networks. Checks for updated
+hosts fail at random as well, or leave the loop as for a newcomer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Loop:
     commit_every: int
     checks: bool
     counts: str
-    """ "before" or "after" the step, as are the next two."""
+    """ "before" or "after" the step, as for the next two fields."""
     dictionary: str
     metric: str
     schedule: str
@@ -36,7 +36,7 @@ class Loop:
     drop_last: bool
     average: str
     skipped: int
-    """Batches at the beginning of an epoch that make no step."""
+    """Number of batches at the beginning of an epoch that make no step."""
     validates_every: int
     commits_epochs: bool
     passes: int
@@ -80,7 +80,7 @@ class Metric:
 
 
 def train(seed: int) -> dict[str, Any]:
-    """Run the loop of this seed. Returns: what it has come to, by what it is."""
+    """Run the loop of this seed, and return its final values by kind."""
     import torch
 
     import spark_elastic.torch as hvd
@@ -234,7 +234,7 @@ def train(seed: int) -> dict[str, Any]:
 
 @contextmanager
 def checks_failing(seed: int) -> Iterator[None]:
-    """Within it checks for updated hosts fail at random, or say that a newcomer is ready."""
+    """Make checks for updated hosts fail at random, or report that a newcomer is ready."""
     from spark_elastic.elastic.frontend import CollectiveFrontend
     from spark_elastic.errors import HorovodInternalError
 
@@ -255,7 +255,7 @@ def checks_failing(seed: int) -> Iterator[None]:
 
 
 def differs(seed: int) -> str:
-    """How the loop of this seed ended with failures, if it ended otherwise than without; or ""."""
+    """Describe how the loop of this seed ended, if failures made it end differently; otherwise ""."""
     from spark_elastic.wire.worker_link import loops
 
     loops.__init__()  # as in a process of its own

@@ -25,14 +25,14 @@ from spark_elastic.elastic.recovery import Failure, Recovery, decide
         (Failure(steps=[], in_reduction=False), Recovery.COMMIT),
     ],
 )
-def test_the_live_tensors_are_used_only_where_they_stand_at_a_boundary(failure, choice):
+def test_live_tensors_are_used_only_at_a_step_boundary(failure, choice):
     decided, reason = decide(failure)
     assert decided is choice
     assert reason
 
 
 @given(st.lists(st.integers(0, 5), max_size=3), st.booleans(), st.booleans())
-def test_nothing_applied_is_ever_given_up_if_only_the_reduction_failed_with_one_optimizer(steps, reduction, mid):
+def test_one_optimizer_loses_no_step_if_only_a_reduction_failed(steps, reduction, mid):
     decided, _ = decide(Failure(steps, reduction, mid))
     if len(steps) == 1 and reduction and not mid:
         assert decided is not Recovery.COMMIT
@@ -49,5 +49,5 @@ def test_nothing_applied_is_ever_given_up_if_only_the_reduction_failed_with_one_
         (Failure(steps=[3], in_reduction=True, altered=True), Recovery.COMMIT),
     ],
 )
-def test_a_copy_is_used_where_there_is_one_and_where_the_tensors_are_not_what_they_were(failure, choice):
+def test_the_commit_is_used_right_after_it_and_when_tensors_were_altered(failure, choice):
     assert decide(failure)[0] is choice

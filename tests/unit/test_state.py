@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 
-from spark_elastic.elastic.state import Entry, ObjectState, SentOn, State, elastic_loop, independent_copy
+from spark_elastic.elastic.frontend import Entry, SentOn
+from spark_elastic.elastic.loop import elastic_loop
+from spark_elastic.elastic.object_state import ObjectState
+from spark_elastic.elastic.plain_values import independent_copy
+from spark_elastic.elastic.state import State
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, StateNotMovableError
 from spark_elastic.membership.topology import StateVersion
 from spark_elastic.wire.worker_link import Loops
@@ -137,7 +142,7 @@ def test_another_error_leaves_the_loop_at_once():
     assert frontend.rejoined == []
 
 
-def test_a_state_of_ones_own_needs_save_restore_and_sync_only():
+def test_a_custom_state_needs_only_save_restore_and_sync():
     class Mine(State):
         def __init__(self):
             super().__init__(bcast_object=lambda value: value, get_rank=lambda: 0)
@@ -172,7 +177,7 @@ def test_a_state_of_ones_own_needs_save_restore_and_sync_only():
     assert frontend.versions[-1] == StateVersion(steps=1)
 
 
-def test_what_a_state_of_ones_own_has_taken_over_is_what_it_returns_to_before_its_first_commit():
+def test_a_custom_state_returns_to_the_synchronised_values_before_its_first_commit():
     class Mine(State):
         def __init__(self):
             super().__init__(bcast_object=lambda value: 7)  # the others' value
@@ -215,12 +220,12 @@ def test_changing_a_value_in_place_does_not_change_what_was_saved():
     assert state.history == [1, [2]]
 
 
-def test_what_cannot_be_copied_is_shared():
+def test_values_that_cannot_be_copied_are_shared():
     lock = threading.Lock()
     assert independent_copy({"lock": lock})["lock"] is lock
 
 
-def test_what_is_in_two_places_of_a_state_stays_one_object():
+def test_an_object_that_occurs_twice_in_a_state_stays_one_object():
     run = {"steps": 0}
     state = ObjectState(runs=[run], newest={"run": run})
     state.save()
@@ -231,7 +236,7 @@ def test_what_is_in_two_places_of_a_state_stays_one_object():
         assert state.runs == [{"steps": 0}]
 
 
-def test_what_cannot_be_copied_leaves_no_half_copies():
+def test_values_that_cannot_be_copied_leave_no_partial_copies():
     class Holder:
         def __init__(self):
             self.run, self.lock, self.itself = {"steps": 0}, threading.Lock(), self
@@ -258,7 +263,7 @@ def again(frontend: ScriptedFrontend, function):
     return [*out, function()]
 
 
-def test_a_loop_that_is_over_takes_up_its_state_when_the_function_is_called_again():
+def test_a_finished_loop_takes_up_its_state_when_the_function_is_called_again():
     after_four = StateVersion(steps=4)
     frontend = ScriptedFrontend(FIRST, Entry(root=0, version=after_four, sync=False, moved=True))
     bodies = []
@@ -281,7 +286,7 @@ def test_a_loop_that_is_over_takes_up_its_state_when_the_function_is_called_agai
     assert frontend.rejoined == [after_four]
 
 
-def test_a_loop_that_had_nothing_left_to_do_returns_what_it_had_returned_before():
+def test_a_finished_loop_without_steps_left_returns_its_first_result():
     """A history, say, that the loop keeps in a variable of its own."""
     frontend = ScriptedFrontend(FIRST, Entry(root=0, version=StateVersion(steps=2), sync=False, moved=True))
 
@@ -302,7 +307,7 @@ def test_a_loop_that_had_nothing_left_to_do_returns_what_it_had_returned_before(
     assert again(frontend, function) == [[1, 2], [1, 2]]
 
 
-def test_only_the_last_loop_that_is_over_is_entered_again():
+def test_only_the_last_finished_loop_is_entered_again():
     entries = [FIRST, Entry(0, None, True, False, from_last_loop=True), next_world(steps=2, sync=False, loop=2)]
     frontend = ScriptedFrontend(*entries)
     bodies = []
@@ -326,7 +331,7 @@ def test_only_the_last_loop_that_is_over_is_entered_again():
     assert bodies == [(3, 0), (2, 0), (2, 2)]
 
 
-def test_what_fails_while_all_come_from_the_loop_before_is_done_again_from_its_end():
+def test_a_failure_between_two_loops_is_raised_to_run_the_end_of_the_first_again():
     frontend = ScriptedFrontend(FIRST, HorovodInternalError("the barrier broke"))
 
     def function():
@@ -341,7 +346,7 @@ def test_what_fails_while_all_come_from_the_loop_before_is_done_again_from_its_e
     assert frontend.loops.last == 1
 
 
-def test_a_newcomer_is_sent_past_a_loop_with_what_the_others_had_returned():
+def test_a_newcomer_skips_a_finished_loop_and_gets_the_others_result():
     entries = [SentOn(), Entry(root=1, version=StateVersion(loop=2, steps=5), sync=True, moved=False)]
     frontend = ScriptedFrontend(*entries)
     frontend.results = ["theirs"]
@@ -393,12 +398,22 @@ def run_own(frontend: ScriptedFrontend, through: bool) -> tuple[int, int]:
     return out, left
 
 
-def test_a_state_of_ones_own_is_carried_over_by_its_sync():
+def test_a_custom_state_is_moved_by_its_sync():
     frontend = ScriptedFrontend(FIRST, next_world(steps=0, sync=False))
     assert again(frontend, lambda: run_own(frontend, through=True)) == [(3, 3), (3, 3)]
 
 
-def test_a_state_of_ones_own_that_broadcasts_in_another_way_is_named():
+def test_a_custom_state_that_broadcasts_without_bcast_object_is_named():
     frontend = ScriptedFrontend(FIRST)
     with pytest.raises(StateNotMovableError, match=r"Own\.sync\(\) does not broadcast its values with self\._bcast"):
         again(frontend, lambda: run_own(frontend, through=False))
+
+
+def test_an_error_of_a_collective_keeps_its_fields_when_it_is_pickled():
+    plain = HorovodInternalError("a peer is gone")
+    assert (plain.in_reduction, plain.mid_update, plain.reducer) == (False, False, None)
+    error = HorovodInternalError("a peer is gone")
+    error.in_reduction, error.reducer = True, threading.Lock()  # what cannot be pickled stays behind
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), copied.in_reduction, copied.mid_update) == ("a peer is gone", True, False)
+    assert copied.reducer is None

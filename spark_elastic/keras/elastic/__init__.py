@@ -1,15 +1,17 @@
-"""Elastic training with Keras: the loop, the state and the callbacks."""
+"""Elastic training with Keras: the loop, the states, the dataset and the callbacks."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-from spark_elastic.elastic import state as _base
-from spark_elastic.elastic.frontend import frontend
-from spark_elastic.elastic.handled_state import ObjectState, State
-from spark_elastic.elastic.handled_values import StateHandler
+from spark_elastic.elastic import loop
+from spark_elastic.elastic.handlers import StateHandler
+from spark_elastic.elastic.object_state import ObjectState
+from spark_elastic.elastic.state import State
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
+from spark_elastic.keras.backend import BACKEND
 from spark_elastic.keras.elastic.callbacks import (
     CommitStateCallback,
     ElasticCallback,
@@ -17,12 +19,11 @@ from spark_elastic.keras.elastic.callbacks import (
     UpdateEpochStateCallback,
 )
 from spark_elastic.keras.elastic.dataset import ElasticDataset
-from spark_elastic.keras.elastic.lost_peer import with_lost_peers_named
 from spark_elastic.keras.elastic.state import KerasState
 
 P = ParamSpec("P")
 R = TypeVar("R")
-S = TypeVar("S", bound=_base.State)
+S = TypeVar("S", bound=State)
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -31,7 +32,21 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     Each time the world has changed, the reset callbacks are called, the state is synchronised and `func` is called
     again. No collective may be called on the way to it that a newcomer would not call at the same time.
     """
-    return _base.elastic_loop(with_lost_peers_named(func), frontend)
+    return loop.run(_with_translated_errors(func))
+
+
+def _with_translated_errors(func: Callable[P, R]) -> Callable[P, R]:
+    """Have `func` raise a lost peer as `HorovodInternalError`, where TensorFlow raises an error of its own for it."""
+    if BACKEND == "torch":
+        return func
+    from spark_elastic.tensorflow.host import translated
+
+    @functools.wraps(func)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        with translated():
+            return func(*args, **kwargs)
+
+    return wrapper
 
 
 __all__ = [

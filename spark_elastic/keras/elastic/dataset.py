@@ -1,8 +1,7 @@
-"""Rows for `model.fit` that are dealt out again, to any number of members, in the middle of an epoch."""
+"""A dataset for `model.fit` whose remaining rows are redistributed when the world changes within an epoch."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,17 +14,26 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from spark_elastic.collective.process import process
 from spark_elastic.data.order.sampling import EpochOrder
+from spark_elastic.elastic.call_stack import calling_object
 from spark_elastic.errors import UsageError
+from spark_elastic.keras.elastic.fit_session import session_of
 from spark_elastic.keras.elastic.state import KerasState
 
 Indices = npt.NDArray[np.int64]
 
 
 def batch_rows(order: EpochOrder, batch: int, batches: int, rank: int, size: int) -> Indices:
-    """The rows of one batch of an epoch that a member takes, each at least one.
+    """Return a member's rows of one batch of an epoch, at least one.
 
-    An epoch is cut into `batches` nearly equal pieces of its order, whatever the size of the world, and a piece is
-    dealt out in turns. With fewer rows than members some rows are seen by two of them.
+    The order of an epoch is cut into `batches` nearly equal parts, whatever the size of the world; members take the
+    rows of a part in turns. With fewer rows than members some rows are seen by two of them.
+
+    Args:
+        order: The order of the epoch's rows.
+        batch: Number of the batch, from 0.
+        batches: Batches of the epoch.
+        rank: The member.
+        size: Members of the world.
     """
     first, last = batch * order.rows // batches, (batch + 1) * order.rows // batches
     mine = np.arange(first + rank, last, size, dtype=np.int64)
@@ -37,21 +45,21 @@ def batch_rows(order: EpochOrder, batch: int, batches: int, rank: int, size: int
 class ElasticDataset(DataAdapter):  # type: ignore[misc]
     """Arrays for `model.fit`: each row once an epoch on one of the members, however often the world changes.
 
-    An epoch goes on where `state.epoch` and `state.batch` say, so put an `ElasticCallback(state)` among the callbacks
-    of `fit`, and call it with `initial_epoch=state.epoch`. Batches are those of the whole world: the same rows
-    in each step for any number of members, of which each takes its share, and a share counts by its rows. So the model
-    does not depend on how many members there were, rounding aside.
+    An epoch resumes at `state.epoch` and `state.batch`, so put an `ElasticCallback(state)` among the callbacks of
+    `fit`, and call it with `initial_epoch=state.epoch`. Batches are those of the whole world: the same rows in each
+    step for any number of members. Each member takes its share, and a share counts by its rows. So the model does not
+    depend on the number of members, rounding aside.
 
     `fit` takes it as `x`, without `y`, `batch_size`, `shuffle` or `class_weight`.
 
     Args:
-        x: an array, or a list or dictionary of them, as the model takes them; the first dimension is the rows.
-        y: targets, likewise, or None.
-        sample_weight: one for each row, or None.
-        state: with `batch=0` and `epoch=0`.
-        batch_size: rows of a step on all members together, at most; all steps of an epoch are nearly as large.
-        shuffle: a different order each epoch.
-        seed: of the order; the same on all members.
+        x: An array, or a list or dictionary of them, as the model takes them; the first dimension is the rows.
+        y: Targets, likewise, or None.
+        sample_weight: One for each row, or None.
+        state: Created with `batch=0` and `epoch=0`.
+        batch_size: Rows of a step on all members together, at most; all steps of an epoch are nearly as large.
+        shuffle: Use a different order each epoch.
+        seed: Seed of the order; the same on all members.
     """
 
     def __init__(
@@ -67,14 +75,17 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
     ) -> None:
         for name in ("batch", "epoch"):
             if name not in state.__dict__:
-                raise UsageError(f"ElasticDataset goes on where state.{name} says: KerasState(model, {name}=0, ...)")
+                raise UsageError(
+                    f"ElasticDataset resumes at state.{name}, which the state does not have; create it with "
+                    f"KerasState(model, {name}=0, ...)"
+                )
         if batch_size < 1:
-            raise UsageError(f"batch_size must be at least 1, not {batch_size}")
+            raise UsageError(f"batch_size must be at least 1; got {batch_size}")
         parts = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
         self._arrays = keras.tree.map_structure(_as_array, parts)
         lengths = {len(array) for array in keras.tree.flatten(self._arrays)}
         if len(lengths) != 1 or 0 in lengths:
-            raise UsageError(f"all arrays must have the same number of rows, and some, not {sorted(lengths)}")
+            raise UsageError(f"all arrays must have the same non-zero length; got lengths {sorted(lengths)}")
         self.rows = lengths.pop()
         self.state = state
         self.shuffle = shuffle
@@ -83,20 +94,21 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         self._mine: list[Indices] = []
         self._variables: tuple[Any, Any] | None = None
         self._pipeline: Any = None
-        state.weigh_by_rows(batch_size)
-        state.will_train_on(self.get_tf_dataset)
+        session = session_of(state)
+        session.dataset = self.get_tf_dataset
+        session.global_batch = batch_size
 
     def __len__(self) -> int:
         return self._batches
 
     def rows_left(self) -> list[Indices]:
-        """This member's rows of each batch that is left of the state's epoch."""
+        """Return this member's rows of each batch that is left of the state's epoch."""
         position = process.require()
         order = EpochOrder(self.rows, self.seed, self.state.epoch, self.shuffle)
         left = range(min(self.state.batch, self._batches), self._batches)
         return [batch_rows(order, batch, self._batches, position.rank, position.size) for batch in left]
 
-    # --- what Keras asks ------------------------------------------------------------------------
+    # --- called by Keras ------------------------------------------------------------------------
 
     @property
     def num_batches(self) -> int:
@@ -116,21 +128,21 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
 
     def on_epoch_begin(self) -> None:
         self._mine = self.rows_left()
-        self.state.nothing_left = not self._mine
+        session_of(self.state).nothing_left = not self._mine
         if self._variables is not None:
             rows, ends = self._variables
             rows.assign(np.concatenate([np.empty(0, np.int64), *self._mine]))
             ends.assign(np.cumsum([0, *map(len, self._mine)], dtype=np.int64))
-        # Keras asks for the number of batches once, and epochs that are gone on with have fewer. Who calls is the
-        # iterator that counts them.
-        counting: Any = sys._getframe(1).f_locals.get("self")
-        if hasattr(counting, "_num_batches"):
+        # Keras asks for the number of batches once, and a resumed epoch has fewer; the caller is the iterator that
+        # counts them
+        counting = calling_object(lambda caller: hasattr(caller, "_num_batches"), within=1)
+        if counting is not None:
             counting._num_batches = len(self._mine)
             if not self._mine:  # the epoch was left after its last batch; nothing is wrong with the data
                 counting._interrupted_warning = lambda: None
 
     def get_tf_dataset(self) -> Any:
-        if self._pipeline is None:  # once: to trace its functions takes longer than the rest of entering `fit` again
+        if self._pipeline is None:  # once: tracing its functions takes longer than the rest of entering `fit` again
             self._pipeline = self._made_pipeline()
         return self._pipeline
 

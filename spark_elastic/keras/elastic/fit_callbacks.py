@@ -1,9 +1,9 @@
-"""What the callbacks of `model.fit` remember, kept while `fit` is left and entered again, and brought to newcomers.
+"""The memory of the callbacks of `model.fit`: kept while `fit` is left and entered again, and sent to newcomers.
 
 Keras calls `on_train_begin` each time that `fit` is entered, where EarlyStopping and others start anew and CSVLogger
-empties its file. Here the values that a callback has changed since its training began are put back before the first
-epoch that `fit` runs in the next world. Callbacks are matched by their class and their place among those of it, so
-they may be made anew each time.
+empties its file. Here the values that a callback has changed since its training began are restored before the first
+epoch that `fit` runs in the next world. Callbacks are matched by class and order, so they may be created anew each
+time.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from typing import Any
 
 import keras
 
+from spark_elastic.elastic.call_stack import calling_object
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.kept_values import plain_values, put_values, same_value
 
 _ABOVE = 6
-"""Frames between `CallbackList.set_model` and a callback's own, at most."""
+"""Largest number of frames between `CallbackList.set_model` and a callback's own."""
 _LONGEST = 1000
-"""Items of a list that is copied after each batch. A longer one is copied when `fit` is left."""
+"""Largest number of items in a list that is copied after each batch. Longer ones are copied when `fit` is left."""
 _LIVE = "live"
-"""Stands for a value that was too long to be copied."""
+"""Placeholder for a value that was too long to be copied."""
 _REFUSED = {
-    "BackupAndRestore": "it would put the weights of its file over those of the state each time that a worker is lost; "
-    "a KerasState keeps them, and ModelCheckpoint writes files",
-    "SwapEMAWeights": "an epoch may be left and gone on with, which would swap the weights twice; use_ema=True in the "
+    "BackupAndRestore": "it would overwrite the state's weights with those of its file each time a worker is lost; a "
+    "KerasState keeps them, and ModelCheckpoint writes files",
+    "SwapEMAWeights": "an epoch may be left and resumed, which would swap the weights twice; use_ema=True in the "
     "optimizer gives the trained model the averages",
 }
 _KEPT_ELSEWHERE = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
@@ -42,8 +43,12 @@ Values = dict[str, Any]
 class Snapshot:
     """The changed values of all callbacks at some moment, by callback. Shared, never copied.
 
-    begun: whether a call of `fit` has begun an epoch. ended: whether it has returned. stopped_at: the state's epoch
-    then, if a callback has ended it. logs: of completed epochs, by their numbers in the state.
+    Args:
+        begun: A call of `fit` has begun an epoch.
+        ended: It has returned.
+        stopped_at: The state's epoch then, if a callback has ended it.
+        logs: Logs of completed epochs, by their numbers in the state.
+        values: By callback, the values that it has changed.
     """
 
     def __init__(
@@ -64,7 +69,7 @@ class Snapshot:
         return self
 
 
-class _Watched:
+class _WatchedCallback:
     """One callback of the `fit` that runs."""
 
     def __init__(self, callback: Any) -> None:
@@ -72,32 +77,32 @@ class _Watched:
         self.at_begin = plain_values(callback)
         self.acts_on_batches = any(not hasattr(getattr(callback, event), "_is_default") for event in _BATCH_EVENTS)
         self.copied: tuple[int, Values] | None = None
-        """The values at some event of an epoch, by its number; None: none were copied."""
+        """Number of an event in the epoch, and the values after it; None if none were copied."""
 
 
 class FitCallbacks:
     """A value of a `KerasState`: the memory of the callbacks that `fit` is called with.
 
     Args:
-        epoch: gives the state's epoch; None: it counts none.
+        epoch: Returns the state's epoch; None if it counts none.
     """
 
     def __init__(self, epoch: Callable[[], int | None]) -> None:
         self.logs: dict[int, dict[str, Any]] = {}
-        """Of the epochs that earlier calls of `fit` have completed, by their numbers in the state."""
+        """Logs of the epochs that earlier calls of `fit` have completed, by their numbers in the state."""
         self.reentered: Callable[[], None] = lambda: None
-        """Called when the values of another moment have arrived, for the next `fit` to go on with."""
+        """Called when the values of another moment have arrived, from which the next `fit` resumes."""
         self.attached: Callable[[], None] = lambda: None
-        """Called when `fit` begins with a callback of ours."""
+        """Called when a `fit` with callbacks of this package begins."""
         self.detached: Callable[[], None] = lambda: None
         """Called when it has ended."""
         self._epoch = epoch
         self._attached: Any = None
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, _WatchedCallback] = {}
         self._changing: dict[str, set[str]] = {}
-        """The names of the values that a callback has changed since its training began."""
+        """By callback, the names of the values that it has changed since its training began."""
         self._kept = Snapshot()
-        """What the next `fit` goes on with; while one runs, what it has gone on with."""
+        """The values from which the next `fit` resumes; while one runs, those from which it has resumed."""
         self._running = False
         """`fit` was entered and has not returned."""
         self._begun = False
@@ -106,9 +111,9 @@ class FitCallbacks:
         """The loop was entered again, and no epoch has begun since."""
         self._events = 0
         self._taken: list[Snapshot] = []
-        """Snapshots that were taken since the last batch ended; what later callbacks do at its end belongs to them."""
+        """Snapshots taken since the last batch ended; changes by later callbacks at its end belong to them."""
 
-    # --- what a state calls -----------------------------------------------------------------------
+    # --- called by a state ------------------------------------------------------------------------
 
     def state_dict(self) -> Snapshot:
         if not self._begun:
@@ -118,16 +123,16 @@ class FitCallbacks:
         return taken
 
     def load_state_dict(self, snapshot: Snapshot) -> None:
-        """Have the values of this moment be those that `fit` goes on with."""
+        """Have `fit` resume from the values of this moment."""
         values = dict(self._kept.values) if snapshot.begun else {}
-        for key, told in snapshot.values.items():
+        for key, arrived in snapshot.values.items():
             live = values.get(key, {})
-            values[key] = {**live, **_without_live(told, live)}
+            values[key] = {**live, **_without_live(arrived, live)}
             watched = self._watched.get(key)
-            for name in self._changing.setdefault(key, set()) - set(told):
+            for name in self._changing.setdefault(key, set()) - set(arrived):
                 if watched is not None and name in watched.at_begin:  # it has changed for the first time since then
                     values[key][name] = watched.at_begin[name]
-            self._changing[key] |= set(told)
+            self._changing[key] |= set(arrived)
         self.logs = dict(snapshot.logs)
         self._kept = Snapshot(snapshot.begun, snapshot.ended, snapshot.stopped_at, snapshot.logs, values)
         if self._begun:
@@ -137,7 +142,7 @@ class FitCallbacks:
             self.reentered()
 
     def left(self) -> None:
-        """The loop was left, perhaps in the middle of `fit`."""
+        """Note that the loop was left, perhaps in the middle of `fit`."""
         if self._begun:
             values = {**self._kept.values, **self._values(None)}
             self._kept = Snapshot(True, logs=self.logs, values=values)
@@ -145,17 +150,19 @@ class FitCallbacks:
         self._resuming = self._kept.begun
 
     def over(self) -> None:
-        """The loop has ended: nothing is gone on with any more."""
+        """Note that the loop has ended: the next `fit` starts anew."""
         self._running = self._begun = self._resuming = False
 
-    # --- what `fit` calls ---------------------------------------------------------------------------
+    # --- called by `fit` ----------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Called by a callback of ours when it is given its model: watch the list that it is in.
+        """Watch the list of the callback that calls this, which is just being given its model.
 
-        Raises: UsageError: a callback is in it that cannot be used in an elastic loop.
+        Raises:
+            UsageError: A callback in the list cannot be used in an elastic loop.
         """
-        callbacks = _list_above()
+        # Keras gives a callback no way to its list, which is a caller of `set_model`
+        callbacks = calling_object(lambda caller: isinstance(caller, keras.callbacks.CallbackList), within=_ABOVE)
         if callbacks is None or callbacks is self._attached:
             return
         for callback in callbacks.callbacks:
@@ -179,19 +186,19 @@ class FitCallbacks:
         self._watched = {}
         for callback in callbacks.callbacks:
             if self._resuming and isinstance(getattr(callback, "append", None), bool):
-                callback.append = True  # what was written before is not to be lost
+                callback.append = True  # keep the rows written before
         plain(*args)
-        self._watched = {key: _Watched(callback) for key, callback in _by_key(callbacks.callbacks)}
+        self._watched = {key: _WatchedCallback(callback) for key, callback in _by_key(callbacks.callbacks)}
         if self._resuming and self._kept.stopped_at is not None and self._kept.stopped_at == self._epoch():
             self._put()
-            callbacks.model._initial_epoch = sys.maxsize  # a callback has ended this call before: no epoch is left
+            callbacks.model._initial_epoch = sys.maxsize  # a callback has stopped this call before: no epoch is left
 
     def _epoch_begins(self, callbacks: Any, plain: Callable[..., Any], epoch: int, *args: Any) -> None:
         if not self._begun:
             self._begun = True
-            going_on = self._resuming and not self._kept.ended
+            resuming = self._resuming and not self._kept.ended
             self._resuming = False
-            if going_on:
+            if resuming:
                 self._put()
                 for watched in self._watched.values():
                     if isinstance(watched.callback, keras.callbacks.CSVLogger) and epoch == self._epoch():
@@ -222,14 +229,14 @@ class FitCallbacks:
             at = self._epoch() if stopped else None
             self._kept = Snapshot(True, True, at, self.logs, self._values(None))
         elif self._resuming:
-            go_on_with(getattr(callbacks.model, "history", None), self.logs, self._epoch(), 0)
+            extend_history(getattr(callbacks.model, "history", None), self.logs, self._epoch(), 0)
         self._running = self._begun = False
         self.detached()
 
     # --- values -------------------------------------------------------------------------------------
 
     def _values(self, longest: int | None, only_of_batches: bool = False) -> dict[str, Values]:
-        """Those that have changed, of each callback. longest: longer ones are only mentioned."""
+        """Return the changed values of each callback; those with more than `longest` items as placeholders."""
         found = {}
         for key, watched in self._watched.items():
             if only_of_batches and not watched.acts_on_batches:
@@ -240,7 +247,7 @@ class FitCallbacks:
             found[key] = watched.copied[1]
         return found
 
-    def _changed(self, key: str, watched: _Watched, longest: int | None) -> Values:
+    def _changed(self, key: str, watched: _WatchedCallback, longest: int | None) -> Values:
         values = plain_values(watched.callback, longest, _LIVE)
         changing = self._changing.setdefault(key, set())
         for name, value in values.items():
@@ -255,7 +262,7 @@ class FitCallbacks:
 
 
 def _without_live(values: Values, live: Values) -> Values:
-    """Those that were copied; in place of the others what is in `live`."""
+    """Replace placeholders by the values in `live`, or drop them."""
     found = {name: live.get(name, _LIVE) if _is_live(value) else value for name, value in values.items()}
     return {name: value for name, value in found.items() if not _is_live(value)}
 
@@ -271,21 +278,8 @@ def _around(plain: Callable[..., Any], function: Callable[..., None], callbacks:
     return called
 
 
-def _list_above() -> Any:
-    """The CallbackList that is giving its callbacks their model."""
-    frame: Any = sys._getframe(2)
-    for _ in range(_ABOVE):
-        if frame is None:
-            return None
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, keras.callbacks.CallbackList):
-            return owner
-        frame = frame.f_back
-    return None
-
-
 def _by_key(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Each callback that is to be watched, with a name that is the same on every member and in every call of `fit`."""
+    """Return the callbacks to watch, with a name that is the same on every member and in every call of `fit`."""
     counts: dict[str, int] = {}
     found = []
     for callback in callbacks:
@@ -297,10 +291,14 @@ def _by_key(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
     return found
 
 
-def go_on_with(history: Any, logs: Mapping[int, Mapping[str, Any]], epoch: int | None, offset: int) -> None:
+def extend_history(history: Any, logs: Mapping[int, Mapping[str, Any]], epoch: int | None, offset: int) -> None:
     """Have the History that `fit` will return begin with the epochs of the calls that were left.
 
-    epoch: the state's; those before it are done. offset: its numbers less those of Keras.
+    Args:
+        history: The History, if there is one.
+        logs: Logs of completed epochs, by their numbers in the state.
+        epoch: The state's epoch; those before it are done.
+        offset: The state's number of an epoch less that of Keras.
     """
     if history is None or epoch is None:
         return
@@ -311,7 +309,7 @@ def go_on_with(history: Any, logs: Mapping[int, Mapping[str, Any]], epoch: int |
 
 
 def drop_rows_from(path: Path, separator: str, epoch: int) -> None:
-    """Cut a file of CSVLogger off before the row of this epoch: it ends once more."""
+    """Truncate a file of CSVLogger before the row of this epoch, which will be written again."""
     if not path.is_file():
         return
     end = 0

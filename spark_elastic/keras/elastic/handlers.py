@@ -1,4 +1,4 @@
-"""Which kinds of values a `KerasState` keeps, and how each is copied; see `collective.handled_values`."""
+"""Handlers for the values of a `KerasState`: models, optimizers, metrics, variables and seeds."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from typing import Any, NamedTuple
 import keras
 import torch
 
-from spark_elastic.elastic.handled_values import Layout, Slice, StateHandler
-from spark_elastic.elastic.state import independent_copy
+from spark_elastic.elastic.handlers import HasStateDict, Layout, StateDictHandler, StateHandler, TensorSpec
 from spark_elastic.errors import UsageError
 from spark_elastic.keras import variables as values
+from spark_elastic.keras.optimizer import reduces
 from spark_elastic.keras.variables import Description, Variable
 
 
 class VariablesHandler(StateHandler):
-    """A value that consists of Keras variables. They travel as bytes and are matched by their order.
+    """A value that consists of Keras variables. They are sent as bytes and matched by their order.
 
-    Their names are for messages only: two processes may have numbered their layers differently.
+    Their names appear in messages only: two processes may have numbered their layers differently.
     """
 
-    elsewhere = True
+    staged = True
     what = "the variables"
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
         self._saved: list[values.Copy] = []
         self._saved_of: list[Variable] = []
-        """The variables that were saved: once the value is built, it may have others before and between them."""
+        """The variables that were saved. Once the value is built, it may have others before and between them."""
         self._saved_whole = False
         self._read: tuple[list[int], Callable[[], list[values.Copy]]] = ([], list)
 
     def variables(self) -> list[Variable]:
-        """All that the value consists of, in an order that is the same on every member."""
+        """Return all variables, in an order that is the same on every member."""
         raise NotImplementedError
 
     def built(self) -> bool:
-        """Whether the value has all its variables."""
+        """Return True if the value has all its variables."""
         return True
 
-    # --- what travels ---------------------------------------------------------------------------
+    # --- sent to other members ---------------------------------------------------------------------------
 
     def layout(self) -> Layout:
         described = [values.describe(variable) for variable in self.variables()]
-        return [Slice(each, (values.bytes_of(each),), torch.uint8, True) for each in described]
+        return [TensorSpec(each, (values.bytes_of(each),), torch.uint8, True) for each in described]
 
     def identities(self, layout: Layout) -> Sequence[Hashable]:
         return [(number, *piece.key[1:]) for number, piece in enumerate(layout)]
@@ -52,11 +52,15 @@ class VariablesHandler(StateHandler):
     def tensors(self, layout: Layout) -> list[torch.Tensor]:
         return [values.to_wire(variable) for variable in self.variables()[: len(layout)]]
 
-    def prepare(self, layout: Layout, outline: Any) -> None:
+    def prepare(self, layout: Layout, metadata: Any) -> None:
         self.check(layout)
 
     def check(self, layout: Layout) -> None:
-        """Raises: UsageError: the variables here cannot hold those of this layout."""
+        """Check that the variables here can hold those of another member.
+
+        Raises:
+            UsageError: They cannot.
+        """
         theirs = [Description(*piece.key) for piece in layout]
         mine = [values.describe(variable) for variable in self.variables()]
         for number, other in enumerate(theirs):
@@ -75,14 +79,14 @@ class VariablesHandler(StateHandler):
     # --- copies ---------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Copy everything at once: what TensorFlow copies is copied when the variable is next changed."""
+        """Copy all variables at once; TensorFlow really copies one when it is next changed."""
         self._light = self.light()
         self._saved_of = self.variables()
         self._saved = self._reader(self._saved_of)()
         self._saved_whole = self.built()
 
     def save_new(self) -> None:
-        """If the value was not built when it was saved, and is now, save the variables that have been made since."""
+        """Save the variables that were created since the last save, if the value was not built then and is now."""
         if self._saved_whole or not self.built():
             return
         saved = set(map(id, self._saved_of))
@@ -106,9 +110,9 @@ class VariablesHandler(StateHandler):
 
 
 class ModelHandler(VariablesHandler):
-    """A model or layer: its weights, and the seeds of what is random in it.
+    """A model or layer: its weights, and the seeds of its random layers.
 
-    With a copy go the running metrics of a compiled model, so that an epoch's metrics return to the commit as well.
+    A copy includes the running metrics of a compiled model, so that an epoch's metrics return to the commit as well.
     """
 
     what = "the model"
@@ -123,13 +127,16 @@ class ModelHandler(VariablesHandler):
     def built(self) -> bool:
         return bool(self.value.built)
 
-    def outline(self) -> Any:
+    def awaits_build(self) -> bool:
+        return not self.built()
+
+    def metadata(self) -> Any:
         return self.value.get_build_config() if self.value.built else None
 
-    def prepare(self, layout: Layout, outline: Any) -> None:
-        if len(self.variables()) < len(layout) and not self.value.built and outline:
-            self.value.build_from_config(outline)
-        super().prepare(layout, outline)
+    def prepare(self, layout: Layout, metadata: Any) -> None:
+        if len(self.variables()) < len(layout) and not self.value.built and metadata:
+            self.value.build_from_config(metadata)
+        super().prepare(layout, metadata)
 
     def save(self) -> None:
         super().save()
@@ -141,24 +148,26 @@ class ModelHandler(VariablesHandler):
         values.put_back(*self._metrics)
 
     def step_variables(self, metrics: bool) -> list[Variable]:
-        """What a step changes besides through the optimizer: running means, seeds, and metrics."""
-        # a frozen layer's variables are changed by nothing, however large they are: not those that would be trained
+        """Return what a step changes besides through the optimizer: running means, seeds, and metrics."""
+        # without a frozen layer's weights: they may be large, and nothing changes them
         trained = {id(v) for layer in self.value._flatten_layers() for v in layer._trainable_variables}
         own = [variable for variable in self.value.variables if id(variable) not in trained]
         return own + list(self.value.metrics_variables) if metrics else own
 
 
 class MadeFor(NamedTuple):
-    """What an optimizer was built for: each variable by the name of its model in the state and its number there."""
+    """A variable that an optimizer was built for: the name of its model in the state, and its number there."""
 
     model: str
     number: int
 
 
 class OptimizerHandler(VariablesHandler):
-    """An optimizer with all its variables: iterations, learning rate, slots, accumulators, scales of the loss.
+    """An optimizer with all its variables: iterations, learning rate, slots, accumulators, loss scale.
 
-    models: gives the models of the state by name; a newcomer's optimizer is built for their variables.
+    Args:
+        value: The optimizer.
+        models: Returns the models of the state by name; a newcomer's optimizer is built for their variables.
     """
 
     what = "the optimizer"
@@ -173,8 +182,15 @@ class OptimizerHandler(VariablesHandler):
     def built(self) -> bool:
         return bool(self.value.built)
 
+    def steps_applied(self) -> Any:
+        """Return the steps applied by the optimizer: a number, or a tensor that is one when it is evaluated."""
+        if reduces(self.value):
+            return self.value.steps_applied()  # also those that were skipped
+        inner = getattr(self.value, "inner_optimizer", self.value)
+        return inner._iterations.value
+
     def light(self) -> float | None:
-        """The learning rate, which callbacks change between steps; None: it follows a schedule."""
+        """Return the learning rate, which callbacks change between steps; None if it follows a schedule."""
         rate = self._rate()
         return None if rate is None else float(rate.numpy())
 
@@ -187,7 +203,7 @@ class OptimizerHandler(VariablesHandler):
         rate = getattr(getattr(self.value, "inner_optimizer", self.value), "_learning_rate", None)
         return rate if isinstance(rate, keras.Variable) else None
 
-    def outline(self) -> list[MadeFor] | None:
+    def metadata(self) -> list[MadeFor] | None:
         if not self.value.built:
             return None
         places = {
@@ -200,21 +216,21 @@ class OptimizerHandler(VariablesHandler):
             return []
         return [places[id(variable)] for variable in trained]
 
-    def prepare(self, layout: Layout, outline: Any) -> None:
-        if not self.value.built and outline is not None:
-            if not outline:
+    def prepare(self, layout: Layout, metadata: Any) -> None:
+        if not self.value.built and metadata is not None:
+            if not metadata:
                 raise UsageError(
-                    "the optimizer of this worker has not been built, and the others' is built for variables that no "
-                    "model in the state has; call optimizer.build(variables) before the elastic loop, or put the "
-                    "models that it trains into the state"
+                    "the optimizer of this worker has not been built, and that of the others was built for variables "
+                    "that no model in the state has; call optimizer.build(variables) before the elastic loop, or put "
+                    "the models that it trains into the state"
                 )
             models = {name: model.variables for name, model in self._models().items()}
-            self.value.build([models[model][number] for model, number in outline])
-        super().prepare(layout, outline)
+            self.value.build([models[model][number] for model, number in metadata])
+        super().prepare(layout, metadata)
 
 
 class MetricHandler(VariablesHandler):
-    """A metric that a loop of one's own updates."""
+    """A metric that a user's own loop updates."""
 
     what = "the metric"
 
@@ -249,14 +265,8 @@ class SeedHandler(VariablesHandler):
         return [self.value.state]
 
 
-class StateDictHandler(StateHandler):
-    """Anything else with `state_dict` and `load_state_dict`; its `reset`, if it has one, is told of a new world."""
-
-    def light(self) -> Any:
-        return independent_copy(self.value.state_dict())
-
-    def set_light(self, light: Any) -> None:
-        self.value.load_state_dict(independent_copy(light))
+class KerasStateDictHandler(StateDictHandler):
+    """An object with `state_dict` and `load_state_dict`; its `reset`, if it has one, is called in a new world."""
 
     def reset(self) -> None:
         reset = getattr(self.value, "reset", None)
@@ -265,7 +275,7 @@ class StateDictHandler(StateHandler):
 
 
 def handler_for(value: Any, models: Callable[[], Mapping[str, Any]]) -> StateHandler | None:
-    """A handler for the value, or None: it is a plain Python object."""
+    """Return a handler for the value; None for a plain Python object."""
     if isinstance(value, type):
         return None
     if isinstance(value, keras.optimizers.Optimizer):
@@ -278,6 +288,6 @@ def handler_for(value: Any, models: Callable[[], Mapping[str, Any]]) -> StateHan
         return VariableHandler(value)
     if isinstance(value, keras.random.SeedGenerator):
         return SeedHandler(value)
-    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-        return StateDictHandler(value)
+    if isinstance(value, HasStateDict):
+        return KerasStateDictHandler(value)
     return None

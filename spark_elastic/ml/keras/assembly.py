@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from spark_elastic.collective.process import local_rank, local_size
-from spark_elastic.elastic.handled_values import StateHandler
+from spark_elastic.elastic.handlers import Handlers, StateHandler
 from spark_elastic.elastic.recovery import Recovery
+from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, StepCounter
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.keras.elastic.handlers import handler_for
 from spark_elastic.keras.sync_batch_normalization import convert
@@ -81,24 +83,33 @@ def choose_device(asked: str | None, local_rank: int) -> None:
 # The state of a Keras model's training.
 
 
-class KerasTrainingState(TrainingState):
-    """Model, optimizer, the weights of the best epoch, what callbacks remember, and how far the training has come.
+class EngineSteps(OptimizerSteps):
+    """The steps of an engine, which reports each and puts back what an unfinished one has changed."""
 
-    Its steps are those of the engine, which tells of each.
-    """
-
-    def __init__(self, engine: KerasEngine, *, callbacks: KerasCallbacks, at: Progress) -> None:
+    def __init__(self, engine: KerasEngine, handlers: Handlers, counter: StepCounter, watch: LoopWatch) -> None:
+        super().__init__(handlers, counter, watch)
         self._engine = engine
-        super().__init__(model=engine.model, optimizer=engine.optimizer, best=engine.best, callbacks=callbacks, at=at)
-        self._steps["optimizer"] = 0
-        engine.stepped = lambda: self._stepped("optimizer")
-        self.save()
+        counter.steps["optimizer"] = 0
+        engine.stepped = lambda: counter.stepped("optimizer")
 
-    def _handler_for(self, value: Any) -> StateHandler | None:
-        return handler_for(value, lambda: {"model": self._engine.model})
-
-    def _settle(self, choice: Recovery) -> None:
+    def undo_step(self, choice: Recovery) -> None:
         self._engine.put_back()
+
+
+def state_of(engine: KerasEngine, *, callbacks: KerasCallbacks, at: Progress) -> TrainingState:
+    """Return the state of a training: model, optimizer, best weights, callbacks' memories, and its progress."""
+
+    def handler_of(value: Any) -> StateHandler | None:
+        return handler_for(value, lambda: {"model": engine.model})
+
+    values = {
+        "model": engine.model,
+        "optimizer": engine.optimizer,
+        "best": engine.best,
+        "callbacks": callbacks,
+        "at": at,
+    }
+    return TrainingState(handler_of, LoopWatch, partial(EngineSteps, engine), values)
 
 
 class Prepared(NamedTuple):
@@ -175,7 +186,7 @@ def assemble(training: KerasTraining) -> Trainer:
     )
     checkpoints = CheckpointSchedule(training, engine, callbacks, sums.names)
     at = checkpoints.first_progress()
-    state = KerasTrainingState(engine, callbacks=kept, at=at)
+    state = state_of(engine, callbacks=kept, at=at)
     return Trainer(training, engine=engine, state=state, callbacks=callbacks, checkpoints=checkpoints)
 
 

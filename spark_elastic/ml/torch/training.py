@@ -10,6 +10,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
+from spark_elastic.elastic.steps import LoopWatch
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.preparation import WEIGHT
 from spark_elastic.ml.torch.batch_norm import synchronise
@@ -23,6 +24,8 @@ from spark_elastic.ml.training.engine import TrainingState
 from spark_elastic.ml.training.saving import CallbackStates, CheckpointSchedule
 from spark_elastic.ml.training.spec import TrainingResult
 from spark_elastic.ml.training.trainer import Trainer
+from spark_elastic.torch.elastic.handlers import handler_for
+from spark_elastic.torch.elastic.state import TorchSteps
 
 log = logging.getLogger("spark_elastic.ml")
 
@@ -60,10 +63,6 @@ def objective_of(training: TorchTraining, device: torch.device | None = None) ->
     )
 
 
-class TorchTrainingState(TrainingState, hvd.elastic.TorchState):
-    """Of a module's training."""
-
-
 def _assemble(training: TorchTraining) -> Trainer:
     device = hvd.device(training.device)
     model = training.model.to(device)
@@ -99,9 +98,15 @@ def _assemble(training: TorchTraining) -> Trainer:
     )
     checkpoints = CheckpointSchedule(training, engine, callbacks, tally.names)
     at = checkpoints.first_progress()
-    state = TorchTrainingState(
-        model, distributed, scheduler=schedule.scheduler, best=best, callbacks=CallbackStates(callbacks), at=at
-    )
+    values = {
+        "model": model,
+        "optimizer": distributed,
+        "scheduler": schedule.scheduler,
+        "best": best,
+        "callbacks": CallbackStates(callbacks),
+        "at": at,
+    }
+    state = TrainingState(handler_for, LoopWatch, TorchSteps, values)
     return Trainer(training, engine=engine, state=state, callbacks=callbacks, checkpoints=checkpoints)
 
 

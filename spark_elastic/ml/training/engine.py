@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from spark_elastic.collective.objects import allgather_object
-from spark_elastic.elastic.handled_state import HandledState
+from spark_elastic.elastic.state import ElasticState
 from spark_elastic.ml.training.progress import Piece, Progress, Sums
 
 if TYPE_CHECKING:
@@ -168,13 +168,12 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-class TrainingState(HandledState):
+class TrainingState(ElasticState):
     """The elastic state of a training: the framework's tensors, and how far the training has come.
 
     Besides steps it counts turns: changes that are not steps, but after which a member that is ahead is followed.
     """
 
-    _only_optimizers_act = True
     at: Progress
 
     def turn_done(self) -> None:

@@ -1,7 +1,7 @@
 """The trainer: one worker's part of a training, phase by phase.
 
 Everything between two collectives can be repeated. When a collective fails, the plain values go back to the last resume
-point (`HandledState`), where model and optimizer still are, and the phase continues from there in the next world. So
+point (`ElasticState`), where model and optimizer still are, and the phase continues from there in the next world. So
 every change of `state.at` follows the collective that confirms it, and a resume point follows the change.
 """
 
@@ -24,7 +24,7 @@ from spark_elastic.collective.process import process
 from spark_elastic.collective.reduction import Max, Sum
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.elastic.frontend import frontend
-from spark_elastic.elastic.state import elastic_loop
+from spark_elastic.elastic.loop import elastic_loop
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.training.engine import Engine, TrainingState, gather_pieces, host_cores, threads_for

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from spark_elastic.elastic.handled_state import ObjectState, State
-from spark_elastic.elastic.handled_values import StateHandler
+from spark_elastic.elastic.handlers import StateHandler
+from spark_elastic.elastic.object_state import ObjectState
+from spark_elastic.elastic.state import State
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
 from spark_elastic.keras.elastic import run
 from spark_elastic.keras.elastic.state import KerasState as TensorFlowKerasState

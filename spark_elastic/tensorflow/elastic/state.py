@@ -8,28 +8,29 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from spark_elastic.elastic.handled_values import StateHandler
+from spark_elastic.elastic.handlers import StateHandler
+from spark_elastic.elastic.state import ElasticState
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.elastic.handlers import ListHandler
-from spark_elastic.keras.elastic.state import KerasState
+from spark_elastic.keras.elastic.state import keras_parts
 
 
-class TensorFlowState(KerasState):
+class TensorFlowState(ElasticState):
     """Variables and plain values; `variables` and each of the latter are attributes.
 
-    A loop that applies gradients itself tells nobody when its variables change. So after a loss it goes on from the
-    last commit, as with Horovod; or, with a Keras optimizer in the state that counts the steps, from the last of them.
+    The changes of variables by a loop that applies gradients itself cannot be seen. So after a loss training resumes
+    from the last commit, as with Horovod; or from the last step, with a Keras optimizer in the state that counts steps.
 
     Args:
-        variables: of TensorFlow or Keras, in the same order on every member.
-        session: accepted for Horovod's sake; must be None.
-        kwargs: anything else to keep, also Keras models and optimizers.
+        variables: Of TensorFlow or Keras, in the same order on every member.
+        session: Accepted for Horovod's sake; must be None.
+        kwargs: Anything else to keep, also Keras models and optimizers.
 
-    Raises: UsageError: something else than variables, or a session.
+    Raises:
+        UsageError: Something else than variables, or a session.
     """
 
     variables: Any
-    _kept: list[Any]
 
     def __init__(self, variables: Iterable[Any] | None = None, session: Any = None, **kwargs: Any) -> None:
         if session is not None:
@@ -38,8 +39,9 @@ class TensorFlowState(KerasState):
         wrong = [type(v).__name__ for v in kept if not isinstance(v, (tf.Variable, keras.Variable))]
         if wrong:
             raise UsageError(f"variables must be tf.Variable or keras.Variable objects, not {', '.join(wrong)}")
-        object.__setattr__(self, "_kept", kept)
-        super().__init__(variables=kept, **kwargs)
 
-    def _handler_for(self, value: Any) -> StateHandler | None:
-        return ListHandler(value) if value is self._kept else super()._handler_for(value)
+        def list_handler(value: Any) -> StateHandler | None:
+            return ListHandler(value) if value is kept else None
+
+        model, optimizer = kwargs.pop("model", None), kwargs.pop("optimizer", None)
+        super().__init__(*keras_parts(self, model, optimizer, {"variables": kept, **kwargs}, list_handler))

@@ -1,4 +1,4 @@
-"""Which kinds of values a `TorchState` keeps, and how each is copied; see `collective.handled_values`."""
+"""Handlers for the values of a `TorchState`: modules, optimizers, samplers, and objects with a `state_dict`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from spark_elastic.elastic.handled_values import Layout, Slice, StateHandler, copy_all
-from spark_elastic.elastic.state import independent_copy
+from spark_elastic.elastic.handlers import HasStateDict, Layout, StateDictHandler, StateHandler, TensorSpec, copy_all
+from spark_elastic.elastic.plain_values import independent_copy
 from spark_elastic.errors import UsageError
 from spark_elastic.torch.elastic.sampler import ElasticSampler
 
 
 class ModelStateHandler(StateHandler):
-    """Parameters and buffers of a module; extra state that modules keep goes with the light part."""
+    """Parameters and buffers of a module; extra state of modules belongs to the light part."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -49,7 +49,9 @@ class ModelStateHandler(StateHandler):
 
     def present(self) -> tuple[Layout, list[torch.Tensor]]:
         own = {key: value for key, value in self._own().items() if isinstance(value, torch.Tensor)}
-        return [Slice(key, tuple(value.shape), value.dtype, False) for key, value in own.items()], list(own.values())
+        return [TensorSpec(key, tuple(value.shape), value.dtype, False) for key, value in own.items()], list(
+            own.values()
+        )
 
     def tensors(self, layout: Layout) -> list[torch.Tensor]:
         own = self._own()
@@ -76,21 +78,23 @@ class ModelStateHandler(StateHandler):
             self.value.load_state_dict(light, strict=False)
 
     def versions(self) -> list[int]:
-        """Return torch's counters of in-place changes, of each parameter."""
+        """Return torch's counter of in-place changes of each parameter."""
         if self._parameters is None:
             self._parameters = list(self.value.parameters())
         return [0 if param.is_inference() else param._version for param in self._parameters]
 
     def buffers(self) -> list[torch.Tensor]:
-        """What a forward pass may change: running means and the like. Asked for after each step, so that the tree of
-        modules is walked at commits only."""
+        """Return what a forward pass may change: running means and the like.
+
+        Called after each step, so the tree of modules is walked at commits only.
+        """
         if self._modules is None:
             self._modules = list(self.value.modules())
         return [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
 
 
 class OptimizerStateHandler(StateHandler):
-    """An optimizer: its options are light, its state is tensors and, of other types, light."""
+    """An optimizer: its state is tensors; its options, and state of other types, are light."""
 
     def _params(self) -> list[torch.Tensor]:
         return [param for group in self.value.param_groups for param in group["params"]]
@@ -104,14 +108,16 @@ class OptimizerStateHandler(StateHandler):
         for index, param in enumerate(self._params()):
             for name, value in state[param].items() if param in state else ():
                 if isinstance(value, torch.Tensor):
-                    layout.append(Slice((index, name), tuple(value.shape), value.dtype, value.device != param.device))
+                    layout.append(
+                        TensorSpec((index, name), tuple(value.shape), value.dtype, value.device != param.device)
+                    )
                     tensors.append(value)
         return layout, tensors
 
     def tensors(self, layout: Layout) -> list[torch.Tensor]:
         params = self._params()
         state = self.value.state
-        wanted: dict[int, dict[str, Slice]] = {}
+        wanted: dict[int, dict[str, TensorSpec]] = {}
         for piece in layout:
             wanted.setdefault(piece.key[0], {})[piece.key[1]] = piece
         if wanted and max(wanted) >= len(params):
@@ -124,7 +130,7 @@ class OptimizerStateHandler(StateHandler):
         return [state[params[piece.key[0]]][piece.key[1]] for piece in layout]
 
     @staticmethod
-    def _shape(state: Any, param: torch.Tensor, wanted: Mapping[str, Slice]) -> None:
+    def _shape(state: Any, param: torch.Tensor, wanted: Mapping[str, TensorSpec]) -> None:
         own = state.get(param, {})
         for name in [name for name, value in own.items() if isinstance(value, torch.Tensor) and name not in wanted]:
             del own[name]
@@ -176,7 +182,7 @@ class OptimizerStateHandler(StateHandler):
 
 
 class SamplerStateHandler(StateHandler):
-    """An `ElasticSampler`: all of it is light."""
+    """An `ElasticSampler`, which has a light part only."""
 
     def light(self) -> Any:
         return dict(self.value.state_dict())
@@ -186,24 +192,6 @@ class SamplerStateHandler(StateHandler):
 
     def reset(self) -> None:
         self.value.reset()
-
-
-class StateDictHandler(StateHandler):
-    """Anything else with `state_dict` and `load_state_dict`: learning rate schedulers, gradient scalers, metrics."""
-
-    def light(self) -> Any:
-        return independent_copy(self.value.state_dict())
-
-    def set_light(self, light: Any) -> None:
-        self.value.load_state_dict(independent_copy(light))
-
-
-class HasStateDict:
-    """The registry's entry for objects with `state_dict` and `load_state_dict`, whatever their class."""
-
-    @staticmethod
-    def matches(value: Any) -> bool:
-        return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 Registry = list[tuple[Any, type[StateHandler]]]
@@ -216,7 +204,7 @@ _registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """The (type, handler class) pairs; the first whose type fits a value is used. Insert into it to extend it."""
+    """Return the (type, handler class) pairs, of which the first that fits a value is used; it may be changed."""
     return _registry
 
 
@@ -232,10 +220,10 @@ def register_handler(kind: type, handler: type[StateHandler]) -> None:
 
 
 def handler_for(value: Any) -> StateHandler | None:
-    """A handler for the value, or None: it is a plain Python object."""
+    """Return a handler for the value; None for a plain Python object."""
     if isinstance(value, type):
         return None
     for kind, handler in _registry:
-        if kind.matches(value) if kind is HasStateDict else isinstance(value, kind):
+        if isinstance(value, kind):
             return handler(value)
     return None

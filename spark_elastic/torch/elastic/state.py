@@ -3,270 +3,266 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from spark_elastic.elastic.handled_state import HandledState
-from spark_elastic.elastic.handled_values import StateHandler, copy_all
-from spark_elastic.elastic.plain_values import same
+from spark_elastic.elastic.handlers import Handlers, StateDictHandler, copy_all
 from spark_elastic.elastic.recovery import Recovery
+from spark_elastic.elastic.state import ElasticState
+from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, StepCounter
+from spark_elastic.elastic.undo_log import CountingProbe
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.torch.elastic.handlers import (
     ModelStateHandler,
     OptimizerStateHandler,
     SamplerStateHandler,
-    StateDictHandler,
     handler_for,
 )
 from spark_elastic.torch.elastic.sampler import ElasticSampler
 from spark_elastic.torch.optimizer import DistributedOptimizerMixin
 
 _FOLLOWED = ModelStateHandler, OptimizerStateHandler, SamplerStateHandler, StateDictHandler
-"""How values change that these handlers keep is known; of others the light part is followed."""
+"""Handlers whose values change in known ways; of other handlers the light part is followed."""
 
 
-class TorchState(HandledState):
+class TorchState(ElasticState):
     """Models, optimizers, samplers, schedulers and plain values, each a keyword argument and then an attribute.
 
-    How a value is kept is decided by its type, see `handlers`; what has no handler is a plain Python value, which must
-    be picklable.
+    The type of a value decides which handler copies it, see `handlers`; a value without one is a plain Python value,
+    which must be picklable.
 
     Args:
-        model: a module, or None.
-        optimizer: a torch optimizer or `DistributedOptimizer`, or None.
-        kwargs: more of the same, and anything else to keep.
+        model: A module, or None.
+        optimizer: A torch optimizer or `DistributedOptimizer`, or None.
+        kwargs: More of the same, and anything else to keep.
     """
+
+    model: Any
+    optimizer: Any
 
     def __init__(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
-        self._counted: dict[str, Any] = {}
-        self._buffer_copies: dict[str, list[torch.Tensor]] = {}
-        self._put_off = 0
-        self._at_mark: list[int] = []
-        self._at_call: list[int] | None = None
+        super().__init__(handler_for, TorchLoopWatch, TorchSteps, {"model": model, "optimizer": optimizer, **kwargs})
+
+
+class TorchLoopWatch(LoopWatch):
+    """Watches a user's loop by its optimizers' steps and by torch's counters of in-place changes."""
+
+    def __init__(self, handlers: Handlers, counter: StepCounter) -> None:
+        super().__init__(handlers, counter)
+        self._probe = CountingProbe()
+        self._versions_at_resume_point: list[int] = []
+        self._versions_at_call: list[int] | None = None
+        """None once the first step has come."""
         self._acts_before_step = False
+        """The loop changes parameters between its call and its first step."""
         self._first_to_step: str | None = None
-        self._at_first_step: Any = None
-        self._counts_rarely = False
-        super().__init__(model=model, optimizer=optimizer, **kwargs)
-        for name in self._handlers:
-            self._replaced(name)
-        self.save()
 
-    def _handler_for(self, value: Any) -> StateHandler | None:
-        return handler_for(value)
+    def begin(self) -> None:
+        self._versions_at_call = self._parameter_versions()
+        self._first_to_step = None
+        self._probe.begin()
+        light = {name: self._handlers.by_name[name].light() for name in self._with_light_part()}
+        self.log.begin({**self._handlers.plain.copies(), **light})
 
-    def _replaced(self, name: str) -> None:
-        if isinstance(self._handlers[name], OptimizerStateHandler):
-            self._count_steps_of(name, self._handlers[name].value)
-        self._tell_samplers()
-
-    # --- what the loop calls --------------------------------------------------------------------
-
-    def _mark_resume_point(self, committed: bool = False, called: bool = False) -> None:
-        if not self._only_optimizers_act and not committed:
-            self._at_mark = self._parameter_versions()
-        super()._mark_resume_point(committed, called)
-
-    def _call_begins(self) -> None:
-        if not self._only_optimizers_act:
-            self._at_call = self._parameter_versions()
-            self._first_to_step = None
-            self._at_first_step = None
-            light = {name: self._handlers[name].light() for name in self._stateful()}
-            self._follow.begin({**self._plain_values(), **light})
-
-    def _enters_step(self, optimizer: str) -> None:
-        if self._only_optimizers_act or not self._in_loop:
+    def entering(self, optimizer: str) -> None:
+        if not self._counter.in_loop:
             return
-        if self._at_call is not None:
-            self._acts_before_step |= self._at_call != self._parameter_versions()
-            self._at_call = None
-            for sampler in self._samplers():
-                sampler.learn_records_before_step()
+        if self._versions_at_call is not None:
+            self._acts_before_step |= self._versions_at_call != self._parameter_versions()
+            self._versions_at_call = None
+            for handler in self._handlers.of(SamplerStateHandler).values():
+                handler.value.learn_records_before_step()
         if self._first_to_step is None:
             self._first_to_step = optimizer
-            self._at_first_step = self._counts()
-        elif optimizer == self._first_to_step and self._at_first_step is not None:
-            self._counts_rarely |= self._has_not_counted()
-            self._at_first_step = None
-        self._follow.entering(self._value_of)
+            self._probe.start(self._counts())
+        elif optimizer == self._first_to_step and not self._probe.settled:
+            self._probe.compare(self._counts())
+            self._probe.settle()
+        self.log.entering(self.value_of)
+
+    def resume_point(self, committed: bool) -> None:
+        if not committed:
+            self._versions_at_resume_point = self._parameter_versions()
+
+    def altered(self, stepped: bool) -> bool:
+        if self._has_unknown_tensors():
+            return True
+        return self._acts_before_step if stepped else self._versions_at_resume_point != self._parameter_versions()
+
+    def amid(self, error: HorovodInternalError) -> bool:
+        distributed = distributed_optimizers(self._handlers)
+        first = distributed.get(self._first_to_step or "")
+        reducer = error.reducer
+        if len(distributed) > 1 and first is not None and reducer is not None and reducer is not first._reducer:
+            return True
+        if not self._probe.settled:
+            self._probe.compare(self._counts())
+        return self._probe.several_steps
+
+    def value_of(self, name: str) -> Any:
+        handler = self._handlers.by_name.get(name)
+        return super().value_of(name) if handler is None else handler.light()
+
+    def put_back(self, values: Mapping[str, Any]) -> None:
+        handled = self._handlers.by_name
+        for name in values.keys() & handled.keys():
+            handled[name].set_light(values[name])
+        super().put_back({name: value for name, value in values.items() if name not in handled})
 
     def _counts(self) -> dict[str, Any]:
-        """Return what tells the loop how far it has come."""
-        samplers = [name for name, handler in self._handlers.items() if isinstance(handler, SamplerStateHandler)]
-        light = {name: self._handlers[name].light() for name in [*self._stateful(), *samplers]}
-        return {**self._plain_values(), **light}
+        """Return copies of all values by which the loop may count its steps."""
+        names = [*self._with_light_part(), *self._handlers.of(SamplerStateHandler)]
+        return {**self._handlers.plain.copies(), **{name: self._handlers.by_name[name].light() for name in names}}
 
-    def _has_not_counted(self) -> bool:
-        return bool(self._at_first_step) and same(self._at_first_step, self._counts())
+    def _with_light_part(self) -> list[str]:
+        """Return the names of handled values whose light part is followed like a plain value."""
+        own_sync = self._handlers.with_own_sync
+        return [
+            name
+            for name, handler in self._handlers.by_name.items()
+            if isinstance(handler, StateDictHandler) or not (isinstance(handler, _FOLLOWED) or name in own_sync)
+        ]
 
-    def _amid(self, error: HorovodInternalError) -> bool:
-        if self._only_optimizers_act:
-            return False
-        failed = getattr(error, "reducer", None)
-        distributed = self._distributed()
-        first = distributed.get(self._first_to_step or "")
-        if len(distributed) > 1 and first is not None and failed is not None and failed is not first._reducer:
-            return True
-        return self._counts_rarely or self._has_not_counted()
-
-    def _samplers(self) -> list[ElasticSampler]:
-        return [handler.value for handler in self._handlers.values() if isinstance(handler, SamplerStateHandler)]
-
-    def _altered(self, stepped: bool) -> bool:
-        if self._only_optimizers_act:
-            return False
-        if self._has_what_is_not_followed():
-            return True
-        return self._acts_before_step if stepped else self._at_mark != self._parameter_versions()
-
-    def _has_what_is_not_followed(self) -> bool:
-        """Whether users' own handlers keep something that only their `save` and `restore` know of."""
-        own_style = self._own_style()
+    def _has_unknown_tensors(self) -> bool:
+        """Return True if users' own handlers keep values that only their `save` and `restore` can copy."""
+        own_sync = self._handlers.with_own_sync
         return any(
-            not isinstance(handler, _FOLLOWED) and (name in own_style or bool(handler.layout()))
-            for name, handler in self._handlers.items()
+            not isinstance(handler, _FOLLOWED) and (name in own_sync or bool(handler.layout()))
+            for name, handler in self._handlers.by_name.items()
         )
 
     def _parameter_versions(self) -> list[int]:
-        """Return numbers that grow when something changes a parameter in place."""
-        modules = [handler for handler in self._handlers.values() if isinstance(handler, ModelStateHandler)]
-        return [number for handler in modules for number in handler.versions()]
+        """Return torch's counters of in-place changes, of all parameters."""
+        return [number for handler in self._handlers.of(ModelStateHandler).values() for number in handler.versions()]
 
-    def _stateful(self) -> list[str]:
-        own_style = self._own_style()
-        return [
-            name
-            for name, handler in self._handlers.items()
-            if isinstance(handler, StateDictHandler) or not (isinstance(handler, _FOLLOWED) or name in own_style)
-        ]
 
-    def _value_of(self, name: str) -> Any:
-        handler = self._handlers.get(name)
-        return getattr(self, name) if handler is None else handler.light()
+class TorchSteps(OptimizerSteps):
+    """Counts steps by hooks of torch's optimizers, and undoes the changes of an unfinished one to buffers and samplers.
 
-    def _put_back(self, values: dict[str, Any]) -> None:
-        for name in values.keys() & self._handlers.keys():
-            self._handlers[name].set_light(values[name])
-        super()._put_back({name: value for name, value in values.items() if name not in self._handlers})
+    The hooks hold this object weakly: an optimizer may outlive its state.
+    """
 
-    def _start_counting(self) -> None:
-        super()._start_counting()
-        for handler in self._handlers.values():
-            if isinstance(handler, SamplerStateHandler):
-                handler.value.start_counting()
-        self._save_buffers()
+    def __init__(self, handlers: Handlers, counter: StepCounter, watch: LoopWatch) -> None:
+        super().__init__(handlers, counter, watch)
+        self._hooks: dict[str, list[Any]] = {}
+        self._buffers: dict[str, list[torch.Tensor]] = {}
+        """Copies of each model's buffers after the last step or at the last resume point."""
+        self._refused = 0
+        """Commits and checks in a row that came in the middle of a step."""
 
-    def _may_mark(self) -> bool:
-        """Not between `backward` and the optimizer's step, nor between the passes of one step: the batches would count
-        as done, and their gradients would be lost."""
-        if not super()._may_mark():
-            return False
-        passes = [o.backward_passes_per_step for o in self._distributed().values() if o._reducer.accumulating]
-        self._put_off = self._put_off + 1 if passes else 0
-        if passes and self._put_off > 2 * max(passes):
+    def attach(self, name: str) -> None:
+        handler = self._handlers.by_name[name]
+        if isinstance(handler, OptimizerStateHandler):
+            self._hook(name, handler.value)
+        # loops sum gradients over several passes by cutting batches in parts; ranks must have equally many parts
+        passes = max((each.backward_passes_per_step for each in self._distributed()), default=1)
+        for sampler in self._samplers():
+            sampler.split_batches(passes)
+
+    def may_mark(self) -> bool:
+        """Return False between `backward` and the optimizer's step, and between the passes of one step.
+
+        The batches would count as done, and their gradients would be lost.
+        """
+        passes = [each.backward_passes_per_step for each in self._distributed() if each._reducer.accumulating]
+        self._refused = self._refused + 1 if passes else 0
+        if passes and self._refused > 2 * max(passes):
             raise UsageError(
-                f"the last {self._put_off} calls of state.commit() or state.check_host_updates() came between "
+                f"the last {self._refused} calls of state.commit() or state.check_host_updates() came between "
                 "loss.backward() and optimizer.step(), where a training cannot be resumed; call them after "
                 "optimizer.step()"
             )
         return not passes
 
-    def _may_leave(self) -> bool:
-        return not any(o._reducer.accumulating for o in self._distributed().values())
+    def may_leave(self) -> bool:
+        return not any(each._reducer.accumulating for each in self._distributed())
 
-    def _interrupted(self) -> None:
-        self._drop_gradients()
+    def resume_point(self, called: bool) -> None:
+        for sampler in self._samplers():
+            sampler.start_counting()
+        self._copy_buffers()
 
-    def _settle(self, choice: Recovery) -> None:
+    def undo_step(self, choice: Recovery) -> None:
         if choice is not Recovery.COMMIT:
-            for name, copies in self._buffer_copies.items():
-                copy_all(self._handlers[name].buffers(), copies)  # type: ignore[attr-defined]
+            models = self._handlers.of(ModelStateHandler)
+            for name, copies in self._buffers.items():
+                copy_all(models[name].buffers(), copies)
         if choice is Recovery.LIVE:
             for sampler in self._samplers():
                 sampler.drop_records_of_step()
-        self._drop_gradients()
 
-    def _drop_gradients(self) -> None:
-        """A loop that zeroes gradients at the end of an iteration must not add to those of the step before."""
-        for handler in self._handlers.values():
-            if isinstance(handler, OptimizerStateHandler):
-                _drop_gradients(handler.value)
+    def drop_unfinished(self) -> None:
+        for handler in self._handlers.of(OptimizerStateHandler).values():
+            if isinstance(handler.value, DistributedOptimizerMixin):
+                handler.value._reducer.abandon()
+            else:
+                handler.value.zero_grad(set_to_none=True)
 
-    # --- steps ----------------------------------------------------------------------------------
-
-    def _distributed(self) -> dict[str, Any]:
-        return {n: h.value for n, h in self._handlers.items() if isinstance(h.value, DistributedOptimizerMixin)}
-
-    def _tell_samplers(self) -> None:
-        """Gradients are summed over several passes where loops cut batches in parts; ranks must have as many parts."""
-        passes = max((o.backward_passes_per_step for o in self._distributed().values()), default=1)
-        for handler in self._handlers.values():
-            if isinstance(handler, SamplerStateHandler):
-                handler.value.split_batches(passes)
-
-    def _count_steps_of(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        for hook in self._counted.pop(name, ()):
+    def _hook(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        for hook in self._hooks.pop(name, ()):
             hook.remove()
-        self._steps[name] = 0
+        self._counter.steps[name] = 0
         owner = weakref.ref(self)
 
         def stepped(*_: Any) -> None:
-            state = owner()
-            if state is not None:
-                state._stepped(name)
+            steps = owner()
+            if steps is not None:
+                steps._stepped(name)
 
         def entering(*_: Any) -> None:
-            state = owner()
-            if state is not None:
-                state._enters_step(name)
+            steps = owner()
+            if steps is not None:
+                steps._watch.entering(name)
 
         if isinstance(optimizer, DistributedOptimizerMixin):  # before what a loop does between reduction and step
-            before: Any = _Watch(optimizer._reducer.on_reduced, entering)
+            before: Any = _ListEntry(optimizer._reducer.on_reduced, entering)
         else:
             before = optimizer.register_step_pre_hook(entering)
-        self._counted[name] = [before, optimizer.register_step_post_hook(stepped)]
+        self._hooks[name] = [before, optimizer.register_step_post_hook(stepped)]
 
     def _stepped(self, optimizer: str) -> None:
-        super()._stepped(optimizer)
-        self._follow.stepped()
+        self._counter.stepped(optimizer)
+        self._watch.log.stepped()
         for sampler in self._samplers():
             sampler.step_applied()
-        if self._buffer_copies:
-            self._save_buffers()
+        if self._buffers:
+            self._copy_buffers()
 
-    def _save_buffers(self) -> None:
-        for name, handler in self._handlers.items():
-            if not isinstance(handler, ModelStateHandler):
-                continue
+    def _copy_buffers(self) -> None:
+        for name, handler in self._handlers.of(ModelStateHandler).items():
             buffers = handler.buffers()
             if not buffers:
-                self._buffer_copies.pop(name, None)
+                self._buffers.pop(name, None)
                 continue
-            copies = self._buffer_copies.get(name)
+            copies = self._buffers.get(name)
             if copies is None or [c.shape for c in copies] != [b.shape for b in buffers]:
-                self._buffer_copies[name] = [buffer.detach().clone() for buffer in buffers]
+                self._buffers[name] = [buffer.detach().clone() for buffer in buffers]
             else:
                 copy_all(copies, buffers)
 
+    def _distributed(self) -> list[Any]:
+        return list(distributed_optimizers(self._handlers).values())
 
-class _Watch:
-    """A function in a list of those to call, until it is removed."""
+    def _samplers(self) -> list[ElasticSampler]:
+        return [handler.value for handler in self._handlers.of(SamplerStateHandler).values()]
 
-    def __init__(self, watchers: list[Callable[[], None]], watcher: Callable[[], None]) -> None:
-        self._watchers, self._watcher = watchers, watcher
-        watchers.append(watcher)
+
+def distributed_optimizers(handlers: Handlers) -> dict[str, Any]:
+    """Return the `DistributedOptimizer`s among the values of a state, by name."""
+    values = {name: handler.value for name, handler in handlers.by_name.items()}
+    return {name: value for name, value in values.items() if isinstance(value, DistributedOptimizerMixin)}
+
+
+class _ListEntry:
+    """A function in a list, until it is removed."""
+
+    def __init__(self, functions: list[Callable[[], None]], function: Callable[[], None]) -> None:
+        self._functions, self._function = functions, function
+        functions.append(function)
 
     def remove(self) -> None:
-        self._watchers.remove(self._watcher)
-
-
-def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, DistributedOptimizerMixin):
-        optimizer._reducer.abandon()
-    else:
-        optimizer.zero_grad(set_to_none=True)
+        self._functions.remove(self._function)

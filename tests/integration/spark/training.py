@@ -64,14 +64,14 @@ def train(folder: str, ballast: int = 0, commit_every: int = 1, loader_workers: 
     from torch.utils.data import DataLoader, TensorDataset
 
     import spark_elastic.collective.gloo as gloo
-    import spark_elastic.elastic.handled_state as elastic_state
+    import spark_elastic.elastic.handlers as elastic_handlers
     import spark_elastic.torch as hvd
     from spark_elastic.collective.process import process
 
     at, note = Points(folder), Notes(folder)
     note("up")
     _hold_at_calls(at, gloo.LinkStore, "set", "rendezvous")
-    _hold_at_calls(at, elastic_state, "take_over", "sync", lambda: hvd.rank())
+    _hold_at_calls(at, elastic_handlers, "take_over", "sync", lambda: hvd.rank())
     at("init")
     hvd.init()
     at("initialised", hvd.rank())

@@ -254,7 +254,7 @@ def train_two(dies):
     return [int(own.iterations) for own in model.own], [float(v.numpy().sum()) for v in model.trainable_variables]
 
 
-def test_a_model_with_two_optimizers_of_its_own_goes_on_from_the_last_batch_that_both_have_stepped_for():
+def test_a_model_with_two_optimizers_resumes_after_the_last_batch_that_both_have_stepped_for():
     with WorldDriver(start_with=3) as driver:
         driver.start(train_two, {2: 2 * 6 + 1}, count=3)  # in the second execution of four batches
         one, other = driver.results(2)
@@ -307,7 +307,7 @@ def grow(want, model_kind):
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_a_newcomer_traces_its_train_step_before_it_joins_and_that_is_no_step(alone, steps):
+def test_a_newcomer_traces_its_train_step_before_it_joins_without_a_step(alone, steps):
     traced = []
 
     class Traced(keras.Sequential):
@@ -339,7 +339,7 @@ def test_a_newcomer_traces_its_train_step_before_it_joins_and_that_is_no_step(al
 
 
 @pytest.mark.parametrize("model_kind", ["built", "unbuilt"])
-def test_a_newcomer_joins_in_full_flow_and_sees_the_epoch_that_runs(model_kind):
+def test_a_newcomer_joins_during_an_epoch_and_sees_its_number(model_kind):
     with WorldDriver(start_with=2) as driver:
         driver.start(grow, 3, model_kind, count=2)
         driver.wait(lambda: any(epoch >= 2 for epoch, _ in driver.told("step")))

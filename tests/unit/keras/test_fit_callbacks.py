@@ -116,7 +116,7 @@ def check(results):
         ("epoch", "last", (3, 0)),  # they have begun the next epoch
     ],
 )
-def test_callbacks_go_on_with_what_they_remember_after_a_loss(tmp_path, made_anew, phase, where, at):
+def test_callbacks_keep_their_memory_after_a_loss(tmp_path, made_anew, phase, where, at):
     with WorldDriver(start_with=3) as driver:
         driver.start(train, str(tmp_path), {3: at}, made_anew, phase, where, count=3)
         results = driver.results(2)
@@ -160,7 +160,7 @@ def grow(folder):
     }
 
 
-def test_a_newcomers_callbacks_go_on_with_what_the_others_remember(tmp_path):
+def test_a_newcomers_callbacks_get_the_memory_of_the_others(tmp_path):
     with WorldDriver(start_with=2) as driver:
         driver.start(grow, str(tmp_path), count=2)
         driver.wait(lambda: any(epoch >= 2 for epoch, _ in driver.told("step")))
@@ -186,7 +186,7 @@ def leaves(state):
     state.leave_if_updated = leave
 
 
-def test_a_fit_that_a_callback_has_ended_is_not_gone_on_with_when_the_loop_is_left_after_it(alone):
+def test_a_fit_stopped_by_a_callback_is_not_resumed_when_the_loop_is_left_after_it(alone):
     model = small()
     state = KerasState(model, batch=0, epoch=0)
     dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
@@ -234,7 +234,7 @@ def test_a_second_fit_in_the_loop_begins_with_nothing_of_the_first(alone):
     assert waits == [2, 0, 2]
 
 
-def test_what_an_epoch_end_has_changed_is_undone_when_it_comes_again(alone):
+def test_changes_at_the_end_of_an_epoch_are_undone_when_it_comes_again(alone):
     model = small()
     state = KerasState(model, batch=0, epoch=0)
     dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
@@ -262,7 +262,7 @@ def test_what_an_epoch_end_has_changed_is_undone_when_it_comes_again(alone):
 
 
 @pytest.mark.parametrize("name", ["BackupAndRestore", "SwapEMAWeights"])
-def test_a_callback_that_would_bring_other_weights_is_refused(alone, tmp_path, name):
+def test_a_callback_that_would_load_other_weights_is_refused(alone, tmp_path, name):
     model = small()
     state = KerasState(model, batch=0, epoch=0)
     callback = getattr(keras.callbacks, name)(*[str(tmp_path)] * (name == "BackupAndRestore"))
@@ -270,7 +270,7 @@ def test_a_callback_that_would_bring_other_weights_is_refused(alone, tmp_path, n
         model.fit(*data(), verbose=0, callbacks=[callback, ElasticCallback(state)])
 
 
-def test_rows_of_an_epoch_that_is_done_again_are_cut_off(tmp_path):
+def test_csv_rows_of_a_repeated_epoch_are_cut_off(tmp_path):
     file = tmp_path / "log.csv"
     file.write_text("epoch;loss\n0;3.0\n1;2.0\n2;1.0\n")
     drop_rows_from(file, ";", 2)

@@ -136,7 +136,7 @@ def test_an_optimizer_that_comes_with_compile_is_kept_too(alone):
     assert int(model.optimizer.iterations) == 0
 
 
-def test_a_state_takes_up_what_one_of_the_same_loop_has_left(alone):
+def test_a_state_takes_up_that_of_an_earlier_call_of_the_loop(alone):
     def build(value):
         model = compiled()
         mean = keras.metrics.Mean()

@@ -139,7 +139,7 @@ def commits():
     return loop(state), entered
 
 
-def test_variables_of_tensorflow_s_own_return_to_the_commit_and_newcomers_take_them_over():
+def test_plain_tensorflow_variables_return_to_the_commit():
     with WorldDriver(start_with=3) as driver:
         driver.start(commits, count=3)
         results = driver.results(2)
@@ -148,7 +148,7 @@ def test_variables_of_tensorflow_s_own_return_to_the_commit_and_newcomers_take_t
         assert entered == [(0, [0.0, 0.0]), (4, [4.0, 4.0])]
 
 
-def test_an_error_of_the_loop_s_own_goes_through_as_it_is(alone):
+def test_other_errors_leave_the_loop_unchanged(alone):
     model = compiled()
 
     def generator():
@@ -205,7 +205,7 @@ def test_a_model_that_is_built_by_fit_is_the_same_on_all_members():
     assert len(one) == 4
 
 
-def test_the_names_of_horovod_s_package_are_the_same_objects():
+def test_names_of_horovods_package_are_the_same_objects():
     from spark_elastic.tensorflow.keras.callbacks import MetricAverageCallback
     from spark_elastic.tensorflow.keras.elastic import KerasState
 
@@ -218,7 +218,7 @@ def test_the_names_of_horovod_s_package_are_the_same_objects():
     assert hvd.DistributedOptimizer is spark_elastic.keras.DistributedOptimizer
 
 
-def test_a_state_of_variables_says_what_it_cannot_keep(alone):
+def test_a_tensorflow_state_refuses_other_values_than_variables(alone):
     with pytest.raises(UsageError, match="not int"):
         hvd.elastic.TensorFlowState([3])
     with pytest.raises(UsageError, match="sessions"):
@@ -282,7 +282,7 @@ def beside_another_optimizer(other):
 
 
 @pytest.mark.parametrize("other", ["idle", "further on"])
-def test_rounds_of_steps_are_seen_beside_an_optimizer_that_stands_elsewhere(other):
+def test_rounds_of_steps_are_recognised_beside_an_optimizer_with_another_count(other):
     with WorldDriver(start_with=3) as driver:
         driver.start(beside_another_optimizer, other, count=3)
         for result in driver.results(2):
@@ -333,7 +333,7 @@ def counts_by_its_optimizer():
     return loop(state), entered
 
 
-def test_a_state_without_plain_values_goes_on_at_the_entry_of_the_step():
+def test_a_state_without_plain_values_resumes_at_the_failed_step():
     with WorldDriver(start_with=3) as driver:
         driver.start(counts_by_its_optimizer, count=3)
         assert driver.results(2) == [([1.0] * STEPS, [0, 5])] * 2
@@ -382,7 +382,7 @@ def fits_and_steps(dies, before, in_fit):
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize(("dies", "in_fit", "at"), [(5, False, 13), (6, True, 10)])
-def test_steps_between_two_calls_of_fit_are_a_loop_of_ones_own(dies, before, in_fit, at):
+def test_steps_between_two_calls_of_fit_are_followed_like_a_users_own_loop(dies, before, in_fit, at):
     with WorldDriver(start_with=3) as driver:
         driver.start(fits_and_steps, dies, before, in_fit, count=3)
         for result, entered in driver.results(2):
@@ -449,7 +449,7 @@ def changes_running_values():
     return loop(state)
 
 
-def test_a_check_keeps_what_was_changed_after_the_step():
+def test_changes_after_the_step_survive_a_check():
     with WorldDriver(start_with=3) as driver:
         driver.start(changes_running_values, count=3)
         assert driver.results(2) == [([1.0] * STEPS, [float(STEPS)])] * 2

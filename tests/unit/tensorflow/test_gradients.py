@@ -149,7 +149,7 @@ def lose_a_peer(report):
             step()
     except HorovodInternalError as error:
         return {
-            "in the reduction": getattr(error, "in_reduction", False),
+            "in the reduction": error.in_reduction,
             "the cause is TensorFlow's": isinstance(error.__cause__, tf.errors.OpError),
             "nothing changed": variable.numpy().tolist() == before and int(counter) == 1,
         }
@@ -170,7 +170,7 @@ def lose_a_peer_eagerly():
     try:
         GradientReducer()([tf.ones([4])])
     except HorovodInternalError as error:
-        return bool(getattr(error, "in_reduction", False))
+        return error.in_reduction
     return False
 
 

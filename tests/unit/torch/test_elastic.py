@@ -87,7 +87,7 @@ def test_the_root_may_die_and_twice_in_a_row():
     assert result["size"] == 1
 
 
-def test_the_model_after_a_loss_is_the_one_of_an_undisturbed_run():
+def test_the_model_after_a_loss_equals_that_of_an_undisturbed_run():
     with WorldDriver(start_with=2) as driver:
         driver.start(train, 5, {}, True, count=2)
         undisturbed = driver.results(2)[0]
@@ -194,7 +194,7 @@ def train_in_reset_callbacks():
     return sizes, loop(state)
 
 
-def test_steps_and_collectives_of_reset_callbacks_wait_for_nobody_and_count_as_none():
+def test_steps_and_collectives_of_reset_callbacks_are_local_and_not_counted():
     with WorldDriver(start_with=2) as driver:
         driver.start(train_in_reset_callbacks, count=2)
         driver.wait(lambda: len(driver.told("in loop")) == 2)
@@ -295,6 +295,70 @@ def test_a_stopped_peer_is_cut_off_and_the_blocked_collective_ends_at_once():
         driver.wait(lambda: driver.told("stopping"))
         driver.evict(3)  # its sockets stay open: without the cut the others would wait for Gloo's timeout
         assert driver.results(2) == [STEPS, STEPS]
+
+
+class OptionsState(hvd.elastic.State):
+    """A custom state as Horovod documents it: its own values, copied by `save`, and a broadcast in `sync`."""
+
+    def __init__(self, **options):
+        self.options = options
+        self.saved = dict(options)
+        super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
+
+    def save(self):
+        self.saved = dict(self.options)
+
+    def restore(self):
+        self.options = dict(self.saved)
+
+    def sync(self):
+        self.saved = self._bcast_object(self.saved)
+        self.options = dict(self.saved)
+
+    def on_reset(self):
+        self.options["resets"] = self.options.get("resets", 0) + 1
+        super().on_reset()
+
+
+class ScaledState(hvd.elastic.ObjectState):
+    """A subclass that extends the methods of the package's own state."""
+
+    def __init__(self, **kwargs):
+        self.synced = 0
+        super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **kwargs)
+
+    def sync(self):
+        super().sync()
+        self.synced += 1
+
+
+def train_with_a_custom_state(kind):
+    hvd.init()
+    sizes = []
+    state = OptionsState(n=0) if kind == "state" else ScaledState(options={"n": 0})
+    state.register_reset_callbacks([lambda: sizes.append(hvd.size())])
+    state.on_hosts_updated(0, 0)
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.options["n"] < 8:
+            if link().worker == 3 and state.options["n"] == 5:
+                die()
+            state.options["n"] += int(hvd.allreduce(torch.ones(1), op=hvd.Average))
+            if state.options["n"] % 2 == 0:
+                state.commit()
+            else:
+                state.check_host_updates()
+        return state.options["n"], state.progress
+
+    return loop(state), sizes, state._rank() == hvd.rank()
+
+
+@pytest.mark.parametrize("kind", ["state", "object state"])
+def test_a_custom_state_of_horovod_outlives_a_lost_worker(kind):
+    with WorldDriver(start_with=3) as driver:
+        driver.start(train_with_a_custom_state, kind, count=3)
+        assert driver.results(2) == [((8, 4), [2], True)] * 2
 
 
 def check_without_gradients():

@@ -61,7 +61,7 @@ def test_every_row_is_seen_once_an_epoch_over_any_changes_and_all_ranks_make_equ
     assert len(seen) - rows <= twice_allowed
 
 
-def test_the_order_does_not_depend_on_how_many_ranks_there_are():
+def test_the_order_does_not_depend_on_the_number_of_ranks():
     def first_rows(size: int) -> list[int]:
         streams = [list(sampler) for sampler in samplers(40, size, None)]
         return [streams[position % size][position // size] for position in range(20)]
@@ -93,7 +93,7 @@ def test_a_loader_that_drops_its_last_batch_drops_it_on_every_rank():
     assert steps == {0}
 
 
-def test_set_epoch_begins_a_new_epoch_and_leaves_one_that_is_under_way_alone():
+def test_set_epoch_begins_a_new_epoch_and_keeps_one_that_has_begun():
     (sampler,) = samplers(10, 1, None)
     first = list(sampler)
     sampler.record_batch(0, 4)
@@ -105,7 +105,7 @@ def test_set_epoch_begins_a_new_epoch_and_leaves_one_that_is_under_way_alone():
     assert list(sampler) != first
 
 
-def test_a_reset_deals_what_is_left_to_the_ranks_there_are_now():
+def test_a_reset_distributes_the_remaining_rows_over_the_present_ranks():
     (sampler,) = samplers(10, 1, None, shuffle=False)
     sampler.record_batch(0, 4)
     stand_at(1, 2)
@@ -129,7 +129,7 @@ def test_get_indices_gives_the_rows_of_one_batch():
 
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("before", [True, False])
-def test_records_of_a_step_that_is_done_again_are_taken_back_wherever_the_loop_records(passes, before):
+def test_records_of_a_repeated_step_are_taken_back_wherever_the_loop_records(passes, before):
     (sampler,) = samplers(100, 1, None)
     sampler.start_counting()
     recorded = passes if before else passes - 1  # on the way to a step; the last pass is recorded after it
@@ -161,7 +161,7 @@ def test_a_sampler_of_ten_million_rows_costs_no_memory_to_reset():
     tracemalloc.stop()
 
 
-def test_torch_is_content_with_it(alone):
+def test_a_data_loader_accepts_the_sampler(alone):
     loader = DataLoader(torch.arange(9), batch_size=2, sampler=ElasticSampler(range(9)))
     assert sorted(torch.cat(list(loader)).tolist()) == list(range(9))
 

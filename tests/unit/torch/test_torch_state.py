@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.elastic.handled_values import Slice, digest
-from spark_elastic.elastic.state import Entry, elastic_loop
+from spark_elastic.elastic.frontend import Entry
+from spark_elastic.elastic.handlers import TensorSpec, digest
+from spark_elastic.elastic.loop import elastic_loop
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.membership.topology import StateVersion
 from spark_elastic.torch.elastic import StateHandler, TorchState, get_handler_registry, register_handler
@@ -73,7 +74,7 @@ def test_restore_forgets_optimizer_state_that_the_save_did_not_have(alone):
     assert not optimizer.state
 
 
-def test_after_a_failed_reduction_the_live_state_goes_on_and_buffers_are_put_back(alone):
+def test_after_a_failed_reduction_the_live_state_is_used_and_buffers_are_put_back(alone):
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     sampler = hvd.elastic.ElasticSampler(range(100))
@@ -190,7 +191,7 @@ class TensorHandler(StateHandler):
     """The value is a tensor of one element."""
 
     def layout(self):
-        return [Slice("value", (), torch.float32, True)]
+        return [TensorSpec("value", (), torch.float32, True)]
 
     def tensors(self, layout):
         if not isinstance(self.value.value, torch.Tensor):
@@ -200,7 +201,7 @@ class TensorHandler(StateHandler):
 
 @pytest.mark.parametrize(("commit_every", "checks"), [(1, False), (3, True), (3, False)])
 @pytest.mark.parametrize("kind", [CounterHandler, HorovodsHandler, TensorHandler])
-def test_what_users_own_handlers_keep_is_undone_with_the_step(alone, kind, commit_every, checks):
+def test_values_of_users_own_handlers_are_undone_with_the_step(alone, kind, commit_every, checks):
     register_handler(Counter, kind)
     try:
         model = torch.nn.Linear(3, 1)
@@ -271,7 +272,7 @@ def synchronised():
     )
 
 
-def test_a_sync_takes_over_everything_from_its_root_even_state_that_was_never_there():
+def test_a_sync_takes_over_everything_from_its_root_even_missing_optimizer_state():
     first, second = together(synchronised, 2)
     assert first == second
     assert len(first[2]) == 12
@@ -396,7 +397,7 @@ def test_a_state_without_an_optimizer_returns_to_the_version_of_its_commit(alone
     assert state.progress == 3
 
 
-def test_what_the_user_synchronises_is_committed(alone):
+def test_a_sync_called_by_the_user_commits(alone):
     state = TorchState(torch.nn.Linear(1, 1), n=0)
     state.n = 5
     state.sync()
@@ -434,7 +435,7 @@ def test_parameters_that_are_changed_by_hand_before_the_step_are_changed_once(al
     assert average.weight.item() == (6 if change == "no_grad" else 0)
 
 
-def test_commits_that_only_ever_come_between_backward_and_step_are_refused(alone):
+def test_a_loop_that_always_commits_between_backward_and_step_is_refused(alone):
     model = torch.nn.Linear(3, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     state = TorchState(model, optimizer, n=0)
@@ -453,7 +454,7 @@ def test_commits_that_only_ever_come_between_backward_and_step_are_refused(alone
     assert state.n == 3
 
 
-def test_a_digest_tells_what_training_changes():
+def test_a_digest_changes_with_any_change_by_training():
     torch.manual_seed(0)
     table = torch.eye(300)
     others = [
@@ -472,7 +473,7 @@ def test_a_digest_tells_what_training_changes():
         assert digest(small) == digest(small.clone())
 
 
-def test_a_loop_counts_its_own_steps_where_all_come_from_the_one_before(alone):
+def test_a_second_loop_counts_from_zero_when_all_members_come_from_the_first(alone):
     """Those that had begun it are gone, and who is left has what the loop before has come to."""
     model = torch.nn.Linear(3, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,4 +1,4 @@
-"""What a loop has counted for a step that is to be done again is undone, and nothing else."""
+"""The undo log takes back the changes that belong to a repeated step, and no others."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_elastic.elastic.plain_values import Opaque, PlainValues, difference, same
-from spark_elastic.elastic.state import independent_copy
+from spark_elastic.elastic.plain_values import Opaque, difference, independent_copy, same
+from spark_elastic.elastic.undo_log import CountingProbe, UndoLog
 
 
 @pytest.fixture(autouse=True, params=["at once", "with the next reduction"])
-def told(request, monkeypatch):
-    """Steps are told when they are applied, as by PyTorch's optimizers, or with the reduction that follows."""
-    monkeypatch.setattr(Loop, "told_at_once", request.param == "at once", raising=False)
+def reported(request, monkeypatch):
+    """Report steps when they are applied, as PyTorch's optimizers do, or with the reduction that follows."""
+    monkeypatch.setattr(Loop, "reported_at_once", request.param == "at once", raising=False)
 
 
 class Loop:
-    """Values that are followed as a state does it; `step` is an optimizer's."""
+    """Values followed as by a state; `step` is an optimizer's."""
 
-    told_at_once: bool
+    reported_at_once: bool
 
     def __init__(self, **values: Any) -> None:
         object.__setattr__(self, "stepped", False)
         object.__setattr__(self, "values", values)
-        object.__setattr__(self, "follow", PlainValues(independent_copy))
+        object.__setattr__(self, "log", UndoLog())
         object.__setattr__(self, "place", "")
         self.call()
 
@@ -35,33 +35,33 @@ class Loop:
         return self.values[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self.follow.follows(name):
-            self.follow.assigned(name, self.values[name], value, self.place)
+        if self.log.follows(name):
+            self.log.assigned(name, self.values[name], value, self.place)
         self.values[name] = value
 
-    def stands_at(self, place: str) -> None:
-        """The next assignments are made at this place of the program."""
+    def at_place(self, place: str) -> None:
+        """Make the next assignments at this place of the program."""
         object.__setattr__(self, "place", place)
 
     def call(self) -> None:
-        self.follow.begin(independent_copy(self.values))
+        self.log.begin(independent_copy(self.values))
 
     def step(self) -> None:
-        self.tell_the_last_step()
-        self.follow.entering(self.values.__getitem__)
-        if self.told_at_once:
-            self.follow.stepped()
+        self.report_the_last_step()
+        self.log.entering(self.values.__getitem__)
+        if self.reported_at_once:
+            self.log.stepped()
         else:
             object.__setattr__(self, "stepped", True)
 
-    def tell_the_last_step(self) -> None:
+    def report_the_last_step(self) -> None:
         if self.stepped:
-            self.follow.stepped_meanwhile()
+            self.log.stepped_meanwhile()
             object.__setattr__(self, "stepped", False)
 
     def fails(self) -> dict[str, Any] | None:
-        self.tell_the_last_step()
-        return self.follow.undone(self.values.__getitem__)
+        self.report_the_last_step()
+        return self.log.undone(self.values.__getitem__)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7])
@@ -103,7 +103,7 @@ def test_a_counter_that_was_reset_at_the_end_of_an_epoch_returns_to_the_reset():
     assert loop.fails() == {"batch": 0}
 
 
-def test_what_ends_an_epoch_before_the_first_step_of_a_call_is_not_taken_for_what_follows_a_step():
+def test_the_end_of_an_epoch_before_the_first_step_of_a_call_is_not_mistaken_for_code_after_a_step():
     loop = Loop(batch=2, epoch=0)
     failed = []
     for calls in range(2):
@@ -112,9 +112,9 @@ def test_what_ends_an_epoch_before_the_first_step_of_a_call_is_not_taken_for_wha
                 if calls and (loop.epoch, loop.batch) in ((1, 1), (2, 0)):
                     failed.append(loop.fails())
                 loop.step()
-                loop.stands_at("after the step")
+                loop.at_place("after the step")
                 loop.batch += 1
-            loop.stands_at("end of the epoch")
+            loop.at_place("end of the epoch")
             loop.epoch += 1
             loop.batch = 0
         if not calls:  # called again at the end of an epoch
@@ -123,7 +123,7 @@ def test_what_ends_an_epoch_before_the_first_step_of_a_call_is_not_taken_for_wha
     assert failed == [{}, {"batch": 2, "epoch": 1}]
 
 
-def test_a_turn_without_a_step_does_not_make_what_follows_a_step_come_before_it():
+def test_an_iteration_without_a_step_does_not_make_code_after_a_step_count_as_before_it():
     loop = Loop(batch=0)
     for _ in range(3):
         loop.step()
@@ -136,13 +136,13 @@ def test_a_turn_without_a_step_does_not_make_what_follows_a_step_come_before_it(
     assert loop.fails() is None
 
 
-def test_a_resume_point_before_the_first_step_ends_what_belongs_to_that_step():
+def test_changes_before_a_resume_point_do_not_belong_to_the_first_step():
     loop = Loop(batch=0)
     loop.batch += 1  # a turn in which all skip the step
-    assert loop.follow.awaits_step
+    assert loop.log.awaits_step
     loop.call()
     loop.step()
-    assert not loop.follow.awaits_step
+    assert not loop.log.awaits_step
     loop.batch += 1
     assert loop.fails() == {}
 
@@ -194,26 +194,26 @@ def test_a_list_that_grows_after_the_step_stays():
     assert loop.fails() == {}
 
 
-def test_it_is_said_when_a_value_has_changed_in_another_way_than_before_the_first_step():
+def test_a_value_that_has_changed_in_an_unknown_way_cannot_be_undone():
     loop = Loop(losses=[])
     loop.losses.append(1)
     loop.step()
-    loop.losses.clear()  # a new epoch, or a part of the step: who knows
+    loop.losses.clear()  # a new epoch, or a part of the step: unknown
     loop.losses.append(2)
     assert loop.fails() is None
 
 
-def test_who_joins_later_learns_from_those_who_were_there():
+def test_a_newcomer_learns_from_the_other_members():
     first = Loop(batch=0, losses=[])
     first.batch += 1
     first.losses.append(1)
     first.step()
-    other = PlainValues(independent_copy)
-    other.learn_from(first.follow.learnt)
+    other = UndoLog()
+    other.learn_from(first.log.learnt)
     assert other.learnt == ({"batch": (1, frozenset({""}))}, {"losses": ("longer", 1)}, {})
 
 
-def test_values_are_compared_by_what_is_in_them():
+def test_values_are_compared_by_content():
     one, other = SimpleNamespace(a=[1, 2]), SimpleNamespace(a=[1, 2])
     assert same(one, other)
     assert same(np.arange(3), np.arange(3))
@@ -242,7 +242,7 @@ def a_ring():
     return ring
 
 
-def test_values_may_hold_themselves():
+def test_values_may_contain_themselves():
     for make in (a_tree, a_ring):
         value = make()
         assert same(value, make())
@@ -255,7 +255,7 @@ def test_values_may_hold_themselves():
     assert isinstance(difference(a_ring(), later), Opaque)
 
 
-def test_what_an_object_keeps_outside_of_its_attributes_is_compared_as_well():
+def test_pickled_parts_outside_of_attributes_are_compared():
     rng = random.Random(1)
     before = independent_copy(rng)
     assert same(before, rng)
@@ -265,4 +265,24 @@ def test_what_an_object_keeps_outside_of_its_attributes_is_compared_as_well():
     rng.random()
     loop.step()
     rng.random()
-    assert loop.fails() is None  # it was drawn from for the step that is done again
+    assert loop.fails() is None  # the repeated step has drawn from it
+
+
+@pytest.mark.parametrize(("second", "found"), [({"n": 0}, True), ({"n": 1}, False)])
+def test_a_probe_finds_loops_that_make_several_steps_before_they_count(second, found):
+    probe = CountingProbe()
+    for _ in range(2):  # what was found stays known when the function is called again
+        probe.begin()
+        probe.start({"n": 0})
+        probe.compare(second)
+        assert probe.several_steps is found
+        probe.settle()
+        probe.compare({"n": 5})  # the round is over
+        assert (probe.found, probe.several_steps) == (found, found)
+
+
+def test_a_probe_without_values_finds_nothing():
+    probe = CountingProbe()
+    probe.start({})
+    probe.compare({})
+    assert not probe.several_steps

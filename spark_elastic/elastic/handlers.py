@@ -1,0 +1,430 @@
+"""Handlers copy, restore and synchronise the values of a state, by type.
+
+Each value has two parts. The *light* part is plain data that is cheap to copy at every resume point: a learning rate,
+a position in the dataset. The *tensors* are copied at commits only. A layout lists them, so that they can be found in
+a copy, or created on a member that has none of them yet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import secrets
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from spark_elastic.collective.calls import agree, as_bytes
+from spark_elastic.collective.objects import broadcast_object, broadcast_tensors
+from spark_elastic.collective.process import process
+from spark_elastic.collective.process_sets import ProcessSet, global_process_set
+from spark_elastic.collective.reduction import Max
+from spark_elastic.elastic.plain_values import PlainAttributes, independent_copy
+from spark_elastic.errors import StateNotMovableError
+
+H = TypeVar("H", bound="StateHandler")
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of a layout.
+
+    Attributes:
+        key: Names it within the value.
+        shape: Its shape.
+        dtype: Its type.
+        on_cpu: It is on the CPU, whatever the device of its parameter.
+    """
+
+    key: Any
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_cpu: bool
+
+
+Layout = list[TensorSpec]
+Descriptions = dict[str, tuple[Sequence[Hashable], list[bytes]]]
+"""By the name of a value, the identities of its tensors and a digest of each."""
+
+
+class StateHandler:
+    """One value of a state. Subclass it with `light` and `set_light`, or with tensors too, and register the subclass.
+
+    A subclass written for Horovod, with `save`, `restore` and `sync` of its own, works as well.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._layout: Layout = []
+        self._copies: list[torch.Tensor] = []
+        self._light: Any = None
+
+    # --- defined by subclasses ------------------------------------------------------------------
+
+    def light(self) -> Any:
+        """Return the plain part: picklable, and not changed by anything that later happens to the value."""
+        return None
+
+    def set_light(self, light: Any) -> None:
+        """Put a plain part back; later changes of the value must not change it."""
+
+    def layout(self) -> Layout:
+        """Return the tensors that the value has now."""
+        return []
+
+    def tensors(self, layout: Layout) -> list[torch.Tensor]:
+        """Return the value's own tensors of this layout; create those it lacks, and drop all others.
+
+        Raises:
+            UsageError: The value cannot have these tensors.
+        """
+        return []
+
+    def present(self) -> tuple[Layout, list[torch.Tensor]]:
+        """Return the tensors that the value has now, with their layout."""
+        layout = self.layout()
+        return layout, self.tensors(layout)
+
+    staged = False
+    """The result of `tensors` is not the value's own memory; tensors that arrive go through `fill` then."""
+
+    def metadata(self) -> Any:
+        """Return the plain data from which `prepare` can build the value on a member that lacks its tensors."""
+        return None
+
+    def prepare(self, layout: Layout, metadata: Any) -> None:
+        """Prepare for the arrival of another member's tensors of this layout.
+
+        Raises:
+            UsageError: The value cannot have these tensors.
+        """
+
+    def fill(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+        """Take over the contents of tensors that have arrived."""
+        copy_all(self.tensors(layout), tensors)
+
+    def identities(self, layout: Layout) -> Sequence[Hashable]:
+        """Return an identity for each tensor of a layout: different within it, and the same on every member."""
+        return layout
+
+    def awaits_build(self) -> bool:
+        """Return True if the value has no tensors yet and will get some."""
+        return False
+
+    def reset(self) -> None:
+        """Adapt to a new rank or size."""
+
+    # --- called by a state ----------------------------------------------------------------------
+
+    def set_value(self, value: Any) -> None:
+        self.value = value
+        self.save()
+
+    def save(self) -> None:
+        """Copy the value, into the buffers of the last copy where they fit."""
+        self._light = self.light()
+        layout, tensors = self.present()
+        if layout != self._layout or not _same_devices(self._copies, tensors):
+            self._copies = [torch.empty_like(tensor, memory_format=torch.preserve_format) for tensor in tensors]
+            self._layout = layout
+        copy_all(self._copies, tensors)
+
+    def restore(self) -> None:
+        """Return to the last `save`."""
+        copy_all(self.tensors(self._layout), self._copies)
+        self.set_light(self._light)
+
+    def sync(self) -> None:
+        """Take over the value of rank 0."""
+        take_over({"": self}, 0)
+
+
+@runtime_checkable
+class HasStateDict(Protocol):
+    """Any object with these two methods: a scheduler, gradient scaler, metric or callback."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class StateDictHandler(StateHandler):
+    """An object with `state_dict` and `load_state_dict`, which has a light part only."""
+
+    def light(self) -> Any:
+        return independent_copy(self.value.state_dict())
+
+    def set_light(self, light: Any) -> None:
+        self.value.load_state_dict(independent_copy(light))
+
+
+class Handlers:
+    """The values of a state, which are attributes of it: handled by type, or copied as plain Python values.
+
+    Args:
+        owner: The state.
+        handler_for: Returns the handler of a value, or None for a plain one.
+        values: The values by name.
+    """
+
+    def __init__(
+        self, owner: Any, handler_for: Callable[[Any], StateHandler | None], values: Mapping[str, Any]
+    ) -> None:
+        self.owner = owner
+        self.by_name: dict[str, StateHandler] = {}
+        self._handler_for = handler_for
+        plain = []
+        for name, value in values.items():
+            setattr(owner, name, value)
+            handler = handler_for(value)
+            if handler is None:
+                plain.append(name)
+            else:
+                self.by_name[name] = handler
+        self.plain = PlainAttributes(owner, plain)
+
+    def of(self, kind: type[H]) -> dict[str, H]:
+        """Return the handlers of this class, by name."""
+        return {name: handler for name, handler in self.by_name.items() if isinstance(handler, kind)}
+
+    def adopt(self, name: str, value: Any) -> None:
+        """Have an attribute that was a plain value handled from now on."""
+        handler = self._handler_for(value)
+        if handler is not None:
+            self.plain.remove(name)
+            self.by_name[name] = handler
+            object.__setattr__(self.owner, name, value)
+            handler.save()
+
+    # --- copies ---------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        for handler in self.by_name.values():
+            handler.save()
+        self.plain.save()
+
+    def restore(self) -> None:
+        for handler in self.by_name.values():
+            handler.restore()
+        self.plain.restore()
+
+    def light_values(self) -> Any:
+        """Return copies of all light parts and plain values."""
+        return {name: handler.light() for name, handler in self.by_name.items()}, self.plain.copies()
+
+    def assign_light_values(self, values: Any) -> None:
+        light, plain = values
+        for name, part in light.items():
+            self.by_name[name].set_light(part)
+        self.plain.assign(plain)
+
+    # --- other members --------------------------------------------------------------------------
+
+    @property
+    def with_own_sync(self) -> list[str]:
+        """Names of values whose handlers bring a `sync` of their own, as those written for Horovod do."""
+        return [name for name, handler in self.by_name.items() if type(handler).sync is not StateHandler.sync]
+
+    @property
+    def unbuilt(self) -> bool:
+        """True if a value has no tensors yet and will get some."""
+        return any(handler.awaits_build() for handler in self.by_name.values())
+
+    def sync(self, root: int, extra: Any, *, staged: bool, known: Descriptions | None = None) -> Any:
+        """Take over the values of the member `root`.
+
+        Args:
+            root: Its rank.
+            extra: Another picklable object.
+            staged: As in `take_over`.
+            known: As in `take_over`.
+
+        Returns:
+            The root's `extra`.
+        """
+        own = self.with_own_sync
+        handlers = {name: handler for name, handler in self.by_name.items() if name not in own}
+        values, extra = take_over(handlers, root, (self.plain.copies(), extra), staged, known=known)
+        for name in own:
+            self.by_name[name].sync()
+        self.plain.assign(values)
+        return extra
+
+    def take_up(self, kept: Handlers) -> None:
+        """Take over the values of another state in this process.
+
+        Raises:
+            StateNotMovableError: A handler brings its own `sync`.
+            UsageError: A value cannot hold that of the other state.
+        """
+        own = self.with_own_sync
+        if own:
+            raise StateNotMovableError(kind=type(self.by_name[own[0]]).__qualname__)
+        self.plain.take_up(kept.plain)
+        pairs = [(handler, kept.by_name[name]) for name, handler in self.by_name.items() if name in kept.by_name]
+        for handler, other in pairs:
+            layout = other.layout()
+            handler.prepare(layout, other.metadata())
+            handler.fill(layout, other.tensors(layout))
+        for handler, other in pairs:
+            handler.set_light(other.light())
+
+    def describe(self) -> Descriptions:
+        """Describe the tensors of each value whose handler has no `sync` of its own."""
+        own = self.with_own_sync
+        out: Descriptions = {}
+        for name, handler in self.by_name.items():
+            if name not in own:
+                layout, tensors = handler.present()
+                out[name] = handler.identities(layout), [digest(tensor) for tensor in tensors]
+        return out
+
+    def agree_that_equal(self, known: Descriptions) -> bool:
+        """Return True if all members hold the same values; `known`: what `describe` returned here."""
+        return not self.with_own_sync and agree(process.group(), "elastic loop", detail=self._digest(known))
+
+    def _digest(self, known: Descriptions) -> str:
+        """Return a digest of everything in which members may differ; equal digests mean equal values.
+
+        Values that cannot be pickled get a random digest, equal to no other.
+        """
+        try:
+            everything = pickle.dumps((known, self.light_values(), self.unbuilt))
+        except Exception:  # some user object; if it cannot be sent either, that raises a clear error by itself
+            return secrets.token_hex(16)
+        return hashlib.blake2b(everything, digest_size=16).hexdigest()
+
+
+def _same_devices(copies: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
+    return len(copies) == len(tensors) and all(a.device == b.device for a, b in zip(copies, tensors, strict=True))
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target, unseen by autograd."""
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_([t.detach() for t in targets], [s.detach() for s in sources])
+
+
+def take_over(
+    handlers: Mapping[str, StateHandler],
+    root: int,
+    extra: Any = None,
+    staged: bool = False,
+    process_set: ProcessSet = global_process_set,
+    known: Descriptions | None = None,
+) -> Any:
+    """Make every member's values those of `root`: one broadcast of metadata, then the tensors in few large ones.
+
+    Args:
+        handlers: The values by name, the same names on every member.
+        root: Rank of the member whose values are taken over.
+        extra: Another picklable object.
+        staged: Receive everything before any value is changed, so that a root that dies half-way leaves this member's
+            own values whole.
+        process_set: The members.
+        known: The descriptions of this member's tensors, if they are probably equal on all: only tensors that differ on
+            some member are sent. Implies `staged`.
+
+    Returns:
+        The root's `extra`.
+
+    Raises:
+        HorovodInternalError: A peer is gone.
+        UsageError: The values of this member cannot hold the root's.
+    """
+    group = process_set.group()
+    if group is None:
+        return extra
+    am_root = group.rank == process_set.set_rank_of(root)
+    offer = None
+    if am_root:
+        offer = ({name: (h.layout(), h.light(), h.metadata()) for name, h in handlers.items()}, known, extra)
+    values, theirs, extra = broadcast_object(offer, root, process_set=process_set)
+    layouts = {name: layout for name, (layout, _, _) in values.items()}
+    wanted = None
+    if known is not None:
+        wanted = _differing(layouts, known, theirs)
+        if wanted.numel():
+            group.wait(group.allreduce(wanted, Max.gloo))
+    chosen = _chosen(handlers, layouts, wanted)
+    if am_root:
+        own = {name: handlers[name].tensors(layouts[name]) for name, numbers in chosen.items() if numbers}
+        broadcast_tensors([tensors[n] for name, tensors in own.items() for n in chosen[name]], root, process_set)
+        return extra
+    arriving: dict[str, list[torch.Tensor]] = {}
+    for name, (layout, _, metadata) in values.items():
+        handler = handlers[name]
+        handler.prepare(layout, metadata)
+        if staged or known is not None or handler.staged:
+            arriving[name] = [torch.empty(layout[n].shape, dtype=layout[n].dtype) for n in chosen[name]]
+        else:
+            arriving[name] = handler.tensors(layout)
+    broadcast_tensors([tensor for tensors in arriving.values() for tensor in tensors], root, process_set)
+    for name, layout in layouts.items():
+        handler = handlers[name]
+        if len(chosen[name]) < len(layout):
+            if chosen[name]:
+                own_tensors = handler.tensors(layout)
+                copy_all([own_tensors[n] for n in chosen[name]], arriving[name])
+        elif staged or known is not None or handler.staged:
+            handler.fill(layout, arriving[name])
+    for name, (_, light, _) in values.items():
+        handlers[name].set_light(light)
+    return extra
+
+
+def _differing(layouts: Mapping[str, Layout], mine: Descriptions, theirs: Descriptions) -> torch.Tensor:
+    """Return a byte for each tensor of the root, in order: 1 where this member's differs."""
+    out: list[bool] = []
+    for name in layouts:
+        own, other = dict(zip(*mine[name], strict=True)), dict(zip(*theirs[name], strict=True))
+        same_tensors = own.keys() == other.keys()
+        out += [not same_tensors or own[key] != other[key] for key in other]
+    return torch.tensor(out, dtype=torch.uint8)
+
+
+def _chosen(
+    handlers: Mapping[str, StateHandler], layouts: Mapping[str, Layout], wanted: torch.Tensor | None
+) -> dict[str, list[int]]:
+    """Return the indices of the tensors to send, by name; of a value whose tensors are staged, all or none."""
+    out = {}
+    start = 0
+    for name, layout in layouts.items():
+        numbers = list(range(len(layout)))
+        if wanted is not None:
+            marked = wanted[start : start + len(layout)].tolist()
+            if not (handlers[name].staged and any(marked)):
+                numbers = [number for number in numbers if marked[number]]
+        out[name] = numbers
+        start += len(layout)
+    return out
+
+
+_WIDTHS = (8191, 8209)
+"""Both prime: values moved by a multiple of one width have the same sums at that width, but not at the other."""
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    """Return a short digest of a tensor's contents: equal for equal bytes, different after any change by training.
+
+    Integer sums over the columns of the bytes, in rows of two lengths, run at the speed of memory, several times that
+    of a broadcast; a cryptographic hash of everything would not. Sums do not depend on their order, so machines of
+    different kinds agree.
+    """
+    flat = as_bytes(tensor.detach().contiguous())
+    words = flat.numel() // 8
+    if words < _WIDTHS[1]:
+        return hashlib.blake2b(_bytes_of(flat), digest_size=16).digest()
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    whole = flat[: words * 8].view(torch.int64)
+    out = hashlib.blake2b(_bytes_of(flat[words * 8 :]), digest_size=16)
+    for width in _WIDTHS:
+        rows = words // width
+        out.update(_bytes_of(whole[: rows * width].view(rows, width).sum(0)))
+        out.update(_bytes_of(whole[rows * width :]))
+    return out.digest()
+
+
+def _bytes_of(flat: torch.Tensor) -> memoryview:
+    return memoryview(flat.cpu().numpy())  # type: ignore[arg-type]

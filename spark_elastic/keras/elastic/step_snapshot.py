@@ -1,0 +1,314 @@
+"""Snapshots of what a step changes besides through its optimizer, so that an unfinished step can be undone.
+
+A step updates running means, seeds and metrics before (in a graph: beside) the reduction that fails. So at the start of
+each step these few variables are copied, inside of the same graph, together with the number of steps applied until
+then. If that number is the same after a collective has failed, the step has to be made again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from spark_elastic.elastic.handlers import Handlers
+from spark_elastic.keras import variables as values
+from spark_elastic.keras.backend import BACKEND
+from spark_elastic.keras.elastic.fit_session import FitSession
+from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler, VariablesHandler
+from spark_elastic.keras.optimizer import build_for, reduces
+from spark_elastic.keras.variables import Variable
+
+
+class StepSnapshot:
+    """The values of some variables at the start of the step that runs, or ran last.
+
+    Args:
+        variables: Returns the variables of the models, as they are now.
+        steps: Returns the tensor or number of steps applied so far, in a graph as well.
+    """
+
+    def __init__(self, variables: Callable[[], list[Variable]], steps: Callable[[], Any]) -> None:
+        self._variables = variables
+        self._steps = steps
+        self._copied: list[Variable] = []
+        self._copies: dict[int, Any] = {}
+        self._at: Any = None
+        """The number of steps applied when the copies were made."""
+
+    def prepare(self) -> None:
+        """Create the variables for copies that are still missing.
+
+        Called before a step is traced, and at its end: metrics and models come into being when their first step is
+        traced, and may then bring variables of ours with them. TensorFlow traces it a second time without that.
+        """
+        self._copied = self._variables()
+        if BACKEND == "torch":
+            return
+        import tensorflow as tf
+
+        if self._at is None:
+            self._at = tf.Variable(lambda: tf.constant(-1, tf.int64), trainable=False, name="at_step")
+        for variable in self._copied:
+            if id(variable) not in self._copies:
+                own = variable.value
+                zeros = functools.partial(tf.zeros, own.shape, own.dtype)
+                self._copies[id(variable)] = tf.Variable(zeros, trainable=False)
+
+    def take(self, begins: Any = True, ahead: int = 0) -> None:
+        """Take the snapshot: a step starts here. In a graph, it is traced with the step.
+
+        Args:
+            begins: False, or a tensor that is, in the later passes of a step that sums gradients over several.
+            ahead: Steps that will be counted until the next one starts.
+        """
+        if BACKEND == "torch":
+            if begins:
+                self._copies = dict(zip(map(id, self._copied), values.copies_of(self._copied), strict=True))
+                self._at = int(self._steps()) + ahead
+        elif begins is True:
+            self._take_in_tensorflow(ahead)
+        else:
+            import tensorflow as tf
+
+            def take() -> Any:
+                self._take_in_tensorflow(ahead)
+                return tf.constant(True)
+
+            tf.cond(begins, take, lambda: tf.constant(False))
+
+    def _take_in_tensorflow(self, ahead: int) -> None:
+        if self._at is None:
+            return  # nothing was prepared before this was traced
+        # an assignment shares the buffer; the next change of the variable copies it first
+        for variable in self._copied:
+            self._copies[id(variable)].assign(variable.value.read_value(), read_value=False)
+        self._at.assign(self._steps() + ahead, read_value=False)
+
+    def put_back(self) -> bool:
+        """Undo the step that was started and not applied.
+
+        Returns:
+            True if there was one.
+        """
+        if self._at is None or int(self._at) != int(self._steps()):
+            return False
+        copies = [self._copies[id(variable)] for variable in self._copied]
+        values.put_back(self._copied, copies if BACKEND == "torch" else [copy.read_value() for copy in copies])
+        return True
+
+    def discard(self) -> None:
+        """Discard the copies: the variables have been given other values since."""
+        if BACKEND == "torch":
+            self._at = None
+        elif self._at is not None:
+            self._at.assign(-1, read_value=False)  # what it returns otherwise cannot be used in a graph
+
+
+class SnapshottedSteps:
+    """Has every step of a state's models and optimizers take a snapshot where it starts.
+
+    Steps of `fit` take it, metrics included, where they start; steps of users' own loops take it where their gradients
+    have arrived, when running means have been updated already.
+
+    Args:
+        handlers: The values of the state.
+        session: The state's `fit`.
+    """
+
+    def __init__(self, handlers: Handlers, session: FitSession) -> None:
+        self.wrapped = False
+        self._handlers = handlers
+        self._session = session
+        self._snapshots: tuple[StepSnapshot, StepSnapshot] | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._in_step = False
+
+    def wrap(self) -> None:
+        self.wrapped = True
+        if self._snapshots is None:
+            own = StepSnapshot(lambda: self._variables(metrics=False), self._applied)
+            self._snapshots = StepSnapshot(lambda: self._variables(metrics=True), self._applied), own
+        fit, own = self._snapshots
+        own.prepare()
+        for handler in self._handlers.of(ModelHandler).values():
+            if hasattr(handler.value, "train_step"):
+                undo = wrap_train_step(
+                    handler.value, fit.prepare, self._around_step, lambda: self._session.nothing_left
+                )
+                self._undo.append(undo)
+        for optimizer in self._optimizers():
+            if reduces(optimizer):
+                optimizer._steps.before_update = lambda: self.take_own(0)  # counted already
+            else:
+                self._undo.append(wrap_apply(optimizer, lambda: self.take_own(1), lambda: save_new(self._handlers)))
+
+    def unwrap(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo, self.wrapped = [], False
+        for steps in self.reducing():
+            steps.before_update = None
+
+    def take_own(self, ahead: int) -> None:
+        """Take the snapshot of a user's own step; not within a step of `fit`, which has taken its own."""
+        if self._snapshots is not None and not self._in_step:
+            self._snapshots[1].take(ahead=ahead)
+
+    def put_back(self) -> bool:
+        """Undo the unfinished step; returns True if there was one."""
+        undone = [snapshot.put_back() for snapshot in self._snapshots or ()]
+        return any(undone)
+
+    def discard(self) -> None:
+        for snapshot in self._snapshots or ():
+            snapshot.discard()
+
+    def reducing(self) -> list[Any]:
+        """Return the parts of optimizers that reduce gradients."""
+        return [optimizer._steps for optimizer in self._optimizers() if reduces(optimizer)]
+
+    def _optimizers(self) -> list[Any]:
+        return [handler.value for handler in self._handlers.of(OptimizerHandler).values()]
+
+    @contextmanager
+    def _around_step(self, data: Any) -> Iterator[None]:
+        assert self._snapshots is not None
+        fit, _ = self._snapshots
+        several = [steps for steps in self.reducing() if steps.passes > 1]
+        fit.take(several[0].at_boundary() if several else True)
+        self._in_step = True
+        global_batch = self._session.global_batch
+        weighted = [] if global_batch is None else self.reducing()
+        try:
+            for steps in weighted:
+                steps.weight = values.rows_of(data) / global_batch
+            yield
+            fit.prepare()
+        finally:
+            self._in_step = False
+            for steps in weighted:
+                steps.weight = None
+
+    def _variables(self, metrics: bool) -> list[Any]:
+        models = self._handlers.of(ModelHandler).values()
+        return list({id(v): v for handler in models for v in handler.step_variables(metrics)}.values())
+
+    def _applied(self) -> Any:
+        """Return the steps of all optimizers together, as a tensor in a graph."""
+        counts = [handler.steps_applied() for handler in self._handlers.of(OptimizerHandler).values()]
+        return sum(counts[1:], start=counts[0]) if counts else 0
+
+
+def save_new(handlers: Handlers) -> None:
+    """Add to the last commit the variables that have been built since then and were not trained yet."""
+    for handler in handlers.of(VariablesHandler).values():
+        handler.save_new()
+
+
+def wrap_apply(optimizer: Any, before: Callable[[], None], built: Callable[[], None]) -> Callable[[], None]:
+    """Have `before()` called whenever an optimizer has its gradients and is about to apply them.
+
+    In a graph both wait for the gradients. By itself the optimizer's count of iterations does not, and would be raised
+    beside a reduction that fails.
+
+    Args:
+        optimizer: The optimizer.
+        before: The function to call.
+        built: Called when the optimizer has been built for its first step.
+
+    Returns:
+        A function that undoes it.
+    """
+    plain = optimizer.apply
+
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        grads = list(grads)
+        variables = None if trainable_variables is None else list(trainable_variables)
+        if variables and not optimizer.built:
+            build_for(optimizer, variables)
+            built()
+        with _after(grads):
+            before()
+            plain(grads, variables)
+
+    object.__setattr__(optimizer, "apply", apply)
+
+    def undo() -> None:
+        if optimizer.__dict__.get("apply") is apply:
+            object.__delattr__(optimizer, "apply")
+
+    return undo
+
+
+def _after(grads: list[Any]) -> AbstractContextManager[Any]:
+    if BACKEND == "torch":
+        return nullcontext()
+    import tensorflow as tf
+
+    present = [grad for grad in grads if grad is not None]
+    context: AbstractContextManager[Any] = tf.control_dependencies(
+        [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in present]
+    )
+    return context
+
+
+def wrap_train_step(
+    model: Any,
+    prepare: Callable[[], None],
+    around: Callable[[Any], AbstractContextManager[None]],
+    nothing_left: Callable[[], bool],
+) -> Callable[[], None]:
+    """Have every train step of a model run inside of `around(data)`.
+
+    Args:
+        model: The model.
+        prepare: Called before the step is traced.
+        around: Returns the context of a step on these rows.
+        nothing_left: Returns True if the epoch was left after its last batch. `fit` then ends it without a step: in a
+            graph, what does not depend on the data would be done once more. Its metrics are those of the model.
+
+    Returns:
+        A function that undoes it.
+    """
+    plain_step, plain_make = model.train_step, model.make_train_function
+
+    def train_step(data: Any) -> Any:
+        with around(data):
+            return plain_step(data)
+
+    def make_train_function(*args: Any, **kwargs: Any) -> Any:
+        prepare()
+        plain_make(*args, **kwargs)
+        plain_function = model.train_function
+        if not hasattr(plain_function, "ends_epochs"):
+
+            def train_function(data: Any) -> Any:
+                if nothing_left():
+                    raise StopIteration
+                return plain_function(data)
+
+            train_function.ends_epochs = True  # type: ignore[attr-defined]
+            model.train_function = train_function
+        return model.train_function
+
+    plain_logs: Any = getattr(model, "_get_metrics_result_or_logs", None)
+
+    def metrics_or_logs(logs: Any) -> Any:
+        return plain_logs(logs) if logs else model.get_metrics_result()
+
+    patched: dict[str, Any] = {"train_step": train_step, "make_train_function": make_train_function}
+    if plain_logs is not None:
+        patched["_get_metrics_result_or_logs"] = metrics_or_logs
+    for name, function in patched.items():
+        object.__setattr__(model, name, function)
+    model.train_function = None  # made of the step as it was
+
+    def undo() -> None:
+        for name, function in patched.items():
+            if model.__dict__.get(name) is function:
+                object.__delattr__(model, name)
+        model.train_function = None
+
+    return undo
