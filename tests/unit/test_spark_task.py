@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from spark_elastic.task.executor_process import executor_id_in_task, executor_id_of
-from spark_elastic.task.spark_agent import cores_in_task
+from spark_elastic.task.executor_process import cores_in_task, executor_id_in_task, executor_id_of
 from spark_elastic.wire.interfaces import interface_addresses
 
 STANDALONE = "/usr/bin/java -Xmx1g org.apache.spark.executor.CoarseGrainedExecutorBackend --executor-id 3 --hostname h"
