@@ -163,7 +163,7 @@ class Connection:
             body = bytes(self._buffer[start + header : end])
             expected = _hmac(self._receive_key, _SEQUENCE.pack(self._received), body)[:_MAC_BYTES]
             if not hmac.compare_digest(mac, expected):
-                raise AuthenticationError("a frame was altered, dropped or repeated on the way")
+                raise AuthenticationError("a frame was altered, dropped or repeated in transit")
             self._received += 1
             bodies.append(body)
             start = end
