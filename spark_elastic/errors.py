@@ -137,7 +137,7 @@ class LoopResultError(UsageError):
 
     def __init__(self, *, loop: int, reason: str) -> None:
         super().__init__(
-            f"this worker joined after elastic loop {loop} had ended, and cannot get the loop's return value: {reason}. "
+            f"this worker joined after elastic loop {loop} had ended, and cannot get its return value: {reason}. "
             "Return a small value that can be pickled, or None, from each loop that another loop follows",
             loop=loop,
             reason=reason,
