@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
+from spark_elastic.data.store import Store
 from spark_elastic.errors import ChannelClosedError
 from spark_elastic.task.executor_process import (
     accelerators_in_task,
@@ -248,15 +249,15 @@ def try_connections(targets: list[list[Any]], timeout_s: float) -> list[dict[str
 def write_file(url: str, options: dict[str, Any] | None, name: str, text: str) -> dict[str, Any]:
     """Write a small file; raises the file system's own exception if that fails."""
     began = time.monotonic()
-    store = _open_store(url, options)
-    store.write_bytes(name, text.encode())
+    store = Store.create(url, options)
+    store.write_bytes(name, text.encode(), durable=False)
     return {"ms": _ms_since(began), "free": _free_bytes(url) if store.is_local else None}
 
 
 def read_files(url: str, options: dict[str, Any] | None, names: list[str], text: str) -> dict[str, Any]:
     """Check that each file exists and holds `text`; wait up to 3 s in total for files that are not there yet."""
     began = time.monotonic()
-    store = _open_store(url, options)
+    store = Store.create(url, options)
     missing: dict[str, str] = {}
     for name in names:
         while True:
@@ -274,37 +275,7 @@ def read_files(url: str, options: dict[str, Any] | None, names: list[str], text:
 
 def remove_folder(url: str, options: dict[str, Any] | None, folder: str) -> None:
     """Delete the doctor's folder as this machine sees it."""
-    _open_store(url, options).delete(folder)
-
-
-class _Folder:
-    """A plain folder with the methods of `data.store.Store` that are used here; needs no package."""
-
-    is_local = True
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def write_bytes(self, name: str, data: bytes) -> None:
-        path = os.path.join(self._path, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(data)
-
-    def read_bytes(self, name: str) -> bytes:
-        with open(os.path.join(self._path, name), "rb") as file:
-            return file.read()
-
-    def delete(self, name: str) -> None:
-        shutil.rmtree(os.path.join(self._path, name), ignore_errors=True)
-
-
-def _open_store(url: str, options: dict[str, Any] | None) -> Any:
-    if "://" not in url and not url.startswith(("dbfs:", "file:")):
-        return _Folder(url)
-    from spark_elastic.data.store import Store
-
-    return Store.create(url, options)
+    Store.create(url, options).delete(folder)
 
 
 # --- torch, memory ------------------------------------------------------------------------------------

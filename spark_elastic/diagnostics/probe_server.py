@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock, errors
+from spark_elastic.data import store
 from spark_elastic.diagnostics import probe
 from spark_elastic.diagnostics.probe import JsonConnection, ProbeReport
 from spark_elastic.driver.spark.cluster import close_connection, jvm_context, reason_of_error
@@ -25,7 +26,7 @@ from spark_elastic.wire import framing, interfaces
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-SHIPPED = (errors, framing, interfaces, executor_process, probe)
+SHIPPED = (errors, framing, interfaces, store, executor_process, probe)
 """Modules whose sources travel with the job; at their top they import the standard library and one another alone."""
 _HANDSHAKE_S = 5.0
 _THREAD_NAME = "spark_elastic-doctor"
@@ -221,18 +222,23 @@ def probe_task(order: Mapping[str, Any], package: str) -> Callable[[Any], list[d
 
     def task(rows: Any) -> list[dict[str, Any]]:
         import builtins
+        import sys
         import types
 
         modules: dict[str, Any] = {}
 
         def import_shipped(name: str, *rest: Any) -> Any:
-            """Stand in for `__import__` within the shipped modules, without touching `sys.modules`."""
+            """Stand in for `__import__` within the shipped modules, which leave nothing behind in `sys.modules`."""
             if name not in sources:
                 return builtins.__import__(name, *rest)
             if name not in modules:
-                modules[name] = types.ModuleType(name)
-                modules[name].__builtins__ = {**vars(builtins), "__import__": import_shipped}
-                exec(compile(sources[name], f"<{name}>", "exec"), vars(modules[name]))
+                module = modules[name] = types.ModuleType(f"doctor.{name}")
+                vars(module)["__builtins__"] = {**vars(builtins), "__import__": import_shipped}
+                sys.modules[module.__name__] = module  # dataclasses look up the module of a class there
+                try:
+                    exec(compile(sources[name], f"<{name}>", "exec"), vars(module))
+                finally:
+                    del sys.modules[module.__name__]
             return modules[name]
 
         shipped = import_shipped("spark_elastic.diagnostics.probe")

@@ -157,35 +157,36 @@ class _Agent:
         self._process: WorkerProcess | None = None
         self._running: set[WorkerProcess] = set()
         """The current process, and killed ones that have not been reaped yet."""
+        self._all_gone = asyncio.Event()
+        """Set while `_running` is empty."""
+        self._all_gone.set()
         self._finish: FinishAgent | None = None
-        self._over: asyncio.Event
-        self._all_gone: asyncio.Event
-        self._opened: asyncio.Event
-        self._dropped: asyncio.Event
+        """Why and how the agent has to end; None while it runs."""
+        self._over = asyncio.Event()
+        """Set together with `_finish`."""
+        self._opened = asyncio.Event()
+        """Set once the driver is authenticated."""
+        self._dropped = asyncio.Event()
+        """Set when the current attempt to connect ended without authentication."""
         self._silence_limit_s = float("inf")
         self._last_heard = clock.monotonic()
         self._probes: set[asyncio.Task[None]] = set()
 
     async def run(self) -> AgentOutcome:
-        self._over = asyncio.Event()
-        self._all_gone = asyncio.Event()
-        self._all_gone.set()
-        self._opened = asyncio.Event()
-        self._dropped = asyncio.Event()
         guardian_fd = self._watch_guardian()
         nics = self._order.nics
-        prober = ProbePort(address for name, address in self._report.addresses.items() if nics is None or name in nics)
+        port = ProbePort(address for name, address in self._report.addresses.items() if nics is None or name in nics)
         try:
             self._start_process()
             await self._connect()
-            self._send(self._hello(prober.port))
+            self._send(self._hello(port.port))
             await self._over.wait()
             return await self._end()
         finally:
             if guardian_fd >= 0:
                 asyncio.get_running_loop().remove_reader(guardian_fd)
                 os.close(guardian_fd)
-            prober.close()
+            port.close()
             for probe in self._probes:
                 probe.cancel()
             for process in self._running:
@@ -242,7 +243,7 @@ class _Agent:
             self._order.key,
             server=False,
             on_open=lambda stream: self._opened.set(),
-            on_message=self._received,
+            on_message=self._on_message,
             on_closed=lambda stream, why: self._finish_because(f"the channel to the driver is gone: {why}"),
             on_unauthenticated=lambda stream: self._dropped.set(),
         )
@@ -279,13 +280,13 @@ class _Agent:
 
     # --- messages from the driver --------------------------------------------------------------------------
 
-    def _received(self, stream: MessageStream, message: Message) -> None:
+    def _on_message(self, stream: MessageStream, message: Message) -> None:
         self._last_heard = clock.monotonic()
         match message:
             case AgentWelcome(interval_s, silence_limit_s):
                 self._silence_limit_s = silence_limit_s
                 stream.set_unacknowledged_timeout(silence_limit_s)
-                self._beat(interval_s)
+                self._send_heartbeat(interval_s)
             case StartWorkerProcess(worker):
                 if self._process is None or self._process.worker is not None or not self._process.is_running:
                     self._start_process()
@@ -303,7 +304,7 @@ class _Agent:
                     self._finish = message
                     self._over.set()
 
-    def _beat(self, interval_s: float) -> None:
+    def _send_heartbeat(self, interval_s: float) -> None:
         if self._finish is not None:
             return
         silence = clock.monotonic() - self._last_heard
@@ -312,7 +313,7 @@ class _Agent:
             return
         process = self._process
         self._send(AgentHeartbeat(process.worker if process is not None and process.is_seen_running else None))
-        asyncio.get_running_loop().call_later(interval_s, self._beat, interval_s)
+        asyncio.get_running_loop().call_later(interval_s, self._send_heartbeat, interval_s)
 
     async def _probe(self, peers: tuple[str, ...]) -> None:
         async def reachable(peer: str) -> bool:

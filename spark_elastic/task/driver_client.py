@@ -68,18 +68,19 @@ class ChannelLink:
         """The state that the current world starts from; None once this worker has applied a step in it."""
         self._begun = 0
         """The newest round in which this worker has reported its state."""
-        self._blocked_since: float | None = None
         self._in_loop = False
+        """True once an elastic loop was entered."""
+        self._blocked_since: float | None = None
         self._after_loop = False
         self._loop_results: dict[int, LoopResult] = {}
-        self._run_again: Callable[[int], None] = _unexpected
+        self._run_again: Callable[[int], None] = _ignore_run_again
         self._ending = False
         self._beat_now = threading.Event()
         self._stall_timeout_s = 0.0
 
     def start(self) -> None:
         """Send the hello, and start to receive messages. Heartbeats begin with the driver's welcome."""
-        self._channel.start(self._received, self._closed, name="link")
+        self._channel.start(self._on_message, self._on_closed, name="link")
         self._channel.send(WorkerHello(self._worker, os.getpid()))
 
     # --- WorkerLink -----------------------------------------------------------------------------------
@@ -90,7 +91,6 @@ class ChannelLink:
 
     @property
     def in_loop(self) -> bool:
-        """True once an elastic loop was entered."""
         return self._in_loop
 
     def join_at_init(self) -> Assignment | ProvisionalPosition:
@@ -236,25 +236,27 @@ class ChannelLink:
     def _newest_round(self) -> int:
         return self._assignment.world.round if self._assignment is not None else 0
 
-    def _received(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         match message:
             case WorkerWelcome(interval_s, silence_limit_s, stall_timeout_s):
                 self._channel.set_silence_limit(silence_limit_s)
                 self._stall_timeout_s = stall_timeout_s
-                beats = threading.Thread(target=self._beat, args=(interval_s,), name="spark_elastic-beat", daemon=True)
+                beats = threading.Thread(
+                    target=self._send_heartbeats, args=(interval_s,), name="spark_elastic-beat", daemon=True
+                )
                 beats.start()
             case Cut(round, why):
                 self._cut(round, why)
             case Goodbye(why):
-                self._closed(why)
+                self._on_closed(why)
             case RunAgain(run):
                 self._run_again(run)
             case _:
                 with self._changed:
-                    self._note(message)
+                    self._store(message)
                     self._changed.notify_all()
 
-    def _note(self, message: Message) -> None:
+    def _store(self, message: Message) -> None:
         match message:
             case WorldAssigned(world, addresses):
                 by_worker = {int(worker): address for worker, address in addresses.items()}
@@ -277,7 +279,7 @@ class ChannelLink:
         if callback is not None:
             callback(round, why)
 
-    def _beat(self, interval_s: float) -> None:
+    def _send_heartbeats(self, interval_s: float) -> None:
         while True:
             try:
                 since = self._blocked_since
@@ -292,14 +294,14 @@ class ChannelLink:
         try:
             self._channel.send(message)
         except ProtocolError as error:
-            self._closed(str(error))
+            self._on_closed(str(error))
 
-    def _closed(self, why: str) -> None:
+    def _on_closed(self, why: str) -> None:
         if not self._ending:
             exit_now(EXIT_CHANNEL_LOST, f"spark_elastic: worker {self._worker} ends: {why}")
 
 
-def _unexpected(run: int) -> None:
+def _ignore_run_again(run: int) -> None:
     """Ignore the order: the function has not returned yet."""
 
 
