@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from spark_elastic.wire import interfaces
-from spark_elastic.wire.interfaces import address_of
+from spark_elastic.wire.interfaces import address_of, interface_addresses
 
 
 @pytest.fixture
@@ -44,3 +44,9 @@ def test_name_that_resolves_to_loopback_gives_the_outward_address(names, monkeyp
     assert address_of("debian1") == "10.0.0.8"
     monkeypatch.setattr(interfaces, "interface_addresses", lambda: {"lo": "127.0.0.1"})
     assert address_of("debian1") == "debian1"
+
+
+def test_interfaces_include_loopback_and_have_one_address_each():
+    found = interface_addresses()
+    assert found["lo"] == "127.0.0.1"
+    assert all(address.count(".") == 3 for address in found.values())
