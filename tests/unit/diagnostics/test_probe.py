@@ -1,6 +1,8 @@
 """The probe's connection to the doctor, and its source on an executor that lacks the package."""
 
+import ast
 import contextlib
+import inspect
 import json
 import os
 import socket
@@ -12,7 +14,7 @@ import cloudpickle
 import pytest
 
 from spark_elastic.diagnostics.probe import JsonConnection
-from spark_elastic.diagnostics.probe_server import ProbeServer, probe_task
+from spark_elastic.diagnostics.probe_server import SHIPPED, ProbeServer, probe_task
 from spark_elastic.errors import AuthenticationError, ProtocolError
 
 KEY = b"k" * 32
@@ -91,6 +93,15 @@ def test_stranger_at_the_doctors_port_is_not_taken_for_a_probe():
         assert server.probes == []
     finally:
         server.close()
+
+
+@pytest.mark.parametrize("module", SHIPPED, ids=lambda module: module.__name__)
+def test_shipped_sources_import_only_the_standard_library_and_each_other(module):
+    shipped = {each.__name__ for each in SHIPPED}
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            assert all(name in shipped or name.partition(".")[0] in sys.stdlib_module_names for name in names), names
 
 
 ON_AN_EXECUTOR = """
