@@ -1,48 +1,12 @@
-"""Every error that spark_elastic raises.
+"""Every error that spark_elastic raises; docs/errors.md lists them with causes and remedies.
 
-::
+- `UsageError`: the call needs a change, nothing was run.
+- `JobError`: the job ran and could not continue.
+- `ProtocolError`: a peer broke the wire protocol.
+- `HorovodInternalError` and `HostsUpdatedInterrupt`: signals inside a worker, which `elastic.run` handles.
 
-    SparkElasticError
-    ├── UsageError                   your call needs a change; nothing was run        (also a ValueError)
-    │   ├── InvalidSettingsError       a value, or two that contradict each other
-    │   ├── UnsupportedOperationError  no such collective for this kind of tensor          (also a NotImplementedError)
-    │   ├── NotPicklableError          the function, its arguments or its result
-    │   ├── NoSparkContextError        no active SparkContext
-    │   ├── SparkConnectNotSupportedError
-    │   ├── JavaNotFoundError
-    │   ├── UnknownInterfaceError      a name in nics= that a host does not have
-    │   ├── DiscoveryScriptError       the host discovery script cannot be used
-    │   ├── DataError                  a column is missing, or holds what cannot be trained on
-    │   ├── DatasetError               a materialised set is missing, incomplete, damaged or foreign
-    │   ├── StoreError                 storage that the driver and all executors do not share
-    │   ├── CheckpointError            a checkpoint or saved model cannot be used
-    │   │   └── RunTakenError            another driver has the run, or has taken it over
-    │   ├── MissingExtraError          a package of an optional extra is missing          (also an ImportError)
-    │   ├── NotInitializedError        hvd.init() has not been called
-    │   ├── StateNotMovableError       the sync of a state of your own goes past bcast_object
-    │   ├── LoopResultError            a newcomer cannot have the result of a loop that is over
-    │   ├── MismatchError              ranks called different collectives                (also a RuntimeError)
-    │   └── OutsideLoopError           a newcomer sent rows to other ranks before it entered the elastic loop
-    ├── JobError                     the job ran and could not go on
-    │   ├── NotEnoughSlotsError        fewer slots than needed for too long
-    │   ├── LaunchError                the driver itself cannot launch anything
-    │   ├── ResetLimitError            the world changed more often than reset_limit
-    │   ├── StateLostError             every worker that held the state is gone
-    │   ├── RepeatedCrashError         one world after another loses a process at the same step
-    │   ├── SessionLostError           the SparkContext was stopped, or its JVM is gone
-    │   ├── WorkerStartError           workers exit before they can join
-    │   ├── UserFunctionError          your function raised; carries its traceback
-    │   ├── ResultError                a result could not be brought back
-    │   ├── LossNotFiniteError         the loss, or a trained weight, of a fit is NaN or infinite
-    │   └── JobCancelledError          handle.cancel(), Ctrl-C, or the notebook's Cancel
-    ├── ProtocolError                a peer broke the wire protocol
-    │   ├── AuthenticationError
-    │   ├── FrameTooLargeError
-    │   └── ChannelClosedError
-    ├── HorovodInternalError         a collective failed: a peer is gone         (also a RuntimeError)
-    └── HostsUpdatedInterrupt        the world is about to change, at an agreed step
-
-All of them survive a pickle round trip, so they can cross from an executor to the driver.
+All of them survive a pickle round trip, so they can travel from an executor to the driver. Standard library only: the
+doctor sends this source to executors that may lack the package.
 """
 
 from __future__ import annotations
@@ -55,8 +19,8 @@ from typing import Any
 class SparkElasticError(Exception):
     """Base of every error of this package.
 
-    Subclasses take keyword arguments only and build their message from them, so the numbers in the
-    message are also attributes, and pickling restores both.
+    A subclass with numbers takes them as keyword arguments and builds its message from them. They are also attributes,
+    and pickling restores both.
     """
 
     def __init__(self, message: str = "", **fields: Any) -> None:
@@ -79,7 +43,7 @@ def _rebuild(cls: type[SparkElasticError], message: str, fields: dict[str, Any])
     return error
 
 
-# --- your call needs a change -------------------------------------------------------------------
+# --- the call needs a change ---------------------------------------------------------------------
 
 
 class UsageError(SparkElasticError, ValueError):
@@ -91,11 +55,11 @@ class InvalidSettingsError(UsageError):
 
 
 class UnsupportedOperationError(UsageError, NotImplementedError):
-    """There is no such collective here, or not for this kind of tensor."""
+    """The collective does not exist here, or not for this kind of tensor."""
 
 
 class MissingExtraError(UsageError, ImportError):
-    """A package is needed that only comes with an optional extra of this one."""
+    """A package that an optional extra installs is missing."""
 
     def __init__(self, *, what: str, package: str, extra: str) -> None:
         super().__init__(
@@ -116,11 +80,11 @@ class NoSparkContextError(UsageError):
 
 
 class SparkConnectNotSupportedError(UsageError):
-    """A Spark Connect session has no scheduler on this side to run workers with."""
+    """The session is a Spark Connect session, whose scheduler cannot be reached to run workers."""
 
 
 class JavaNotFoundError(UsageError):
-    """Spark needs a Java runtime and none was found."""
+    """Spark needs a Java runtime, and none was found."""
 
 
 class UnknownInterfaceError(UsageError):
@@ -140,15 +104,15 @@ class DatasetError(UsageError):
 
 
 class StoreError(UsageError):
-    """A storage location cannot be used from where it is needed."""
+    """A store cannot be used from a machine that needs it."""
 
 
 class CheckpointError(UsageError):
-    """A checkpoint or a saved model is missing, incomplete, damaged, or belongs to something else."""
+    """A checkpoint or a saved model is missing, incomplete, damaged, or belongs to another run or estimator."""
 
 
 class RunTakenError(CheckpointError):
-    """Another driver trains in this run's folder, or has taken it over from this one."""
+    """Another driver trains in this run's folder, or has taken the folder over from this driver."""
 
 
 class NotInitializedError(UsageError):
@@ -156,52 +120,60 @@ class NotInitializedError(UsageError):
 
 
 class StateNotMovableError(UsageError):
-    """A state of your own has a `sync` whose broadcasts do not go through `bcast_object`."""
+    """The `sync` of a user-defined state broadcasts values without `bcast_object`."""
 
     def __init__(self, *, kind: str) -> None:
         super().__init__(
             f"the world broke after the elastic loop, and the function was called again; but {kind}.sync() does not "
-            "broadcast its values with self._bcast_object, so they cannot be taken from the state before. Use "
-            "self._bcast_object in sync(), or a state that brings its own (ObjectState, TorchState, KerasState, "
+            "broadcast its values with self._bcast_object, so they cannot be restored from the state of the earlier "
+            "call. Use self._bcast_object in sync(), or a state of this package (ObjectState, TorchState, KerasState, "
             "TensorFlowState)",
             kind=kind,
         )
 
 
 class LoopResultError(UsageError):
-    """A newcomer cannot have the result of an elastic loop that was over before it came."""
+    """A newcomer cannot get the return value of an elastic loop that ended before it joined."""
 
     def __init__(self, *, loop: int, reason: str) -> None:
         super().__init__(
-            f"this worker joins a job whose elastic loop {loop} is over, and cannot have what that returned: {reason}. "
-            "Return something small that can be pickled, or nothing, from loops that others follow",
+            f"this worker joined after elastic loop {loop} had ended, and cannot get its return value: {reason}. "
+            "Return a small value that can be pickled, or None, from each loop that another loop follows",
             loop=loop,
             reason=reason,
         )
 
 
 class MismatchError(UsageError, RuntimeError):
-    """Ranks have called different collectives, or one collective in different ways; every rank raises it."""
+    """Ranks called different collectives, or one collective with different arguments; every rank raises it."""
 
 
 class OutsideLoopError(UsageError):
-    """A newcomer that is not yet a member of the running world called a collective that needs the others."""
+    """A newcomer called a collective before it became a member of the running world."""
 
 
-# --- the job ran and could not go on ------------------------------------------------------------
+# --- the job ran and could not continue ----------------------------------------------------------
 
 
 class JobError(SparkElasticError):
-    """The job could not go on."""
+    """The job ran and could not continue."""
 
 
 class NotEnoughSlotsError(JobError):
-    """Fewer slots than needed were available for longer than the timeout allows."""
+    """Fewer slots than needed were available for longer than the timeout allows.
+
+    Attributes:
+        have: slots that were available.
+        need: slots that are needed.
+        waited_s: seconds waited.
+        setting: name of the timeout.
+        detail: more about the cluster.
+        fixed: name of a cluster that can never have more slots; "" if it might.
+    """
 
     def __init__(
         self, *, have: int, need: int, waited_s: float, setting: str, detail: str = "", fixed: str = ""
     ) -> None:
-        """fixed: what has no more slots and can never get any; empty: there might have been more."""
         message = (
             f"{have} of {need} slots were available after {waited_s:.0f} s; add executors, lower "
             f"min_num_proc (now {need}) or raise {setting}"
@@ -229,7 +201,7 @@ def _ordinal(number: int) -> str:
 
 
 class LaunchError(JobError):
-    """The driver itself cannot launch anything: each slot was refused twice before anybody else had a part in it."""
+    """The driver cannot launch any slot: each launch failed twice before it left the driver."""
 
     def __init__(self, *, reason: str) -> None:
         super().__init__(
@@ -242,7 +214,10 @@ class LaunchError(JobError):
 class ResetLimitError(JobError):
     """The world would have to be rebuilt more often than ``reset_limit`` allows.
 
-    `resets`: how often, with the one that was not done any more.
+    Attributes:
+        resets: number of rebuilds, including the one that the limit prevented.
+        limit: the value of ``reset_limit``.
+        last_reason: why the last rebuild was needed.
     """
 
     def __init__(self, *, resets: int, limit: int, last_reason: str) -> None:
@@ -269,11 +244,15 @@ class StateLostError(JobError):
 
 
 class RepeatedCrashError(JobError):
-    """One world after another lost a process before one more step was applied.
+    """Several worlds in a row lost a process at the same step.
 
-    `step`: the one that nobody got through; if `after_loop`, the last one of the loop that they had left. `crashes`:
-    rank, host and exit code of each process, oldest first; a negative code is a signal. `memory`: what the kernel says
-    about memory where they ran, or nothing.
+    Attributes:
+        step: the step that no world completed; if `after_loop`, the last step of the loop that they had left.
+        worlds: number of worlds.
+        crashes: rank, host and exit code of each process, oldest first; a negative code is a signal.
+        after_loop: True if the processes ended after the elastic loop.
+        memory: the kernel's kills for lack of memory where they ran; "" if there were none.
+        stderr_tail: the last lines of the last process's stderr.
     """
 
     def __init__(
@@ -304,7 +283,7 @@ class RepeatedCrashError(JobError):
 
 
 def exit_in_words(code: int) -> str:
-    """How a process ended, by the code that its parent got: "was killed by signal 9 (SIGKILL)"."""
+    """Describe an exit code as Popen returns it, such as "was killed by signal 9 (SIGKILL)"."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -314,11 +293,11 @@ def exit_in_words(code: int) -> str:
 
 
 class SessionLostError(JobError):
-    """Spark itself ended under the job."""
+    """The SparkContext was stopped, or its JVM died, while the job ran."""
 
     def __init__(self, *, reason: str, progress: int | None) -> None:
         super().__init__(
-            f"{reason} while the job ran, and its workers went with it (last applied step: {progress or 0}); keep the "
+            f"{reason} while the job ran, and its workers ended with it (last applied step: {progress or 0}); keep the "
             "session until the job is over",
             reason=reason,
             progress=progress,
@@ -326,7 +305,7 @@ class SessionLostError(JobError):
 
 
 class WorkerStartError(JobError):
-    """Worker processes exit before they can join the job."""
+    """Worker processes exited before they could join the job."""
 
     def __init__(self, *, attempts: int, reason: str, stderr_tail: str = "") -> None:
         super().__init__(
@@ -367,14 +346,19 @@ class UserFunctionError(JobError):
 
 
 class ResultError(JobError):
-    """A worker finished but what it returned could not be brought to the driver."""
+    """A worker finished, but its return value could not be sent to the driver."""
 
 
 class LossNotFiniteError(JobError):
     """The loss of an estimator's training is NaN or infinite, or a trained weight is NaN.
 
-    loss: over all workers; None: the loss was finite, and a weight is NaN after the last step. step: optimizer steps so
-    far, with this one. epoch: from 0, as in a history. ranks: the workers whose own rows had it; () if none had alone.
+    Attributes:
+        loss: over all workers; None if the loss was finite and a weight is NaN after the last step.
+        step: optimizer steps so far, including this one.
+        epoch: from 0, as in a history.
+        ranks: the workers whose loss over their own rows was not finite; () if each alone was finite.
+        size: number of workers.
+        checkpoints: folder of the checkpoints before this step; "" without checkpoints.
     """
 
     def __init__(
@@ -408,7 +392,7 @@ class ProtocolError(SparkElasticError):
 
 
 class AuthenticationError(ProtocolError):
-    """The peer does not hold this job's key, or a frame was altered on the way."""
+    """The peer does not hold this job's key, or a frame was altered in transit."""
 
 
 class FrameTooLargeError(ProtocolError):
@@ -445,10 +429,9 @@ class HorovodInternalError(SparkElasticError, RuntimeError):
 
 
 class HostsUpdatedInterrupt(SparkElasticError):
-    """The world is about to change; every member raises it at the same commit or check.
+    """The world is about to change; every member raises this at the same commit or check.
 
-    ``skip_sync`` is kept for code written for Horovod. Whether a sync is needed is decided from the
-    new membership itself.
+    ``skip_sync`` exists for code written for Horovod and has no effect: the new world decides if a sync is needed.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -456,7 +439,7 @@ class HostsUpdatedInterrupt(SparkElasticError):
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name most like `name`, for "did you mean"; None if nothing is close."""
+    """Return the known name most like `name`, for "did you mean"; None if none is similar."""
     import difflib
 
     matches = difflib.get_close_matches(name, known, n=1)

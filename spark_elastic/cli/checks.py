@@ -90,7 +90,7 @@ def doctor(argv: Sequence[str]) -> int:
     looking.start()
     if not over.wait(options.timeout + 2.0) and not opened.is_set():
         problem = f"no session on {options.master or 'this machine'} within {options.timeout:.0f} s"
-        examination.look_without_spark(problem, "check that the master answers there; Spark says more on stderr")
+        examination.check_without_spark(problem, "check that the master answers there; Spark says more on stderr")
     elif not over.is_set():
         problem = f"the checkup did not end within {options.timeout:.0f} s"
         examination.add(Finding("deadline", PROBLEM, problem, "see Spark's own messages above, or give --timeout more"))
@@ -108,22 +108,22 @@ def _look(
     examination: Examination, options: argparse.Namespace, opened: threading.Event, over: threading.Event
 ) -> None:
     try:
-        examination.look_here()
+        examination.check_driver()
         with contextlib.ExitStack() as closing:
             try:
                 made = spark_session("spark-elastic doctor", options.master, options.conf, slots=options.num_proc)
                 session = closing.enter_context(made)
                 opened.set()
             except SparkElasticError as error:
-                examination.look_without_spark(f"no session: {error}", "see the lines above, and Spark's own messages")
+                examination.check_without_spark(f"no session: {error}", "see the lines above, and Spark's own messages")
                 return
-            except Exception as error:  # from Spark's JVM, which prints more on stderr
-                examination.look_without_spark(
+            except Exception as error:  # of Spark's JVM, which has said more on stderr
+                examination.check_without_spark(
                     f"no session on {options.master or 'this machine'}: {_first_line(error)}",
                     "check --master and --conf, and Spark's own messages on stderr",
                 )
                 return
-            examination.look_at(session)
+            examination.check_cluster(session)
             over.set()
     finally:
         over.set()

@@ -1,4 +1,8 @@
-"""`spark_elastic.doctor`: whether a cluster is fit for training, and what to do where it is not."""
+"""The doctor: checks whether a cluster is fit for training, and says what to do where it is not.
+
+`examination` orders the checks. `probe` is the source that runs on executors, `probe_server` the driver's side of it.
+`machine`, `cluster`, `network` and `sharing` turn facts into the findings of `findings`.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +24,26 @@ def doctor(
     num_proc: int | None = None,
     timeout: float = 60.0,
 ) -> Report:
-    """Look at this machine, the Spark session and its executors, and say what is wrong and how to mend it.
+    """Check this machine, the Spark session and its executors; report problems with their remedies.
 
     Runs one short Spark job with a task for each slot, in which executors connect to the driver and to one another,
     write files, tell their time and import torch.
 
     Args:
         spark: a SparkSession or SparkContext. Default: the active one.
-        store: where estimators are to keep their data; default: their own default, a temporary folder.
+        store: the folder or URI in which estimators are to keep their data; default: theirs, a temporary folder.
         storage_options: for `store`, as in estimators.
         num_proc: workers that are to train.
-        timeout: seconds that all of it may take, whatever hangs.
+        timeout: seconds for the whole check-up, even if Spark or an executor hangs.
 
-    Returns: a `Report`: `print` it, let a notebook show it, or read `ok`, `findings` and `to_json()`.
-    Raises: InvalidSettingsError: `num_proc` or `timeout` is no such number.
+    Returns:
+        A `Report`: `print` it, let a notebook show it, or read `ok`, `findings` and `to_json()`.
+
+    Raises:
+        InvalidSettingsError: `num_proc` or `timeout` is out of range.
     """
-    from spark_elastic.diagnostics.examination import Examination, within
+    from spark_elastic.diagnostics.examination import Examination
+    from spark_elastic.diagnostics.probe_server import start_thread
 
     if num_proc is not None:
         num_proc = whole_number("num_proc", num_proc, at_least=1)
@@ -43,12 +51,14 @@ def doctor(
         raise InvalidSettingsError(f"timeout must be a number of seconds from 1 to 3600, not {timeout!r}")
     examination = Examination(timeout, num_proc=num_proc, store=store, storage_options=storage_options)
 
-    def look() -> None:
-        examination.look_here()
-        examination.look_at(spark)
+    def examine() -> None:
+        examination.check_driver()
+        examination.check_cluster(spark)
 
-    # on a thread: a JVM that hangs answers none of the questions that have no timeout
-    if not within(timeout + 2.0, look):
-        fix = "Spark's driver JVM may hang: its thread dump (jstack) and log tell"
+    # on a thread: a hanging JVM answers none of the calls that have no timeout
+    thread = start_thread(examine)
+    thread.join(timeout + 2.0)
+    if thread.is_alive():
+        fix = "Spark's driver JVM may hang: look at its thread dump (jstack) and log"
         examination.add(Finding("deadline", PROBLEM, f"the checkup did not end within {timeout:.0f} s", fix))
     return examination.report()

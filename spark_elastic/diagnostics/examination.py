@@ -1,134 +1,44 @@
-"""One checkup: what is looked at, in which order, within one deadline. What goes wrong in a check is a finding too."""
+"""One check-up: the order of the checks within one deadline. An error in a check becomes a finding."""
 
 from __future__ import annotations
 
-import inspect
-import os
-import threading
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock
 from spark_elastic.data.store import Store
-from spark_elastic.diagnostics import cluster, line, machine, network, probe, sharing
-from spark_elastic.diagnostics.conversation import Conversation, Probe
+from spark_elastic.diagnostics import cluster, machine, network, sharing
 from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING, Finding, Report
-from spark_elastic.diagnostics.probe import look_around
+from spark_elastic.diagnostics.probe import collect_facts
+from spark_elastic.diagnostics.probe_server import ConnectedProbe, ProbeJob, ProbeServer
 from spark_elastic.driver.preflight import check_spark, java_major_version
-from spark_elastic.driver.spark.cluster import (
-    close_connection,
-    count_slots,
-    dynamic_allocation,
-    executor_ids,
-    is_local,
-    jvm_context,
-    reason_of_error,
-)
-from spark_elastic.task import executor_process
-from spark_elastic.wire import interfaces
+from spark_elastic.driver.spark.cluster import close_connection, count_slots, dynamic_allocation, executor_ids, is_local
 from spark_elastic.wire.framing import new_key
 from spark_elastic.wire.interfaces import interface_addresses, is_address, is_loopback
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-# The probes as a Spark job: one task for each slot, all of them up at the same time.
-
-_CANCEL_POLL_S = 0.1
-
-
-class Gang:
-    """Starts the job on a thread of its own.
-
-    order: for `probe.serve`.
-    """
-
-    def __init__(self, sc: SparkContext, count: int, order: dict[str, Any], package: str) -> None:
-        self._sc = sc
-        self._count = count
-        self._order = order
-        self._package = package
-        self._group = f"spark_elastic-doctor-{uuid.uuid4().hex[:12]}"
-        self._cancelled = False
-        self.reports: list[dict[str, Any]] = []
-        """What the tasks returned; empty as long as any of them runs."""
-        self.error: str | None = None
-        self.over = threading.Event()
-        threading.Thread(target=self._run, name="spark_elastic-doctor", daemon=True).start()
-
-    def end(self, timeout_s: float) -> None:
-        """Wait for the tasks, which have been let go; cancel them if they do not end. Returns in any case."""
-        if self.over.wait(timeout_s):
-            return
-        self._cancelled = True
-        canceller = threading.Thread(target=self._cancel, name="spark_elastic-doctor", daemon=True)
-        canceller.start()
-        canceller.join(2.0)
-
-    def _cancel(self) -> None:
-        try:
-            jvm_context(self._sc).cancelJobGroup(self._group)
-            self.over.wait(1.0)
-        except Exception:
-            return  # Spark is gone, and the job with it
-        finally:
-            close_connection(self._sc)
-
-    def _run(self) -> None:
-        sc = self._sc
-        try:
-            sc.setJobGroup(self._group, "spark_elastic doctor")
-            task = _task(self._order, self._package)
-            self.reports = sc.parallelize(range(self._count), self._count).mapPartitions(task).collect()
-        except Exception as error:
-            if not self._cancelled:
-                self.error = reason_of_error(error)
-        finally:
-            close_connection(sc)
-            self.over.set()
-
-
-def _task(order: dict[str, Any], package: str) -> Callable[[Any], Any]:
-    """The function that Spark runs. It is pickled by value and brings its modules along as text: the executors may not
-    have the package."""
-    sources = {module.__name__.rpartition(".")[2]: inspect.getsource(module) for module in _MODULES}
-
-    def task(rows: Any) -> Any:
-        import types
-
-        modules = {}
-        for name, source in sources.items():
-            modules[name] = types.ModuleType(f"spark_elastic_doctor_{name}")
-            exec(compile(source, f"<spark_elastic {name}>", "exec"), modules[name].__dict__)
-        number = next(iter(rows))
-        process: Any = modules["executor_process"]
-        look = modules["probe"].look_around(
-            number,
-            addresses=modules["interfaces"].interface_addresses(),
-            executor=process.executor_id_in_task(),
-            host=process.host_name_in_task(),
-            package=package,
-        )
-        return [modules["probe"].serve(order, look, modules["line"].Line)]
-
-    return task
-
-
-_MODULES = (line, probe, executor_process, interfaces)
-
-
 MOST_PROBES = 256
-"""Tasks that look around; on a larger cluster, not all slots are tried."""
+"""On a cluster with more slots, only this many are examined."""
 PACKAGE = "spark_elastic"
 _FAREWELL_S = 3.0
+"""Kept back from the deadline to end the probes' job."""
 
 Findings = Finding | Sequence[Finding] | None
 
 
 class Examination:
-    """Args: wall: the driver's clock, in seconds since the epoch. package: what is to be importable on executors.
-    with_torch: whether executors import torch, which takes seconds.
+    """One check-up of a driver and its cluster.
+
+    Args:
+        timeout_s: seconds for everything.
+        num_proc: workers that are to train.
+        store: where estimators are to keep their data.
+        storage_options: for `store`.
+        wall: the driver's clock, in seconds since the epoch.
+        package: the package that executors have to be able to import.
+        with_torch: True to import torch on executors, which takes seconds.
     """
 
     def __init__(
@@ -152,7 +62,9 @@ class Examination:
         self._wall = wall
         self._package = package
         self._findings: list[Finding] = []
-        self._here: dict[str, Any] = {}
+        self._driver: dict[str, Any] = {}
+        """The driver's own facts, as a probe reports them."""
+        self._probes_wanted = 0
 
     def report(self) -> Report:
         return Report(tuple(self._findings), clock.monotonic() - self._began)
@@ -160,172 +72,163 @@ class Examination:
     def add(self, finding: Finding) -> None:
         self._findings.append(finding)
 
-    def _check(self, name: str, look: Callable[[], Findings]) -> None:
-        """A broken check must not stop the others."""
+    def _check(self, name: str, check: Callable[[], Findings]) -> None:
+        """Add the findings of a check; an exception becomes a warning and does not stop the other checks."""
         try:
-            found = look()
+            found = check()
         except Exception as error:
             says = f"this could not be looked at: {type(error).__name__}: {error}"
             found = Finding(name, WARNING, says, "see to the other findings first, then run the doctor again")
         self._findings += [found] if isinstance(found, Finding) else found or []
 
     def _left(self, most_s: float) -> float:
-        """Seconds that a step may take: the deadline leaves some for the farewell."""
+        """Return the seconds that a step may take before the deadline, at most `most_s`."""
         return max(min(most_s, self._until - _FAREWELL_S - clock.monotonic()), 0.1)
 
     # --- this machine -----------------------------------------------------------------------------
 
-    def look_here(self) -> None:
-        """The driver's Python, without Spark."""
-        addresses = interface_addresses()
-        self._here = look_around(-1, addresses=addresses, executor="driver", host=None, package=self._package)
-        self._check("packages", lambda: machine.packages_here(self._here))
+    def check_driver(self) -> None:
+        """Check the driver's Python, without Spark."""
+        self._driver = collect_facts(-1, self._package)
+        self._check("packages", lambda: machine.judge_driver_packages(self._driver))
 
-    def look_without_spark(self, why: str, fix: str) -> None:
-        """What can be said where no session could be had."""
-        self._check("java", machine.java_of_this_machine)
-        self.add(Finding("Spark", PROBLEM, why, fix))
-        self._check("limits", lambda: machine.limits({"the driver": self._here}, self._num_proc or 1))
+    def check_without_spark(self, problem: str, fix: str) -> None:
+        """Check what needs no session, and report why there is none."""
+        self._check("java", machine.judge_java_here)
+        self.add(Finding("Spark", PROBLEM, problem, fix))
+        self._check_limits([], self._num_proc or 1)
         if self._store is not None:
-            self._check("storage", lambda: self._storage(None, []))
+            self._check("storage", lambda: self._check_storage(None, []))
+
+    def _check_limits(self, probes: Sequence[ConnectedProbe], slots: int) -> None:
+        reports = {sharing.DRIVER: self._driver, **{probe.name: probe.report for probe in probes}}
+        self._check("limits", lambda: machine.judge_limits(reports, slots))
 
     # --- the cluster ------------------------------------------------------------------------------
 
-    def look_at(self, spark: Any) -> None:
-        """A session, and the executors that it has or gets."""
+    def check_cluster(self, spark: Any) -> None:
+        """Check a session, and the executors that it has or gets."""
         try:
             sc = check_spark(spark)
         except Exception as error:
-            self.look_without_spark(str(error), "change the session as the line above says")
+            self.check_without_spark(str(error), "change the session as the line above says")
             return
         try:
-            self._look_at_context(sc)
+            self._check("java", lambda: _java_of(sc))
+            self._check("Spark", lambda: _spark_of(sc))
+            self._check("task slots", lambda: self._check_slots(sc))
+            if self._probes_wanted > 0:
+                self._run_probes(sc, self._probes_wanted)
+            else:
+                self._check_limits([], self._num_proc or 1)
         finally:
             close_connection(sc)
 
-    def _look_at_context(self, sc: SparkContext) -> None:
-        self._check("java", lambda: _java_of(sc))
-        self._check("Spark", lambda: _spark_of(sc))
-        slots: list[cluster.Slots] = []
-        self._check("task slots", lambda: self._slots(sc, slots))
-        wanted = self._probes_for(sc, slots[0] if slots else None)
-        if wanted < 1:
-            self._check("limits", lambda: machine.limits({"the driver": self._here}, self._num_proc or 1))
-            return
-        conf = sc.getConf()
-        host = conf.get("spark.driver.host", "127.0.0.1") or "127.0.0.1"
+    def _check_slots(self, sc: SparkContext) -> Finding:
+        slots = count_slots(sc)
+        dynamic = dynamic_allocation(sc)
+        wanted = slots.now
+        if dynamic:  # executors come once tasks ask for them
+            wanted = max(wanted, min(self._num_proc or 2, slots.most or MOST_PROBES))
+        self._probes_wanted = min(wanted, MOST_PROBES)
+        task_cpus = sc.getConf().get("spark.task.cpus", "1") or "1"
+        return cluster.judge_slots(slots, self._num_proc, busy=_busy(sc), dynamic=dynamic, task_cpus=task_cpus)
+
+    def _run_probes(self, sc: SparkContext, wanted: int) -> None:
+        host = sc.getConf().get("spark.driver.host", "127.0.0.1") or "127.0.0.1"
         on_this_machine = is_address(host) and is_loopback(host)
         key = new_key()
-        conversation = Conversation("127.0.0.1" if host == "127.0.0.1" else "0.0.0.0", key)
+        server = ProbeServer("127.0.0.1" if host == "127.0.0.1" else "0.0.0.0", key)
         other = [] if on_this_machine else [a for a in interface_addresses().values() if not is_loopback(a)]
-        addresses = [(address, conversation.port) for address in dict.fromkeys([host, *other])]
         order = {
-            "addresses": addresses,
+            "addresses": [(address, server.port) for address in dict.fromkeys([host, *other])],
             "key": key,
             "seconds": self._timeout_s,
             "connect_s": min(5.0, self._timeout_s / 6),
         }
-        gang: Gang | None = None
+        job: ProbeJob | None = None
         try:
-            gang = Gang(sc, wanted, order, self._package)
-            self._converse(sc, conversation, gang, wanted)
+            job = ProbeJob(sc, wanted, order, self._package)
+            self._check_probes(sc, server, job, wanted)
         finally:
-            conversation.close()
-            if gang is not None:
-                gang.end(max(min(_FAREWELL_S, self._until - clock.monotonic()), 0.1))
-                lost = self._without_line(conversation, gang)
-                if lost:
-                    self._findings += network.reached_driver(lost)
+            server.close()
+            if job is not None:
+                job.wait_or_cancel(max(min(_FAREWELL_S, self._until - clock.monotonic()), 0.1))
+                connected = {probe.number for probe in server.probes}
+                unconnected = [report for report in job.reports if report["number"] not in connected]
+                self._findings += network.judge_executors_to_driver(unconnected)
 
-    def _converse(self, sc: SparkContext, conversation: Conversation, gang: Gang, wanted: int) -> None:
+    def _check_probes(self, sc: SparkContext, server: ProbeServer, job: ProbeJob, wanted: int) -> None:
         began = clock.monotonic()
-        conversation.wait_for(wanted, self._left(self._timeout_s / 2), gang.over)
+        server.wait_for(wanted, self._left(self._timeout_s / 2), job.ended)
         waited = clock.monotonic() - began
-        probes = conversation.probes
+        probes = server.probes
+        reports = [probe.report for probe in probes]
         one_each = list({probe.report["executor"]: probe for probe in reversed(probes)}.values())[::-1]
-        looks = [probe.report for probe in one_each]
+        """One probe of each executor."""
         expected = [] if is_local(sc) else executor_ids(sc)
-        if not (gang.over.is_set() and gang.error is None and not probes):  # else they ran and could not reach us
-            came = [probe.report for probe in probes]
-            self._check("executors", lambda: cluster.who_came(came, expected, wanted, waited, gang.error))
+        ran_unconnected = job.ended.is_set() and job.error is None and not probes
+        if not ran_unconnected:  # "executors → driver" tells of those
+            self._check("executors", lambda: cluster.judge_executors(reports, expected, wanted, waited, job.error))
         if not probes:
-            self._check("limits", lambda: machine.limits({"the driver": self._here}, wanted))
+            self._check_limits([], wanted)
             return
-        self._check("package on executors", lambda: machine.packages_there(self._here, looks))
-        self._check("executors → driver", lambda: network.reached_driver([probe.report for probe in probes]))
-        local = {probe.report["hostname"] for probe in one_each} == {self._here["hostname"]}
+        self._check(
+            "package on executors",
+            lambda: machine.judge_executor_packages(self._driver, [probe.report for probe in one_each]),
+        )
+        self._check("executors → driver", lambda: network.judge_executors_to_driver(reports))
+        same_host = {probe.report["hostname"] for probe in one_each} == {self._driver["hostname"]}
         self._check(
             "driver → executors",
-            lambda: network.reached_from_driver(network.try_from_driver(one_each, local, self._left(5.0))),
+            lambda: network.judge_driver_to_executors(
+                network.connect_from_driver(one_each, same_host, self._left(5.0))
+            ),
         )
         self._check(
             "executors ↔ executors",
-            lambda: network.reached_each_other(network.try_between(conversation, one_each, self._left(5.0))),
+            lambda: network.judge_between_executors(network.connect_executors(server, one_each, self._left(5.0))),
         )
-        self._check("storage", lambda: self._storage(conversation, one_each))
-        self._check("clocks", lambda: sharing.clocks(one_each, self._wall, self._left(5.0)))
-        self._check("shared memory", lambda: sharing.memory(conversation, probes, self._left(5.0)))
-        places = {"the driver": self._here, **{probe.name: probe.report for probe in one_each}}
-        self._check("limits", lambda: machine.limits(places, wanted))
-        self._torch(sc, conversation, one_each, probes)
+        self._check("storage", lambda: self._check_storage(server, one_each))
+        self._check("clocks", lambda: sharing.check_clocks(one_each, self._wall, self._left(5.0)))
+        self._check("shared memory", lambda: sharing.check_shared_memory(probes, self._left(5.0)))
+        self._check_limits(one_each, wanted)
+        self._check_torch(sc, server, one_each, probes)  # last, because it takes longest
 
-    def _torch(
-        self, sc: SparkContext, conversation: Conversation, one_each: Sequence[Probe], probes: Sequence[Probe]
+    def _check_torch(
+        self,
+        sc: SparkContext,
+        server: ProbeServer,
+        one_each: Sequence[ConnectedProbe],
+        probes: Sequence[ConnectedProbe],
     ) -> None:
-        """Last: it takes longest."""
         wait_s = self._left(60.0)
-        asked = {
+        questions = {
             probe: ("torch", {"gpus": probe.report["gpus"], "timeout_s": max(wait_s - 1.0, 0.1)})
             for probe in one_each
             if self._with_torch and "torch" in probe.report["packages"]
         }
-        answers = {probe.name: answer for probe, answer in conversation.ask(asked, wait_s).items()}
+        answers = {probe.name: answer for probe, answer in server.ask(questions, wait_s).items()}
         if answers:
-            self._check("torch on executors", lambda: machine.torch_of(answers))
+            self._check("torch on executors", lambda: machine.judge_torch(answers))
         amount = sc.getConf().get("spark.task.resource.gpu.amount")
-        self._check("GPUs", lambda: cluster.gpus_of(amount, [probe.report for probe in probes], answers))
+        self._check("GPUs", lambda: cluster.judge_gpus(amount, [probe.report for probe in probes], answers))
 
-    def _slots(self, sc: SparkContext, into: list[cluster.Slots]) -> Finding:
-        count = count_slots(sc)
-        dynamic = dynamic_allocation(sc)
-        cpus = sc.getConf().get("spark.task.cpus", "1") or "1"
-        into.append(cluster.Slots(count.now, count.most, _busy(sc), count.executors, dynamic, cpus))
-        return cluster.slots_for(into[0], self._num_proc)
-
-    def _probes_for(self, sc: SparkContext, slots: cluster.Slots | None) -> int:
-        if slots is None:
-            return 0
-        wanted = slots.now
-        if slots.dynamic:  # executors come once tasks ask for them
-            wanted = max(wanted, min(self._num_proc or 2, slots.most or MOST_PROBES))
-        return min(wanted, MOST_PROBES)
-
-    def _storage(self, conversation: Conversation | None, probes: Sequence[Probe]) -> Findings:
+    def _check_storage(self, server: ProbeServer | None, probes: Sequence[ConnectedProbe]) -> Findings:
         store = Store.create(self._store, self._storage_options)
-        machines = {(probe.report["hostname"], probe.report["host"]) for probe in probes}
+        machines = {probe.machine for probe in probes}
         if self._store is None and len(machines) > 1:
             says = f"no store was named, and {len(machines)} machines do not share their temporary folders"
             fix = "name one here and in estimators, store=...: a mounted folder, s3://, gs://, abfss://, hdfs://, dbfs:"
             return Finding("storage", WARNING, says, fix)
-        talk = conversation or Conversation("127.0.0.1", new_key())
-        try:
-            url = str(store.local_path()) if store.is_local else store.url
-            return sharing.storage(talk, probes, url, self._storage_options, self._left(20.0))
-        finally:
-            if conversation is None:
-                talk.close()
-
-    @staticmethod
-    def _without_line(conversation: Conversation, gang: Gang) -> list[dict[str, Any]]:
-        """Reports of those that ran but could not reach the driver."""
-        heard = {probe.number for probe in conversation.probes}
-        return [report for report in gang.reports if report["number"] not in heard]
+        url = str(store.local_path()) if store.is_local else store.url
+        return sharing.check_storage(server, probes, url, self._storage_options, self._left(20.0))
 
 
 def _java_of(sc: SparkContext) -> Finding:
     jvm: Any = sc._jvm
     version, home = (str(jvm.java.lang.System.getProperty(name)) for name in ("java.version", "java.home"))
-    return machine.java_found(home, version, os.environ.get("JAVA_HOME"), java_major_version(f'version "{version}"'))
+    return machine.java_found(home, version, java_major_version(f'version "{version}"'))
 
 
 def _spark_of(sc: SparkContext) -> Finding:
@@ -334,15 +237,7 @@ def _spark_of(sc: SparkContext) -> Finding:
 
 
 def _busy(sc: SparkContext) -> int:
-    """Tasks that run now."""
+    """Count the tasks that run now."""
     tracker = sc.statusTracker()
     stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
     return sum(stage.numActiveTasks for stage in stages if stage is not None)
-
-
-def within(timeout_s: float, what: Callable[[], None]) -> bool:
-    """Call it on a thread of its own. Returns: whether it returned in time; a thread that hangs is left behind."""
-    thread = threading.Thread(target=what, name="spark_elastic-doctor", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return not thread.is_alive()

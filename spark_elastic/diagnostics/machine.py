@@ -1,4 +1,4 @@
-"""What can be wrong with a single Python: this driver's, or an executor's beside it. Facts in, findings out."""
+"""Judge the Python installations of the driver and the executors: Java, packages, versions, torch, limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING, Finding, counted, worst
+from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING, Finding, counted, first_of
+from spark_elastic.diagnostics.probe import ProbeReport
 from spark_elastic.driver.preflight import check_java, java_major_version
 from spark_elastic.errors import JavaNotFoundError
 
@@ -17,12 +18,9 @@ FEW_DESCRIPTORS = 1024
 LITTLE_SPACE = 2**30
 _TENSORFLOW = ("tensorflow", "tensorflow-cpu")
 
-Look = Mapping[str, Any]
-"""What `probe.look_around` returns."""
 
-
-def java_of_this_machine() -> Finding:
-    """The Java that a new session would start with."""
+def judge_java_here() -> Finding:
+    """Find the Java that a new session on this machine would start with."""
     home = os.environ.get("JAVA_HOME")
     try:
         path = check_java()
@@ -30,22 +28,25 @@ def java_of_this_machine() -> Finding:
         says, _, fix = str(error).partition(". ")
         facts = {"java_home": home}
         return Finding("java", PROBLEM, says, fix or "install Java 17 or newer, or let JAVA_HOME name one", facts)
-    said = subprocess.run([path, "-version"], capture_output=True, text=True, timeout=30)
-    text = said.stderr + said.stdout
-    return java_found(path, _quoted(text) or "of an unknown version", home, java_major_version(text))
+    printed = subprocess.run([path, "-version"], capture_output=True, text=True, timeout=30)
+    text = printed.stderr + printed.stdout
+    quoted = re.search(r'version "([^"]+)"', text)
+    return java_found(path, quoted.group(1) if quoted else "of an unknown version", java_major_version(text))
 
 
-def java_found(path: str, version: str, home: str | None, major: int | None) -> Finding:
+def java_found(path: str, version: str, major: int | None) -> Finding:
+    """Return the finding for a Java that can be used; `check_java` has refused those that cannot."""
+    home = os.environ.get("JAVA_HOME")
     facts = {"path": path, "version": version, "major": major, "java_home": home}
     return Finding("java", OK, f"Java {version} at {path}; JAVA_HOME is {home or 'not set'}", facts=facts)
 
 
-def packages_here(look: Look) -> list[Finding]:
-    """Python and packages of the driver."""
-    packages = look["packages"]
+def judge_driver_packages(report: ProbeReport) -> list[Finding]:
+    """Judge Python and the packages of the driver alone."""
+    packages = report["packages"]
     named = ", ".join(f"{name} {version}" for name, version in packages.items())
-    facts = {"python": look["python"], "packages": dict(packages), "spark_elastic": look["package"]}
-    says = f"Python {look['python']}, spark_elastic {look['package']}, {named}"
+    facts = {"python": report["python"], "packages": dict(packages), "spark_elastic": report["package"]}
+    says = f"Python {report['python']}, spark_elastic {report['package']}, {named}"
     findings = [Finding("packages", OK, says, facts=facts)]
     if "pyspark" not in packages:
         findings.append(
@@ -61,15 +62,15 @@ def packages_here(look: Look) -> list[Finding]:
     return findings
 
 
-def packages_there(here: Look, looks: Sequence[Look]) -> list[Finding]:
-    """Python and packages of the executors, against the driver's."""
-    return [_same_package(here, looks), *_same_versions(here, looks)]
+def judge_executor_packages(driver: ProbeReport, reports: Sequence[ProbeReport]) -> list[Finding]:
+    """Compare Python and the packages of the executors with the driver's."""
+    return [_judge_package(driver, reports), *_judge_versions(driver, reports)]
 
 
-def _same_package(here: Look, looks: Sequence[Look]) -> Finding:
-    missing = [look for look in looks if look["package"] is None]
-    others = [look for look in looks if look["package"] not in (None, here["package"])]
-    facts = {"driver": here["package"], "executors": {look["executor"]: look["package"] for look in looks}}
+def _judge_package(driver: ProbeReport, reports: Sequence[ProbeReport]) -> Finding:
+    missing = [report for report in reports if report["package"] is None]
+    others = [report for report in reports if report["package"] not in (None, driver["package"])]
+    facts = {"driver": driver["package"], "executors": {report["executor"]: report["package"] for report in reports}}
     if missing:
         return Finding(
             "package on executors",
@@ -83,22 +84,22 @@ def _same_package(here: Look, looks: Sequence[Look]) -> Finding:
         return Finding(
             "package on executors",
             PROBLEM,
-            f"spark_elastic is {others[0]['package']} on {_executors(others)} and {here['package']} here",
-            f"install spark_elastic {here['package']} on them too",
+            f"spark_elastic is {others[0]['package']} on {_executors(others)} and {driver['package']} here",
+            f"install spark_elastic {driver['package']} on them too",
             facts,
         )
-    says = f"spark_elastic {here['package']} on {counted(len(looks), 'executor')}, as here"
+    says = f"spark_elastic {driver['package']} on {counted(len(reports), 'executor')}, as here"
     return Finding("package on executors", OK, says, facts=facts)
 
 
-def _same_versions(here: Look, looks: Sequence[Look]) -> list[Finding]:
+def _judge_versions(driver: ProbeReport, reports: Sequence[ProbeReport]) -> list[Finding]:
     findings = []
-    facts = {look["executor"]: {"python": look["python"], **look["packages"]} for look in looks}
+    facts = {report["executor"]: {"python": report["python"], **report["packages"]} for report in reports}
     for name in ("python", "torch", "numpy", "cloudpickle", "pyspark", "pandas", "pyarrow", "tensorflow", "keras"):
-        own = version_of(here, name)
+        own = version_of(driver, name)
         if own is None:
             continue
-        without = [look for look in looks if version_of(look, name) is None]
+        without = [report for report in reports if version_of(report, name) is None]
         if without:
             needed = name in ("torch", "numpy", "cloudpickle")
             fix = f"install {name} {own} in {without[0]['executable']} on them" + (
@@ -107,9 +108,9 @@ def _same_versions(here: Look, looks: Sequence[Look]) -> list[Finding]:
             level = PROBLEM if needed else WARNING
             findings.append(Finding("versions", level, f"{name} {own} is missing on {_executors(without)}", fix))
         other = [
-            look
-            for look in looks
-            if (found := version_of(look, name)) is not None and numbers(found)[:2] != numbers(own)[:2]
+            report
+            for report in reports
+            if (found := version_of(report, name)) is not None and numbers(found)[:2] != numbers(own)[:2]
         ]
         if other:
             level = PROBLEM if name == "python" else WARNING
@@ -118,13 +119,19 @@ def _same_versions(here: Look, looks: Sequence[Look]) -> list[Finding]:
             fix += ": PYSPARK_PYTHON or spark.pyspark.python" if name == "python" else ""
             findings.append(Finding("versions", level, says, fix))
     if not findings:
-        says = f"Python {here['python']} and the packages of {counted(len(looks), 'executor')} are those of the driver"
+        says = (
+            f"Python {driver['python']} and the packages of {counted(len(reports), 'executor')} are those of the driver"
+        )
         findings.append(Finding("versions", OK, says, facts=facts))
     return findings
 
 
-def torch_of(answers: Mapping[str, Any]) -> Finding:
-    """answers: by executor, `probe.torch_in_a_process`'s or the exception in its place."""
+def judge_torch(answers: Mapping[str, Any]) -> Finding:
+    """Judge the import of torch.
+
+    Args:
+        answers: by executor, the answer of `probe.import_torch` or the exception in its place.
+    """
     broken = {name: answer for name, answer in answers.items() if isinstance(answer, Exception)}
     if broken:
         name, error = next(iter(broken.items()))
@@ -150,58 +157,62 @@ def torch_of(answers: Mapping[str, Any]) -> Finding:
     return Finding("torch on executors", OK, says, facts=facts)
 
 
-def limits(looks: Mapping[str, Look], slots: int) -> list[Finding]:
-    """Descriptors, temporary space and how processes start. looks: by name of the place."""
+def judge_limits(reports: Mapping[str, ProbeReport], slots: int) -> list[Finding]:
+    """Judge the limits on open files and the free temporary space.
+
+    Args:
+        reports: by the name of the driver or executor.
+        slots: workers that may run at the same time.
+    """
+    return [_judge_descriptors(reports, slots), _judge_temporary_space(reports)]
+
+
+def _judge_descriptors(reports: Mapping[str, ProbeReport], slots: int) -> Finding:
     needed = max(FEW_DESCRIPTORS, 64 + 8 * slots)  # each worker holds two connections to each other one, and its files
-    few = {name: look["descriptors"] for name, look in looks.items() if (look["descriptors"] or needed) < needed}
-    least = min((look["descriptors"] for look in looks.values() if look["descriptors"]), default=None)
+    allowed = {name: report["descriptors"] for name, report in reports.items() if report["descriptors"]}
+    few = {name: count for name, count in allowed.items() if count < needed}
     facts = {
-        name: {key: look[key] for key in ("descriptors", "processes", "start_method", "system")}
-        for name, look in looks.items()
+        name: {key: report[key] for key in ("descriptors", "processes", "start_method", "system")}
+        for name, report in reports.items()
     }
-    findings = []
     if few:
         name, count = next(iter(few.items()))
         says = f"only {count} open files are allowed on {name}; {needed} are enough for {slots} workers"
         fix = f"raise it before the daemon starts: ulimit -n {max(needed, 65536)}, or LimitNOFILE= in its unit"
-        findings.append(Finding("limits", WARNING, says, fix, facts))
-    else:
-        methods = sorted({look["start_method"] for look in looks.values()})
-        says = f"{'unlimited' if least is None else f'at least {least}'} open files a process"
-        findings.append(Finding("limits", OK, f"{says}; multiprocessing starts by {', '.join(methods)}", facts=facts))
-    spaces = {name: look["temporary"] for name, look in looks.items()}
-    little = {name: at for name, at in spaces.items() if at["free"] is not None and at["free"] < LITTLE_SPACE}
-    free = min((at["free"] for at in spaces.values() if at["free"] is not None), default=0)
-    level = worst([WARNING] if little else [OK])
-    says = f"at least {free / 2**30:.1f} GiB are free for temporary files"
+        return Finding("limits", WARNING, says, fix, facts)
+    methods = ", ".join(sorted({report["start_method"] for report in reports.values()}))
+    least = f"at least {min(allowed.values())}" if allowed else "unlimited"
+    says = f"{least} open files a process; multiprocessing starts by {methods}"
+    return Finding("limits", OK, says, facts=facts)
+
+
+def _judge_temporary_space(reports: Mapping[str, ProbeReport]) -> Finding:
+    facts = {name: report["temporary"]["free"] for name, report in reports.items()}
+    known = {name: free for name, free in facts.items() if free is not None}
+    little = [name for name, free in known.items() if free < LITTLE_SPACE]
     if little:
-        name, at = next(iter(little.items()))
-        says = f"{at['free'] / 2**20:.0f} MiB are free in {at['path']} on {name}"
-    fix = "free some, or let TMPDIR and spark.local.dir name a larger disk" if little else ""
-    findings.append(Finding("temporary space", level, says, fix, {name: at["free"] for name, at in spaces.items()}))
-    return findings
+        folder = reports[little[0]]["temporary"]["path"]
+        says = f"{known[little[0]] / 2**20:.0f} MiB are free in {folder} on {little[0]}"
+        fix = "free some, or let TMPDIR and spark.local.dir name a larger disk"
+        return Finding("temporary space", WARNING, says, fix, facts)
+    says = f"at least {min(known.values(), default=0) / 2**30:.1f} GiB are free for temporary files"
+    return Finding("temporary space", OK, says, facts=facts)
 
 
-def version_of(look: Look, name: str) -> str | None:
+def version_of(report: ProbeReport, name: str) -> str | None:
     if name == "python":
-        return str(look["python"])
+        return str(report["python"])
     names = _TENSORFLOW if name == "tensorflow" else (name,)
-    return next((look["packages"][known] for known in names if known in look["packages"]), None)
+    return next((report["packages"][known] for known in names if known in report["packages"]), None)
 
 
 def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
-def _quoted(text: str) -> str | None:
-    found = re.search(r'version "([^"]+)"', text)
-    return found.group(1) if found else None
-
-
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _executors(looks: Sequence[Look]) -> str:
-    names = [f"executor {look['executor']} on {look['host']}" for look in looks]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _executors(reports: Sequence[ProbeReport]) -> str:
+    return first_of([f"executor {report['executor']} on {report['host']}" for report in reports])

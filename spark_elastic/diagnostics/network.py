@@ -1,26 +1,24 @@
-"""Which machines reach which, and on which interface: real connections, tried both ways."""
+"""Check which machines reach each other, and on which interfaces, by real connections in both directions."""
 
 from __future__ import annotations
 
-import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spark_elastic.diagnostics.conversation import Conversation, Probe
-from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING, Finding, counted
-from spark_elastic.diagnostics.probe import CONNECT_TIMEOUT_S, connect
+from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING, Finding, counted, first_of
+from spark_elastic.diagnostics.probe import CONNECT_TIMEOUT_S, ProbeReport, try_connections
+from spark_elastic.diagnostics.probe_server import ConnectedProbe, ProbeServer
+from spark_elastic.wire.interfaces import is_loopback
 
 MOST_TARGETS = 8
-"""Other executors that each one tries: all where there are few, its next ones in a ring where there are many."""
+"""Other executors that each executor tries: the next ones in a ring, which are all where there are few."""
 _PORTS = "open the ports above 1024 between them (security group, NetworkPolicy, iptables)"
-
-Look = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Try:
-    """A connection that was tried. source, target: what people call the two. error: empty if it worked."""
+class Attempt:
+    """An attempt to connect from one machine to an interface of another."""
 
     source: str
     target: str
@@ -28,153 +26,150 @@ class Try:
     address: str
     ms: float = 0.0
     error: str = ""
+    """Empty if the connection was made."""
 
     @property
     def named(self) -> str:
         return f"{self.interface} ({self.address})"
 
 
-# --- trying ---------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Target:
+    """An interface of a probe to connect to."""
+
+    name: str
+    interface: str
+    address: str
+    port: int
+    identity: str
+
+    @property
+    def question(self) -> list[Any]:
+        """As `probe.try_connections` takes it."""
+        return [self.address, self.port, self.identity]
 
 
-def try_between(conversation: Conversation, probes: Sequence[Probe], timeout_s: float) -> list[Try]:
-    """Each executor tries the interfaces of others. probes: one of each executor."""
+# --- connections ----------------------------------------------------------------------------------------
+
+
+def connect_executors(server: ProbeServer, probes: Sequence[ConnectedProbe], timeout_s: float) -> list[Attempt]:
+    """Have each executor connect to the interfaces of others; `probes` holds one of each executor."""
     wait_s = min(CONNECT_TIMEOUT_S, timeout_s)
-    plans = {probe: _doors(probe, _others(probe, probes)) for probe in probes}
-    questions = {
-        probe: ("connect", {"targets": [door[2:] for door in doors], "timeout_s": wait_s})
-        for probe, doors in plans.items()
-        if doors
+    plans = {
+        probe: [
+            target
+            for other in [*probes[index + 1 :], *probes[:index]][:MOST_TARGETS]
+            for target in _targets(other, same_host=probe.machine == other.machine)
+        ]
+        for index, probe in enumerate(probes)
     }
-    tries = []
-    for probe, answer in conversation.ask(questions, wait_s + 4.0).items():
-        tries += _tries(probe.name, plans[probe], answer)
-    return tries
+    questions = {
+        probe: ("connect", {"targets": [target.question for target in targets], "timeout_s": wait_s})
+        for probe, targets in plans.items()
+        if targets
+    }
+    answers = server.ask(questions, wait_s + 4.0)
+    return [attempt for probe, answer in answers.items() for attempt in _attempts(probe.name, plans[probe], answer)]
 
 
-def try_from_driver(probes: Sequence[Probe], local: bool, timeout_s: float) -> list[Try]:
-    """local: whether the executors run on the driver's machine."""
-    doors = [door for probe in probes for door in _addresses(probe, same_host=local)]
-    answer = connect([list(door[2:]) for door in doors], min(CONNECT_TIMEOUT_S, timeout_s))
-    return _tries("the driver", doors, answer)
+def connect_from_driver(probes: Sequence[ConnectedProbe], same_host: bool, timeout_s: float) -> list[Attempt]:
+    """Connect from the driver to the interfaces of each executor."""
+    targets = [target for probe in probes for target in _targets(probe, same_host)]
+    answer = try_connections([target.question for target in targets], min(CONNECT_TIMEOUT_S, timeout_s))
+    return _attempts("the driver", targets, answer)
 
 
-def _others(probe: Probe, probes: Sequence[Probe]) -> list[Probe]:
-    at = probes.index(probe)
-    around = [*probes[at + 1 :], *probes[:at]]
-    return around[:MOST_TARGETS]
-
-
-_Door = tuple[str, str, str, int, str]
-"""Name of the target, interface, address, port, identity."""
-
-
-def _doors(probe: Probe, others: Sequence[Probe]) -> list[_Door]:
-    here = probe.report["hostname"], probe.report["host"]
-    return [
-        door
-        for other in others
-        for door in _addresses(other, same_host=here == (other.report["hostname"], other.report["host"]))
-    ]
-
-
-def _addresses(probe: Probe, same_host: bool) -> list[_Door]:
+def _targets(probe: ConnectedProbe, same_host: bool) -> list[_Target]:
     report = probe.report
     found = dict(report["addresses"])
-    outward = {name: address for name, address in found.items() if not ipaddress.ip_address(address).is_loopback}
+    outward = {name: address for name, address in found.items() if not is_loopback(address)}
     chosen = found if same_host else outward or found
-    return [(probe.name, name, address, report["port"], report["identity"]) for name, address in chosen.items()]
+    return [_Target(probe.name, name, address, report["port"], report["identity"]) for name, address in chosen.items()]
 
 
-def _tries(source: str, doors: Sequence[_Door], answer: Any) -> list[Try]:
-    results = [{"error": str(answer)}] * len(doors) if isinstance(answer, Exception) else answer
+def _attempts(source: str, targets: Sequence[_Target], answer: Any) -> list[Attempt]:
+    results = [{"error": str(answer)}] * len(targets) if isinstance(answer, Exception) else answer
     return [
-        Try(source, door[0], door[1], door[2], result.get("ms", 0.0), result.get("error", ""))
-        for door, result in zip(doors, results, strict=True)
+        Attempt(source, target.name, target.interface, target.address, result.get("ms", 0.0), result.get("error", ""))
+        for target, result in zip(targets, results, strict=True)
     ]
 
 
-# --- judging --------------------------------------------------------------------------------------------
+# --- findings -------------------------------------------------------------------------------------------
 
 
-def reached_driver(looks: Sequence[Look]) -> list[Finding]:
-    """looks: of all probes, those that could not reach the driver included."""
-    first = {look["attempts"][0]["to"] for look in looks if look["attempts"]}
-    failed = [look for look in looks if look["attempts"] and "error" in look["attempts"][0]]
-    facts = {f"{look['executor']}/{look['number']}": look["attempts"] for look in looks}
-    if not looks:
+def judge_executors_to_driver(reports: Sequence[ProbeReport]) -> list[Finding]:
+    """Judge the first attempt of each probe, including the probes that never reached the driver."""
+    if not reports:
         return []
+    facts = {f"{report['executor']}/{report['number']}": report["attempts"] for report in reports}
+    failed = [report for report in reports if report["attempts"] and "error" in report["attempts"][0]]
     if not failed:
-        slowest = max(attempt["ms"] for look in looks for attempt in look["attempts"] if "ms" in attempt)
-        where = ", ".join(sorted(first))
-        says = f"{counted(len(looks), 'task')} can reach the driver at {where} in at most {slowest:.0f} ms"
+        slowest = max(attempt["ms"] for report in reports for attempt in report["attempts"] if "ms" in attempt)
+        addresses = ", ".join(sorted({report["attempts"][0]["to"] for report in reports if report["attempts"]}))
+        says = f"{counted(len(reports), 'task')} can reach the driver at {addresses} in at most {slowest:.0f} ms"
         return [Finding("executors → driver", OK, says, facts=facts)]
-    look = failed[0]
-    tried = look["attempts"][0]
-    says = f"executor {look['executor']} on {look['host']} does not reach the driver at {tried['to']}: {tried['error']}"
-    worked = [attempt["to"] for attempt in look["attempts"] if "ms" in attempt]
+    one = failed[0]
+    first = one["attempts"][0]
+    says = f"executor {one['executor']} on {one['host']} does not reach the driver at {first['to']}: {first['error']}"
+    reached = [attempt["to"] for attempt in one["attempts"] if "ms" in attempt]
     fix = "set spark.driver.host to an address of the driver that executors reach, or open the driver's ports to them"
-    if worked:
-        says += f"; it does at {worked[0]}"
-        fix = f"set spark.driver.host={worked[0].rpartition(':')[0]}"
+    if reached:
+        says += f"; it does at {reached[0]}"
+        fix = f"set spark.driver.host={reached[0].rpartition(':')[0]}"
     return [Finding("executors → driver", PROBLEM, says, fix, facts)]
 
 
-def reached_from_driver(tries: Sequence[Try]) -> Finding | None:
-    if not tries:
+def judge_driver_to_executors(attempts: Sequence[Attempt]) -> Finding | None:
+    """Name the executors that the driver reaches on no interface."""
+    if not attempts:
         return None
-    facts = {"tries": [vars(one) for one in tries]}
-    cut = [target for target, of in _by_target(tries).items() if all(one.error for one in of)]
-    if not cut:
-        targets = len({one.target for one in tries})
-        return Finding("driver → executors", OK, f"the driver reaches {counted(targets, 'executor')}", facts=facts)
-    one = next(one for one in tries if one.target == cut[0])
-    says = f"the driver reaches {_some(cut)} on no interface; {one.named}: {one.error}"
+    facts = {"tries": [vars(attempt) for attempt in attempts]}
+    by_target = _by_target(attempts)
+    unreached = [target for target, of in by_target.items() if all(attempt.error for attempt in of)]
+    if not unreached:
+        says = f"the driver reaches {counted(len(by_target), 'executor')}"
+        return Finding("driver → executors", OK, says, facts=facts)
+    one = by_target[unreached[0]][0]
+    says = f"the driver reaches {first_of(unreached)} on no interface; {one.named}: {one.error}"
     fix = f"large task results are fetched that way by Spark itself; {_PORTS}"
     return Finding("driver → executors", WARNING, says, fix, facts)
 
 
-def reached_each_other(tries: Sequence[Try]) -> list[Finding]:
-    """One finding for each interface or pair that does not work, or one that says that all do."""
+def judge_between_executors(attempts: Sequence[Attempt]) -> list[Finding]:
+    """Return a finding for each interface or pair that fails, or one finding that says that all work."""
+    check = "executors ↔ executors"
     findings: list[Finding] = []
-    facts = {"tries": [vars(one) for one in tries]}
-    pairs: dict[tuple[str, str], list[Try]] = {}
-    for one in tries:
-        pairs.setdefault((one.source, one.target), []).append(one)
-    cut = {pair: of for pair, of in pairs.items() if all(one.error for one in of)}
+    facts = {"tries": [vars(attempt) for attempt in attempts]}
+    pairs: dict[tuple[str, str], list[Attempt]] = {}
+    for attempt in attempts:
+        pairs.setdefault((attempt.source, attempt.target), []).append(attempt)
+    cut = {pair: of for pair, of in pairs.items() if all(attempt.error for attempt in of)}
     for (source, target), of in list(cut.items())[:5]:
-        said = "; ".join(f"{one.named}: {one.error}" for one in of)
-        says = f"{source} reaches {target} on no interface: {said}"
-        findings.append(Finding("executors ↔ executors", PROBLEM, says, f"{_PORTS}, in both directions", facts))
+        errors = "; ".join(f"{attempt.named}: {attempt.error}" for attempt in of)
+        says = f"{source} reaches {target} on no interface: {errors}"
+        findings.append(Finding(check, PROBLEM, says, f"{_PORTS}, in both directions", facts))
     if len(cut) > 5:
         says = f"and {len(cut) - 5} more pairs of executors do not reach one another"
-        findings.append(Finding("executors ↔ executors", PROBLEM, says, _PORTS, facts))
-    filtered = _filtered(tries, cut)
-    worked = sorted({one.interface for one in tries if not one.error})
-    for target, of in filtered.items():
-        also = ", ".join(sorted({one.named for one in tries if one.target == target and not one.error}))
-        said = "; ".join(sorted({f"{one.named}: {one.error}" for one in of}))
-        says = f"{target} is reached on {also}, but not on {said}"
-        fix = f"nothing, the one that works is taken; nics={worked!r} spares the attempt"
-        findings.append(Finding("executors ↔ executors", WARNING, says, fix, facts))
-    if tries and not findings:
-        slowest = max(one.ms for one in tries)
-        says = f"{len(pairs)} pairs reach each other on {', '.join(worked)}, in at most {slowest:.0f} ms"
-        findings.append(Finding("executors ↔ executors", OK, says, facts=facts))
+        findings.append(Finding(check, PROBLEM, says, _PORTS, facts))
+    working = [attempt for attempt in attempts if not attempt.error]
+    interfaces = sorted({attempt.interface for attempt in working})
+    filtered = [attempt for attempt in attempts if attempt.error and (attempt.source, attempt.target) not in cut]
+    for target, of in _by_target(filtered).items():
+        reached = ", ".join(sorted({attempt.named for attempt in working if attempt.target == target}))
+        errors = "; ".join(sorted({f"{attempt.named}: {attempt.error}" for attempt in of}))
+        says = f"{target} is reached on {reached}, but not on {errors}"
+        fix = f"nothing, the one that works is taken; nics={interfaces!r} spares the attempt"
+        findings.append(Finding(check, WARNING, says, fix, facts))
+    if attempts and not findings:
+        slowest = max(attempt.ms for attempt in attempts)
+        says = f"{len(pairs)} pairs reach each other on {', '.join(interfaces)}, in at most {slowest:.0f} ms"
+        findings.append(Finding(check, OK, says, facts=facts))
     return findings
 
 
-def _filtered(tries: Sequence[Try], cut: Mapping[tuple[str, str], Any]) -> dict[str, list[Try]]:
-    """By target, the connections that failed between two that reach each other otherwise."""
-    return _by_target([one for one in tries if one.error and (one.source, one.target) not in cut])
-
-
-def _by_target(tries: Sequence[Try]) -> dict[str, list[Try]]:
-    found: dict[str, list[Try]] = {}
-    for one in tries:
-        found.setdefault(one.target, []).append(one)
+def _by_target(attempts: Sequence[Attempt]) -> dict[str, list[Attempt]]:
+    found: dict[str, list[Attempt]] = {}
+    for attempt in attempts:
+        found.setdefault(attempt.target, []).append(attempt)
     return found
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

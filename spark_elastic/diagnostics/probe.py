@@ -1,11 +1,13 @@
-"""What looks around on an executor: runs in a Spark task, tells what it finds, and does what the doctor asks.
+"""The probe: runs in a Spark task, reports facts about its executor and answers the doctor's questions.
 
-Standard library only, and no import of the package at the top: this source travels to executors that may not have it.
-Nothing here raises: a task that fails would be run again by Spark.
+This source and the modules it imports at the top are sent to executors that may lack the package, so they use the
+standard library alone. Nothing here raises: Spark would run a failed task again.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import glob
 import json
 import multiprocessing
@@ -18,122 +20,181 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
+from spark_elastic.data.store import Store
+from spark_elastic.errors import ChannelClosedError
+from spark_elastic.task.executor_process import (
+    accelerators_in_task,
+    cores_in_task,
+    executor_id_in_task,
+    host_name_in_task,
+)
+from spark_elastic.wire.framing import Connection
+from spark_elastic.wire.interfaces import interface_addresses
+
 PACKAGES = ("torch", "numpy", "cloudpickle", "pyspark", "pandas", "pyarrow", "tensorflow", "tensorflow-cpu", "keras")
 CONNECT_TIMEOUT_S = 5.0
-_NOT_VISIBLE_YET_S = 3.0
-"""How long a file that another machine has written may take to be seen: network file systems remember for a while that
-there was none."""
+_VISIBILITY_TIMEOUT_S = 3.0
+"""Time for a file written on another machine to appear: network file systems cache for a while that it was absent."""
+_MAX_FRAME_BYTES = 4 * 2**20
+
+ProbeReport = Mapping[str, Any]
+"""The result of `collect_facts`, with the port, identity and connection attempts that `serve` adds."""
 
 
-def look_around(
-    number: int, *, addresses: dict[str, str], executor: str, host: str | None, package: str
-) -> dict[str, Any]:
-    """What can be told at once. Takes milliseconds, but for the import of the package."""
-    found: dict[str, Any] = {
+def collect_facts(number: int, package: str) -> dict[str, Any]:
+    """Return the facts that need no other machine. Takes milliseconds, except for the import of the package.
+
+    Args:
+        number: the probe's number; -1 for the driver.
+        package: name of the package to import, `spark_elastic` outside of tests.
+    """
+    temporary = tempfile.gettempdir()
+    report: dict[str, Any] = {
         "number": number,
-        "executor": executor,
-        "host": host or socket.gethostname(),
+        "executor": executor_id_in_task(),
+        "host": host_name_in_task() or socket.gethostname(),
         "hostname": socket.gethostname(),
         "pid": os.getpid(),
         "uid": os.getuid() if hasattr(os, "getuid") else None,
         "python": platform.python_version(),
         "executable": sys.executable,
         "system": f"{platform.system()} {platform.machine()}",
-        "addresses": addresses,
+        "addresses": interface_addresses(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "start_method": multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
         "descriptors": _limit("RLIMIT_NOFILE"),
         "processes": _limit("RLIMIT_NPROC"),
-        "temporary": {"path": tempfile.gettempdir(), "free": _free(tempfile.gettempdir())},
+        "temporary": {"path": temporary, "free": _free_bytes(temporary)},
         "nvidia_devices": len(glob.glob("/dev/nvidia[0-9]*")),
-        "cores": 1,
-        "gpus": [],
+        "cores": cores_in_task(),
+        "gpus": list(accelerators_in_task()),
     }
     try:
-        found["package"] = __import__(package).__version__
+        report["package"] = __import__(package).__version__
     except Exception as error:
-        found["package"] = None
-        found["package_error"] = _said(error)
-    context = _task_context()
-    if context is not None:
-        found["cores"] = int(context.cpus())
-        gpus = context.resources().get("gpu")
-        found["gpus"] = [str(address) for address in gpus.addresses] if gpus is not None else []
-    return found
-
-
-def serve(order: dict[str, Any], report: dict[str, Any], open_line: Callable[..., Any]) -> dict[str, Any]:
-    """Report to the doctor and answer its questions until it has no more, or the time is over.
-
-    order: addresses: of the doctor; key; seconds: how long all may take; connect_s: for one address.
-    Returns: the report, with what became of each attempt to reach the doctor.
-    """
-    until = time.monotonic() + order["seconds"]
-    doorbell = _Doorbell(f"{report['executor']}/{report['number']}/{report['pid']}")
-    report["port"], report["identity"] = doorbell.port, doorbell.identity
-    report["attempts"] = []
-    try:
-        for host, port in order["addresses"]:
-            began = time.monotonic()
-            try:
-                connection = socket.create_connection((host, port), order["connect_s"])
-                line = open_line(connection, order["key"], server=False, timeout_s=order["connect_s"])
-            except Exception as error:
-                report["attempts"].append({"to": f"{host}:{port}", "error": _said(error)})
-                continue
-            report["attempts"].append({"to": f"{host}:{port}", "ms": _ms(began)})
-            _answer(line, report, until)
-            break
-    finally:
-        doorbell.close()
+        report["package"] = None
+        report["package_error"] = _describe(error)
     return report
 
 
-def _answer(line: Any, report: dict[str, Any], until: float) -> None:
-    memory = _Memory()
-    questions: dict[str, Callable[..., Any]] = {
+def serve(order: Mapping[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """Connect to the doctor, send the report and answer questions until the doctor is done or the time is over.
+
+    Args:
+        order: `addresses` of the doctor, in the order to try; the `key`; `seconds` for everything; `connect_s` for
+            each address.
+        report: from `collect_facts`.
+
+    Returns:
+        The report, with the outcome of each attempt to reach the doctor.
+    """
+    until = time.monotonic() + order["seconds"]
+    identity = _IdentityServer(f"{report['executor']}/{report['number']}/{report['pid']}")
+    report |= {"port": identity.port, "identity": identity.text, "attempts": []}
+    with contextlib.closing(identity):
+        for host, port in order["addresses"]:
+            began = time.monotonic()
+            try:
+                sock = socket.create_connection((host, port), order["connect_s"])
+                connection = JsonConnection(sock, order["key"], server=False, timeout_s=order["connect_s"])
+            except Exception as error:
+                report["attempts"].append({"to": f"{host}:{port}", "error": _describe(error)})
+                continue
+            report["attempts"].append({"to": f"{host}:{port}", "ms": _ms_since(began)})
+            _answer_questions(connection, report, until)
+            break
+    return report
+
+
+def _answer_questions(connection: JsonConnection, report: ProbeReport, until: float) -> None:
+    memory = _MemoryFile()
+    answers: dict[str, Callable[..., Any]] = {
         "clock": time.time,
-        "connect": connect,
-        "write": write,
-        "read": read,
-        "remove": remove,
-        "torch": torch_in_a_process,
+        "connect": try_connections,
+        "write": write_file,
+        "read": read_files,
+        "remove": remove_folder,
+        "torch": import_torch,
         "offer memory": memory.offer,
         "open memory": memory.open,
     }
     try:
-        line.send(report, CONNECT_TIMEOUT_S)
+        connection.send(report, CONNECT_TIMEOUT_S)
         while (left := until - time.monotonic()) > 0:
-            name, arguments = line.receive(left)
+            name, arguments = connection.receive(left)
             if name == "done":
                 return
             try:
-                answer = {"is": questions[name](**arguments)}
+                reply = {"answer": answers[name](**arguments)}
             except Exception as error:
-                answer = {"error": _said(error)}
-            line.send(answer, max(until - time.monotonic(), 0.1))
+                reply = {"error": _describe(error)}
+            connection.send(reply, max(until - time.monotonic(), 0.1))
     except Exception:  # the doctor is gone, or its time is over
         return
     finally:
         memory.close()
-        line.close()
+        connection.close()
 
 
 # --- connections --------------------------------------------------------------------------------------
 
 
-class _Doorbell:
-    """Says who is here to everybody who connects, on all interfaces: the same address may be another machine's too."""
+class JsonConnection:
+    """One end of the connection between doctor and probe: JSON in the frames of `wire.framing`, with timeouts.
 
-    def __init__(self, identity: str) -> None:
-        self.identity = f"{socket.gethostname()}/{identity}/{os.urandom(8).hex()}"
+    Every method raises OSError (TimeoutError included) when the peer is gone or silent, and ProtocolError when it does
+    not hold the key.
+    """
+
+    def __init__(self, sock: socket.socket, key: bytes, *, server: bool, timeout_s: float) -> None:
+        self._socket = sock
+        self._connection = Connection(key, server=server, max_frame_bytes=_MAX_FRAME_BYTES)
+        self._bodies: collections.deque[bytes] = collections.deque()
+        until = time.monotonic() + timeout_s
+        sock.settimeout(timeout_s)
+        sock.sendall(self._connection.start())
+        while not self._connection.authenticated:
+            self._read(until)
+
+    def send(self, message: Any, timeout_s: float) -> None:
+        self._socket.settimeout(timeout_s)
+        self._socket.sendall(self._connection.send(json.dumps(message).encode()))
+
+    def receive(self, timeout_s: float) -> Any:
+        until = time.monotonic() + timeout_s
+        while not self._bodies:
+            self._read(until)
+        return json.loads(self._bodies.popleft())
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _read(self, until: float) -> None:
+        self._socket.settimeout(max(until - time.monotonic(), 0.001))
+        data = self._socket.recv(65536)
+        if not data:
+            raise ChannelClosedError("the connection was closed")
+        bodies, reply = self._connection.receive(data)
+        self._bodies += bodies
+        if reply:
+            self._socket.sendall(reply)
+
+
+class _IdentityServer:
+    """Sends the probe's identity to every connection, on all interfaces.
+
+    Without it, a connection to an address that another machine has too would look like success.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.text = f"{socket.gethostname()}/{name}/{os.urandom(8).hex()}"
         self._socket = socket.create_server(("0.0.0.0", 0), backlog=64)
         self.port = self._socket.getsockname()[1]
-        threading.Thread(target=self._serve, name="spark-elastic-doorbell", daemon=True).start()
+        threading.Thread(target=self._serve, name="spark-elastic-identity", daemon=True).start()
 
     def _serve(self) -> None:
         while True:
@@ -141,35 +202,39 @@ class _Doorbell:
                 connection, _ = self._socket.accept()
             except OSError:
                 return
-            try:
-                with connection:
-                    connection.settimeout(1.0)
-                    connection.sendall(self.identity.encode())
-            except OSError:
-                continue
+            with contextlib.suppress(OSError), connection:
+                connection.settimeout(1.0)
+                connection.sendall(self.text.encode())
 
     def close(self) -> None:
         self._socket.close()
 
 
-def connect(targets: list[list[Any]], timeout_s: float) -> list[dict[str, Any]]:
-    """Try all doorbells at the same time. targets: [address, port, identity]."""
+def try_connections(targets: list[list[Any]], timeout_s: float) -> list[dict[str, Any]]:
+    """Connect to the identity servers of other probes, all at the same time.
+
+    Args:
+        targets: an address, a port and the expected identity for each.
+        timeout_s: seconds for a connection.
+
+    Returns:
+        `{"ms": …}` or `{"error": …}` for each target.
+    """
     results: list[dict[str, Any]] = [{} for _ in targets]
 
-    def attempt(at: int) -> None:
-        address, port, identity = targets[at]
+    def attempt(index: int) -> None:
+        address, port, identity = targets[index]
         began = time.monotonic()
         try:
             with socket.create_connection((address, port), timeout_s) as connection:
-                said = connection.recv(4096).decode(errors="replace")
-            other = said != identity
-            results[at] = {"error": "somebody else answers there"} if other else {"ms": _ms(began)}
+                same = connection.recv(4096).decode(errors="replace") == identity
+            results[index] = {"ms": _ms_since(began)} if same else {"error": "another machine answers there"}
         except Exception as error:
-            results[at] = {"error": _said(error)}
+            results[index] = {"error": _describe(error)}
 
     threads = [
-        threading.Thread(target=attempt, args=(at,), name="spark-elastic-doctor", daemon=True)
-        for at in range(len(targets))
+        threading.Thread(target=attempt, args=(index,), name="spark-elastic-doctor", daemon=True)
+        for index in range(len(targets))
     ]
     for thread in threads:
         thread.start()
@@ -181,59 +246,36 @@ def connect(targets: list[list[Any]], timeout_s: float) -> list[dict[str, Any]]:
 # --- storage ------------------------------------------------------------------------------------------
 
 
-def write(url: str, options: dict[str, Any] | None, name: str, text: str) -> dict[str, Any]:
-    """A small file. Raises: whatever the file system has against it."""
+def write_file(url: str, options: dict[str, Any] | None, name: str, text: str) -> dict[str, Any]:
+    """Write a small file; raises the file system's own exception if that fails."""
     began = time.monotonic()
-    store = _store(url, options)
-    if store is None:
-        os.makedirs(os.path.dirname(os.path.join(url, name)), exist_ok=True)
-        with open(os.path.join(url, name), "w") as stream:
-            stream.write(text)
-    else:
-        store.write_bytes(name, text.encode())
-    return {"ms": _ms(began), "free": _free(url) if store is None or store.is_local else None}
+    store = Store.create(url, options)
+    store.write_bytes(name, text.encode(), durable=False)
+    return {"ms": _ms_since(began), "free": _free_bytes(url) if store.is_local else None}
 
 
-def read(url: str, options: dict[str, Any] | None, names: list[str], text: str) -> dict[str, Any]:
-    """Whether the files of the others are there, with what they are to hold. Waits a while for each."""
+def read_files(url: str, options: dict[str, Any] | None, names: list[str], text: str) -> dict[str, Any]:
+    """Check that each file exists and holds `text`; wait up to 3 s in total for files that are not there yet."""
     began = time.monotonic()
-    store = _store(url, options)
+    store = Store.create(url, options)
     missing: dict[str, str] = {}
     for name in names:
         while True:
             try:
-                if store is None:
-                    with open(os.path.join(url, name)) as stream:
-                        held = stream.read()
-                else:
-                    held = store.read_bytes(name).decode()
-                why = "" if held == text else "it holds something else"
+                problem = "" if store.read_bytes(name).decode() == text else "it holds something else"
             except Exception as error:
-                why = _said(error)
-            if not why or time.monotonic() - began > _NOT_VISIBLE_YET_S:
+                problem = _describe(error)
+            if not problem or time.monotonic() - began > _VISIBILITY_TIMEOUT_S:
                 break
             time.sleep(0.1)
-        if why:
-            missing[name] = why
-    return {"ms": _ms(began), "missing": missing}
+        if problem:
+            missing[name] = problem
+    return {"ms": _ms_since(began), "missing": missing}
 
 
-def remove(url: str, options: dict[str, Any] | None, folder: str) -> None:
-    """The folder of a checkup, as this machine sees it."""
-    store = _store(url, options)
-    if store is None:
-        shutil.rmtree(os.path.join(url, folder), ignore_errors=True)
-    else:
-        store.delete(folder)
-
-
-def _store(url: str, options: dict[str, Any] | None) -> Any:
-    """None: a plain folder, which needs no package."""
-    if "://" not in url and not url.startswith(("dbfs:", "file:")):
-        return None
-    from spark_elastic.data.store import Store
-
-    return Store.create(url, options)
+def remove_folder(url: str, options: dict[str, Any] | None, folder: str) -> None:
+    """Delete the doctor's folder as this machine sees it."""
+    Store.create(url, options).delete(folder)
 
 
 # --- torch, memory ------------------------------------------------------------------------------------
@@ -251,24 +293,28 @@ print("\\n" + json.dumps({
 """
 
 
-def torch_in_a_process(gpus: list[str], timeout_s: float) -> dict[str, Any]:
-    """Import torch as a worker would, in a process of its own: it may crash, or hang. Raises: RuntimeError."""
+def import_torch(gpus: list[str], timeout_s: float) -> dict[str, Any]:
+    """Import torch as a worker would, in a separate process because the import may crash or hang.
+
+    Raises:
+        RuntimeError: the import failed, or took longer than `timeout_s`.
+    """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in sys.path if path))}
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    words = [sys.executable, "-c", _TORCH]
+    command = [sys.executable, "-c", _TORCH]
     try:
-        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=timeout_s, errors="replace")
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, errors="replace")
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"`import torch` took longer than {timeout_s:.0f} s") from None
     if done.returncode != 0:
         raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:500])
-    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return answer
+    facts: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return facts
 
 
-class _Memory:
-    """Memory without a name that another process of the same user opens, as `collective.segment` does."""
+class _MemoryFile:
+    """Nameless memory that another process of the same user opens, as in `collective.shared_memory.segment`."""
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -292,26 +338,18 @@ class _Memory:
             os.close(self._descriptor)
 
 
-# --- small facts --------------------------------------------------------------------------------------
+# --- facts --------------------------------------------------------------------------------------------
 
 
-def _task_context() -> Any:
+def _version(distribution: str) -> str | None:
     try:
-        from pyspark import TaskContext
-    except ImportError:
-        return None
-    return TaskContext.get()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
 
 
 def _limit(name: str) -> int | None:
-    """The soft limit; None: there is none."""
+    """Return the soft limit; None if it is unlimited or unknown."""
     try:
         import resource
 
@@ -321,8 +359,8 @@ def _limit(name: str) -> int | None:
         return None
 
 
-def _free(path: str) -> int | None:
-    """Bytes free where this path is, or would be made."""
+def _free_bytes(path: str) -> int | None:
+    """Return the bytes free on the disk of `path`, which need not exist yet."""
     while path and not os.path.exists(path):
         path = os.path.dirname(path)
     try:
@@ -331,10 +369,10 @@ def _free(path: str) -> int | None:
         return None
 
 
-def _ms(began: float) -> float:
+def _ms_since(began: float) -> float:
     return round((time.monotonic() - began) * 1000, 2)
 
 
-def _said(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
+def _describe(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -1,7 +1,7 @@
-"""The agent: our code in a Spark task. Starts one worker process at a time, watches it, kills it.
+"""The agent: the code in a Spark task that starts one worker process at a time, watches it and kills it.
 
-Single-threaded, on an event loop of its own. It ends when the driver says so, when the channel to the driver breaks
-or when the driver falls silent; in every case the worker is gone before the agent is.
+Single-threaded, on its own event loop. It ends when the driver tells it to, when the channel to the driver breaks or
+when the driver falls silent. In every case the worker process ends before the agent does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from spark_elastic import clock
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, Place, SlotId, SlotReport
-from spark_elastic.task.memory import in_words, memory_kills
+from spark_elastic.task.memory import describe_kills, memory_kills
 from spark_elastic.task.worker_process import WorkerProcess, worker_environment
 from spark_elastic.wire.channel import retry_pause_s
 from spark_elastic.wire.launch_spec import AgentOrder
@@ -37,24 +37,28 @@ from spark_elastic.wire.messages import (
 )
 from spark_elastic.wire.stream import MessageStream
 
-# ProbePort: where other agents try whether they can reach this one.
-
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 64
-_AT_ONCE = 16
-_PAUSE_S = 0.1
-"""After so many connections. A flood costs next to nothing then, and probes wait in the queue."""
-_TRIES = 20
+RELEASE_TIMEOUT_S = 2.0
+"""Time for a worker whose function has returned to flush its output and exit."""
+PROBE_TIMEOUT_S = 2.0
+"""Time for a connection to another agent's probe port."""
+MAX_UNSENT_OUTPUT_BYTES = 4 * 2**20
+
+_PROBE_BACKLOG = 64
+_ACCEPTS_PER_TURN = 16
+_ACCEPT_PAUSE_S = 0.1
+"""Pause after `_ACCEPTS_PER_TURN` connections: a flood then costs little, and real probes wait in the queue."""
+_BIND_ATTEMPTS = 20
 
 
 class ProbePort:
-    """Accepts connections on one port of the given addresses, and closes each at once: no descriptor stays in use.
+    """A port where other agents find out which addresses of this host they can reach.
 
-    Other agents connect to it to find out which addresses carry traffic. All calls on the loop's thread.
+    Accepts connections and closes each at once, so none keeps a descriptor in use. Call it on the loop's thread.
 
     Args:
-        addresses: IPv4 addresses of this host; those that cannot be listened on are left out.
+        addresses: IPv4 addresses of this host; addresses that cannot be bound are left out.
     """
 
     def __init__(self, addresses: Iterable[str]) -> None:
@@ -65,7 +69,7 @@ class ProbePort:
 
     @property
     def port(self) -> int:
-        """The port's number; 0: there is no address to listen on, and nobody should try."""
+        """The port's number; 0 if no address could be bound."""
         return int(self._sockets[0].getsockname()[1]) if self._sockets else 0
 
     def close(self) -> None:
@@ -82,23 +86,23 @@ class ProbePort:
         asyncio.get_running_loop().add_reader(sock, self._accept, sock)
 
     def _accept(self, sock: socket.socket) -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(_ACCEPTS_PER_TURN):
             try:
                 connection, _ = sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no descriptor is left, say
+            except OSError as error:  # for example, no descriptor is left
                 logger.debug("cannot accept a probe: %s", error)
                 break
             connection.close()
         loop = asyncio.get_running_loop()
         loop.remove_reader(sock)
-        self._paused[sock] = loop.call_later(_PAUSE_S, self._listen, sock)
+        self._paused[sock] = loop.call_later(_ACCEPT_PAUSE_S, self._listen, sock)
 
 
 def _bound(addresses: list[str]) -> list[socket.socket]:
-    """Listening sockets on one port of as many of the addresses as possible."""
-    for _ in range(_TRIES):
+    """Return sockets that listen on the same port of as many of the addresses as possible."""
+    for _ in range(_BIND_ATTEMPTS):
         sockets: list[socket.socket] = []
         taken = False
         for address in addresses:
@@ -106,7 +110,7 @@ def _bound(addresses: list[str]) -> list[socket.socket]:
             sock.setblocking(False)
             try:
                 sock.bind((address, sockets[0].getsockname()[1] if sockets else 0))
-                sock.listen(_BACKLOG)
+                sock.listen(_PROBE_BACKLOG)
             except OSError as error:
                 sock.close()
                 taken = error.errno == errno.EADDRINUSE
@@ -122,24 +126,19 @@ def _bound(addresses: list[str]) -> list[socket.socket]:
     return []
 
 
-RELEASE_TIMEOUT_S = 2.0
-"""How long a worker whose function has returned may take to flush and exit."""
-PROBE_TIMEOUT_S = 2.0
-MAX_UNSENT_OUTPUT_BYTES = 4 * 2**20
-
-
 def run_agent(
     order: AgentOrder, slot: SlotId, launch: LaunchId, report: SlotReport, guardian: int | None = None
 ) -> AgentOutcome:
     """Run one agent to its end, on the calling (main) thread.
 
-    Args:
-        launch: the slot's launch that this is; the launcher that gave it knows it again.
-        report: where it runs and what it may use there.
-        guardian: a process without which the agent has no place to be (the executor's JVM); it ends when that does.
+    A failure of the job is an outcome, not an exception: Spark would run a failed task again without the driver.
 
-    Never raises for what happens to the job: the outcome says why there is no result. A task that failed would be
-    run again by Spark behind the driver's back.
+    Args:
+        order: what the driver gives to every agent of the job.
+        slot: the slot that the agent occupies.
+        launch: number of the slot's launch, by which the launcher recognises this agent.
+        report: where the agent runs and what it may use there.
+        guardian: process id of the executor's JVM; the agent ends when that process does.
     """
     return asyncio.run(_Agent(order, slot, launch, report, guardian).run())
 
@@ -157,37 +156,39 @@ class _Agent:
         self._stream: MessageStream | None = None
         self._process: WorkerProcess | None = None
         self._running: set[WorkerProcess] = set()
-        """The current process and any killed one whose end has not been seen yet."""
+        """The current process, and killed ones that have not been reaped yet."""
+        self._all_gone = asyncio.Event()
+        """Set while `_running` is empty."""
+        self._all_gone.set()
         self._finish: FinishAgent | None = None
+        """Why and how the agent has to end; None while it runs."""
         self._disconnected = False
-        self._over: asyncio.Event
-        self._all_gone: asyncio.Event
-        self._opened: asyncio.Event
-        self._dropped: asyncio.Event
+        """Whether the agent ends because the channel to the driver closed."""
+        self._over = asyncio.Event()
+        """Set together with `_finish`."""
+        self._opened = asyncio.Event()
+        """Set once the driver is authenticated."""
+        self._dropped = asyncio.Event()
+        """Set when the current attempt to connect ended without authentication."""
         self._silence_limit_s = float("inf")
         self._last_heard = clock.monotonic()
         self._probes: set[asyncio.Task[None]] = set()
 
     async def run(self) -> AgentOutcome:
-        self._over = asyncio.Event()
-        self._all_gone = asyncio.Event()
-        self._all_gone.set()
-        self._opened = asyncio.Event()
-        self._dropped = asyncio.Event()
         guardian_fd = self._watch_guardian()
         nics = self._order.nics
-        prober = ProbePort(address for name, address in self._report.addresses.items() if nics is None or name in nics)
+        port = ProbePort(address for name, address in self._report.addresses.items() if nics is None or name in nics)
         try:
             self._start_process()
             await self._connect()
-            self._send(self._hello(prober.port))
+            self._send(self._hello(port.port))
             await self._over.wait()
             return await self._end()
         finally:
             if guardian_fd >= 0:
                 asyncio.get_running_loop().remove_reader(guardian_fd)
                 os.close(guardian_fd)
-            prober.close()
+            port.close()
             for probe in self._probes:
                 probe.cancel()
             for process in self._running:
@@ -197,18 +198,18 @@ class _Agent:
                 self._stream.close()
 
     def _watch_guardian(self) -> int:
-        """A descriptor that is readable when the guardian is gone; -1: there is none to watch, or no way to."""
+        """Return a descriptor that becomes readable when the guardian ends; -1 if it cannot be watched."""
         if self._guardian is None or not hasattr(os, "pidfd_open"):
             return -1
         try:
             descriptor = os.pidfd_open(self._guardian)
         except OSError:
-            return -1  # an old kernel, or it is gone already, which the task's own end will show
-        asyncio.get_running_loop().add_reader(descriptor, self._finished, "the executor's JVM is gone")
+            return -1  # an old kernel, or the guardian is gone, and then Spark ends this task too
+        asyncio.get_running_loop().add_reader(descriptor, self._finish_because, "the executor's JVM is gone")
         return descriptor
 
     async def _connect(self) -> None:
-        """Connect to the driver, trying again until the timeout; if that fails, the agent is over."""
+        """Connect to the driver, retrying until the timeout; end the agent if that fails."""
         loop = asyncio.get_running_loop()
         deadline = clock.monotonic() + self._order.connect_timeout_s
         failures: dict[tuple[str, int], str] = {}
@@ -228,7 +229,7 @@ class _Agent:
             if clock.monotonic() >= deadline or self._over.is_set():
                 break
             await asyncio.sleep(retry_pause_s())
-        self._finished(f"cannot reach the driver from {self._report.host}: {'; '.join(failures.values())}")
+        self._finish_because(f"cannot reach the driver from {self._report.host}: {'; '.join(failures.values())}")
 
     async def _opened_or_dropped(self) -> bool:
         waits = [asyncio.ensure_future(event.wait()) for event in (self._opened, self._dropped)]
@@ -244,7 +245,7 @@ class _Agent:
             self._order.key,
             server=False,
             on_open=lambda stream: self._opened.set(),
-            on_message=self._received,
+            on_message=self._on_message,
             on_closed=lambda stream, why: self._lost_driver(why),
             on_unauthenticated=lambda stream: self._dropped.set(),
         )
@@ -262,14 +263,14 @@ class _Agent:
             python=self._report.python,
         )
 
-    def _finished(self, why: str) -> None:
+    def _finish_because(self, why: str) -> None:
         if self._finish is None:
             self._finish = FinishAgent(keep_result=False, why=why)
             self._over.set()
 
     def _lost_driver(self, why: str) -> None:
         self._disconnected = self._finish is None
-        self._finished(f"the channel to the driver is gone: {why}")
+        self._finish_because(f"the channel to the driver is gone: {why}")
 
     async def _end(self) -> AgentOutcome:
         assert self._finish is not None
@@ -283,15 +284,15 @@ class _Agent:
             logger.warning("worker %s did not exit within %.0f s of its end", process.worker, RELEASE_TIMEOUT_S)
         return AgentOutcome(process.worker, process.result, self._finish.why)
 
-    # --- the driver's orders --------------------------------------------------------------------------
+    # --- messages from the driver --------------------------------------------------------------------------
 
-    def _received(self, stream: MessageStream, message: Message) -> None:
+    def _on_message(self, stream: MessageStream, message: Message) -> None:
         self._last_heard = clock.monotonic()
         match message:
             case AgentWelcome(interval_s, silence_limit_s):
                 self._silence_limit_s = silence_limit_s
-                stream.give_up_unsent_after(silence_limit_s)
-                self._beat(interval_s)
+                stream.set_unacknowledged_timeout(silence_limit_s)
+                self._send_heartbeat(interval_s)
             case StartWorkerProcess(worker):
                 if self._process is None or self._process.worker is not None or not self._process.is_running:
                     self._start_process()
@@ -309,16 +310,16 @@ class _Agent:
                     self._finish = message
                     self._over.set()
 
-    def _beat(self, interval_s: float) -> None:
+    def _send_heartbeat(self, interval_s: float) -> None:
         if self._finish is not None:
             return
         silence = clock.monotonic() - self._last_heard
         if silence > self._silence_limit_s:
-            self._finished(f"the driver was silent for {silence:.0f} s, longer than elastic_timeout")
+            self._finish_because(f"the driver was silent for {silence:.0f} s, longer than elastic_timeout")
             return
         process = self._process
         self._send(AgentHeartbeat(process.worker if process is not None and process.is_seen_running else None))
-        asyncio.get_running_loop().call_later(interval_s, self._beat, interval_s)
+        asyncio.get_running_loop().call_later(interval_s, self._send_heartbeat, interval_s)
 
     async def _probe(self, peers: tuple[str, ...]) -> None:
         async def reachable(peer: str) -> bool:
@@ -361,5 +362,5 @@ class _Agent:
         if process.worker is not None:
             before, now = process.memory_before, memory_kills()
             kills, _ = now.since(before)
-            told = WorkerExited(process.worker, exit_code, process.stderr_tail, kills, in_words(before, now))
-            self._send(told)
+            tail, memory = process.stderr_tail, describe_kills(before, now)
+            self._send(WorkerExited(process.worker, exit_code, tail, kills, memory))

@@ -1,7 +1,7 @@
 """A worker's link to the driver: worlds, notifications and key-value pairs over its channel.
 
-One condition guards what the channel's reader thread writes and the training thread reads. When the channel is gone
-the process ends: nobody would know of what it does.
+One condition guards the fields that the channel's reader thread writes and the training thread reads. When the channel
+breaks, the process ends: without it the worker can neither report progress nor learn of a new world.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from spark_elastic.wire.worker_link import Assignment, ProvisionalPosition
 EXIT_CHANNEL_LOST = 79
 """Exit code of a worker whose channel to the driver broke."""
 MAX_ERROR_CHARACTERS = 200_000
-"""Of an exception's message and of its traceback: some quote a whole batch."""
+"""Limit of an exception's message, and of its traceback: some quote a whole batch."""
 
 
 class ChannelLink:
-    """Implements `worker_link.WorkerLink`."""
+    """The `worker_link.WorkerLink` of a worker in a job, over its channel to the driver."""
 
     def __init__(self, worker: WorkerId, channel: Channel, key: bytes) -> None:
         self._worker = worker
@@ -66,21 +66,22 @@ class ChannelLink:
         self._next_request = 0
         self._version: StateVersion | None = None
         self._starts_at: StateVersion | None = None
-        """The state that the present world starts from, until this worker has done one in it."""
+        """The state that the current world starts from; None once this worker has applied a step in it."""
         self._begun = 0
-        """The newest round in which this worker has its state."""
-        self._blocked_since: float | None = None
+        """The newest round in which this worker has reported its state."""
         self._in_loop = False
+        """True once an elastic loop was entered."""
+        self._blocked_since: float | None = None
         self._after_loop = False
         self._loop_results: dict[int, LoopResult] = {}
-        self._run_again: Callable[[int], None] = _unexpected
+        self._run_again: Callable[[int], None] = _ignore_run_again
         self._ending = False
         self._beat_now = threading.Event()
         self._stall_timeout_s = 0.0
 
     def start(self) -> None:
-        """Say hello and begin to listen and to send heartbeats."""
-        self._channel.start(self._received, self._closed, name="link")
+        """Send the hello, and start to receive messages. Heartbeats begin with the driver's welcome."""
+        self._channel.start(self._on_message, self._on_closed, name="link")
         self._channel.send(WorkerHello(self._worker, os.getpid()))
 
     # --- WorkerLink -----------------------------------------------------------------------------------
@@ -91,7 +92,6 @@ class ChannelLink:
 
     @property
     def in_loop(self) -> bool:
-        """Whether the elastic loop was ever entered."""
         return self._in_loop
 
     def join_at_init(self) -> Assignment | ProvisionalPosition:
@@ -127,12 +127,12 @@ class ChannelLink:
         self._version = version
         if self._begun < self._newest_round():
             self._begun = self._newest_round()
-            self._beat_now.set()  # whatever happens next happens to a world that trains
+            self._beat_now.set()  # from here on, a loss is the loss of a world that trains
         if self._starts_at is not None and version.is_steps_after(self._starts_at):
             self._starts_at = None
-            self._beat_now.set()  # the pause is over
+            self._beat_now.set()  # the first step in this world: the driver measures the pause by it
         if before is None or (not before.trained and version.trained):
-            self._beat_now.set()  # from here on there is a state to lose, and the driver should know
+            self._beat_now.set()  # from here on there is a state to lose
 
     def entered_loop(self) -> None:
         self._in_loop = True
@@ -148,7 +148,7 @@ class ChannelLink:
     def loop_result(self, loop: int, timeout_s: float) -> tuple[str, bytes]:
         with self._changed:
             if not self._changed.wait_for(lambda: loop in self._loop_results, timeout_s):
-                raise TimeoutError(f"nothing came of loop {loop} within {timeout_s:.0f} s")
+                raise TimeoutError(f"the result of elastic loop {loop} did not arrive within {timeout_s:.0f} s")
             found = self._loop_results[loop]
         return found.problem, found.payload
 
@@ -180,7 +180,7 @@ class ChannelLink:
         try:
             self._channel.send(what)
         except (ChannelClosedError, ProtocolError):
-            return False  # for people alone: whatever has happened to the channel, others act on it
+            return False  # it is only displayed; the reader thread acts on a broken channel
         return True
 
     def kv_set(self, round: int, key: str, value: bytes) -> None:
@@ -210,28 +210,28 @@ class ChannelLink:
     # --- the end of the function ----------------------------------------------------------------------
 
     def raised(self, error: BaseException, traceback: str) -> None:
-        """Report a bug in the user's function, cut to what people can read."""
+        """Report an exception of the user's function; long messages and tracebacks are cut."""
         try:
             text = str(error)
         except Exception as problem:
-            text = f"(its message cannot be made: {problem!r})"
+            text = f"(str() of the exception failed: {problem!r})"
         exit_code = error.exit_code if isinstance(error, ScriptExit) else None
         text, traceback = text[:MAX_ERROR_CHARACTERS], traceback[-MAX_ERROR_CHARACTERS:]
         self._send(Raised(type(error).__name__, text, traceback, exit_code))
 
     def abandoned(self, why: str) -> None:
-        """Report that the function has to be run again from its start."""
+        """Report that the function has to be run again from its start, in a new process."""
         self._send(Abandoned(why))
 
     def returned(self, over: bool) -> None:
-        """The function has returned: a closed channel is no reason to hurry any more. False: it is called again."""
+        """Note that the function has returned and a closed channel is harmless; False: it is called again."""
         self._ending = over
         if not over:
             self._after_loop = False
             self._beat_now.set()
 
     def on_run_again(self, callback: Callable[[int], None]) -> None:
-        """Have `callback(run)` called from the channel thread when the function that returned is to be called again."""
+        """Register `callback(run)` for the order to call the function again; runs on the channel's thread."""
         self._run_again = callback
 
     # --- threads --------------------------------------------------------------------------------------
@@ -239,25 +239,27 @@ class ChannelLink:
     def _newest_round(self) -> int:
         return self._assignment.world.round if self._assignment is not None else 0
 
-    def _received(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         match message:
             case WorkerWelcome(interval_s, silence_limit_s, stall_timeout_s):
-                self._channel.silence_limit(silence_limit_s)
+                self._channel.set_silence_limit(silence_limit_s)
                 self._stall_timeout_s = stall_timeout_s
-                beats = threading.Thread(target=self._beat, args=(interval_s,), name="spark_elastic-beat", daemon=True)
+                beats = threading.Thread(
+                    target=self._send_heartbeats, args=(interval_s,), name="spark_elastic-beat", daemon=True
+                )
                 beats.start()
             case Cut(round, why):
                 self._cut(round, why)
             case Goodbye(why):
-                self._closed(why)
+                self._on_closed(why)
             case RunAgain(run):
                 self._run_again(run)
             case _:
                 with self._changed:
-                    self._note(message)
+                    self._store(message)
                     self._changed.notify_all()
 
-    def _note(self, message: Message) -> None:
+    def _store(self, message: Message) -> None:
         match message:
             case WorldAssigned(world, addresses):
                 by_worker = {int(worker): address for worker, address in addresses.items()}
@@ -280,14 +282,14 @@ class ChannelLink:
         if callback is not None:
             callback(round, why)
 
-    def _beat(self, interval_s: float) -> None:
+    def _send_heartbeats(self, interval_s: float) -> None:
         while True:
             try:
                 since = self._blocked_since
                 blocked_s = None if since is None else clock.monotonic() - since
                 self._channel.send(WorkerHeartbeat(self._version, blocked_s, self._after_loop, self._begun))
             except ChannelClosedError:
-                return  # the reader thread sees it too and acts
+                return  # the reader thread ends the process
             self._beat_now.wait(interval_s)
             self._beat_now.clear()
 
@@ -295,19 +297,19 @@ class ChannelLink:
         try:
             self._channel.send(message)
         except ProtocolError as error:
-            self._closed(str(error))
+            self._on_closed(str(error))
 
-    def _closed(self, why: str) -> None:
+    def _on_closed(self, why: str) -> None:
         if not self._ending:
             exit_now(EXIT_CHANNEL_LOST, f"spark_elastic: worker {self._worker} ends: {why}")
 
 
-def _unexpected(run: int) -> None:
-    """The function has not returned yet, and is not run again before."""
+def _ignore_run_again(run: int) -> None:
+    """Ignore the order: the function has not returned yet."""
 
 
 def exit_now(code: int, why: str = "") -> NoReturn:
-    """End the process from any thread, with what was printed so far."""
+    """Flush the output and end the process, from any thread."""
     if why:
         print(why, file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):

@@ -1,9 +1,10 @@
-"""The executor's JVM above a Spark task, and what its command line tells.
+"""Facts about the Spark task that this process runs: its executor, host, cores and GPUs.
 
-PySpark's TaskContext knows neither the executor's id nor its address. Both stand in the command line of the executor's
+PySpark's TaskContext knows neither the executor's id nor its address. Both are in the command line of the executor's
 JVM, an ancestor of this process: `... CoarseGrainedExecutorBackend --executor-id 3 --hostname 10.0.0.7 ...`, on
-standalone, YARN and Kubernetes alike. Standard library only: `checkup` sends this source to executors that may not
-have the package.
+standalone, YARN and Kubernetes alike.
+
+Standard library only at the top: the doctor sends this source to executors that may lack the package.
 """
 
 from __future__ import annotations
@@ -13,25 +14,40 @@ import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 LOCAL_EXECUTOR = "driver"
 _LOG_URL = re.compile(r"[?&]executorId=([^&]+)")
 
 
 def executor_id_in_task() -> str:
-    """Spark's id of the executor; "driver" in local mode."""
+    """Return Spark's id of the executor; "driver" in local mode and outside of tasks."""
     return executor_id_of(_jvm_command(), os.environ)
 
 
 def host_name_in_task() -> str | None:
-    """The executor's host as Spark names it; None where its command line does not say."""
+    """Return the executor's host as Spark names it; None if the JVM's command line does not have it."""
     return _option(_jvm_command() or (), "--hostname")
 
 
-def executor_id_of(jvm_command: Sequence[str] | None, environment: Mapping[str, str]) -> str:
-    """The executor id in the command line of a task's JVM; None as command: it could not be read.
+def cores_in_task() -> int:
+    """Return the number of cores that Spark set aside for the task; 1 outside of a task."""
+    context = _task_context()
+    return max(int(context.cpus()), 1) if context is not None else 1
 
-    Without a command line the environment may tell: Kubernetes sets the id, standalone the address of the log page.
+
+def accelerators_in_task() -> tuple[str, ...]:
+    """Return the addresses of the task's GPUs; empty without `spark.task.resource.gpu.amount`."""
+    context = _task_context()
+    gpus = context.resources().get("gpu") if context is not None else None
+    return tuple(str(address) for address in gpus.addresses) if gpus is not None else ()
+
+
+def executor_id_of(jvm_command: Sequence[str] | None, environment: Mapping[str, str]) -> str:
+    """Return the executor id in the command line of a task's JVM.
+
+    Without a command line (None: it could not be read) the environment may have it: Kubernetes sets the id itself,
+    standalone clusters the address of the executor's log page.
     """
     if jvm_command is not None:
         return _option(jvm_command, "--executor-id") or LOCAL_EXECUTOR
@@ -43,8 +59,17 @@ def executor_id_of(jvm_command: Sequence[str] | None, environment: Mapping[str, 
 
 
 def jvm_pid_in_task() -> int | None:
-    """The process id of the executor's JVM (in local mode the driver's); None if it cannot be seen."""
-    return next((pid for pid, command in _processes_above() if Path(command[0]).name == "java"), None)
+    """Return the process id of the executor's JVM (in local mode the driver's); None if it is not visible."""
+    jvm = _nearest_jvm()
+    return None if jvm is None else jvm[0]
+
+
+def _task_context() -> Any:
+    try:
+        from pyspark import TaskContext
+    except ImportError:
+        return None
+    return TaskContext.get()
 
 
 def _option(command: Sequence[str], name: str) -> str | None:
@@ -55,31 +80,38 @@ def _option(command: Sequence[str], name: str) -> str | None:
 
 
 def _jvm_command() -> list[str] | None:
-    """The command line of the nearest JVM above this process; None if there is none to be seen."""
-    return next((command for _, command in _processes_above() if Path(command[0]).name == "java"), None)
+    jvm = _nearest_jvm()
+    return None if jvm is None else jvm[1]
+
+
+def _nearest_jvm() -> tuple[int, list[str]] | None:
+    """Return process id and command line of the nearest JVM above this process; None if none is visible."""
+    return next((found for found in _processes_above() if Path(found[1][0]).name == "java"), None)
 
 
 def _processes_above() -> Iterator[tuple[int, list[str]]]:
     pid = os.getppid()
     while pid > 1:
-        seen = _process(pid)
-        if seen is None:
+        found = _process(pid)
+        if found is None:
             return
-        parent, command = seen
+        parent, command = found
         if command:
             yield pid, command
         pid = parent
 
 
 def _process(pid: int) -> tuple[int, list[str]] | None:
-    """Parent and command line of a process; None if it cannot be read."""
+    """Return parent and command line of a process; None if they cannot be read."""
     try:
         if Path("/proc/self/stat").exists():
             stat = Path(f"/proc/{pid}/stat").read_text()
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
             return int(stat.rpartition(")")[2].split()[1]), words[:-1]
-        said = subprocess.run(["ps", "-o", "ppid=,command=", "-p", str(pid)], capture_output=True, text=True, timeout=5)
-        parent, *command = said.stdout.split()
+        listed = subprocess.run(
+            ["ps", "-o", "ppid=,command=", "-p", str(pid)], capture_output=True, text=True, timeout=5
+        )
+        parent, *command = listed.stdout.split()
         return int(parent), command
     except (OSError, ValueError, subprocess.SubprocessError):
         return None

@@ -1,6 +1,6 @@
-"""An agent as a plain process: ``python -m spark_elastic.task.local_agent``, started by the local launcher.
+"""An agent as a plain process: ``python -m spark_elastic.task.local_agent LAUNCHER_PID``.
 
-The order arrives pickled on stdin and the outcome leaves pickled on stdout: pipes to and from the launcher itself.
+The local launcher starts it, writes the pickled order to its stdin and reads the pickled outcome from its stdout.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import sys
 
 from spark_elastic.membership.topology import SlotReport
 from spark_elastic.task.agent import run_agent
-from spark_elastic.task.main import die_with
+from spark_elastic.task.main import die_with_parent
 from spark_elastic.wire.interfaces import interface_addresses
 
 
 def main() -> None:
-    launcher = int(sys.argv[1])
-    die_with(launcher)
+    die_with_parent(int(sys.argv[1]))
     order, slot, host, cores = pickle.load(sys.stdin.buffer)
     out = sys.stdout.buffer
     sys.stdout = sys.stderr  # stdout carries the outcome alone

@@ -1,7 +1,7 @@
-"""What the kernel says about memory: whether it has killed for it, and how much there is.
+"""Recognise workers that the kernel killed for lack of memory.
 
-A process that is killed for memory leaves nothing but SIGKILL; the counters of its control group and of the machine
-tell it from others.
+Such a process ends by SIGKILL like any other killed process. The counters of its control group and of the machine tell
+the difference.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class MemoryKills:
-    """Processes killed for memory so far; None: the system does not count them, or not for us."""
+    """Numbers of processes killed for lack of memory so far; None if the system does not show the counter."""
 
     in_group: int | None
-    """In this process's control group, a container or a Spark executor for one."""
+    """In this process's control group, such as a container or a Spark executor."""
     on_machine: int | None
 
     def since(self, before: MemoryKills) -> tuple[int, bool]:
-        """Returns: how many more there are, and whether they are known to be of this control group."""
+        """Return how many were killed since `before`, and True if they belonged to this control group."""
         in_group = _more(self.in_group, before.in_group)
         return (in_group, True) if in_group else (_more(self.on_machine, before.on_machine), False)
 
@@ -32,7 +32,7 @@ def _more(now: int | None, before: int | None) -> int:
 
 
 def memory_kills(root: Path = ROOT) -> MemoryKills:
-    """Read the counters; costs some tens of microseconds. root: where /proc and /sys are."""
+    """Read the counters, in tens of microseconds. `root` is the folder that holds /proc and /sys."""
     group = _group(root)
     counters = _numbers(group / "memory.events") if group is not None else {}
     if group is not None and "oom_kill" not in counters:
@@ -40,17 +40,17 @@ def memory_kills(root: Path = ROOT) -> MemoryKills:
     return MemoryKills(counters.get("oom_kill"), _numbers(root / "proc/vmstat").get("oom_kill"))
 
 
-def in_words(before: MemoryKills, now: MemoryKills, root: Path = ROOT) -> str:
-    """What was killed for memory meanwhile, and what there is; empty: nothing was killed."""
+def describe_kills(before: MemoryKills, now: MemoryKills, root: Path = ROOT) -> str:
+    """Say how many processes were killed for memory and what the limits are; "" if none was killed."""
     kills, in_group = now.since(before)
     if not kills:
         return ""
     processes = "1 process" if kills == 1 else f"{kills} processes"
     where = "of its container (control group)" if in_group else "on its machine"
-    return f"The kernel killed {processes} {where} for lack of memory while it ran{_room(root)}"
+    return f"The kernel killed {processes} {where} for lack of memory while it ran{_limits(root)}"
 
 
-def _room(root: Path) -> str:
+def _limits(root: Path) -> str:
     parts = []
     group = _group(root)
     for name in ("memory.max", "memory.limit_in_bytes"):
@@ -65,7 +65,7 @@ def _room(root: Path) -> str:
 
 
 def _group(root: Path) -> Path | None:
-    """The folder of this process's control group: of version 2, or of version 1's memory controller."""
+    """Return the folder of this process's control group (version 2, or version 1's memory controller)."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -76,7 +76,7 @@ def _group(root: Path) -> Path | None:
         if controllers and "memory" not in controllers.split(","):
             continue
         mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        for folder in (mount / path.lstrip("/"), mount):  # a container sees its own group at the mount itself
+        for folder in (mount / path.lstrip("/"), mount):  # in a container, its own group is at the mount itself
             if (folder / "memory.events").exists() or (folder / "memory.oom_control").exists():
                 return folder
     return None

@@ -1,7 +1,7 @@
-"""Runs a training script on a worker as ``python script.py args`` would.
+"""Run a training script on a worker as ``python script.py args`` would.
 
-The script travels with the job, together with the local modules that it imports, so it need not exist on the workers.
-Where the very same files do lie at the same place (local mode, a shared file system) they are run from there.
+The script and the local modules that it imports are sent with the job, so they need not exist on the workers. If the
+same files exist at the same path (local mode, a shared file system), they are run from there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Script:
-    """A script and what it needs."""
+    """A script, its arguments and its local modules."""
 
     path: str
     """Absolute, on the machine it was submitted from."""
@@ -32,7 +32,7 @@ class Script:
 
 
 class ScriptExit(Exception):
-    """The script called ``sys.exit`` with a code, or a message, that means failure."""
+    """The script called ``sys.exit`` with a value that means failure."""
 
     def __init__(self, code: int, message: str = "") -> None:
         super().__init__(f"exited with code {code}" + (f": {message}" if message else ""))
@@ -40,10 +40,10 @@ class ScriptExit(Exception):
 
 
 def run_script(script: Script) -> None:
-    """Execute the script as ``__main__``; classes, `sys.argv`, `sys.path` and `__file__` are as Python sets them.
+    """Execute the script as ``__main__``, with `sys.argv`, `sys.path` and `__file__` as Python sets them.
 
     Raises:
-        ScriptExit: it exited with a code other than 0.
+        ScriptExit: the script exited with a code other than 0.
     """
     with _folder_of(script) as folder:
         path = os.path.join(folder, script.name)
@@ -60,7 +60,7 @@ def run_script(script: Script) -> None:
 
 @contextlib.contextmanager
 def _folder_of(script: Script) -> Iterator[str]:
-    """Where to run it from: its own folder if everything there is as it was sent, or a copy for the time it runs."""
+    """Yield the folder to run from: the script's own if its files are the ones sent, else a temporary copy."""
     original = Path(script.path).parent
     if all(_holds(original / name, content) for name, content in script.files.items()):
         yield str(original)

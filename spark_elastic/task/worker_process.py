@@ -1,6 +1,6 @@
-"""One worker subprocess, from the agent's side: its pipes, its output, its result, its end.
+"""A worker subprocess as its agent sees it: pipes, output, result and exit.
 
-Lives on the agent's event loop; no thread of its own.
+Runs on the agent's event loop, without threads.
 """
 
 from __future__ import annotations
@@ -21,45 +21,44 @@ from spark_elastic.task.memory import memory_kills
 from spark_elastic.wire.launch_spec import AgentOrder
 
 STDERR_TAIL_LINES = 40
-THREADS_OF_TASK = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
-"""Variables by which torch and TensorFlow learn how many threads to compute with: the cores of the task."""
-WATCHDOG_OF_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Torch's watchdog may note that a collective on GPUs has failed; it must not end the process for it, as it would by
-default: a lost peer is survived."""
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
+"""Variables that limit torch and TensorFlow to as many threads as the task has cores."""
+NCCL_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""By default torch's watchdog ends the process when a collective on GPUs fails; here a lost peer is survived."""
 MAX_LINE_BYTES = 64 * 1024
-"""A longer line is cut into several; progress bars and binary dumps must not pile up in here."""
+"""Longer lines are split, so that progress bars and binary dumps do not accumulate in memory."""
 _READ_BYTES = 64 * 1024
-_MOST_IN_A_PIPE = 1024 * 1024
-"""Linux's default limit, /proc/sys/fs/pipe-max-size; 64 KiB unless someone asks for more."""
+_PIPE_CAPACITY = 1024 * 1024
+"""Upper bound of a pipe's content: Linux's default /proc/sys/fs/pipe-max-size. A new pipe holds 64 KiB."""
 _POLL_S = 0.02
 _NOT_RUNNING = ("", "T", "t", "Z", "X")
-"""Stopped by a signal or a debugger, ended; empty: not known."""
+"""States of `process_state`: unknown, stopped by a signal, stopped by a debugger, zombie, dead."""
 
 
-class Watcher(Protocol):
-    """Who is told of what the process does."""
+class WorkerObserver(Protocol):
+    """The agent's part: it gets the output, the result and the exit of a worker process."""
 
     def output(self, process: WorkerProcess, stream: str, lines: tuple[str, ...]) -> None: ...
 
     def output_may_flow(self) -> bool:
-        """False while the channel has too much to send; the worker's prints then block in its pipe."""
+        """Return False while the channel has too much unsent data; the worker's prints then block in its pipe."""
         ...
 
     def result_stored(self, process: WorkerProcess) -> None: ...
 
     def exited(self, process: WorkerProcess, exit_code: int) -> None:
-        """Called once, when the process is gone and its pipes are read as far as they had been written."""
+        """Called once, after the process has ended and its pipes have been read to the end."""
         ...
 
 
 class WorkerProcess:
-    """A process that imports what workers need and then waits for its id.
+    """A process that imports the modules of a worker, then waits for its id and the function.
 
-    It is started blank, so that the slow part of its start overlaps with everything else.
+    It starts before its id is known, so that the slow imports overlap with connecting to the driver.
     """
 
-    def __init__(self, order: AgentOrder, env: dict[str, str], watcher: Watcher) -> None:
-        self._watcher = watcher
+    def __init__(self, order: AgentOrder, env: dict[str, str], observer: WorkerObserver) -> None:
+        self._observer = observer
         self._loop = asyncio.get_running_loop()
         result_read, result_write = os.pipe()
         self._process = subprocess.Popen(
@@ -82,13 +81,13 @@ class WorkerProcess:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self.memory_before = memory_kills()
-        """What had been killed for memory here before it began."""
+        """The counters before the process started; see `exited`."""
         self.worker: WorkerId | None = None
         self.result: bytes | None = None
-        """What the function returned last, pickled; None: it has not returned yet."""
+        """The newest pickled return value of the function; None until it returns."""
         self.in_loop = False
         self.run = 0
-        """Number of the call of the function that `result` came from."""
+        """Number of the function's call that returned `result`."""
         self._result_buffer = bytearray()
         self._result_head: dict[str, Any] | None = None
         self._partial = {"stdout": bytearray(), "stderr": bytearray()}
@@ -113,7 +112,7 @@ class WorkerProcess:
 
     @property
     def stderr_tail(self) -> str:
-        """The last lines that it wrote to stderr."""
+        """The last lines that the process wrote to stderr."""
         return "\n".join(self._stderr_tail)
 
     @property
@@ -122,11 +121,11 @@ class WorkerProcess:
 
     @property
     def is_seen_running(self) -> bool:
-        """Whether the process is seen to exist and not to be stopped; False where the system cannot tell."""
+        """True if the process exists and is not stopped; False if the system does not show its state."""
         return not self._exited and process_state(self._process.pid) not in _NOT_RUNNING
 
     def assign(self, worker: WorkerId, order: AgentOrder) -> None:
-        """Give the process its id and the function; it connects to the driver and runs it."""
+        """Send the process its id and the function; it then connects to the driver and runs the function."""
         self.worker = worker
         head = {
             "worker": worker,
@@ -141,17 +140,17 @@ class WorkerProcess:
         self._write_order()
 
     def kill(self) -> None:
-        """SIGKILL the process and everything it started that stayed in its group."""
+        """SIGKILL the process and its whole process group."""
         if self._exited:
             return
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
-            pass  # it has not made its own group yet
+            pass  # it has not created its own group yet
         self._process.kill()
 
     def release(self) -> None:
-        """Close its lifeline: a worker whose function has returned exits by itself."""
+        """Close the lifeline; a worker whose function has returned then exits."""
         assert self._process.stdin is not None
         self._stop_writing()
         try:
@@ -170,7 +169,7 @@ class WorkerProcess:
             written = 0
         except OSError:
             self._stop_writing()
-            return  # it died; its exit is reported by the pidfd
+            return  # the process died, which the pidfd reports
         self._pending_order = self._pending_order[written:]
         if self._pending_order:
             self._loop.add_writer(fd, self._write_order)
@@ -182,7 +181,7 @@ class WorkerProcess:
             self._loop.remove_writer(self._process.stdin.fileno())
 
     def _readable(self, fd: int) -> None:
-        if fd != self._result_fd and not self._watcher.output_may_flow():
+        if fd != self._result_fd and not self._observer.output_may_flow():
             self._loop.remove_reader(fd)
             self._loop.call_later(_POLL_S, self._resume, fd)
             return
@@ -194,18 +193,21 @@ class WorkerProcess:
             self._loop.add_reader(fd, self._readable, fd)
 
     def _read(self, fd: int) -> bool:
-        """Read once; False at the end of the pipe or when there is nothing now."""
+        """Read once; return False at the end of the pipe."""
         try:
             data = os.read(fd, _READ_BYTES)
         except BlockingIOError:
             return True
         except OSError:
             return False
+        self._take(fd, data)
+        return bool(data)
+
+    def _take(self, fd: int, data: bytes) -> None:
         if fd == self._result_fd:
             self._take_result(data)
         else:
             self._take_output(self._streams[fd], data)
-        return bool(data)
 
     def _take_output(self, stream: str, data: bytes) -> None:
         partial = self._partial[stream]
@@ -219,10 +221,10 @@ class WorkerProcess:
         if stream == "stderr":
             self._stderr_tail.extend(lines)
         if lines:
-            self._watcher.output(self, stream, lines)
+            self._observer.output(self, stream, lines)
 
     def _take_result(self, data: bytes) -> None:
-        """Take in results as they come, one after the other; the newest counts."""
+        """Parse results, each a line of JSON and the pickled value; the newest replaces the one before."""
         buffer = self._result_buffer
         buffer += data
         while True:
@@ -238,7 +240,7 @@ class WorkerProcess:
             head, self._result_head = self._result_head, None
             self.result, self.in_loop, self.run = bytes(buffer[:size]), bool(head["in_loop"]), int(head["run"])
             del buffer[:size]
-            self._watcher.result_stored(self)
+            self._observer.result_stored(self)
 
     # --- the end ------------------------------------------------------------------------------------
 
@@ -253,28 +255,25 @@ class WorkerProcess:
             return
         exit_code = self._process.wait()
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)  # what it had started and left behind, and might still write
+            os.killpg(self._process.pid, signal.SIGKILL)  # children left behind, which might still write
         except (ProcessLookupError, PermissionError):
             pass
         self._drain()
         self._exited = True
         self._close_pipes()
-        self._watcher.exited(self, exit_code)
+        self._observer.exited(self, exit_code)
 
     def _drain(self) -> None:
         for fd in (self._result_fd, *self._streams):
-            # a pipe holds no more than this; a child that left the group could go on writing for ever
-            left = _MOST_IN_A_PIPE
+            # bounded: a child that left the group may write for ever
+            left = _PIPE_CAPACITY
             while left >= 0:
                 try:
                     data = os.read(fd, _READ_BYTES)
                 except OSError:
                     break
                 left -= len(data)
-                if fd == self._result_fd:
-                    self._take_result(data)
-                else:
-                    self._take_output(self._streams[fd], data)
+                self._take(fd, data)
                 if not data:
                     break
 
@@ -295,7 +294,7 @@ class WorkerProcess:
 
 
 def process_state(pid: int) -> str:
-    """The letter that Linux has for what a process does, as `ps` shows it; empty where it cannot be read."""
+    """Return Linux's letter for the state of a process, as `ps` shows it; "" if it cannot be read."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()[0]
@@ -306,17 +305,17 @@ def process_state(pid: int) -> str:
 def worker_environment(
     order: AgentOrder, base: dict[str, str], sys_path: Sequence[str], cores: int, accelerators: Sequence[str]
 ) -> dict[str, str]:
-    """The environment of a worker process: the task's own, with threads and GPUs of this slot alone."""
+    """Return a worker's environment: the task's own, limited to the cores and GPUs of this slot."""
     env = {name: value for name, value in base.items() if not name.startswith("PYTHON_WORKER_FACTORY")}
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in sys_path if path))
-    for name in THREADS_OF_TASK:
+    for name in THREAD_VARIABLES:
         env.setdefault(name, str(max(cores, 1)))
-    # Threads that spin while they wait for one another take the cores from those they wait for: with another process
-    # beside it, a step of a small network took 100-300 ms instead of 0.7.
+    # OpenMP threads that spin while they wait take the cores from the threads they wait for: with a second process on
+    # the host, a step of a small network took 100-300 ms instead of 0.7. Remedy: passive waits.
     env.setdefault("OMP_WAIT_POLICY", "passive")
-    # one of TensorFlow's waits in the reduction, while another feeds the next batch
+    # at least 2: one TensorFlow thread waits in the reduction while another feeds the next batch
     env.setdefault("TF_NUM_INTEROP_THREADS", str(max(cores, 2)))
-    for name, value in WATCHDOG_OF_NCCL.items():
+    for name, value in NCCL_WATCHDOG.items():
         env.setdefault(name, value)
     if accelerators:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(accelerators)

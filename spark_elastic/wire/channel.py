@@ -1,4 +1,4 @@
-"""The client's end of a channel: a blocking socket, one reader thread, `send` from any thread."""
+"""The worker's end of a channel: a blocking socket, one reader thread, `send` from any thread."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _READ_BYTES = 256 * 1024
 
 
 def retry_pause_s() -> float:
-    """Seconds before the driver is tried again: it may be busy, or have dropped us among too many at once."""
+    """Return a random pause before the next attempt: the driver may be busy, or too many connect at once."""
     return random.uniform(0.5, 1.5) * RETRY_S
 
 
 def connect(addresses: Sequence[Address], key: bytes, *, timeout_s: float) -> Channel:
-    """Connect to the first of `addresses` that answers and authenticate both sides; tries again until the timeout.
+    """Connect to the first of `addresses` that answers and authenticate both sides; retry until the timeout.
 
     Raises:
-        ChannelClosedError: none answered within `timeout_s`; says what the last attempt at each ended with.
+        ChannelClosedError: none answered within `timeout_s`; the message has the last error of each address.
         AuthenticationError: one answered but does not hold the key.
     """
     deadline = monotonic() + timeout_s
@@ -65,23 +65,20 @@ def _authenticate(sock: socket.socket, key: bytes) -> Connection:
         if not data:
             raise ChannelClosedError("the driver closed the connection during the handshake")
         bodies, reply = connection.receive(data)
-        assert not bodies, "the server speaks first only after a hello"
+        assert not bodies, "the server sends no message before the client's hello"
         if reply:
             sock.sendall(reply)
     return connection
 
 
-def keep_unsent_for(sock: socket.socket, seconds: float) -> None:
-    """Have the kernel repeat what the peer does not acknowledge for so long, whatever its own limit (about 15 min)."""
+def set_unacknowledged_timeout(sock: socket.socket, seconds: float) -> None:
+    """Have the kernel drop the connection after this time without acknowledgement; its default is about 15 min."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(int(seconds * 1000), 2**31 - 1))
 
 
 class Channel:
-    """An authenticated connection to the driver.
-
-    `start` hands every message to `on_message`, and the end to `on_closed(why)`, both on the reader thread.
-    """
+    """An authenticated connection to the driver."""
 
     def __init__(self, sock: socket.socket, connection: Connection) -> None:
         self._socket = sock
@@ -92,24 +89,29 @@ class Channel:
 
     @property
     def local_address(self) -> str:
-        """The address of this machine that the connection uses."""
+        """This machine's address in the connection."""
         return str(self._socket.getsockname()[0])
 
-    def silence_limit(self, timeout_s: float) -> None:
-        """Treat the driver as gone after this long without a byte from it, or with a send that it does not take."""
+    def set_silence_limit(self, timeout_s: float) -> None:
+        """Treat the driver as gone after this time without a byte from it, or with data that it does not accept."""
         self._socket.settimeout(timeout_s)
-        keep_unsent_for(self._socket, timeout_s)
+        set_unacknowledged_timeout(self._socket, timeout_s)
 
     def start(
         self, on_message: Callable[[Message], None], on_closed: Callable[[str], None], *, name: str = "channel"
     ) -> None:
+        """Start the reader thread, which calls `on_message` for each message and `on_closed(why)` at the end."""
         self._reader = threading.Thread(
             target=self._read, args=(on_message, on_closed), name=f"spark_elastic-{name}", daemon=True
         )
         self._reader.start()
 
     def send(self, message: Message) -> None:
-        """Raises: ChannelClosedError: the connection is gone."""
+        """Send a message, from any thread.
+
+        Raises:
+            ChannelClosedError: the connection is gone.
+        """
         body = encode(message)
         with self._send_lock:
             try:
@@ -118,12 +120,12 @@ class Channel:
                 raise ChannelClosedError(f"the connection to the driver is gone: {error}") from None
 
     def close(self) -> None:
-        """Close the connection; `on_closed` is not called for it."""
+        """Close the connection without calling `on_closed`."""
         self._closing = True
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the other side was faster
+            pass  # the other side has closed it already
         self._socket.close()
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join(timeout=5.0)
@@ -131,7 +133,7 @@ class Channel:
     def _read(self, on_message: Callable[[Message], None], on_closed: Callable[[str], None]) -> None:
         try:
             why = self._read_until_closed(on_message)
-        except Exception as error:  # without a reader nobody would hear the driver any more
+        except Exception as error:  # without a reader, no message of the driver would arrive
             logger.exception("the channel's reader failed")
             why = f"internal error in the channel's reader: {error!r}"
         if not self._closing:

@@ -1,15 +1,19 @@
-"""The channel's bytes, without any I/O: mutual authentication, then frames with a MAC and a sequence number.
+"""The bytes of a channel, without I/O: mutual authentication, then frames with a MAC and a sequence number.
 
-Bytes that arrived go into `receive`, bytes to send come out of it and of `send`; sockets are the callers' business.
+The caller owns the socket: it passes received bytes to `receive` and sends the bytes that `start`, `send` and `receive`
+return.
 
-Handshake, with the job's random key K (it travels only inside Spark's own task serialisation, or through a pipe)::
+Handshake, with the job's random key K, which travels only in Spark's own task serialisation or through a pipe::
 
     client -> server   magic, nonce_c
     server -> client   magic, nonce_s, HMAC(K, "server" nonce_c nonce_s)
     client -> server   HMAC(K, "client" nonce_c nonce_s)
 
-Both then derive one key a direction. A frame is its length (4 bytes), 16 bytes of HMAC-SHA256 over the sequence
-number and the body, and the body. Nothing is encrypted.
+Both sides then derive one key for each direction. A frame is its length (4 bytes), 16 bytes of HMAC-SHA256 over the
+sequence number and the body, and the body. Nothing is encrypted.
+
+Standard library only, apart from `spark_elastic.errors`: the doctor sends both sources to executors that may lack the
+package.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from spark_elastic.errors import AuthenticationError, FrameTooLargeError, Protoc
 KEY_BYTES = 32
 MAGIC = b"SPEL1"
 MAX_FRAME_BYTES = 32 * 2**20
-"""Enough for any message; results and functions travel through Spark, not through here."""
+"""Enough for any message; results and functions travel through Spark instead."""
 
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
@@ -34,7 +38,7 @@ _SEQUENCE = struct.Struct(">Q")
 
 
 def new_key() -> bytes:
-    """A fresh key for one job."""
+    """Return a random key for one job."""
     return os.urandom(KEY_BYTES)
 
 
@@ -45,7 +49,7 @@ def _hmac(key: bytes, *parts: bytes) -> bytes:
 class Connection:
     """One end of a channel. Not thread-safe: `send` and `receive` each need one caller at a time.
 
-    Any `ProtocolError` is final: the caller closes the connection.
+    After any `ProtocolError` the caller has to close the connection.
     """
 
     def __init__(self, key: bytes, *, server: bool, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -63,17 +67,17 @@ class Connection:
         """True once the peer has proved that it holds the key."""
 
     def start(self) -> bytes:
-        """The first bytes to send: the client's greeting; nothing for a server."""
+        """Return the first bytes to send: a client's greeting, nothing for a server."""
         return b"" if self._server else MAGIC + self._nonce
 
     def send(self, body: bytes) -> bytes:
-        """The frame that carries `body`.
+        """Return the frame that carries `body`.
 
         Raises:
-            FrameTooLargeError: more than the peer would accept.
+            FrameTooLargeError: `body` is larger than the peer accepts.
         """
         if not self.authenticated:
-            raise ProtocolError("a frame before the handshake is over")
+            raise ProtocolError("a frame cannot be sent before the handshake is complete")
         if len(body) > self._max_frame_bytes:
             raise FrameTooLargeError(size=len(body), limit=self._max_frame_bytes)
         mac = _hmac(self._send_key, _SEQUENCE.pack(self._sent), body)[:_MAC_BYTES]
@@ -81,9 +85,11 @@ class Connection:
         return _LENGTH.pack(len(body)) + mac + body
 
     def receive(self, data: bytes) -> tuple[list[bytes], bytes]:
-        """Take bytes from the peer.
+        """Process bytes from the peer.
 
-        Returns: the complete bodies among them, in order, and the bytes to send back (handshake only).
+        Returns:
+            The bodies that are complete now, in order, and the bytes to send back (during the handshake only).
+
         Raises:
             AuthenticationError: the peer does not hold the key, or a frame was altered, dropped or repeated.
             FrameTooLargeError: a frame announces more than the limit.
@@ -91,15 +97,10 @@ class Connection:
         self._buffer += data
         reply = b""
         if not self.authenticated:
-            reply = self._greet()
+            reply = self._greet_client() if self._server else self._greet_server()
             if not self.authenticated:
                 return [], reply
         return self._bodies(), reply
-
-    def _greet(self) -> bytes:
-        if self._server:
-            return self._greet_client()
-        return self._greet_server()
 
     def _greet_client(self) -> bytes:
         reply = b""
@@ -126,7 +127,10 @@ class Connection:
         return _hmac(self._key, b"client", nonces)
 
     def _take(self, size: int) -> bytes | None:
-        """The next `size` bytes of the handshake; a wrong beginning is refused before the rest arrives."""
+        """Return the next `size` bytes of the handshake, None if they are incomplete.
+
+        Wrong first bytes are refused before the rest has arrived.
+        """
         if self._buffer[: len(MAGIC)] != MAGIC[: len(self._buffer)] and not (self._server and self._expected_proof):
             raise AuthenticationError("the peer does not speak this protocol")
         if len(self._buffer) < size:
@@ -159,7 +163,7 @@ class Connection:
             body = bytes(self._buffer[start + header : end])
             expected = _hmac(self._receive_key, _SEQUENCE.pack(self._received), body)[:_MAC_BYTES]
             if not hmac.compare_digest(mac, expected):
-                raise AuthenticationError("a frame was altered, dropped or repeated on the way")
+                raise AuthenticationError("a frame was altered, dropped or repeated in transit")
             self._received += 1
             bodies.append(body)
             start = end

@@ -1,4 +1,7 @@
-"""The network interfaces of this machine, and which address a host's name stands for."""
+"""The network interfaces of this machine, and the address of a host's name.
+
+Standard library only: the doctor sends this source to executors that may lack the package.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ _IFF_UP = 0x1
 
 
 def interface_addresses() -> dict[str, str]:
-    """IPv4 address by name of each interface that is up and has one; loopback included.
+    """Return the IPv4 address of each interface that is up, by interface name, including loopback.
 
-    Without Linux's ioctl only loopback and the interface of the default route are known, as "lo" and "default".
+    On other systems than Linux: loopback as "lo" and the interface of the default route as "default".
     """
     if not sys.platform.startswith("linux"):
-        return _without_ioctl()
+        default = _route_address()
+        return {"lo": "127.0.0.1", **({"default": default} if default is not None else {})}
     import fcntl
 
     found: dict[str, str] = {}
@@ -29,15 +33,15 @@ def interface_addresses() -> dict[str, str]:
                 flags = struct.unpack_from("<H", fcntl.ioctl(probe, _SIOCGIFFLAGS, request), 16)[0]
                 if flags & _IFF_UP:
                     found[name] = socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
-            except OSError:  # it has no IPv4 address, or went away
+            except OSError:  # it has no IPv4 address, or has disappeared
                 continue
     return found
 
 
 def address_of(name: str) -> str:
-    """The address that stands for a host, the same wherever it is asked: people write names, agents report addresses.
+    """Return the address of a host, the same wherever it is asked: users write names, agents report addresses.
 
-    An address stands for itself. So does a name that cannot be resolved.
+    An address, and a name that cannot be resolved, is returned unchanged.
     """
     if is_address(name):
         return name
@@ -47,8 +51,9 @@ def address_of(name: str) -> str:
         return name
     if not is_loopback(resolved) or name.partition(".")[0] == "localhost":
         return resolved
-    # Debian's /etc/hosts gives 127.0.1.1 to the machine's own name: taken as it is, all such machines would be one
-    return _outward_address() or name
+    # Debian's /etc/hosts gives 127.0.1.1 to the machine's own name. With that, all such machines would look like one.
+    outward = (address for address in (_route_address(), *interface_addresses().values()) if address)
+    return next((address for address in outward if not is_loopback(address)), name)
 
 
 def is_address(name: str) -> bool:
@@ -60,29 +65,19 @@ def is_address(name: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Raises: ValueError: it is no address."""
+    """Return True for a loopback address.
+
+    Raises:
+        ValueError: it is not an address.
+    """
     return ipaddress.ip_address(address).is_loopback
 
 
-def _outward_address() -> str | None:
-    """This machine's address towards others: that of the default route, or of the first interface; None: none."""
-    default = _route_address()
-    candidates = ([default] if default else []) + list(interface_addresses().values())
-    return next((address for address in candidates if not is_loopback(address)), None)
-
-
-def _without_ioctl() -> dict[str, str]:
-    found = {"lo": "127.0.0.1"}
-    default = _route_address()
-    if default is not None:
-        found["default"] = default
-    return found
-
-
 def _route_address() -> str | None:
+    """Return this machine's address on the default route; None without one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing; only asks for the route
+            probe.connect(("192.0.2.1", 9))  # sends nothing: a UDP connect only looks up the route
             return str(probe.getsockname()[0])
         except OSError:
             return None

@@ -1,7 +1,8 @@
-"""Every message that crosses a channel, and its encoding.
+"""The messages that cross a channel, and their encoding.
 
-A message is a frozen dataclass of plain values: JSON for the fields, raw bytes behind it for `payload`. Nothing is
-ever unpickled. Decoding checks each field's type, so rubbish ends in a `ProtocolError`, never in the driver's state.
+A message is a frozen dataclass of plain values: its fields as JSON, followed by the raw bytes of `payload`. Nothing is
+ever unpickled. Decoding checks the type of each field, so invalid bytes raise `ProtocolError` and never reach the
+driver's state.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from spark_elastic.membership.topology import Place, StateVersion, World
 
 @dataclass(frozen=True, slots=True)
 class AgentHello:
-    """First message of an agent. `launch`: the one that began it, which may be over by now. `addresses`: IPv4 addresses
-    by interface name, loopback included."""
+    """First message of an agent: where it runs and what it may use there."""
 
     place: Place
     launch: int
+    """The slot's launch that started the agent; it may have been withdrawn since."""
     pid: int
     addresses: dict[str, str]
+    """IPv4 addresses by interface name, including loopback."""
     probe_port: int
-    """Where it accepts connections and closes them, so that others see which addresses reach it; 0: nowhere."""
+    """Port where the agent accepts and closes connections, so that others find addresses that reach it; 0: none."""
     cores: int
     accelerators: tuple[str, ...]
     python: str
@@ -37,26 +39,28 @@ class AgentHello:
 
 @dataclass(frozen=True, slots=True)
 class AgentHeartbeat:
-    """See `membership.events.AgentAlive`."""
+    """The agent is alive, and so is the worker process `running`."""
 
     running: int | None
+    """See `membership.events.AgentAlive`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """The worker's process is gone. `exit_code` < 0: killed by that signal. `oom_kills`, `memory`: as in
-    `membership.events.WorkerLost`."""
+    """The worker's process has ended; a negative `exit_code` is the signal that killed it."""
 
     worker: int
     exit_code: int
     stderr_tail: str
     oom_kills: int
+    """Processes that the kernel killed for lack of memory while the worker ran."""
     memory: str
+    """A description of those kills and of the memory limits; "" if there were none."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputLines:
-    """Whole lines that the worker printed, without their line ends. `stream`: "stdout" or "stderr"."""
+    """Whole lines that the worker printed to `stream` ("stdout" or "stderr"), without line ends."""
 
     worker: int
     stream: str
@@ -65,21 +69,19 @@ class OutputLines:
 
 @dataclass(frozen=True, slots=True)
 class ResultStored:
-    """The function returned: the agent holds its result and will return it when the job finishes.
-
-    `in_loop`: whether the worker ever entered the elastic loop. `run`: number of the call of the function, see
-    `RunAgain`; the newest result counts.
-    """
+    """The function returned: the agent holds the result and returns it from its task when the job finishes."""
 
     worker: int
     size: int
     in_loop: bool
+    """True if the worker ever entered an elastic loop."""
     run: int
+    """Number of the function's call, see `RunAgain`; the newest result counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeersReachable:
-    """Answer to `ProbePeers`: of the addresses asked about ("address:port"), those that accepted a connection."""
+    """Answer to `ProbePeers`: the peers that accepted a connection."""
 
     reachable: tuple[str, ...]
 
@@ -89,7 +91,7 @@ class PeersReachable:
 
 @dataclass(frozen=True, slots=True)
 class AgentWelcome:
-    """`silence_limit_s`: how long the driver may stand still, its connection open, before it counts as dead."""
+    """The agent is accepted: send heartbeats, and take the driver for dead after `silence_limit_s` of silence."""
 
     heartbeat_interval_s: float
     silence_limit_s: float
@@ -97,25 +99,29 @@ class AgentWelcome:
 
 @dataclass(frozen=True, slots=True)
 class StartWorkerProcess:
+    """Give a worker process this id and the function, and start a process if there is none."""
+
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class StopWorkerProcess:
+    """Kill the worker's process."""
+
     worker: int
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class ProbePeers:
-    """Try to connect to each "address:port" and answer with `PeersReachable`."""
+    """Connect to each "address:port" and answer with `PeersReachable`."""
 
     peers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FinishAgent:
-    """Return from the task; with the stored result if `keep_result`."""
+    """Return from the task, with the stored result if `keep_result`."""
 
     keep_result: bool
     why: str
@@ -126,7 +132,7 @@ class FinishAgent:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHello:
-    """First message of a worker process. `worker` is the id its agent was given for it."""
+    """First message of a worker process, with the id that its agent gave it."""
 
     worker: int
     pid: int
@@ -134,7 +140,7 @@ class WorkerHello:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHeartbeat:
-    """See `membership.events.WorkerAlive`."""
+    """The worker is alive; the fields say how far its training is, see `membership.events.WorkerAlive`."""
 
     version: StateVersion | None
     blocked_s: float | None
@@ -144,7 +150,7 @@ class WorkerHeartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """See `membership.events.WorkerReady`."""
+    """The worker waits for a world newer than `round`, with state `version`; see `membership.events.WorkerReady`."""
 
     round: int
     version: StateVersion | None
@@ -154,7 +160,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """The user's function raised."""
+    """The user's function raised an exception, which fails the job."""
 
     error_type: str
     error: str
@@ -165,29 +171,30 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """A HorovodInternalError left the user's function: the process will exit and has to be started again."""
+    """A HorovodInternalError left the user's function: the process exits and has to be started again."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class LiveProgress:
-    """How far rank 0 of a training is, for people: some times a second, of no consequence if it is lost.
-
-    epoch: from 0. phase: "train" or "validate". rows: of `total`. values: the loss and the metrics so far.
-    """
+    """Progress of rank 0's training for display, sent several times a second; losing one is harmless."""
 
     epoch: int
+    """From 0."""
     epochs: int
     phase: str
+    """Either "train" or "validate"."""
     rows: int
+    """Rows done, of `total`."""
     total: int
     values: dict[str, float]
+    """The loss and the metrics so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpochEnded:
-    """What an epoch has come to. Repeated by whoever becomes rank 0."""
+    """Results of an epoch. A new rank 0 sends them again."""
 
     epoch: int
     epochs: int
@@ -197,14 +204,14 @@ class EpochEnded:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something about a training that a person should see, and that is kept among the job's changes."""
+    """A message for the user about the training; kept in the job's event log."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class KvSet:
-    """Store `payload` under the key, in the round's own space."""
+    """Store `payload` under the key; each round has separate keys."""
 
     round: int
     key: str
@@ -213,7 +220,7 @@ class KvSet:
 
 @dataclass(frozen=True, slots=True)
 class KvGet:
-    """Answered by one `KvValues` as soon as every key is there; never, if the round ends first."""
+    """Ask for values. Answered by one `KvValues` once every key is set; not answered if the round ends first."""
 
     round: int
     request: int
@@ -225,48 +232,51 @@ class KvGet:
 
 @dataclass(frozen=True, slots=True)
 class WorkerWelcome:
-    """`silence_limit_s`: as for agents. `stall_timeout_s`: for how long a collective may be waited for."""
+    """The worker is accepted: send heartbeats, and take the driver for dead after `silence_limit_s` of silence."""
 
     heartbeat_interval_s: float
     silence_limit_s: float
     stall_timeout_s: float
+    """How long a member may wait in a collective before the driver acts."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorldAssigned:
-    """The next world, of which the receiver is a member."""
+    """The next world; the receiver is a member of it."""
 
     world: World
     addresses: dict[str, str]
-    """For each worker id (as a string), the address that it binds to."""
+    """The address that each worker binds to, by its id as a string."""
 
 
 @dataclass(frozen=True, slots=True)
 class Provisional:
-    """Leave `init()` with this probable position; the world is joined from the elastic loop.
-
-    `loop`: the number of the one that the job is in. Who stands in an earlier one leaves that with its `LoopResult`.
-    """
+    """Leave `init()` with this probable position; the worker joins the world from its elastic loop."""
 
     rank: int
     size: int
     loop: int
+    """Number of the loop that the job is in; a worker in an earlier loop leaves that with its `LoopResult`."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostsUpdated:
+    """The world is about to change: raise `HostsUpdatedInterrupt` at the next agreed step."""
+
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
+    """The round is over because a member is lost: end its collectives, which would wait for that member."""
+
     round: int
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class RunAgain:
-    """The function returned, but its world broke: call it again, with the states that its loops have left."""
+    """The function returned but its world broke: call it again, with the states that its loops left."""
 
     run: int
     why: str
@@ -274,7 +284,7 @@ class RunAgain:
 
 @dataclass(frozen=True, slots=True)
 class KvValues:
-    """Answer to the `KvGet` with this request number: the values one after the other, `sizes` long each."""
+    """Answer to the `KvGet` with this request number: the values in sequence, with their sizes."""
 
     request: int
     sizes: tuple[int, ...]
@@ -286,25 +296,25 @@ class KvValues:
 
 @dataclass(frozen=True, slots=True)
 class LoopResult:
-    """What an elastic loop of the function returned, pickled and sealed by the worker that it comes from.
+    """The return value of an elastic loop, pickled and signed by the worker that it comes from.
 
-    Rank 0 sends it as it enters the next loop, the driver as it sends a newcomer on to that. `problem`: why there is
-    none; empty: there is one.
+    Rank 0 sends it when it enters the next loop; the driver sends it to newcomers that skip to that loop.
     """
 
     loop: int
     problem: str
+    """Why there is no return value to send; "" if there is one."""
     payload: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """The driver's answer to a heartbeat, so that silence is noticed on both sides."""
+    """The driver's answer to a heartbeat, so that both sides notice silence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """The sender closes the channel next; not a loss."""
+    """The sender closes the channel next; this is not a loss."""
 
     why: str
 
@@ -349,7 +359,7 @@ _SEPARATOR = b"\n"
 
 
 def encode(message: Message) -> bytes:
-    """One message as bytes: a line of JSON, then the payload if the message has one."""
+    """Return a message as bytes: a line of JSON, then the payload if the message has one."""
     fields = {f.name: _plain(getattr(message, f.name)) for f in dataclasses.fields(message) if f.name != "payload"}
     fields["type"] = type(message).__name__
     head = json.dumps(fields, separators=(",", ":")).encode()
@@ -357,10 +367,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """The message that `encode` made.
+    """Return the message that `encode` made.
 
     Raises:
-        ProtocolError: if the bytes are no message, or a field is missing, unknown or of the wrong type.
+        ProtocolError: the bytes are not a message, or a field is missing, unknown or of the wrong type.
     """
     head, separator, payload = data.partition(_SEPARATOR)
     if not separator:
@@ -438,6 +448,6 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
         return _build(typing.cast("type[Any]", hint), value, where)
     if hint is float and type(value) is int:
         return float(value)
-    if type(value) is not hint:  # exact: a bool is no int here
+    if type(value) is not hint:  # exact: a bool must not pass as an int
         raise ProtocolError(f"{where}: expected {hint.__name__}, got {type(value).__name__}")
     return value

@@ -1,4 +1,4 @@
-"""A channel on an asyncio event loop: the driver's end of every connection, and an agent's."""
+"""A channel on an asyncio event loop: the driver's end of every connection, and the agent's end of its own."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ import socket
 from collections.abc import Callable
 
 from spark_elastic.errors import ProtocolError
-from spark_elastic.wire.channel import keep_unsent_for
+from spark_elastic.wire.channel import set_unacknowledged_timeout
 from spark_elastic.wire.framing import Connection
 from spark_elastic.wire.messages import Message, decode, encode
 
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
-"""A peer that has not proved itself by then is dropped; a real one needs two round trips."""
+"""A peer that has not authenticated by then is dropped; a real one needs two round trips."""
 MAX_UNSENT_BYTES = 64 * 2**20
-"""A peer that lets this much pile up is not reading any more (stopped, or its link is down)."""
+"""A peer with this much unsent data does not read any more: it is stopped, or its network link is down."""
 
 
 class MessageStream(asyncio.Protocol):
-    """Authenticates, then turns bytes into messages and back. All calls on the loop's thread.
+    """A protocol that authenticates the peer, then turns bytes into messages and back.
 
-    `on_open(stream)` once the peer is authenticated, `on_message(stream, message)` for each message,
-    `on_closed(stream, why)` exactly once, but only if `on_open` was called; otherwise `on_unauthenticated(stream)`.
+    All calls, of methods and of callbacks, happen on the loop's thread.
+
+    Args:
+        key: the job's key.
+        server: True at the end that accepted the connection.
+        on_open: called with the stream once the peer is authenticated.
+        on_message: called with the stream and each message.
+        on_closed: called once with the stream and the reason, if `on_open` was called before.
+        on_unauthenticated: called with the stream if the connection ends before `on_open`.
     """
 
     def __init__(
@@ -48,7 +55,7 @@ class MessageStream(asyncio.Protocol):
         self._open = False
         self._aborted = False
         self.refusal = ""
-        """Of a connection that did not authenticate: why this side has closed it; "": the other side did."""
+        """Why this side closed an unauthenticated connection; "" if the other side did."""
         self._server = server
         self.peer_address = ""
         self.local_address = ""
@@ -59,30 +66,30 @@ class MessageStream(asyncio.Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """What is queued because the peer does not take it."""
+        """Bytes queued because the peer does not accept them yet."""
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
     def send(self, message: Message) -> None:
-        """Queue a message; silently dropped if the stream is closed (its owner has been or will be told)."""
+        """Queue a message; drop it if the stream is closed, which `on_closed` reports."""
         if not self._open or self._transport is None or self._transport.is_closing():
             return
         self._transport.write(self._connection.send(encode(message)))
         if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.abort("the peer does not read what is sent to it")
 
-    def give_up_unsent_after(self, seconds: float) -> None:
-        """How long the peer may be away, its connection open, before what is sent to it is given up."""
+    def set_unacknowledged_timeout(self, seconds: float) -> None:
+        """Drop the connection if the peer does not acknowledge data for this time."""
         if self._transport is not None:
-            keep_unsent_for(self._transport.get_extra_info("socket"), seconds)
+            set_unacknowledged_timeout(self._transport.get_extra_info("socket"), seconds)
 
     def close(self) -> None:
-        """Close after what is queued has been sent."""
+        """Close after the queued data has been sent."""
         if self._transport is not None:
             self._why = "closed here"
             self._transport.close()
 
     def abort(self, why: str) -> None:
-        """Close at once; before the connection is made: as soon as it is."""
+        """Close at once, or as soon as the connection is made."""
         self._why = why
         self._aborted = True
         if self._transport is not None:
@@ -116,7 +123,7 @@ class MessageStream(asyncio.Protocol):
                 self._opened()
             messages = [decode(body) for body in bodies]
         except ProtocolError as error:
-            if self._open or not self._server:  # of strangers there may be many: whoever serves them counts
+            if self._open or not self._server:  # a server counts refused strangers, of which there may be many
                 logger.warning("closing the connection from %s: %s", self.peer_address, error)
             self._refuse(f"the peer broke the protocol: {error}")
             return

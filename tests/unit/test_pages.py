@@ -24,7 +24,6 @@ SOURCES = sorted((ROOT / "spark_elastic").rglob("*.py"))
 
 INTERNAL = {
     "RowsRefused": "the driver makes a DataError of it",
-    "LineError": "the doctor makes a finding of it",
     "SentOn": "the elastic loop ends with the result that the others had",
     "Stopped": "ends a thread that reads ahead",
     "NotPlain": "what is not plain is kept as an object",

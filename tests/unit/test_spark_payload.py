@@ -11,7 +11,7 @@ pytest.importorskip("pyspark")
 from spark_elastic.driver.spark import launcher
 from spark_elastic.jobs import backends
 from spark_elastic.settings import ElasticSettings
-from spark_elastic.task import spark_agent
+from spark_elastic.task import agent, spark_agent
 from spark_elastic.wire.launch_spec import AgentOrder
 
 
@@ -61,6 +61,6 @@ def test_a_small_function_travels_in_the_task(sent):
 
 
 def test_the_task_puts_the_order_together_again(monkeypatch):
-    monkeypatch.setattr(spark_agent, "run_agent", lambda order, *rest: order)
+    monkeypatch.setattr(agent, "run_agent", lambda order, *rest: order)
     assert spark_agent.run_in_task(0, 1, pickle.dumps(order(b"")), b"large") == order(b"large")
     assert spark_agent.run_in_task(0, 1, pickle.dumps(order(b"f"))) == order(b"f")

@@ -1,4 +1,4 @@
-"""The doctor at a real cluster, well and with faults planted, and as a command."""
+"""The doctor on a real cluster, healthy and with planted faults, and as a command."""
 
 import json
 import os
@@ -29,19 +29,19 @@ def level(report, check):
     return {finding.level for finding in report.of(check)}
 
 
-def test_a_healthy_cluster_is_found_well_in_every_respect(cluster, tmp_path):
+def test_healthy_cluster_passes_every_check(cluster, tmp_path):
     report = spark_elastic.doctor(cluster.spark, store=str(tmp_path), num_proc=2)
     assert report.ok, report
-    looked_at = {
+    expected = {
         *("java", "Spark", "packages", "task slots", "executors", "package on executors", "versions"),
         *("executors → driver", "driver → executors", "executors ↔ executors", "storage", "clocks", "shared memory"),
         *("limits", "temporary space", "torch on executors"),
     }
-    assert looked_at <= {finding.check for finding in report.findings}
+    assert expected <= {finding.check for finding in report.findings}
     assert list(tmp_path.iterdir()) == []
 
 
-def test_three_faults_at_a_time_are_all_found_and_stop_nothing_else(cluster, tmp_path):
+def test_three_simultaneous_faults_are_all_found_and_the_other_checks_run(cluster, tmp_path):
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     (hidden / "sitecustomize.py").write_text("import sys\nsys.modules['spark_elastic'] = None\n")
@@ -52,8 +52,8 @@ def test_three_faults_at_a_time_are_all_found_and_stop_nothing_else(cluster, tmp
     environment["PYTHONPATH"] = str(hidden)  # of the tasks
     try:
         doctor = Examination(60.0, store=file / "store", wall=lambda: clock.wall() + 300, with_torch=False)
-        doctor.look_here()
-        doctor.look_at(cluster.spark)
+        doctor.check_driver()
+        doctor.check_cluster(cluster.spark)
     finally:
         environment.pop("PYTHONPATH")
         if before is not None:
@@ -67,17 +67,19 @@ def test_three_faults_at_a_time_are_all_found_and_stop_nothing_else(cluster, tmp
     assert level(report, "executors ↔ executors") == {OK}
 
 
-def test_an_executor_that_hangs_is_named_and_delays_nothing_beyond_the_deadline(cluster):
+def test_hanging_executor_is_named_within_the_deadline(cluster):
     hanging = cluster.executors()["0"]
     stopped = [hanging, *cluster.python_processes("0")]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
     try:
         doctor = Examination(8.0, with_torch=False)
-        looking = threading.Thread(target=lambda: (doctor.look_here(), doctor.look_at(cluster.spark)), daemon=True)
-        looking.start()
-        looking.join(60.0)
-        assert not looking.is_alive()
+        checking = threading.Thread(
+            target=lambda: (doctor.check_driver(), doctor.check_cluster(cluster.spark)), daemon=True
+        )
+        checking.start()
+        checking.join(60.0)
+        assert not checking.is_alive()
     finally:
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
@@ -87,7 +89,7 @@ def test_an_executor_that_hangs_is_named_and_delays_nothing_beyond_the_deadline(
     assert "not executor 0" in found.says
 
 
-def test_the_command_names_a_java_that_is_too_old_and_exits_with_1(tmp_path):
+def test_command_names_a_java_that_is_too_old_and_exits_with_1(tmp_path):
     java = tmp_path / "java"
     java.write_text('#!/bin/sh\necho \'openjdk version "11.0.2"\' >&2\n[ "$1" = -version ]\n')
     java.chmod(java.stat().st_mode | stat.S_IXUSR)
@@ -105,7 +107,7 @@ def test_the_command_names_a_java_that_is_too_old_and_exits_with_1(tmp_path):
     assert by_check["limits"]["level"] == OK
 
 
-def test_the_command_ends_in_time_where_no_master_answers():
+def test_command_ends_in_time_when_no_master_answers():
     words = [sys.executable, "-m", "spark_elastic", "doctor", "--json", "--master", "spark://127.0.0.1:1"]
     done = subprocess.run([*words, "--timeout", "8"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr

@@ -1,4 +1,4 @@
-"""The doctor's probes as processes on hosts of their own, with a firewall in between. Without Spark: it has no part."""
+"""The doctor's probes as processes on separate hosts with a firewall in between, without Spark."""
 
 import base64
 import json
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from spark_elastic.diagnostics import network
-from spark_elastic.diagnostics.conversation import Conversation
 from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING
+from spark_elastic.diagnostics.probe_server import ProbeServer
 from spark_elastic.wire.framing import new_key
 from tests.integration.network import _IP, Network, why_unavailable
 
@@ -20,16 +20,15 @@ pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_un
 ROOT = Path(__file__).resolve().parents[3]
 PROBE = """
 import base64, json, sys
-from spark_elastic.diagnostics import line, probe
-from spark_elastic.wire.interfaces import interface_addresses
+from spark_elastic.diagnostics import probe
 order = json.loads(sys.argv[1])
 order["key"] = base64.b64decode(order["key"])
-look = probe.look_around(order["number"], addresses=interface_addresses(), executor=str(order["number"]),
-                         host=order["host"], package="json")
-look["hostname"] = order["host"]  # the hosts are one machine, which has one name
-probe.serve(order, look, line.Line)
+report = probe.collect_facts(order["number"], package="json")
+report["executor"] = str(order["number"])
+report["host"] = report["hostname"] = order["host"]  # the hosts are one machine, which has one name
+probe.serve(order, report)
 """
-NOBODY = "198.51.100.7"
+UNREACHABLE = "198.51.100.7"
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +36,10 @@ def hosts():
     made = Network()
     try:
         addresses = [made.add_host(), made.add_host()]
-        # an interface that is up and has an address that nobody has a way to
+        # an interface that is up and has an address to which there is no route
         on_second = [_IP, "-n", made._names(addresses[1])[0]]
         subprocess.run([*on_second, "link", "add", "private0", "type", "bridge"], check=True)
-        subprocess.run([*on_second, "addr", "add", f"{NOBODY}/32", "dev", "private0"], check=True)
+        subprocess.run([*on_second, "addr", "add", f"{UNREACHABLE}/32", "dev", "private0"], check=True)
         subprocess.run([*on_second, "link", "set", "private0", "up"], check=True)
         yield made, addresses
     finally:
@@ -51,54 +50,54 @@ def hosts():
 def probes(hosts):
     made, addresses = hosts
     key = new_key()
-    conversation = Conversation("0.0.0.0", key)
+    server = ProbeServer("0.0.0.0", key)
     running = []
 
     def start(first_address=None):
         for number, address in enumerate(addresses):
-            ways = [[way, conversation.port] for way in (first_address, made.gateway) if way is not None]
+            ways = [[way, server.port] for way in (first_address, made.gateway) if way is not None]
             order = {"number": number, "host": address, "addresses": ways, "seconds": 60, "connect_s": 1.0}
             order["key"] = base64.b64encode(key).decode()
             words = [*made.command_on(address), sys.executable, "-c", PROBE, json.dumps(order)]
             running.append(subprocess.Popen(words, cwd=ROOT))
-        assert conversation.wait_for(2, 60, threading.Event()) == 2
-        return conversation, conversation.probes
+        assert server.wait_for(2, 60, threading.Event()) == 2
+        return server, server.probes
 
     yield start
-    conversation.close()
+    server.close()
     for process in running:
         process.wait(30)
 
 
-def test_a_filtered_interface_is_named_beside_the_one_that_works(probes):
-    conversation, both = probes()
-    findings = network.reached_each_other(network.try_between(conversation, both, 1.0))
+def test_filtered_interface_is_named_with_the_one_that_works(probes):
+    server, both = probes()
+    findings = network.judge_between_executors(network.connect_executors(server, both, 1.0))
     assert [finding.level for finding in findings] == [WARNING]
     works = both[1].report["host"]
-    assert f"({works}), but not on private0 ({NOBODY})" in findings[0].says
+    assert f"({works}), but not on private0 ({UNREACHABLE})" in findings[0].says
 
 
-def test_hosts_that_are_cut_off_from_each_other_are_a_problem_in_both_directions(probes, hosts):
+def test_hosts_cut_off_from_each_other_are_a_problem_in_both_directions(probes, hosts):
     made, _ = hosts
-    conversation, both = probes()
+    server, both = probes()
     # A firewall between the two, and not between them and the driver: each has a wrong hardware address of the other.
     for mine, other in ((both[0], both[1]), (both[1], both[0])):
         namespace, _, inner = made._names(mine.report["host"])
         words = [_IP, "-n", namespace, "neigh", "replace", other.report["host"], "lladdr", "02:00:00:00:00:99"]
         subprocess.run([*words, "dev", inner], check=True)
     try:
-        findings = network.reached_each_other(network.try_between(conversation, both, 1.0))
+        findings = network.judge_between_executors(network.connect_executors(server, both, 1.0))
         assert [finding.level for finding in findings] == [PROBLEM, PROBLEM]
         assert all("on no interface" in finding.says for finding in findings)
-        assert network.reached_from_driver(network.try_from_driver(both, False, 1.0)).level == OK
+        assert network.judge_driver_to_executors(network.connect_from_driver(both, False, 1.0)).level == OK
     finally:
         for mine, other in ((both[0], both[1]), (both[1], both[0])):
             namespace, _, inner = made._names(mine.report["host"])
             subprocess.run([_IP, "-n", namespace, "neigh", "del", other.report["host"], "dev", inner], check=True)
 
 
-def test_an_address_of_the_driver_that_is_filtered_is_replaced_by_one_that_works(probes, hosts):
+def test_working_driver_address_is_suggested_in_place_of_a_filtered_one(probes, hosts):
     made, _ = hosts
     _, both = probes(first_address="198.51.100.1")
-    (found,) = network.reached_driver([probe.report for probe in both])
+    (found,) = network.judge_executors_to_driver([probe.report for probe in both])
     assert (found.level, found.fix) == (PROBLEM, f"set spark.driver.host={made.gateway}")

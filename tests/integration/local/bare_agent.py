@@ -7,10 +7,10 @@ import sys
 
 from spark_elastic.membership.topology import SlotReport
 from spark_elastic.task.agent import run_agent
-from spark_elastic.task.main import die_with
+from spark_elastic.task.main import die_with_parent
 
 if __name__ == "__main__":
-    die_with(os.getppid())
+    die_with_parent(os.getppid())
     order, slot, host, cores = pickle.load(sys.stdin.buffer)
     outcome = run_agent(order, slot, 0, SlotReport(host, f"local-{slot}", {}, cores, (), platform.python_version()))
     pickle.dump(outcome, sys.stdout.buffer)

@@ -1,13 +1,14 @@
-"""What facts are judged to mean: one planted fault at a time."""
+"""Judge the facts that probes report, with one planted fault at a time."""
 
 import pytest
 
 from spark_elastic.diagnostics import cluster, machine, network, sharing
 from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING, Finding, Report
-from spark_elastic.diagnostics.network import Try
+from spark_elastic.diagnostics.network import Attempt
+from spark_elastic.driver.spark.cluster import SlotCount
 
 
-def look(**changes):
+def probe_report(**changes):
     usual = {
         "number": 0,
         "executor": "1",
@@ -29,25 +30,26 @@ def look(**changes):
     return {**usual, **changes}
 
 
-def slots(now=4, *, most=4, busy=0, executors=2, dynamic=False, task_cpus="1"):
-    return cluster.Slots(now, most, busy, executors, dynamic, task_cpus)
+def slots(now=4, *, most=4, busy=0, executors=2, dynamic=False):
+    """The slots, and the arguments of `judge_slots` that describe how they are used."""
+    return SlotCount(now, most, executors), {"busy": busy, "dynamic": dynamic, "task_cpus": "1"}
 
 
-def test_an_executor_like_the_driver_is_fine():
-    findings = machine.packages_there(look(), [look()])
+def test_executor_like_the_driver_is_fine():
+    findings = machine.judge_executor_packages(probe_report(), [probe_report()])
     assert {finding.level for finding in findings} == {OK}
 
 
-def test_an_executor_without_the_package_is_a_problem_that_names_its_python():
-    there = look(package=None, package_error="ModuleNotFoundError: No module named 'spark_elastic'")
-    found = machine.packages_there(look(), [look(), there])[0]
+def test_missing_package_is_a_problem_that_names_the_executors_python():
+    there = probe_report(package=None, package_error="ModuleNotFoundError: No module named 'spark_elastic'")
+    found = machine.judge_executor_packages(probe_report(), [probe_report(), there])[0]
     assert found.level == PROBLEM
     assert "No module named 'spark_elastic'" in found.says
     assert "/usr/bin/python3" in found.says
 
 
-def test_another_version_of_the_package_is_a_problem():
-    found = machine.packages_there(look(), [look(package="0.0.9")])[0]
+def test_other_package_version_is_a_problem():
+    found = machine.judge_executor_packages(probe_report(), [probe_report(package="0.0.9")])[0]
     assert (found.level, "0.0.9" in found.says, "0.1.0" in found.fix) == (PROBLEM, True, True)
 
 
@@ -56,28 +58,28 @@ def test_another_version_of_the_package_is_a_problem():
     [
         ({"python": "3.12.1"}, PROBLEM),
         ({"python": "3.11.9"}, OK),
-        ({"packages": {**look()["packages"], "torch": "2.6.0"}}, WARNING),
+        ({"packages": {**probe_report()["packages"], "torch": "2.6.0"}}, WARNING),
         ({"packages": {"numpy": "2.1.0", "cloudpickle": "3.1", "pyspark": "4.0.0"}}, PROBLEM),
     ],
 )
-def test_versions_that_differ_matter_by_what_they_are(changes, level):
-    findings = machine.packages_there(look(), [look(**changes)])[1:]
+def test_level_of_a_version_difference_depends_on_the_package(changes, level):
+    findings = machine.judge_executor_packages(probe_report(), [probe_report(**changes)])[1:]
     assert [finding.level for finding in findings] == [level]
 
 
-def test_an_old_torch_on_the_driver_is_a_problem():
-    findings = machine.packages_here(look(packages={**look()["packages"], "torch": "2.5.1"}))
+def test_old_torch_on_the_driver_is_a_problem():
+    findings = machine.judge_driver_packages(probe_report(packages={**probe_report()["packages"], "torch": "2.5.1"}))
     assert any(f.level == PROBLEM and "torch>=2.6" in f.fix for f in findings)
 
 
-def test_torch_that_does_not_import_is_named_with_its_reason():
-    found = machine.torch_of({"executor 1": RuntimeError("libgomp.so.1: cannot open shared object file")})
+def test_failed_import_of_torch_is_reported_with_its_reason():
+    found = machine.judge_torch({"executor 1": RuntimeError("libgomp.so.1: cannot open shared object file")})
     assert (found.level, "libgomp" in found.says) == (PROBLEM, True)
 
 
 def test_few_descriptors_and_little_space_are_warnings():
-    poor = look(descriptors=256, temporary={"path": "/tmp", "free": 1000})
-    findings = machine.limits({"executor 1": poor}, slots=2)
+    poor = probe_report(descriptors=256, temporary={"path": "/tmp", "free": 1000})
+    findings = machine.judge_limits({"executor 1": poor}, slots=2)
     assert [finding.level for finding in findings] == [WARNING, WARNING]
     assert "ulimit -n" in findings[0].fix
 
@@ -94,82 +96,83 @@ def test_few_descriptors_and_little_space_are_warnings():
         (slots(0, most=None, executors=0, dynamic=True), 900, OK),
     ],
 )
-def test_slots_are_weighed_against_what_is_needed(there, need, level):
-    assert cluster.slots_for(there, need).level == level
+def test_slots_are_compared_with_num_proc(there, need, level):
+    count, use = there
+    assert cluster.judge_slots(count, need, **use).level == level
 
 
-def test_executors_that_say_nothing_are_named():
-    found = cluster.who_came([look()], ["1", "2"], wanted=4, waited_s=9.0, error=None)
+def test_silent_executors_are_named():
+    found = cluster.judge_executors([probe_report()], ["1", "2"], wanted=4, waited_s=9.0, error=None)
     assert (found.level, "executor 2" in found.says) == (WARNING, True)
-    assert cluster.who_came([], ["1"], wanted=4, waited_s=9.0, error=None).level == PROBLEM
+    assert cluster.judge_executors([], ["1"], wanted=4, waited_s=9.0, error=None).level == PROBLEM
 
 
-def test_pythons_that_spark_refuses_have_a_fix_of_their_own():
+def test_python_mismatch_suggests_pyspark_python():
     error = "[PYTHON_VERSION_MISMATCH] Python in worker has different version 3.9 than that in driver 3.11"
-    found = cluster.who_came([], ["1"], wanted=1, waited_s=1.0, error=error)
+    found = cluster.judge_executors([], ["1"], wanted=1, waited_s=1.0, error=error)
     assert (found.level, "PYSPARK_PYTHON" in found.fix) == (PROBLEM, True)
 
 
 def test_gpus_that_nobody_asked_for_are_pointed_out_and_none_is_silent():
-    assert cluster.gpus_of(None, [look()], {}) is None
-    assert cluster.gpus_of(None, [look(nvidia_devices=2)], {}).level == WARNING
+    assert cluster.judge_gpus(None, [probe_report()], {}) is None
+    assert cluster.judge_gpus(None, [probe_report(nvidia_devices=2)], {}).level == WARNING
 
 
-def test_a_task_without_its_gpu_and_a_torch_without_cuda_are_problems():
+def test_task_without_gpu_and_torch_without_cuda_are_problems():
     sees_none = {"executor 1": {"gpus": [], "cuda_build": None}}
-    assert cluster.gpus_of("1", [look(gpus=[])], {}).level == PROBLEM
-    found = cluster.gpus_of("1", [look(gpus=["0"])], sees_none)
+    assert cluster.judge_gpus("1", [probe_report(gpus=[])], {}).level == PROBLEM
+    found = cluster.judge_gpus("1", [probe_report(gpus=["0"])], sees_none)
     assert (found.level, "built without CUDA" in found.says) == (PROBLEM, True)
 
 
-def test_a_gpu_of_two_tasks_is_a_warning():
-    looks = [look(number=0, gpus=["0"]), look(number=1, gpus=["0"])]
-    found = cluster.gpus_of("0.5", looks, {"executor 1": {"gpus": ["H100"], "cuda_build": "12.6"}})
+def test_gpu_shared_by_two_tasks_is_a_warning():
+    reports = [probe_report(number=0, gpus=["0"]), probe_report(number=1, gpus=["0"])]
+    found = cluster.judge_gpus("0.5", reports, {"executor 1": {"gpus": ["H100"], "cuda_build": "12.6"}})
     assert (found.level, "Gloo" in found.fix) == (WARNING, True)
-    apart = [look(number=0, gpus=["0"]), look(number=1, gpus=["1"])]
-    assert cluster.gpus_of("1", apart, {}).level == OK
+    apart = [probe_report(number=0, gpus=["0"]), probe_report(number=1, gpus=["1"])]
+    assert cluster.judge_gpus("1", apart, {}).level == OK
 
 
-def test_an_executor_that_cannot_reach_the_driver_is_told_which_address_works():
+def test_unreachable_driver_address_is_reported_with_one_that_works():
     attempts = [{"to": "172.17.0.1:4000", "error": "TimeoutError: timed out"}, {"to": "10.0.0.1:4000", "ms": 2.0}]
-    (found,) = network.reached_driver([look(attempts=attempts)])
+    (found,) = network.judge_executors_to_driver([probe_report(attempts=attempts)])
     assert (found.level, found.fix) == (PROBLEM, "set spark.driver.host=10.0.0.1")
 
 
-def test_a_pair_without_any_way_is_a_problem_and_a_filtered_interface_a_warning():
-    tries = [
-        Try("A", "B", "eth0", "10.0.0.3", 1.0),
-        Try("A", "B", "docker0", "172.17.0.1", error="somebody else answers there"),
-        Try("B", "A", "eth0", "10.0.0.2", error="timed out"),
+def test_unconnected_pair_is_a_problem_and_a_filtered_interface_a_warning():
+    attempts = [
+        Attempt("A", "B", "eth0", "10.0.0.3", 1.0),
+        Attempt("A", "B", "docker0", "172.17.0.1", error="another machine answers there"),
+        Attempt("B", "A", "eth0", "10.0.0.2", error="timed out"),
     ]
-    findings = network.reached_each_other(tries)
+    findings = network.judge_between_executors(attempts)
     assert [finding.level for finding in findings] == [PROBLEM, WARNING]
     assert "eth0 (10.0.0.2): timed out" in findings[0].says
     assert "reached on eth0 (10.0.0.3), but not on docker0" in findings[1].says
-    assert [f.level for f in network.reached_each_other(tries[:1])] == [OK]
+    assert [f.level for f in network.judge_between_executors(attempts[:1])] == [OK]
 
 
-def test_clocks_are_off_only_by_more_than_the_measurement_may_be():
+def test_clock_skew_counts_only_beyond_the_error_of_its_measurement():
     fine = {"A": (0.002, 0.001), "B": (5.0, 6.0)}
-    assert [f.level for f in sharing.judged_clocks(fine)] == [OK]
-    levels = [f.level for f in sharing.judged_clocks({"A": (-5.0, 0.1), "B": (300.0, 0.1)})]
+    assert [f.level for f in sharing.judge_clocks(fine)] == [OK]
+    levels = [f.level for f in sharing.judge_clocks({"A": (-5.0, 0.1), "B": (300.0, 0.1)})]
     assert levels == [WARNING, PROBLEM]
 
 
-def test_a_file_that_others_do_not_see_is_a_problem():
+def test_file_invisible_to_others_is_a_problem():
     written = {"the driver": {"ms": 1.0, "free": 9 * 2**30}, "A": {"ms": 1.0, "free": 9 * 2**30}}
     blind = {"the driver": {"ms": 1.0, "missing": {}}, "A": {"ms": 1.0, "missing": {"f/driver": "FileNotFoundError"}}}
-    (found,) = sharing.judged_storage("/data", written, blind, {"f/driver": "the driver", "f/0": "A"})
+    (found,) = sharing.judge_storage("/data", written, blind, {"f/driver": "the driver", "f/0": "A"})
     assert found.level == PROBLEM
     assert "A does not see in /data what the driver has written" in found.says
 
 
-def test_memory_that_cannot_be_opened_is_a_warning_only_where_it_could_be():
-    assert sharing.judged_memory({"h": "PermissionError"}, {"Linux x86_64"}).level == WARNING
-    assert sharing.judged_memory({"h": "PermissionError"}, {"Linux aarch64"}).level == OK
+def test_unopened_memory_is_a_warning_only_where_it_is_supported():
+    assert sharing.judge_shared_memory({"h": "PermissionError"}, {"Linux x86_64"}).level == WARNING
+    assert sharing.judge_shared_memory({"h": "PermissionError"}, {"Linux aarch64"}).level == OK
 
 
-def test_a_report_is_well_without_problems_and_shows_itself_everywhere():
+def test_report_is_ok_without_problems_and_has_all_its_forms():
     fine = Finding("clocks", OK, "all are right")
     bad = Finding("storage", PROBLEM, "<cannot> be written", "let it")
     report = Report((fine, bad), 1.0)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.task.memory import MemoryKills, in_words, memory_kills
+from spark_elastic.task.memory import MemoryKills, describe_kills, memory_kills
 
 
 def system(root: Path, cgroup: str, files: dict[str, str]) -> Path:
@@ -31,21 +31,21 @@ def test_kills_for_memory_are_read_from_the_control_group(tmp_path: Path, cgroup
     assert memory_kills(root) == MemoryKills(4, 7)
 
 
-def test_a_system_that_counts_nothing_is_no_error(tmp_path: Path) -> None:
+def test_system_without_counters_is_not_an_error(tmp_path: Path) -> None:
     assert memory_kills(tmp_path) == MemoryKills(None, None)
-    assert in_words(MemoryKills(None, None), MemoryKills(3, 3), tmp_path) == ""
+    assert describe_kills(MemoryKills(None, None), MemoryKills(3, 3), tmp_path) == ""
 
 
-def test_what_was_killed_meanwhile_is_told_with_the_limit(tmp_path: Path) -> None:
+def test_kills_are_described_with_the_memory_limit(tmp_path: Path) -> None:
     files = {
         "sys/fs/cgroup/memory.events": "oom_kill 5\n",
         "sys/fs/cgroup/memory.max": "2147483648\n",
         "proc/meminfo": "MemTotal: 8388608 kB\nMemAvailable: 1048576 kB\n",
     }
     root = system(tmp_path, "0::/\n", files)
-    assert in_words(MemoryKills(4, 4), memory_kills(root), root) == (
+    assert describe_kills(MemoryKills(4, 4), memory_kills(root), root) == (
         "The kernel killed 1 process of its container (control group) for lack of memory while it ran "
         "(limit 2.0 GiB, 1.0 GiB available on the machine now)"
     )
-    assert "2 processes on its machine" in in_words(MemoryKills(5, 4), MemoryKills(5, 6), root)
-    assert in_words(MemoryKills(5, 4), MemoryKills(5, 4), root) == ""
+    assert "2 processes on its machine" in describe_kills(MemoryKills(5, 4), MemoryKills(5, 6), root)
+    assert describe_kills(MemoryKills(5, 4), MemoryKills(5, 4), root) == ""

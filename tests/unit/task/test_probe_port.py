@@ -1,4 +1,4 @@
-"""Where agents try whether they reach one another: on chosen addresses alone, and bounded."""
+"""The port on which agents test whether they can reach each other."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ async def is_answered(address, port):
     return True
 
 
-def test_it_listens_on_one_port_of_the_given_addresses_alone():
+def test_listens_on_the_same_port_of_the_given_addresses_only():
     async def live():
-        probe = ProbePort(["127.0.0.2", "127.0.0.3", "203.0.113.1"])  # the last is none of this host
+        probe = ProbePort(["127.0.0.2", "127.0.0.3", "203.0.113.1"])  # the last is not an address of this host
         answers = [await is_answered(f"127.0.0.{last}", probe.port) for last in (1, 2, 3)]
         port = probe.port
         probe.close()
@@ -41,7 +41,7 @@ def test_it_listens_on_one_port_of_the_given_addresses_alone():
     assert run(live()) == [False, True, True, False]
 
 
-def test_without_an_address_there_is_no_port():
+def test_port_is_0_without_addresses():
     async def live():
         probe = ProbePort([])
         probe.close()
@@ -50,7 +50,7 @@ def test_without_an_address_there_is_no_port():
     assert run(live()) == 0
 
 
-def test_connections_that_are_held_open_cost_no_descriptor():
+def test_connections_held_open_by_peers_cost_no_descriptor():
     async def live():
         probe = ProbePort(["127.0.0.1"])
         strangers = [socket.create_connection(("127.0.0.1", probe.port)) for _ in range(60)]
@@ -66,8 +66,8 @@ def test_connections_that_are_held_open_cost_no_descriptor():
 
 
 @pytest.mark.parametrize(("nics", "listens"), [(("a",), {"127.0.0.2"}), (None, {"127.0.0.2", "127.0.0.3"})])
-def test_an_agent_listens_on_the_interfaces_that_were_chosen(nics, listens, monkeypatch):
-    """Of an agent that does not reach its driver, which ends it."""
+def test_agent_listens_on_the_chosen_interfaces_only(nics, listens, monkeypatch):
+    # the agent ends soon: it has no driver to connect to
     found = set()
 
     class Noting(ProbePort):

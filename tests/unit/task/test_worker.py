@@ -18,32 +18,32 @@ class Exited(Exception):
 
 @pytest.fixture(autouse=True)
 def exits(monkeypatch):
-    def exit_now(code, *said):
+    def exit_now(code, *why):
         raise Exited(code)
 
     monkeypatch.setattr(main, "exit_now", exit_now)
 
 
-def test_a_lifeline_that_closes_before_the_function_has_returned_ends_the_process():
-    orders = queue.SimpleQueue()
+def test_lifeline_closed_before_the_function_returned_ends_the_process():
+    next_run = queue.SimpleQueue()
     with pytest.raises(Exited, match=str(main.EXIT_ORPHANED)):
-        main._hold(io.BytesIO(), threading.Event(), orders)
-    assert orders.empty()
+        main._watch_lifeline(io.BytesIO(), threading.Event(), next_run)
+    assert next_run.empty()
 
 
-def test_a_lifeline_that_closes_while_the_result_is_handed_over_lets_the_process_end_in_order():
-    returned, orders = threading.Event(), queue.SimpleQueue()
+def test_lifeline_closed_after_the_function_returned_releases_the_process():
+    returned, next_run = threading.Event(), queue.SimpleQueue()
     returned.set()
-    main._hold(io.BytesIO(), returned, orders)
-    assert orders.get_nowait() is None
+    main._watch_lifeline(io.BytesIO(), returned, next_run)
+    assert next_run.get_nowait() is None
 
 
 class Link:
     def __init__(self):
-        self.said = []
+        self.reasons = []
 
     def abandoned(self, why):
-        self.said.append(why)
+        self.reasons.append(why)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def loops(monkeypatch):
     return own
 
 
-def test_a_collective_that_fails_after_a_loop_has_the_function_called_again(loops):
+def test_collective_failing_after_a_loop_has_the_function_called_again(loops):
     calls = []
 
     def function():
@@ -68,7 +68,7 @@ def test_a_collective_that_fails_after_a_loop_has_the_function_called_again(loop
     assert calls == [1, 1, 1]
 
 
-def test_a_collective_that_fails_before_any_loop_has_ended_starts_the_process_over(loops):
+def test_collective_failing_before_any_loop_has_ended_restarts_the_process(loops):
     link = Link()
 
     def function():
@@ -77,10 +77,10 @@ def test_a_collective_that_fails_before_any_loop_has_ended_starts_the_process_ov
 
     with pytest.raises(Exited, match=str(main.EXIT_ABANDONED)):
         main._run(link, function)
-    assert link.said
+    assert link.reasons
 
 
-def test_a_function_that_fails_again_without_coming_to_a_world_is_not_called_for_ever(loops):
+def test_function_failing_again_without_joining_a_world_is_not_called_for_ever(loops):
     calls = []
 
     def function():

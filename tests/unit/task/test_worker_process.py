@@ -1,4 +1,4 @@
-"""A worker's process alone, with the agent's part played by the test."""
+"""A worker process, with the test in the role of its agent."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ sys.stdout.flush()
 """
 
 
-def end_of_a_worker_with_a_child_that_writes_for_ever(tmp_path, own_group):
-    """What the worker's exit looks like to the agent: (exit code, the child's process id)."""
+def kill_worker_with_endlessly_writing_child(tmp_path, own_group):
+    """Kill such a worker; return its exit code as the agent sees it, and the child's process id."""
     (tmp_path / "chatterbox.py").write_text(CHATTERBOX.format(own_group=own_group))
     order = AgentOrder("job", (), b"", b"", 1.0, "", preimport=("chatterbox",))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ".")])}
@@ -56,18 +56,18 @@ def end_of_a_worker_with_a_child_that_writes_for_ever(tmp_path, own_group):
     return asyncio.run(asyncio.wait_for(live(), WAIT_S))
 
 
-def test_a_child_left_behind_that_writes_for_ever_does_not_hold_up_the_agent(tmp_path):
-    code, _ = end_of_a_worker_with_a_child_that_writes_for_ever(tmp_path, own_group=False)
+def test_child_that_writes_for_ever_does_not_delay_the_workers_end(tmp_path):
+    code, _ = kill_worker_with_endlessly_writing_child(tmp_path, own_group=False)
     assert code == -signal.SIGKILL
 
 
-def test_nor_does_one_that_left_the_group_and_cannot_be_ended_with_it(tmp_path):
-    code, child = end_of_a_worker_with_a_child_that_writes_for_ever(tmp_path, own_group=True)
+def test_writing_child_outside_of_the_process_group_does_not_delay_it_either(tmp_path):
+    code, child = kill_worker_with_endlessly_writing_child(tmp_path, own_group=True)
     os.kill(child, signal.SIGKILL)
     assert code == -signal.SIGKILL
 
 
-def test_a_stopped_process_is_not_seen_running():
+def test_stopped_process_is_not_seen_running():
     order = AgentOrder("job", (), b"", b"", 1.0, "", preimport=())
 
     async def live():
@@ -85,13 +85,13 @@ def test_a_stopped_process_is_not_seen_running():
     assert asyncio.run(asyncio.wait_for(live(), WAIT_S)) == [True, False, True, False]
 
 
-def test_a_worker_s_threads_do_not_spin_on_cores_that_others_need_unless_that_is_asked_for():
+def test_openmp_threads_wait_passively_unless_the_user_sets_otherwise():
     order = AgentOrder("job", (), b"", b"", 1.0, "")
     assert worker_environment(order, {}, [], 2, ())["OMP_WAIT_POLICY"] == "passive"
     assert worker_environment(order, {"OMP_WAIT_POLICY": "active"}, [], 2, ())["OMP_WAIT_POLICY"] == "active"
 
 
-def test_of_several_results_the_newest_counts(tmp_path):
+def test_newest_of_several_results_counts(tmp_path):
     (tmp_path / "twice.py").write_text("""
 import os, sys
 fd = int(sys.argv[2])

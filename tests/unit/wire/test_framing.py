@@ -15,7 +15,7 @@ def connected(key=None, **limits):
     return client, server
 
 
-def test_both_ends_are_authenticated_after_one_round_trip_and_a_half():
+def test_both_ends_are_authenticated_after_one_and_a_half_round_trips():
     client, server = connected()
     assert client.authenticated
     assert server.authenticated
@@ -28,7 +28,7 @@ def test_bodies_arrive_in_order_in_both_directions():
 
 
 @given(bodies=st.lists(st.binary(max_size=300), max_size=8), cuts=st.lists(st.integers(1, 60), min_size=1, max_size=40))
-def test_any_cut_of_the_byte_stream_gives_the_same_bodies(bodies, cuts):
+def test_bodies_do_not_depend_on_how_the_byte_stream_is_cut(bodies, cuts):
     client, server = connected()
     stream = b"".join(client.send(body) for body in bodies)
     got, start = [], 0
@@ -39,7 +39,7 @@ def test_any_cut_of_the_byte_stream_gives_the_same_bodies(bodies, cuts):
     assert got == bodies
 
 
-def test_a_client_without_the_key_is_refused():
+def test_client_without_the_key_is_refused():
     client, server = Connection(new_key(), server=False), Connection(new_key(), server=True)
     _, answer = server.receive(client.start())
     with pytest.raises(AuthenticationError, match="does not hold this job's key"):
@@ -49,20 +49,20 @@ def test_a_client_without_the_key_is_refused():
     assert not server.authenticated
 
 
-def test_a_server_that_only_repeats_what_it_was_sent_is_refused():
+def test_server_that_echoes_the_greeting_is_refused():
     client = Connection(new_key(), server=False)
     greeting = client.start()
     with pytest.raises(AuthenticationError):
         client.receive(greeting + bytes(32))
 
 
-def test_bytes_of_another_protocol_are_refused_at_their_beginning():
+def test_first_bytes_of_another_protocol_are_refused():
     server = Connection(new_key(), server=True)
     with pytest.raises(AuthenticationError, match="does not speak this protocol"):
         server.receive(b"GET / HTTP/1.1\r\n")
 
 
-def test_an_altered_frame_is_refused():
+def test_altered_frame_is_refused():
     client, server = connected()
     frame = bytearray(client.send(b"pay 1"))
     frame[-1] ^= 1
@@ -70,7 +70,7 @@ def test_an_altered_frame_is_refused():
         server.receive(bytes(frame))
 
 
-def test_a_repeated_frame_is_refused():
+def test_repeated_frame_is_refused():
     client, server = connected()
     frame = client.send(b"once")
     server.receive(frame)
@@ -78,38 +78,38 @@ def test_a_repeated_frame_is_refused():
         server.receive(frame)
 
 
-def test_a_dropped_frame_is_noticed_at_the_next_one():
+def test_dropped_frame_is_noticed_at_the_next_one():
     client, server = connected()
     client.send(b"lost")
     with pytest.raises(AuthenticationError, match="dropped"):
         server.receive(client.send(b"next"))
 
 
-def test_a_frame_reflected_to_its_sender_is_refused():
+def test_frame_reflected_to_its_sender_is_refused():
     client, _ = connected()
     with pytest.raises(AuthenticationError):
         client.receive(client.send(b"mirror"))
 
 
-def test_a_length_over_the_limit_is_refused_before_the_body_arrives():
+def test_length_over_the_limit_is_refused_before_the_body_arrives():
     _, server = connected(max_frame_bytes=100)
     with pytest.raises(FrameTooLargeError, match="a frame of 1073741824 bytes was announced; the limit is 100"):
         server.receive((1 << 30).to_bytes(4, "big") + bytes(16))
 
 
-def test_sending_more_than_the_limit_is_an_error_here_and_not_at_the_peer():
+def test_sending_more_than_the_limit_fails_at_the_sender():
     client, _ = connected(max_frame_bytes=100)
     with pytest.raises(FrameTooLargeError):
         client.send(bytes(101))
 
 
-def test_nothing_can_be_sent_before_the_handshake():
+def test_sending_before_the_handshake_fails():
     with pytest.raises(ProtocolError, match="before the handshake"):
         Connection(new_key(), server=False).send(b"early")
 
 
 @given(st.binary(max_size=200))
-def test_rubbish_never_authenticates(data):
+def test_random_bytes_never_authenticate(data):
     server = Connection(new_key(), server=True)
     try:
         bodies, _ = server.receive(data)

@@ -5,12 +5,12 @@ import socket
 import pytest
 
 from spark_elastic.wire import interfaces
-from spark_elastic.wire.interfaces import address_of
+from spark_elastic.wire.interfaces import address_of, interface_addresses
 
 
 @pytest.fixture
 def names(monkeypatch):
-    """A name server that knows what the test puts into it."""
+    """A name server that knows the names a test puts into this dict."""
     known = {}
 
     def resolve(name):
@@ -22,7 +22,7 @@ def names(monkeypatch):
     return known
 
 
-def test_an_address_stands_for_itself_and_a_name_for_its_address(names):
+def test_address_is_returned_unchanged_and_a_name_resolved(names):
     names["node1"] = "10.0.0.7"
     assert address_of("node1") == "10.0.0.7"
     assert address_of("10.0.0.7") == "10.0.0.7"
@@ -30,11 +30,11 @@ def test_an_address_stands_for_itself_and_a_name_for_its_address(names):
     assert address_of("127.0.0.2") == "127.0.0.2"
 
 
-def test_a_name_that_cannot_be_resolved_stays_a_name(names):
+def test_unresolvable_name_is_returned_unchanged(names):
     assert address_of("node9") == "node9"
 
 
-def test_a_machine_whose_name_resolves_to_loopback_is_not_confused_with_others_of_the_kind(names, monkeypatch):
+def test_name_that_resolves_to_loopback_gives_the_outward_address(names, monkeypatch):
     names.update({"debian1": "127.0.1.1", "localhost": "127.0.0.1"})
     monkeypatch.setattr(interfaces, "_route_address", lambda: "10.0.0.7")
     assert address_of("debian1") == "10.0.0.7"
@@ -44,3 +44,9 @@ def test_a_machine_whose_name_resolves_to_loopback_is_not_confused_with_others_o
     assert address_of("debian1") == "10.0.0.8"
     monkeypatch.setattr(interfaces, "interface_addresses", lambda: {"lo": "127.0.0.1"})
     assert address_of("debian1") == "debian1"
+
+
+def test_interfaces_include_loopback_and_have_one_address_each():
+    found = interface_addresses()
+    assert found["lo"] == "127.0.0.1"
+    assert all(address.count(".") == 3 for address in found.values())

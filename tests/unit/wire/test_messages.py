@@ -28,11 +28,11 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
-def test_a_message_survives_the_wire(message):
+def test_message_survives_encoding_and_decoding(message):
     assert wire.decode(wire.encode(message)) == message
 
 
-def test_a_whole_number_is_accepted_where_seconds_are_expected():
+def test_whole_number_is_accepted_as_a_float():
     data = wire.encode(wire.AgentWelcome(2.5, 30.0)).replace(b"2.5", b"2")
     assert wire.decode(data) == wire.AgentWelcome(2.0, 30.0)
 
@@ -59,18 +59,18 @@ def test_a_whole_number_is_accepted_where_seconds_are_expected():
         (b"[" * 100_000, "not JSON"),
     ],
 )
-def test_rubbish_is_a_protocol_error_that_says_what_is_wrong(head, complaint):
+def test_invalid_message_is_a_protocol_error_that_says_what_is_wrong(head, complaint):
     with pytest.raises(ProtocolError, match=complaint):
         wire.decode(head + b"\n")
 
 
-def test_bytes_behind_a_message_without_payload_are_refused():
+def test_bytes_after_a_message_without_payload_are_refused():
     with pytest.raises(ProtocolError, match="3 bytes behind"):
         wire.decode(wire.encode(wire.Pong()) + b"abc")
 
 
 @given(st.binary(max_size=400))
-def test_random_bytes_never_raise_anything_but_a_protocol_error(data):
+def test_random_bytes_raise_only_protocol_errors(data):
     with pytest.raises(ProtocolError):
         wire.decode(data)
 
@@ -80,7 +80,7 @@ def test_random_bytes_never_raise_anything_but_a_protocol_error(data):
         st.none() | st.booleans() | st.integers() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)
     )
 )
-def test_random_json_under_a_real_type_never_raises_anything_but_a_protocol_error(value):
+def test_random_json_under_a_real_type_raises_only_protocol_errors(value):
     head = {"type": "WorldAssigned", "world": value, "addresses": value}
     with pytest.raises(ProtocolError):
         wire.decode(json.dumps(head).encode() + b"\n")

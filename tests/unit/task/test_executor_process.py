@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from spark_elastic.task.executor_process import executor_id_in_task, executor_id_of
-from spark_elastic.task.spark_agent import cores_in_task
-from spark_elastic.wire.interfaces import interface_addresses
+from spark_elastic.task.executor_process import cores_in_task, executor_id_in_task, executor_id_of
 
 STANDALONE = "/usr/bin/java -Xmx1g org.apache.spark.executor.CoarseGrainedExecutorBackend --executor-id 3 --hostname h"
 
 
-def test_executor_id_stands_in_the_command_line_of_the_executors_jvm():
+def test_executor_id_is_read_from_the_command_line_of_the_executors_jvm():
     assert executor_id_of(STANDALONE.split(), {}) == "3"
 
 
@@ -15,19 +13,13 @@ def test_jvm_without_an_executor_id_is_the_driver_of_local_mode():
     assert executor_id_of(["java", "org.apache.spark.deploy.SparkSubmit", "pyspark-shell"], {}) == "driver"
 
 
-def test_environment_tells_the_id_where_the_command_line_cannot_be_read():
+def test_executor_id_comes_from_the_environment_if_the_command_line_is_unreadable():
     assert executor_id_of(None, {"SPARK_EXECUTOR_ID": "12"}) == "12"
     url = "http://10.0.0.2:8081/logPage/?appId=app-1&executorId=7&logType=stdout"
     assert executor_id_of(None, {"SPARK_LOG_URL_STDOUT": url}) == "7"
     assert executor_id_of(None, {}) == "driver"
 
 
-def test_outside_of_spark_a_process_counts_as_local():
+def test_process_outside_of_spark_counts_as_local():
     assert executor_id_in_task() == "driver"
     assert cores_in_task() == 1
-
-
-def test_interfaces_include_loopback_and_have_one_address_each():
-    found = interface_addresses()
-    assert found["lo"] == "127.0.0.1"
-    assert all(address.count(".") == 3 for address in found.values())

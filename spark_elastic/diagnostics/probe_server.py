@@ -1,0 +1,247 @@
+"""The doctor's side of its probes: the Spark job that runs them and the connections on which it asks them.
+
+Executors may lack the package, so the job carries the sources of what a probe needs (`SHIPPED`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from spark_elastic import clock, errors
+from spark_elastic.data import store
+from spark_elastic.diagnostics import probe
+from spark_elastic.diagnostics.probe import JsonConnection, ProbeReport
+from spark_elastic.driver.spark.cluster import close_connection, jvm_context, reason_of_error
+from spark_elastic.errors import ChannelClosedError, ProtocolError
+from spark_elastic.task import executor_process
+from spark_elastic.wire import framing, interfaces
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+SHIPPED = (errors, framing, interfaces, store, executor_process, probe)
+"""Modules whose sources travel with the job; at their top they import the standard library and one another alone."""
+_HANDSHAKE_S = 5.0
+_THREAD_NAME = "spark_elastic-doctor"
+Question = tuple[str, dict[str, Any]]
+
+
+def start_thread(target: Callable[..., object], *args: Any) -> threading.Thread:
+    """Start a daemon thread, which a hanging JVM or executor may keep for ever."""
+    thread = threading.Thread(target=target, args=args, name=_THREAD_NAME, daemon=True)
+    thread.start()
+    return thread
+
+
+# --- connections --------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class ConnectedProbe:
+    """A probe that has connected and sent its report."""
+
+    report: ProbeReport
+    connection: JsonConnection
+    lost: str = ""
+    """Why it is not asked any more; empty while it answers."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def number(self) -> int:
+        return int(self.report["number"])
+
+    @property
+    def name(self) -> str:
+        return f"executor {self.report['executor']} on {self.report['host']}"
+
+    @property
+    def machine(self) -> tuple[str, str]:
+        """The host name and the address that Spark uses; equal for probes on the same machine."""
+        return self.report["hostname"], self.report["host"]
+
+    def ask(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+        """Return the probe's answer to one question.
+
+        Raises:
+            OSError, ProtocolError: there is no answer, now or to an earlier question.
+            RuntimeError: the question failed on the probe's machine.
+        """
+        with self.lock:
+            if self.lost:
+                raise ChannelClosedError(self.lost)
+            try:
+                self.connection.send((name, arguments), timeout_s)
+                reply = self.connection.receive(timeout_s)
+            except (OSError, ProtocolError, ValueError) as error:
+                # never asked again: a late answer would be taken for the answer to the next question
+                self.lost = f"no answer to {name!r}: {error}"
+                raise
+        if "error" in reply:
+            raise RuntimeError(reply["error"])
+        return reply["answer"]
+
+
+class ProbeServer:
+    """Accepts the connections of probes until `close`, and asks many probes at the same time."""
+
+    def __init__(self, bind: str, key: bytes) -> None:
+        self._key = key
+        self._changed = threading.Condition()
+        self._probes: dict[int, ConnectedProbe] = {}
+        self._closed = False
+        self._listener = socket.create_server((bind, 0), backlog=256)
+        self.port: int = self._listener.getsockname()[1]
+        start_thread(self._accept)
+
+    @property
+    def probes(self) -> list[ConnectedProbe]:
+        with self._changed:
+            return [self._probes[number] for number in sorted(self._probes)]
+
+    def wait_for(self, count: int, timeout_s: float, job_ended: threading.Event) -> int:
+        """Wait until `count` probes are connected or the job has ended; return how many are connected."""
+        until = clock.monotonic() + timeout_s
+        with self._changed:
+            while len(self._probes) < count and not job_ended.is_set() and (left := until - clock.monotonic()) > 0:
+                self._changed.wait(min(left, 0.1))
+            return len(self._probes)
+
+    def ask(self, questions: Mapping[ConnectedProbe, Question], timeout_s: float) -> dict[ConnectedProbe, Any]:
+        """Ask each probe its question, all at the same time; return answers, or exceptions in their place."""
+        answers: dict[ConnectedProbe, Any] = {}
+
+        def ask(probe: ConnectedProbe, name: str, arguments: dict[str, Any]) -> None:
+            try:
+                answers[probe] = probe.ask(name, arguments, timeout_s)
+            except Exception as error:
+                answers[probe] = error
+
+        threads = [start_thread(ask, probe, *question) for probe, question in questions.items()]
+        until = clock.monotonic() + timeout_s + 1.0
+        for thread in threads:
+            thread.join(max(until - clock.monotonic(), 0.0))
+        return {probe: answers.get(probe, ChannelClosedError("no answer")) for probe in questions}
+
+    def close(self) -> None:
+        """Send all probes home and close the port; harmless to repeat."""
+        with self._changed:
+            self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake `accept`
+        self._listener.close()
+        for each in self.probes:
+            with contextlib.suppress(OSError, ProtocolError):
+                if not each.lost:
+                    each.connection.send(("done", {}), 0.5)
+            each.connection.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                start_thread(self._greet, self._listener.accept()[0])
+
+    def _greet(self, sock: socket.socket) -> None:
+        try:
+            connection = JsonConnection(sock, self._key, server=True, timeout_s=_HANDSHAKE_S)
+            report = connection.receive(_HANDSHAKE_S)
+        except (OSError, ProtocolError, ValueError):
+            sock.close()
+            return
+        with self._changed:
+            if self._closed:
+                connection.close()
+                return
+            self._probes[int(report["number"])] = ConnectedProbe(report, connection)
+            self._changed.notify_all()
+
+
+# --- the Spark job ------------------------------------------------------------------------------------
+
+
+class ProbeJob:
+    """One Spark job with a probe in each task, run from its own thread.
+
+    Args:
+        sc: the context to run in.
+        count: number of probes.
+        order: see `probe.serve`.
+        package: the package that probes try to import.
+    """
+
+    def __init__(self, sc: SparkContext, count: int, order: dict[str, Any], package: str) -> None:
+        self._sc = sc
+        self._count = count
+        self._task = probe_task(order, package)
+        self._group = f"spark_elastic-doctor-{uuid.uuid4().hex[:12]}"
+        self._cancelled = False
+        self.reports: list[dict[str, Any]] = []
+        """What the probes returned; empty until all tasks have ended."""
+        self.error: str | None = None
+        """Why the job failed; None if it did not, or was cancelled here."""
+        self.ended = threading.Event()
+        start_thread(self._run)
+
+    def wait_or_cancel(self, timeout_s: float) -> None:
+        """Wait for the tasks to end, then cancel those that do not. Returns in any case."""
+        if not self.ended.wait(timeout_s):
+            self._cancelled = True
+            start_thread(self._cancel).join(2.0)
+
+    def _cancel(self) -> None:
+        try:
+            jvm_context(self._sc).cancelJobGroup(self._group)
+            self.ended.wait(1.0)
+        except Exception:
+            return  # Spark is gone, and the job with it
+        finally:
+            close_connection(self._sc)
+
+    def _run(self) -> None:
+        sc = self._sc
+        try:
+            sc.setJobGroup(self._group, "spark_elastic doctor")
+            self.reports = sc.parallelize(range(self._count), self._count).mapPartitions(self._task).collect()
+        except Exception as error:
+            if not self._cancelled:
+                self.error = reason_of_error(error)
+        finally:
+            close_connection(sc)
+            self.ended.set()
+
+
+def probe_task(order: Mapping[str, Any], package: str) -> Callable[[Any], list[dict[str, Any]]]:
+    """Return the function of the Spark tasks, which is pickled by value and needs no package on the executors."""
+    sources = {module.__name__: inspect.getsource(module) for module in SHIPPED}
+
+    def task(rows: Any) -> list[dict[str, Any]]:
+        import builtins
+        import sys
+        import types
+
+        modules: dict[str, Any] = {}
+
+        def import_shipped(name: str, *rest: Any) -> Any:
+            """Stand in for `__import__` within the shipped modules, which leave nothing behind in `sys.modules`."""
+            if name not in sources:
+                return builtins.__import__(name, *rest)
+            if name not in modules:
+                module = modules[name] = types.ModuleType(f"doctor.{name}")
+                vars(module)["__builtins__"] = {**vars(builtins), "__import__": import_shipped}
+                sys.modules[module.__name__] = module  # dataclasses look up the module of a class there
+                try:
+                    exec(compile(sources[name], f"<{name}>", "exec"), vars(module))
+                finally:
+                    del sys.modules[module.__name__]
+            return modules[name]
+
+        shipped = import_shipped("spark_elastic.diagnostics.probe")
+        return [shipped.serve(order, shipped.collect_facts(next(iter(rows)), package))]
+
+    return task
