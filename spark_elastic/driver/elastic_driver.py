@@ -39,8 +39,8 @@ from spark_elastic.membership.states import AgentOutcome, Phase
 from spark_elastic.membership.timeline import JobEnded, Record, Waiting
 from spark_elastic.membership.topology import AgentId, SlotId, WorkerId, World
 from spark_elastic.reporting.announcer import Announcer
-from spark_elastic.reporting.event_log import Change
-from spark_elastic.reporting.progress import Showing
+from spark_elastic.reporting.event_log import MembershipChange
+from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.launch_spec import AgentOrder
@@ -123,7 +123,7 @@ class ElasticDriver:
         sources: Sequence[EventSource] = (),
         printer: OutputPrinter,
         verbose: int = 1,
-        showing: Showing | None = None,
+        progress: ProgressModel | None = None,
     ) -> None:
         self._order = order
         self._settings = settings
@@ -150,7 +150,7 @@ class ElasticDriver:
         self._results = Results()
         self._loop_results = LoopResults()
         self._world: World | None = None
-        self._announcer = Announcer(order.job, printer.say, verbose, showing)
+        self._announcer = Announcer(order.job, printer.say, verbose, progress)
         self._attention = Attention(settings.heartbeat_interval_s)
         self._looking: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -207,7 +207,7 @@ class ElasticDriver:
         """The membership timeline so far; `at` and other times are seconds since the epoch."""
         return self._announcer.timeline
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[MembershipChange]:
         """What became of the world so far; `at` in seconds since the epoch."""
         return self._announcer.changes
 
@@ -479,7 +479,7 @@ class ElasticDriver:
             case do.CutPeers(workers, round, why):
                 for worker in workers:
                     self._server.to_worker(worker, wire.Cut(round, why))
-            case do.RunAgain(worker, run, why):
+            case do.RerunFunction(worker, run, why):
                 self._server.to_worker(worker, wire.RunAgain(run, why))
             case do.DismissAgent(agent, why):
                 self._server.to_agent(agent, wire.FinishAgent(False, why))

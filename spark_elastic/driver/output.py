@@ -13,7 +13,7 @@ from typing import TextIO
 
 from spark_elastic import clock
 from spark_elastic.data.store import Store
-from spark_elastic.reporting.progress import Showing
+from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.reporting.screens import PlainScreen, Screen, screen_for
 
 # ``--output-filename``: what each rank prints, in files of its own, beside the terminal.
@@ -154,20 +154,20 @@ Line = tuple[str, str]
 class OutputPrinter:
     """Prints `[rank]<stream>:line` as Horovod does. Lines are never torn, and the bar stays below them.
 
-    showing: what the bar shows; None: there is none. copy: told of every line of a worker: who, stream, text.
+    progress: what the bar shows; None: there is none. copy: told of every line of a worker: who, stream, text.
     """
 
     def __init__(
         self,
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
-        showing: Showing | None = None,
+        progress: ProgressModel | None = None,
         copy: Callable[[str, str, str], None] | None = None,
     ) -> None:
         self._targets = {"stdout": stdout, "stderr": stderr}
-        self._showing = showing
+        self._progress = progress
         self._copy = copy
-        self._screen: Screen = PlainScreen() if showing is None else screen_for(stderr)
+        self._screen: Screen = PlainScreen() if progress is None else screen_for(stderr)
         self._queue: queue.Queue[Line | None] = queue.Queue(MAX_QUEUED_LINES)
         self._dropped = 0
         self._failed: set[str] = set()
@@ -207,22 +207,22 @@ class OutputPrinter:
         while not over:
             lines, over = self._next_lines()
             now = clock.monotonic()
-            if self._showing is not None:
-                self._showing.look_around(now)
-            if self._showing is not None and (said := self._showing.line(now, bar=self._screen.live)) is not None:
+            if self._progress is not None:
+                self._progress.look_around(now)
+            if self._progress is not None and (said := self._progress.line(now, bar=self._screen.live)) is not None:
                 lines.append(("stdout" if self._screen.to_stdout else "stderr", f"spark_elastic: {said}"))
             if lines:
                 self._write(lines)
-            if self._showing is not None and self._screen.live and (over or now - drawn >= LOOK_S):
+            if self._progress is not None and self._screen.live and (over or now - drawn >= LOOK_S):
                 drawn = now
-                self._draw(self._showing, now)
+                self._draw(self._progress, now)
         self._guarded(self._screen.clear)
 
     def _next_lines(self) -> tuple[list[Line], bool]:
         """Those that are there, after a wait for the first; and whether it was the end."""
         lines: list[Line] = []
         try:
-            item = self._queue.get(timeout=None if self._showing is None else LOOK_S)
+            item = self._queue.get(timeout=None if self._progress is None else LOOK_S)
             while item is not None and len(lines) < MAX_LINES_AT_ONCE:
                 lines.append(item)
                 item = self._queue.get_nowait() if len(lines) < MAX_LINES_AT_ONCE else item
@@ -230,9 +230,9 @@ class OutputPrinter:
         except queue.Empty:
             return lines, False
 
-    def _draw(self, showing: Showing, now: float) -> None:
+    def _draw(self, progress: ProgressModel, now: float) -> None:
         def draw() -> None:
-            view = showing.view(now)
+            view = progress.view(now)
             if view is not None:
                 self._screen.show(view)
             else:

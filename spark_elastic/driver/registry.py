@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from spark_elastic.membership.commands import Announce, Command, FinishJob, PublishWorld, RunAgain
+from spark_elastic.membership.commands import Announce, Command, FinishJob, PublishWorld, RerunFunction
 from spark_elastic.membership.events import Event, WorkerDone
 from spark_elastic.membership.timeline import WorkerJoined, WorkerLeft
 from spark_elastic.membership.topology import WorkerId, World
@@ -64,7 +64,7 @@ class WorkerStateRegistry:
         if isinstance(event, WorkerDone) and self.state(event.worker) is RecordedState.READY:
             self._current.states[event.worker] = RecordedState.SUCCESS
         for command in commands:
-            if isinstance(command, RunAgain) and command.worker in self._current.states:
+            if isinstance(command, RerunFunction) and command.worker in self._current.states:
                 self._current.states[command.worker] = RecordedState.READY
 
     def _published(self, world: World) -> None:

@@ -15,7 +15,7 @@ from spark_elastic import clock
 from spark_elastic.driver.elastic_driver import ElasticDriver, JobStatus
 from spark_elastic.errors import ResultError
 from spark_elastic.membership.timeline import Record
-from spark_elastic.reporting.event_log import Change
+from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.plot import draw_job, event_rows
 
 _running: weakref.WeakSet[ElasticJob] = weakref.WeakSet()
@@ -79,7 +79,7 @@ class ElasticJob:
         """The membership timeline so far: typed records, times in seconds since the epoch."""
         return self._driver.events()
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[MembershipChange]:
         """What became of the workers so far, in words and numbers; times in seconds since the epoch."""
         return self._driver.changes()
 

@@ -21,7 +21,7 @@ from spark_elastic.driver.output import OutputFiles, OutputPrinter
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.backends import Backend, HostEvents, LocalBackend, SparkBackend
 from spark_elastic.jobs.job import ElasticJob
-from spark_elastic.reporting.progress import Showing
+from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.settings import ElasticSettings, whole_number
 from spark_elastic.wire.framing import new_key
 from spark_elastic.wire.launch_spec import AgentOrder, interpreter, modules_of
@@ -201,11 +201,11 @@ def run_async(
     )
     with contextlib.ExitStack() as undo:  # until the job takes over, what is held is given back here
         undo.callback(listening.close)
-        showing = Showing() if verbose else None
+        progress = ProgressModel() if verbose else None
         files = None if output_dir is None else OutputFiles(output_dir)
         if files is not None:
             undo.callback(files.close)
-        printer = OutputPrinter(stdout, stderr, showing, None if files is None else files.take)
+        printer = OutputPrinter(stdout, stderr, progress, None if files is None else files.take)
         undo.callback(printer.close)
         if fewer and verbose:
             printer.line(f"spark_elastic: {fewer}")
@@ -217,11 +217,11 @@ def run_async(
             sources=sources,
             printer=printer,
             verbose=verbose,
-            showing=showing,
+            progress=progress,
         )
         undo.callback(driver.close)
-        if showing is not None:
-            showing.around = lambda: backend.around(driver.tasks_pending)
+        if progress is not None:
+            progress.around = lambda: backend.around(driver.tasks_pending)
         clean_up = undo.pop_all()
     return ElasticJob(order.job, driver, lambda: backend.gather(order, settings, driver), clean_up.close)
 

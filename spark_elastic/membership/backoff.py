@@ -167,7 +167,7 @@ _PAUSES_S = (0.5, 60.0)  # where cooldown is off: without any pause, such worlds
 _AT_LEAST = 5  # a network that was away for a moment gets this many tries, however long the steps are
 
 
-class Futility:
+class RegroupBackoff:
     """Counts worlds in a row that broke young, before any step, with every member still there."""
 
     def __init__(self, pauses_s: tuple[float, float] | None, young_s: float, give_up_s: float) -> None:

@@ -81,7 +81,7 @@ class CutPeers:
 
 
 @dataclass(frozen=True, slots=True)
-class RunAgain:
+class RerunFunction:
     """Have a worker whose function returned call it again, with the state kept: its world broke before the job ended.
 
     What it had returned counts for nothing.
@@ -131,7 +131,7 @@ Command = (
     | PublishWorld
     | NotifyHostsUpdated
     | CutPeers
-    | RunAgain
+    | RerunFunction
     | DismissAgent
     | FinishJob
     | FailJob

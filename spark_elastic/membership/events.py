@@ -122,7 +122,7 @@ class WorkerDone:
     in_loop: bool
     """Whether it ever entered the elastic loop; a plain function cannot be resumed, only run again."""
     run: int = 1
-    """Number of the call of the function, which grows with each `RunAgain`."""
+    """Number of the call of the function, which grows with each `RerunFunction`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from spark_elastic.membership.events import (
     WorkerReady,
 )
 from spark_elastic.membership.roster import Agent, Roster, Worker
-from spark_elastic.membership.slots import Places, TimerKey
+from spark_elastic.membership.slots import SlotScheduler, TimerKey
 from spark_elastic.membership.states import Phase, WorkerState
 from spark_elastic.membership.timeline import DriverStoodStill
 from spark_elastic.membership.topology import AgentId, Place, WorkerId, World
@@ -47,7 +47,7 @@ from spark_elastic.membership.worlds import (
     READY,
     REPORT_GRACE_S,
     TRAINING,
-    Rounds,
+    WorldLifecycle,
 )
 from spark_elastic.settings import ElasticSettings
 
@@ -72,9 +72,9 @@ class Membership:
         self._agents_heard: Silence[AgentId] = Silence(settings.heartbeat_timeout_s, interval)
         self._workers_heard: Silence[WorkerId] = Silence(settings.heartbeat_timeout_s, interval)
         self._crashes = Crashes(settings.crash_limit, REPORT_GRACE_S)
-        self._places = Places(settings, self._roster, self._timers, self._out)
-        self._rounds = Rounds(
-            settings, self._roster, self._places, self._timers, self._workers_heard, self._crashes, self._out
+        self._scheduler = SlotScheduler(settings, self._roster, self._timers, self._out)
+        self._worlds = WorldLifecycle(
+            settings, self._roster, self._scheduler, self._timers, self._workers_heard, self._crashes, self._out
         )
 
         self._lost: dict[WorkerId, tuple[int | None, str]] = {}  # the newest that exited -> (rank, host)
@@ -88,12 +88,12 @@ class Membership:
 
     @property
     def phase(self) -> Phase:
-        return self._rounds.phase
+        return self._worlds.phase
 
     @property
     def world(self) -> World | None:
         """The newest world, also while it is being replaced; None before the first."""
-        return self._rounds.world
+        return self._worlds.world
 
     @property
     def ready_count(self) -> int:
@@ -103,7 +103,7 @@ class Membership:
     @property
     def resets(self) -> int:
         """Worlds built after the first."""
-        return max(0, self._rounds.round - 1)
+        return max(0, self._worlds.round - 1)
 
     def worker_states(self) -> dict[WorkerId, WorkerState]:
         """The workers that are there; those that are gone are forgotten."""
@@ -126,18 +126,18 @@ class Membership:
 
     def status(self) -> dict[str, Any]:
         """Plain values for people: phase, counts, what is waited for and until when."""
-        reason, deadline = self._rounds.waiting
+        reason, deadline = self._worlds.waiting
         return {
             "phase": self.phase.value,
-            "round": self._rounds.round,
+            "round": self._worlds.round,
             "size": 0 if self.world is None else self.world.size,
             "resets": self.resets,
-            "progress": self._rounds.furthest.steps,
+            "progress": self._worlds.furthest.steps,
             "agents": len(self._roster.agents),
             "workers": {state.value: self._roster.count(state) for state in WorkerState if state is not GONE},
             "waiting_for": reason,
             "deadline": deadline,
-            "error": None if self._rounds.error is None else str(self._rounds.error),
+            "error": None if self._worlds.error is None else str(self._worlds.error),
         }
 
     def next_deadline(self) -> float | None:
@@ -157,15 +157,15 @@ class Membership:
         self._now = max(self._now, now)
         if self.phase is Phase.CREATED:
             if isinstance(event, JobStarted):
-                self._rounds.begin(self._now)
-                self._places.launch_all()
+                self._worlds.begin(self._now)
+                self._scheduler.launch_all()
             elif isinstance(event, CancelRequested):
-                self._rounds.fail(JobCancelledError(event.why), self._now)
+                self._worlds.fail(JobCancelledError(event.why), self._now)
         elif self.phase not in ENDED:
             self._dispatch(event, self._now)
         # a heartbeat without consequences must stay cheap: there are hundreds a second
         if self._out or not isinstance(event, (WorkerAlive, AgentAlive)):
-            self._rounds.evaluate(self._now)
+            self._worlds.evaluate(self._now)
         commands = list(self._out)
         self._out.clear()
         return commands
@@ -187,7 +187,7 @@ class Membership:
                 current = record is not None and run == record.run
                 if record is not None and current and record.state in (BOOTING, ADMITTED, TRAINING):  # else: a repeat
                     self._workers_can_start()
-                    self._rounds.done(record, in_loop, now)
+                    self._worlds.done(record, in_loop, now)
             case WorkerAbandoned():
                 self._on_worker_abandoned(event, now)
             case WorkerRaised():
@@ -199,14 +199,14 @@ class Membership:
             case SlotEnded():
                 self._on_slot_ended(event, now)
             case ExecutorDecommissioned(executor):
-                self._withdraw_places(self._places.decommission(executor), now)
+                self._withdraw_places(self._scheduler.decommission(executor), now)
             case ExecutorLost(executor, why):
                 self._on_executor_lost(executor, f"executor {executor} is lost: {why}", now)
             case HostsObserved(hosts):
-                if self._places.observe(hosts):
+                if self._scheduler.observe(hosts):
                     self._review(None, now)
             case CancelRequested(why):
-                self._rounds.fail(JobCancelledError(why), now)
+                self._worlds.fail(JobCancelledError(why), now)
             case Tick():
                 self._on_tick(now)
             case JobStarted():
@@ -224,19 +224,19 @@ class Membership:
         limit = self.settings.stall_timeout_s
         if event.blocked_s is not None and event.blocked_s >= limit + self._paused_within(event.blocked_s, now):
             self._on_hold_up(now)
-        self._rounds.note_place(worker, event.after_loop, now)
+        self._worlds.note_place(worker, event.after_loop, now)
         if event.version is None:
             return
         self._crashes.reached(event.version)
-        if event.begun == self._rounds.round:
+        if event.begun == self._worlds.round:
             self._crashes.begun(event.begun)
             self._judge_crashes(now)
-        self._rounds.note_version(event.version, now)
+        self._worlds.note_version(event.version, now)
         if worker.state is TRAINING:
             first = worker.version is None
             worker.version = event.version
             if first:  # those who should leave may have waited for another holder of the state
-                self._rounds.consider_interrupt(now)
+                self._worlds.consider_interrupt(now)
 
     def _on_hold_up(self, now: float) -> None:
         """A member has waited in a collective for too long: for whoever is alive but not in it."""
@@ -248,7 +248,7 @@ class Membership:
                 worker.id, f"the others have waited for it in a collective for stall_timeout ({limit:g} s)", now
             )
         if not idle:
-            self._rounds.stalled(f"all {len(members)} members have waited in a collective for {limit:g} s", now)
+            self._worlds.stalled(f"all {len(members)} members have waited in a collective for {limit:g} s", now)
 
     def _on_worker_ready(self, event: WorkerReady, now: float) -> None:
         worker = self._roster.workers.get(event.worker)
@@ -262,12 +262,12 @@ class Membership:
         if worker.state is ADMITTED and event.loop <= worker.loop:
             return  # it was told to go on to a later loop
         if worker.state is BOOTING and event.at_init:
-            self._rounds.at_init(worker, now)
+            self._worlds.at_init(worker, now)
         elif worker.state is not AT_INIT and not (event.at_init and worker.state is ADMITTED):
             if event.version is not None:
                 self._crashes.reached(event.version)
-                self._rounds.note_version(event.version, now)
-            self._rounds.ready(worker, event.version, event.loop, now)
+                self._worlds.note_version(event.version, now)
+            self._worlds.ready(worker, event.version, event.loop, now)
 
     def _workers_can_start(self) -> None:
         """One came up: from now on an exit is a failure of its place, not of the way workers are started."""
@@ -317,7 +317,7 @@ class Membership:
                     returned=worker.run_again_in == worker.round,
                 )
             )
-        self._places.failed(agent, now)
+        self._scheduler.failed(agent, now)
         self._take_from(agent, worker, why, now)
         self._judge_crashes(now)
 
@@ -333,12 +333,12 @@ class Membership:
         hosts = {death.place.host for death, _ in self._crashes.row(now)}
         if len(hosts) == 1:
             host = hosts.pop()
-            if self._places.can_do_without(host):
-                self._places.exclude(host, f"{self._crashes.limit} worlds in a row crashed there", now)
+            if self._scheduler.can_do_without(host):
+                self._scheduler.exclude(host, f"{self._crashes.limit} worlds in a row crashed there", now)
                 self._crashes.forgive()
                 self._review(None, now)
                 return
-        self._rounds.fail(self._crashes.error(self._rounds.furthest, now), now)
+        self._worlds.fail(self._crashes.error(self._worlds.furthest, now), now)
 
     def _hear_more_of_a_boot_failure(self, event: WorkerLost, why: str, now: float) -> None:
         """The agent's report of an exit comes after the channel's end, and it alone has the stderr."""
@@ -351,15 +351,15 @@ class Membership:
         assert self._boot_evidence is not None
         _, why, stderr_tail = self._boot_evidence
         error = WorkerStartError(attempts=self._boot_failures, reason=why, stderr_tail=stderr_tail)
-        self._rounds.fail(error, now)
+        self._worlds.fail(error, now)
 
     def _on_worker_abandoned(self, event: WorkerAbandoned, now: float) -> None:
         worker = self._roster.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
         if worker.state is not TRAINING:  # it was in no world: without a pause this could spin
-            self._places.failed(self._roster.agents[worker.agent], now)
-        self._rounds.restart(worker, event.why, now)
+            self._scheduler.failed(self._roster.agents[worker.agent], now)
+        self._worlds.restart(worker, event.why, now)
 
     def _on_worker_raised(self, event: WorkerRaised, now: float) -> None:
         worker = self._roster.workers.get(event.worker)
@@ -375,7 +375,7 @@ class Membership:
             error=event.error,
             traceback=event.traceback,
         )
-        self._rounds.fail(error, now)
+        self._worlds.fail(error, now)
 
     def _remember(self, worker: Worker) -> None:
         """The end of a process may be heard before what it said last: that its function raised."""
@@ -390,15 +390,15 @@ class Membership:
             return
         agent = self._roster.agents[worker.agent]
         self._out.append(StopWorker(agent.id, worker.id, why))
-        self._places.failed(agent, now)
+        self._scheduler.failed(agent, now)
         self._take_from(agent, worker, why, now)
 
     def _take_from(self, agent: Agent, worker: Worker, why: str, now: float) -> None:
-        self._rounds.remove(worker, why, now, graceful=False)
+        self._worlds.remove(worker, why, now, graceful=False)
         if agent.retiring:
-            self._places.dismiss(agent, agent.leaving, now)
+            self._scheduler.dismiss(agent, agent.leaving, now)
         else:
-            self._places.fill(agent, now)
+            self._scheduler.fill(agent, now)
 
     # --- agents and slots -------------------------------------------------------------------------
 
@@ -421,11 +421,11 @@ class Membership:
         if slot is not None and slot.agent is not None:
             # Spark ran the task again before the first attempt's channel was seen to close
             self._send_home(self._roster.agents[slot.agent], "a newer agent has its slot", now)
-        agent = self._places.join(event.agent, event.place, now)
+        agent = self._scheduler.join(event.agent, event.place, now)
         if agent is not None:
             self._agents_heard.heard(agent.id, now)
             self._review(agent.place.host, now)
-            self._places.fill(agent, now)
+            self._scheduler.fill(agent, now)
 
     def _on_slot_ended(self, event: SlotEnded, now: float) -> None:
         slot = self._roster.slots.get(event.slot)
@@ -433,12 +433,12 @@ class Membership:
             return
         if slot.agent is not None:
             self._lose_agent(slot.agent, f"its task ended: {event.why}", now)
-        self._places.slot_ended(slot, event.why, event.submitted, now)
-        if refused := self._places.refused():
-            self._rounds.fail(LaunchError(reason=refused), now)
+        self._scheduler.slot_ended(slot, event.why, event.submitted, now)
+        if refused := self._scheduler.refused():
+            self._worlds.fail(LaunchError(reason=refused), now)
 
     def _on_executor_lost(self, executor: str, why: str, now: float) -> None:
-        agents = self._places.executor_gone(executor)
+        agents = self._scheduler.executor_gone(executor)
         for agent in agents:
             self._send_home(agent, why, now)
 
@@ -447,7 +447,7 @@ class Membership:
         if agent is not None:
             self._lose_agent(agent_id, why, now)
             # Spark may take a second to see it, and would then run the task once more by itself
-            self._places.withdraw(agent.place.slot, f"its agent is lost: {why}", now)
+            self._scheduler.withdraw(agent.place.slot, f"its agent is lost: {why}", now)
 
     def _lose_agent(self, agent_id: AgentId, why: str, now: float) -> None:
         agent = self._roster.agents.get(agent_id)
@@ -455,11 +455,11 @@ class Membership:
             return
         self._agents_heard.forget(agent_id)
         self._crashes.agent_lost(agent_id)
-        self._places.failed(agent, now)
+        self._scheduler.failed(agent, now)
         worker = self._roster.worker_of(agent)
         if worker is not None:
-            self._rounds.remove(worker, f"its agent is lost: {why}", now, graceful=False)
-        self._places.forget(agent, now)
+            self._worlds.remove(worker, f"its agent is lost: {why}", now, graceful=False)
+        self._scheduler.forget(agent, now)
         self._review(agent.place.host, now)
 
     def _send_home(self, agent: Agent, why: str, now: float) -> None:
@@ -468,20 +468,20 @@ class Membership:
         self._lose_agent(agent.id, why, now)
 
     def _review(self, host: str | None, now: float) -> None:
-        changed = self._places.review(host)
+        changed = self._scheduler.review(host)
         self._withdraw_places([agent for agent in changed if agent.leaving], now)
         for agent in changed:
-            self._places.fill(agent, now)
+            self._scheduler.fill(agent, now)
 
     def _withdraw_places(self, agents: list[Agent], now: float) -> None:
         """These places are not to be used any more. Members stay until their world can spare them."""
         for agent in agents:
             worker = self._roster.worker_of(agent)
             if worker is not None and worker.round == 0 and worker.state is not DONE:
-                self._rounds.release(worker, agent.leaving, now)
+                self._worlds.release(worker, agent.leaving, now)
             elif worker is None and agent.retiring:
-                self._places.dismiss(agent, agent.leaving, now)
-        self._rounds.consider_interrupt(now)
+                self._scheduler.dismiss(agent, agent.leaving, now)
+        self._worlds.consider_interrupt(now)
 
     # --- time -------------------------------------------------------------------------------------
 
@@ -511,7 +511,7 @@ class Membership:
             if agent is None:
                 continue  # dismissed meanwhile
             self._send_home(agent, f"silent for {timeout:g} s", now)
-            self._places.withdraw(agent.place.slot, f"the agent was silent for {timeout:g} s", now)
+            self._scheduler.withdraw(agent.place.slot, f"the agent was silent for {timeout:g} s", now)
         for worker_id in self._workers_heard.expired(now):
             silent_s = now - self._roster.workers[worker_id].heard_at
             why = f"silent for {timeout:g} s"
@@ -527,25 +527,25 @@ class Membership:
                 limit = self.settings.start_timeout_s
                 self._evict(number, f"not ready within start_timeout ({limit:g} s)", now)
             case "stall":
-                if self._rounds.wait_longer(number, now):
+                if self._worlds.wait_longer(number, now):
                     return
                 limit = self.settings.stall_timeout_s
                 self._evict(number, f"did not come to the next round within stall_timeout ({limit:g} s)", now)
             case "exit":
                 self._on_worker_lost(WorkerLost(number, "exited with 0 before its function returned"), now)
             case "launch":
-                self._places.launch(self._roster.slots[number])
+                self._scheduler.launch(self._roster.slots[number])
             case "crash":
                 self._judge_crashes(now)
             case "exclusion":
-                self._places.readmit(number)
+                self._scheduler.readmit(number)
                 self._review(None, now)
             case "fill":
-                self._places.fill(self._roster.agents[number], now)
+                self._scheduler.fill(self._roster.agents[number], now)
             case "end":
-                self._places.withdraw(number, "its agent is gone and its task does not end", now)
+                self._scheduler.withdraw(number, "its agent is gone and its task does not end", now)
             case "notice":
-                self._rounds.notice_due(now)
+                self._worlds.notice_due(now)
             case "verdict":
                 self._fail_to_start(now)
             case "gather":

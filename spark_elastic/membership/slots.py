@@ -22,7 +22,7 @@ _EXCLUSION_IN_PAUSES = 10
 """A host on which one world after another crashed rests for so many of the longest pauses."""
 
 
-class Places:
+class SlotScheduler:
     """Keeps every slot launched and every usable agent busy. Writes its commands to `out`; knows nothing of worlds."""
 
     def __init__(self, settings: ElasticSettings, roster: Roster, timers: Timers[TimerKey], out: list[Command]) -> None:

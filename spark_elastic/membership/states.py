@@ -148,7 +148,7 @@ WORKERS: Table[WorkerState] = Table(
             (state, _W.GONE): "lost, removed or dismissed"
             for state in (_W.BOOTING, _W.AT_INIT, _W.ADMITTED, _W.READY, _W.TRAINING)
         },
-        (_W.DONE, _W.TRAINING): "RunAgain: its world broke before all members were done",
+        (_W.DONE, _W.TRAINING): "RerunFunction: its world broke before all members were done",
         (_W.DONE, _W.GONE): "its agent is lost, or it has to run again and cannot go on from a state",
     },
 )

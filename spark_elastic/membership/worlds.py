@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spark_elastic.errors import JobError, NotEnoughSlotsError, ResetLimitError, StateLostError
 from spark_elastic.membership import decisions
-from spark_elastic.membership.backoff import Crashes, Futility
+from spark_elastic.membership.backoff import Crashes, RegroupBackoff
 from spark_elastic.membership.commands import (
     AdmitProvisionally,
     Announce,
@@ -14,13 +14,13 @@ from spark_elastic.membership.commands import (
     FinishJob,
     NotifyHostsUpdated,
     PublishWorld,
-    RunAgain,
+    RerunFunction,
     StopWorker,
 )
 from spark_elastic.membership.deadlines import Silence, Timers
 from spark_elastic.membership.decisions import Candidate, Decision
 from spark_elastic.membership.roster import Roster, Worker
-from spark_elastic.membership.slots import Places, TimerKey
+from spark_elastic.membership.slots import SlotScheduler, TimerKey
 from spark_elastic.membership.states import PHASES, Phase, WorkerState
 from spark_elastic.membership.timeline import JobEnded, Waiting, WorkerJoined, WorkerLeft, WorldBroken, WorldStarted
 from spark_elastic.membership.topology import BEGINNING, StateVersion, WorkerId, World
@@ -36,14 +36,14 @@ _PLAIN_AGAIN = "its world broke, and a plain function can only be run again from
 _WITH_WORLD = (Phase.RUNNING, Phase.INTERRUPTED, Phase.BROKEN, Phase.WAITING)
 
 
-class Rounds:
+class WorldLifecycle:
     """The phases of a job and its worlds. All TRAINING workers are members of the newest world."""
 
     def __init__(
         self,
         settings: ElasticSettings,
         roster: Roster,
-        places: Places,
+        scheduler: SlotScheduler,
         timers: Timers[TimerKey],
         heard: Silence[WorkerId],
         crashes: Crashes,
@@ -51,7 +51,7 @@ class Rounds:
     ) -> None:
         self._settings = settings
         self._roster = roster
-        self._places = places
+        self._scheduler = scheduler
         self._timers = timers
         self._heard = heard
         self._crashes = crashes
@@ -65,7 +65,7 @@ class Rounds:
         self.waiting: tuple[str, float | None] = ("", None)  # what is waited for, until when
 
         self._elastic = False  # somebody showed a state, so the function has an elastic loop
-        self._futility = Futility(
+        self._regroup_backoff = RegroupBackoff(
             settings.cooldown_range_s, young_s=settings.stall_timeout_s, give_up_s=settings.elastic_timeout_s
         )
         self._done: dict[WorkerId, tuple[int, int]] = {}  # -> (last rank, last round)
@@ -221,7 +221,7 @@ class Rounds:
             self._heard.heard(worker.id, now)
             worker.heard_at = now
             self._wait_for(worker.id, now)
-            self._out.append(RunAgain(worker.id, worker.run, self._change))
+            self._out.append(RerunFunction(worker.id, worker.run, self._change))
 
     def remove(self, worker: Worker, why: str, now: float, *, graceful: bool = False) -> None:
         """Take the worker off the roster; a world that needed it breaks."""
@@ -237,7 +237,7 @@ class Rounds:
         self._out.append(Announce(WorkerLeft(now, worker.id, worker.place, rank, why, graceful)))
         if not graceful and worker.round > 0:
             if worker.round == self.round:
-                self._futility.lost()
+                self._regroup_backoff.lost()
             self._last_loss = f"worker {worker.id} on {worker.place.host}: {why}"
         if needed:
             self._break(f"rank {worker.rank} on {worker.place.host} is gone: {why}", now)
@@ -248,9 +248,9 @@ class Rounds:
         self._out.append(StopWorker(agent.id, worker.id, why))
         self.remove(worker, why, now, graceful=True)
         if agent.retiring:
-            self._places.dismiss(agent, agent.leaving, now)
+            self._scheduler.dismiss(agent, agent.leaving, now)
         else:
-            self._places.fill(agent, now)
+            self._scheduler.fill(agent, now)
 
     def release(self, worker: Worker, why: str, now: float) -> None:
         """Let go of a worker whose place is not to be used any more, and that no world needs."""
@@ -259,7 +259,7 @@ class Rounds:
             self._out.append(StopWorker(agent.id, worker.id, why))
         self.remove(worker, why, now, graceful=True)
         if agent.retiring:
-            self._places.dismiss(agent, why, now)
+            self._scheduler.dismiss(agent, why, now)
 
     def _introduce(self, worker: Worker, now: float) -> None:
         self._timers.cancel(("boot", worker.id))
@@ -281,7 +281,7 @@ class Rounds:
         if limit is not None and self.round > limit:
             return  # the next world would end the job: only a loss is worth that
         newcomers = self._roster.count(READY)
-        if not newcomers and not self._places.leaving:
+        if not newcomers and not self._scheduler.leaving:
             return
         candidates = self._candidates(TRAINING, READY)
         leaving = [candidate for candidate in candidates if candidate.leaving]
@@ -317,7 +317,7 @@ class Rounds:
         if self._paused_at is None:
             self._paused_at = now
         self._change = why
-        self._futility.broke(self.furthest, now)
+        self._regroup_backoff.broke(self.furthest, now)
         self._timers.cancel(("notice", 0))
         training = tuple(self._roster.states[TRAINING])
         if training:
@@ -378,7 +378,7 @@ class Rounds:
             self._give_up(ready, now)
         elif not decision.go:
             self._wait(decision, ready, now)
-        elif ready and self._futility.retry_at > now:
+        elif ready and self._regroup_backoff.retry_at > now:
             self._wait(self._pause(now), ready, now)
         elif ready:
             self._change = f"{self._change}: {decision.reason}"
@@ -412,7 +412,7 @@ class Rounds:
         members = [] if behind else decisions.select(ready, len(self._done), self._settings.min_num_proc)
         have = len(members) + len(self._done)
         decision = decisions.regroup(have, self._settings, now, deadline=self._gather_until)
-        if decision.go and self._futility.retry_at > now:
+        if decision.go and self._regroup_backoff.retry_at > now:
             decision = self._pause(now)
         if decision.go:
             self._publish(members, now)
@@ -447,10 +447,10 @@ class Rounds:
         return version.loop == self.furthest.loop or (version.loop + 1, 0) == (self.furthest.loop, self.furthest.steps)
 
     def _pause(self, now: float) -> Decision:
-        until = self._futility.retry_at
+        until = self._regroup_backoff.retry_at
         return Decision(
             False,
-            f"{self._futility.count} worlds in a row broke before a step, with no worker lost; "
+            f"{self._regroup_backoff.count} worlds in a row broke before a step, with no worker lost; "
             f"trying again in {until - now:.1f} s",
             deadline=until,
         )
@@ -467,9 +467,9 @@ class Rounds:
         if limit is not None and self.round > limit:
             self.fail(ResetLimitError(resets=self.round, limit=limit, last_reason=self._change), now)
             return
-        if self._futility.hopeless(now):
+        if self._regroup_backoff.hopeless(now):
             message = (
-                f"{self._futility.count} worlds in a row broke before they applied a step, with no worker lost "
+                f"{self._regroup_backoff.count} worlds in a row broke before they applied a step, with no worker lost "
                 f"(last: {self._change}); check that the workers reach one another: name the interfaces to use in "
                 "nics, and look for a firewall between the hosts"
             )
@@ -489,7 +489,7 @@ class Rounds:
         for kind in ("gather", "notice"):
             self._timers.cancel((kind, 0))
         pause = None if self._paused_at is None else now - self._paused_at
-        self._futility.began(self.furthest, now)
+        self._regroup_backoff.began(self.furthest, now)
         self.world, self._paused_at, self._enough_since = world, None, None
         self._enter(Phase.RUNNING)
         self._out.append(PublishWorld(world))
@@ -513,7 +513,7 @@ class Rounds:
             f"{len(self._roster.agents)} agents had joined, {len(states[BOOTING])} workers were still booting, "
             f"{len(states[ADMITTED])} building their model; last loss: {self._last_loss}"
         )
-        if missing := self._places.why_missing():
+        if missing := self._scheduler.why_missing():
             detail += f"; {missing}"
         unused = sorted({agent.leaving for agent in self._roster.agents.values() if agent.leaving})
         if unused:
@@ -532,7 +532,7 @@ class Rounds:
     def _wait(self, decision: Decision, have: int, now: float) -> None:
         assert decision.deadline is not None
         self._timers.set(("gather", 0), decision.deadline)
-        missing = self._places.why_missing()
+        missing = self._scheduler.why_missing()
         reason = f"{decision.reason}; {missing}" if missing else decision.reason
         self._say((have, decision.deadline, missing), reason, decision.deadline, now)
 

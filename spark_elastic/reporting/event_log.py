@@ -39,7 +39,7 @@ _SIGNALS = {"HUP": 1, "INT": 2, "QUIT": 3, "ILL": 4, "ABRT": 6, "BUS": 7, "FPE":
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class MembershipChange:
     """One thing that happened to the world.
 
     at: when it began, on the clock of the one who was told. kind: "started", "lost", "drained", "joined", "broken",
@@ -107,11 +107,11 @@ class _Departure:
         return f"a starting worker on {where}" if self.record.rank is None else f"rank {self.record.rank} on {where}"
 
 
-class Chronicle:
+class EventLog:
     """All changes of a job, oldest first. Fed with what the machine was told and with what it answered."""
 
     def __init__(self) -> None:
-        self._changes: list[Change] = []
+        self._changes: list[MembershipChange] = []
         self._world: World | None = None
         self._next: World | None = None
         self._gone: set[WorkerId] = set()
@@ -131,7 +131,7 @@ class Chronicle:
         """The index of the change whose pause that is."""
 
     @property
-    def changes(self) -> Sequence[Change]:
+    def changes(self) -> Sequence[MembershipChange]:
         """Grows at the end; the newest may be replaced as more is known of them."""
         return self._changes
 
@@ -179,16 +179,16 @@ class Chronicle:
             case WorldStarted():
                 self._on_started(record)
             case Waiting(at, reason):
-                self._waits = self._add(Change(at, "waiting", "", reason, self.size, self.size))
+                self._waits = self._add(MembershipChange(at, "waiting", "", reason, self.size, self.size))
             case PlaceCooledDown(at, kind, name, failures, until):
                 if until - at >= WORTH_A_WORD_S:
                     times = "once" if failures == 1 else f"{failures} times"
                     text = f"failed {times} and rests for {until - at:.1f} s"
-                    self._add(Change(at, "resting", f"{kind} {name}", text, self.size, self.size))
+                    self._add(MembershipChange(at, "resting", f"{kind} {name}", text, self.size, self.size))
             case JobEnded(at, outcome, why):
                 self._open = []
                 reason = re.sub(r"^1 workers are", "1 worker is", why.partition("\n")[0])
-                self._add(Change(at, outcome, "", reason, self.size, self.size))
+                self._add(MembershipChange(at, outcome, "", reason, self.size, self.size))
 
     def notice(self, worker: WorkerId, text: str, now: float) -> None:
         """Take in what a worker has to say to people; a job has room for so many."""
@@ -199,9 +199,9 @@ class Chronicle:
             text += " (what else workers have to say is in their own logs)"
         known = self._world is not None and worker in self._world.workers
         who = f"rank {self._world.member(worker).rank}" if self._world is not None and known else "a worker"
-        self._add(Change(now, "notice", who, text, self.size, self.size))
+        self._add(MembershipChange(now, "notice", who, text, self.size, self.size))
 
-    def _add(self, change: Change) -> int:
+    def _add(self, change: MembershipChange) -> int:
         self._changes.append(change)
         return len(self._changes) - 1
 
@@ -223,7 +223,7 @@ class Chronicle:
             self._departures[last].append(departure)
             self._tell(last)
             return
-        index = self._add(Change(record.at, kind, departure.name, reason, before, self.size, open=member))
+        index = self._add(MembershipChange(record.at, kind, departure.name, reason, before, self.size, open=member))
         self._departures[index] = [departure]
         if member:
             self._open.append(index)
@@ -256,16 +256,16 @@ class Chronicle:
         lost = version.steps_lost(self._furthest)
         self._furthest = version
         if old is None:
-            self._add(Change(record.at, "started", "", record.why, 0, new.size))
+            self._add(MembershipChange(record.at, "started", "", record.why, 0, new.size))
             return
         newcomers = [member.place for member in new.members if member.worker not in old.workers]
         begin = record.at - (record.pause_s or 0.0)
         if newcomers:
             who = _newcomers(newcomers)
-            opened.append(self._add(Change(begin, "joined", who, "", stayed, new.size)))
+            opened.append(self._add(MembershipChange(begin, "joined", who, "", stayed, new.size)))
         if not opened:
             why = plain_reason(self._broken.why) if self._broken is not None else record.why
-            opened.append(self._add(Change(begin, "broken", f"round {old.round}", why, new.size, new.size)))
+            opened.append(self._add(MembershipChange(begin, "broken", f"round {old.round}", why, new.size, new.size)))
         self._broken = None
         first, *others = opened
         for index in others:  # one pause, however much changed in it

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from spark_elastic.errors import MissingExtraError
-from spark_elastic.reporting.event_log import Change
+from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.format import wait_in_words
 
 Row = Mapping[str, Any]
@@ -24,7 +24,7 @@ def draw_job(events: Sequence[Row], name: str, path: str | Path | None) -> Any:
     return _kept(_picture().of_job(events, f"job {name}: {_storms(events)}"), path)
 
 
-def event_rows(changes: Sequence[Change], began: float) -> tuple[dict[str, Any], ...]:
+def event_rows(changes: Sequence[MembershipChange], began: float) -> tuple[dict[str, Any], ...]:
     """The changes of a job as plain values. began: in seconds since 1970, as the changes' times."""
     return tuple(
         {

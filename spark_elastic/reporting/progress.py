@@ -18,7 +18,7 @@ OWN_LOOP_S = 3.0
 """Without a word from an estimator's training for so long, the steps of a loop of the user's own are shown."""
 
 
-class Showing:
+class ProgressModel:
     """Times are of a clock that does not go back."""
 
     def __init__(self) -> None:

@@ -312,7 +312,7 @@ class Checker:
         del self.stands[command.worker]
         self.admitted.add(command.worker)
 
-    def _on_RunAgain(self, command: c.RunAgain, event: e.Event, now: float) -> None:
+    def _on_RerunFunction(self, command: c.RerunFunction, event: e.Event, now: float) -> None:
         worker = command.worker
         require(self.done.pop(worker, False), f"worker {worker} is run again, and was not done")
         require(worker not in self.ended, f"worker {worker} is run again although its process has ended")

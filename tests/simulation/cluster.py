@@ -205,7 +205,7 @@ class Cluster:
                 self._tell_worker(member.worker, lambda w, world=world: w.on_world(world))
         elif isinstance(command, c.AdmitProvisionally):
             self._tell_worker(command.worker, lambda w: w.on_admitted(command.loop))
-        elif isinstance(command, c.RunAgain):
+        elif isinstance(command, c.RerunFunction):
             self._bad_luck([command.worker], 1.5)
             self._tell_worker(command.worker, lambda w: w.on_run_again(command.run))
         elif isinstance(command, c.NotifyHostsUpdated):

@@ -157,7 +157,7 @@ BUGS = (
     Bug(
         "newcomers are never let in",
         "machine",
-        "self._rounds.note_version(event.version, now)\n        if worker.state is TRAINING",
+        "self._worlds.note_version(event.version, now)\n        if worker.state is TRAINING",
         "if worker.state is TRAINING",
     ),
     Bug("a bug in the function goes unnoticed", "machine", "self._on_worker_raised(event, now)", "pass"),

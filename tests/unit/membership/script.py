@@ -186,7 +186,7 @@ def _told(command: c.Command) -> str | None:
             return f"stop worker {worker} on agent {agent}: {why}"
         case c.AdmitProvisionally(worker, rank, size, loop):
             return f"admit w{worker} as rank {rank} of {size}" + (f", to loop {loop}" if loop > 1 else "")
-        case c.RunAgain(worker, run):
+        case c.RerunFunction(worker, run):
             return f"run the function of w{worker} again (run {run})"
         case c.PublishWorld(world):
             return _world(world)

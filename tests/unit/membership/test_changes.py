@@ -8,17 +8,17 @@ from spark_elastic.membership import events as e
 from spark_elastic.membership.commands import Announce
 from spark_elastic.membership.machine import Membership
 from spark_elastic.membership.topology import Place
-from spark_elastic.reporting.event_log import MOST_NOTICES, Chronicle, is_vague, plain_reason
+from spark_elastic.reporting.event_log import MOST_NOTICES, EventLog, is_vague, plain_reason
 from spark_elastic.settings import ElasticSettings
 from tests.unit.membership.script import step_at
 
 
 class Job:
-    """A membership machine with a chronicle beside it, as in the driver. Workers w1.. on executors 0.. at step 10."""
+    """A membership machine with a log beside it, as in the driver. Workers w1.. on executors 0.. at step 10."""
 
     def __init__(self, size: int, minimum: int = 1, executors: str = "spark") -> None:
         self.machine = Membership(ElasticSettings(num_proc=size, min_num_proc=minimum, max_num_proc=size + 2))
-        self.chronicle = Chronicle()
+        self.log = EventLog()
         self.tell(0.0, e.JobStarted())
         for number in range(size):
             name = str(number) if executors == "spark" else executors
@@ -30,10 +30,10 @@ class Job:
 
     def tell(self, now: float, event: e.Event) -> None:
         commands = self.machine.handle(event, now)
-        self.chronicle.observe(event, commands, now)
+        self.log.observe(event, commands, now)
         for command in commands:
             if isinstance(command, Announce):
-                self.chronicle.note(command.record)
+                self.log.note(command.record)
 
     def ready(self, now: float, *workers: int, step: int = 10) -> None:
         for worker in workers:
@@ -41,7 +41,7 @@ class Job:
 
     @property
     def said(self) -> list[str]:
-        return [str(change) for change in self.chronicle.changes if change.kind != "waiting"]
+        return [str(change) for change in self.log.changes if change.kind != "waiting"]
 
 
 def test_a_lost_executor_is_one_sentence_with_its_cause_and_cost():
@@ -117,11 +117,11 @@ def test_a_round_that_broke_without_a_loss_says_why():
 
 def test_what_a_worker_has_to_say_is_a_change_and_no_flood_of_them_fills_the_memory():
     job = Job(2)
-    job.chronicle.notice(2, "a checkpoint could not be written", 4.0)
-    job.chronicle.notice(99, "who is this", 4.0)
+    job.log.notice(2, "a checkpoint could not be written", 4.0)
+    job.log.notice(99, "who is this", 4.0)
     assert job.said[1:] == ["rank 1: a checkpoint could not be written", "a worker: who is this"]
     for _ in range(2 * MOST_NOTICES):
-        job.chronicle.notice(1, "again", 5.0)
+        job.log.notice(1, "again", 5.0)
     assert len(job.said) == 1 + MOST_NOTICES
     assert job.said[-1].startswith("rank 0: again (what else")
 
@@ -145,7 +145,7 @@ def test_the_pause_is_over_with_the_first_step_of_the_new_world():
     job = Job(3)
     job.tell(5.0, e.WorkerLost(2, "killed by SIGKILL", -9))
     job.ready(5.05, 1, 3)
-    lost = next(change for change in job.chronicle.changes if change.kind == "lost")
+    lost = next(change for change in job.log.changes if change.kind == "lost")
     assert (lost.open, round(lost.pause_s, 2)) == (True, 0.05)
     job.tell(5.10, e.WorkerAlive(1, step_at(10)))  # it has only heard of the new world
     job.tell(5.25, e.WorkerAlive(1, step_at(11)))
@@ -154,7 +154,7 @@ def test_the_pause_is_over_with_the_first_step_of_the_new_world():
 
 def test_a_wait_lasts_until_the_next_world():
     job = Job(2)
-    waits = [change for change in job.chronicle.changes if change.kind == "waiting"]
+    waits = [change for change in job.log.changes if change.kind == "waiting"]
     assert sum(wait.lasted_s for wait in waits) == 2.0
     assert all(wait.lasted_s is not None for wait in waits)
 
@@ -163,7 +163,7 @@ def test_a_loss_is_open_until_the_next_world_is_there():
     job = Job(2, minimum=2)
     job.tell(5.0, e.WorkerLost(2, "killed by SIGKILL", -9))
     job.ready(5.1, 1)
-    lost = next(change for change in job.chronicle.changes if change.kind == "lost")
+    lost = next(change for change in job.log.changes if change.kind == "lost")
     assert (lost.open, lost.pause_s) == (True, None)
     assert str(lost) == "rank 1 on executor 1 lost (killed by signal 9): 2 -> 1 worker"
 

@@ -291,7 +291,7 @@ def test_a_thousand_changes_leave_nothing_behind() -> None:
     assert machine.world.round == 2001
     assert len(machine.worker_states()) == 2
     assert len(machine._timers._heap) < 100
-    assert len(machine._places._cooldown._histories) < 100
+    assert len(machine._scheduler._cooldown._histories) < 100
 
 
 # --- workers that are alive and hold up the others ------------------------------------------------
