@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -35,9 +34,11 @@ from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.deadlines import Attention
 from spark_elastic.membership.machine import Membership
+from spark_elastic.membership.reasons import LossCause, LossKind, Wait, reported
 from spark_elastic.membership.states import AgentOutcome, Phase
 from spark_elastic.membership.timeline import JobEnded, Record, Waiting
 from spark_elastic.membership.topology import AgentId, SlotId, WorkerId, World
+from spark_elastic.membership.wording import change_in_words, loss_in_words
 from spark_elastic.reporting.announcer import Announcer
 from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.progress import ProgressModel
@@ -189,9 +190,9 @@ class ElasticDriver:
             with contextlib.suppress(RuntimeError):  # the loop has closed: the job is over
                 loop.call_soon_threadsafe(self._collect_no_more, why)
 
-    def note_waiting(self, reason: str, until: float | None = None) -> None:
+    def note_waiting(self, wait: Wait, until: float | None = None) -> None:
         """Show what is waited for before `run`. until: on this process's monotonic clock."""
-        self._announcer.announce(Waiting(clock.monotonic(), reason, until))
+        self._announcer.announce(Waiting(clock.monotonic(), wait, until))
         self._tell()
 
     def never_ran(self, error: BaseException) -> BaseException:
@@ -219,10 +220,10 @@ class ElasticDriver:
     def status(self) -> JobStatus:
         known = self._machine.status()
         return JobStatus(
-            phase=Phase.FAILED.value if self._has_failed else known["phase"],
-            round=known["round"],
-            size=known["size"],
-            progress=known["progress"],
+            phase=(Phase.FAILED if self._has_failed else known.phase).value,
+            round=known.round,
+            size=known.size,
+            progress=known.progress,
             waiting_for=self._announcer.waiting,
         )
 
@@ -374,8 +375,8 @@ class ElasticDriver:
                 if self._agent_of.get(worker) == agent:
                     # its own channel closes by itself; what it said at the end may still be on the way
                     asyncio.get_running_loop().call_later(LAST_WORDS_S, self._forget_worker, worker)
-                    why = _describe_exit(exit_code)
-                    self._handle(seen.WorkerLost(worker, why, exit_code, stderr_tail, oom_kills, memory))
+                    cause = LossCause(LossKind.EXITED, code=exit_code)
+                    self._handle(seen.WorkerLost(worker, cause, stderr_tail, oom_kills, memory))
             case wire.OutputLines(worker, stream, lines):
                 self._printer.worker_lines(self._name_of(worker, agent), stream, lines)
             case wire.ResultStored(worker, _, in_loop, run):
@@ -387,7 +388,7 @@ class ElasticDriver:
 
     def agent_gone(self, agent: AgentId, why: str) -> None:
         self._agents.discard(agent)
-        self._handle(seen.AgentLost(agent, why))
+        self._handle(seen.AgentLost(agent, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
         del self._slot_of[agent]
         self._tell_launcher()
         for worker in [w for w, a in self._agent_of.items() if a == agent]:
@@ -427,28 +428,28 @@ class ElasticDriver:
                 self._handle(seen.WorkerAbandoned(worker, why))
             case _:
                 self._server.drop_worker(worker, f"a worker does not send {type(message).__name__}")
-                self._handle(seen.WorkerLost(worker, "it broke the protocol"))
+                self._handle(seen.WorkerLost(worker, LossCause(LossKind.PROTOCOL_BROKEN)))
 
     def worker_gone(self, worker: WorkerId, why: str) -> None:
-        self._handle(seen.WorkerLost(worker, f"its connection closed ({why})"))
+        self._handle(seen.WorkerLost(worker, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
 
-    def _slot_ended_anywhere(self, slot: SlotId, why: str, outcome: AgentOutcome | None) -> None:
+    def _slot_ended_anywhere(self, slot: SlotId, cause: LossCause, outcome: AgentOutcome | None) -> None:
         assert self._loop is not None
         gone = None if outcome is not None or self._ending else self._launcher.gone()
         submitted = outcome is not None or not self._launcher.could_not_submit(slot)
         try:
-            self._loop.call_soon_threadsafe(self._slot_ended, slot, why, outcome, submitted, gone)
+            self._loop.call_soon_threadsafe(self._slot_ended, slot, cause, outcome, submitted, gone)
         except RuntimeError:
             pass  # the loop has closed: the job is over
 
     def _slot_ended(
-        self, slot: SlotId, why: str, outcome: AgentOutcome | None, submitted: bool, gone: str | None
+        self, slot: SlotId, cause: LossCause, outcome: AgentOutcome | None, submitted: bool, gone: str | None
     ) -> None:
         self._launched.discard(slot)
-        delivered = self._results.slot_ended(slot, why, outcome)
+        self._results.slot_ended(slot, cause, outcome)
         if gone is not None:
             self._fail(self._session_lost(gone))
-        self._handle(seen.SlotEnded(slot, why, delivered, submitted))
+        self._handle(seen.SlotEnded(slot, cause, submitted))
         if not self._launched:
             self._slots_over.set()
 
@@ -459,12 +460,13 @@ class ElasticDriver:
             case do.LaunchSlot(slot):
                 self._launched.add(slot)
                 self._launcher.launch(slot)
-            case do.WithdrawSlot(slot, why):
-                self._launcher.withdraw(slot, why)
+            case do.WithdrawSlot(slot, cause):
+                self._launcher.withdraw(slot, cause)
             case do.StartWorker(agent, worker):
                 self._agent_of[worker] = agent
                 self._server.to_agent(agent, wire.StartWorkerProcess(worker))
-            case do.StopWorker(agent, worker, why):
+            case do.StopWorker(agent, worker, cause):
+                why = loss_in_words(cause)
                 self._server.to_agent(agent, wire.StopWorkerProcess(worker, why))
                 self._server.drop_worker(worker, why)
             case do.AdmitProvisionally(worker, rank, size, loop):
@@ -476,13 +478,13 @@ class ElasticDriver:
             case do.NotifyHostsUpdated(workers, sequence):
                 for worker in workers:
                     self._server.to_worker(worker, wire.HostsUpdated(sequence))
-            case do.CutPeers(workers, round, why):
+            case do.CutPeers(workers, round, change):
                 for worker in workers:
-                    self._server.to_worker(worker, wire.Cut(round, why))
-            case do.RerunFunction(worker, run, why):
-                self._server.to_worker(worker, wire.RunAgain(run, why))
-            case do.DismissAgent(agent, why):
-                self._server.to_agent(agent, wire.FinishAgent(False, why))
+                    self._server.to_worker(worker, wire.Cut(round, change_in_words(change)))
+            case do.RerunFunction(worker, run, change):
+                self._server.to_worker(worker, wire.RunAgain(run, change_in_words(change)))
+            case do.DismissAgent(agent, cause):
+                self._server.to_agent(agent, wire.FinishAgent(False, loss_in_words(cause)))
             case do.FinishJob(workers):
                 slots = {self._slot_of[self._agent_of[w]]: w for w in workers if w in self._agent_of}
                 self._results.expect(workers, slots)
@@ -515,7 +517,7 @@ class ElasticDriver:
         return error if gone is None else self._session_lost(gone)
 
     def _session_lost(self, why: str) -> SessionLostError:
-        return SessionLostError(reason=why, progress=self._machine.status()["progress"])
+        return SessionLostError(reason=why, progress=self._machine.status().progress)
 
     def _end(self, *, keep_results: bool, why: str) -> None:
         self._ending = True
@@ -523,7 +525,7 @@ class ElasticDriver:
             self._server.to_agent(agent, wire.FinishAgent(keep_results, why))
         with_agent = {self._slot_of[agent] for agent in self._agents}
         for slot in self._launched - with_agent:
-            self._launcher.withdraw(slot, why)
+            self._launcher.withdraw(slot, reported(why))
         self._ended.set()
 
     # --- for people ---------------------------------------------------------------------------------
@@ -549,17 +551,6 @@ class ElasticDriver:
         if self._world is not None and worker in self._world.workers:
             return str(self._world.member(worker).rank)
         return f"slot {self._slot_of[agent]}"
-
-
-def _describe_exit(exit_code: int) -> str:
-    if exit_code < 0:
-        try:
-            return f"killed by {signal.Signals(-exit_code).name}"
-        except ValueError:
-            return f"killed by signal {-exit_code}"
-    if exit_code == 0:
-        return "exited with code 0 before the function was finished"
-    return f"exited with code {exit_code}"
 
 
 def _later(record: Record, seconds: float) -> Record:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from spark_elastic.driver.spark.cluster import TOO_BIG
 from spark_elastic.errors import ResultError
+from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, SlotId, WorkerId
+from spark_elastic.membership.wording import loss_in_words
 from spark_elastic.wire.messages import LoopResult
 
 # What finished workers and finished loops returned.
 
 MAX_LOOP_RESULTS_BYTES = 64 << 20
+_NOT_IN_TIME = reported("its slot did not end in time")
 
 
 class Results:
@@ -24,21 +26,19 @@ class Results:
         self._by_worker: dict[WorkerId, bytes] = {}
         self._due_in: dict[SlotId, WorkerId] = {}
         """Whose result each slot is to deliver, once the job is done."""
-        self._undelivered: dict[WorkerId, str] = {}
+        self._undelivered: dict[WorkerId, LossCause] = {}
         """Why a result did not come."""
 
     def expect(self, workers: tuple[WorkerId, ...], slots: Mapping[SlotId, WorkerId]) -> None:
         self.expected = workers
         self._due_in = dict(slots)
 
-    def slot_ended(self, slot: SlotId, why: str, outcome: AgentOutcome | None) -> WorkerId | None:
-        """Returns: the worker whose result came with the end of the slot; None: none did."""
+    def slot_ended(self, slot: SlotId, cause: LossCause, outcome: AgentOutcome | None) -> None:
+        """Keep the result that came with the end of the slot, or why none came."""
         if outcome is not None and outcome.worker is not None and outcome.result is not None:
             self._by_worker[outcome.worker] = outcome.result
-            return outcome.worker
-        if slot in self._due_in:
-            self._undelivered[self._due_in[slot]] = why
-        return None
+        elif slot in self._due_in:
+            self._undelivered[self._due_in[slot]] = cause
 
     def in_rank_order(self) -> list[bytes]:
         """Raises: ResultError: some are missing, or one was larger than Spark takes."""
@@ -49,10 +49,11 @@ class Results:
         return [self._by_worker[worker] for worker in self.expected]
 
     def _error(self, expected: tuple[WorkerId, ...], missing: list[WorkerId]) -> ResultError:
-        reasons = sorted({self._undelivered.get(worker, "its slot did not end in time") for worker in missing})
-        refused = [reason for reason in reasons if reason.startswith(TOO_BIG)]
+        causes = {self._undelivered.get(worker, _NOT_IN_TIME) for worker in missing}
+        refused = sorted(cause.detail for cause in causes if cause.kind is LossKind.RESULT_TOO_BIG)
         if refused:
             return ResultError(f"{len(missing)} of {len(expected)} results did not arrive: {refused[0]}")
+        reasons = sorted(map(loss_in_words, causes))
         if len(missing) == len(expected):
             return ResultError(
                 f"all {len(expected)} workers finished, but none of their results arrived: {'; '.join(reasons)}"
@@ -93,8 +94,8 @@ class LoopResults:
             self._behind.pop(worker, None)
 
 
-OnEnded = Callable[[SlotId, str, AgentOutcome | None], None]
-"""Called from any thread, exactly once for each `launch`, when it is over: the slot, why in words, and what the agent
+OnEnded = Callable[[SlotId, LossCause, AgentOutcome | None], None]
+"""Called from any thread, exactly once for each `launch`, when it is over: the slot, why, and what the agent
 returned (None: it was lost, failed, or never began). By then the slot can be launched again."""
 
 
@@ -109,7 +110,7 @@ class Launcher(Protocol):
         """
         ...
 
-    def withdraw(self, slot: SlotId, why: str) -> None:
+    def withdraw(self, slot: SlotId, cause: LossCause) -> None:
         """End the slot's launch, pending or running; nothing if it is over already."""
         ...
 

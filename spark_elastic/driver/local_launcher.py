@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from spark_elastic import clock
 from spark_elastic.driver.launcher import OnEnded
-from spark_elastic.errors import exit_in_words
+from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, SlotId
 from spark_elastic.wire.interfaces import address_of
@@ -76,7 +76,7 @@ class LocalAgents:
             self._threads.add(thread)
         thread.start()
 
-    def withdraw(self, slot: SlotId, why: str) -> None:
+    def withdraw(self, slot: SlotId, cause: LossCause) -> None:
         with self._lock:
             process = self._processes.get(slot)
         if process is not None:
@@ -116,22 +116,22 @@ class LocalAgents:
     def _run(self, slot: SlotId) -> None:
         begun = True
         try:
-            why, outcome = self._run_agent(slot)
+            cause, outcome = self._run_agent(slot)
         except Exception as error:
-            why, outcome, begun = f"the local agent could not be run: {error}", None, False
+            cause, outcome, begun = reported(f"the local agent could not be run: {error}"), None, False
         with self._lock:
             (self._not_begun.discard if begun else self._not_begun.add)(slot)
             self._processes.pop(slot, None)
-        self._on_ended(slot, why, outcome)
+        self._on_ended(slot, cause, outcome)
         with self._lock:
             self._threads.discard(threading.current_thread())
 
-    def _run_agent(self, slot: SlotId) -> tuple[str, AgentOutcome | None]:
+    def _run_agent(self, slot: SlotId) -> tuple[LossCause, AgentOutcome | None]:
         host = self._hosts[slot % len(self._hosts)]
         env = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
         with self._lock:
             if self._closed:
-                return "the launcher was closed", None
+                return reported("the launcher was closed"), None
             process = subprocess.Popen(
                 [sys.executable, "-m", "spark_elastic.task.local_agent", str(os.getpid())],
                 stdin=subprocess.PIPE,
@@ -141,9 +141,9 @@ class LocalAgents:
             self._processes[slot] = process
         out, _ = process.communicate(pickle.dumps((self._order, slot, host, self._cores)))
         if process.returncode != 0:
-            return f"its agent {exit_in_words(process.returncode)}", None
+            return LossCause(LossKind.AGENT_EXITED, code=process.returncode), None
         outcome: AgentOutcome = pickle.loads(out)
-        return outcome.why, outcome
+        return outcome.cause, outcome
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

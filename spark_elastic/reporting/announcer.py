@@ -11,13 +11,12 @@ from spark_elastic.membership import events as seen
 from spark_elastic.membership.commands import Command
 from spark_elastic.membership.timeline import JobEnded, PlaceCooledDown, Record, Waiting, WorldStarted
 from spark_elastic.membership.topology import WorkerId
+from spark_elastic.membership.wording import counted
 from spark_elastic.reporting.event_log import (
     EventLog,
     MembershipChange,
-    is_vague,
     seconds_in_words,
     steps_in_words,
-    workers_in_words,
 )
 from spark_elastic.reporting.progress import WAIT_S, ProgressModel
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
@@ -103,7 +102,7 @@ class Announcer:
         self._timeline.append(dataclasses.replace(record, **times))
         if isinstance(record, Waiting):
             self.waiting = record.reason
-            self._progress.wait(record.reason, record.deadline, record.at)
+            self._progress.wait(record.wait, record.deadline, record.at)
         if isinstance(record, (JobEnded, WorldStarted)):
             self.waiting = ""
             self._progress.world(self._log.size, record.at)
@@ -139,7 +138,7 @@ def _due(change: MembershipChange) -> float:
     """When it is told."""
     if change.open:
         return change.at + PAUSE_S
-    if change.kind == "lost" and is_vague(change.reason):
+    if change.kind == "lost" and change.unexplained:
         return change.at + CAUSE_S
     return change.at
 
@@ -147,4 +146,4 @@ def _due(change: MembershipChange) -> float:
 def _end_of_pause(change: MembershipChange, size: int) -> str:
     cost = [] if change.steps_lost is None else [steps_in_words(change.steps_lost)]
     after = [] if change.pause_s is None else [f"after {seconds_in_words(change.pause_s)}"]
-    return ", ".join([f"training goes on with {workers_in_words(size)}", *after, *cost])
+    return ", ".join([f"training goes on with {counted(size, 'worker')}", *after, *cost])

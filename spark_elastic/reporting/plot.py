@@ -9,7 +9,7 @@ from typing import Any
 
 from spark_elastic.errors import MissingExtraError
 from spark_elastic.reporting.event_log import MembershipChange
-from spark_elastic.reporting.format import wait_in_words
+from spark_elastic.reporting.format import wait_on_bar
 
 Row = Mapping[str, Any]
 
@@ -37,7 +37,7 @@ def event_rows(changes: Sequence[MembershipChange], began: float) -> tuple[dict[
             "after": change.after,
             "pause_s": change.pause_s,
             "steps_lost": change.steps_lost,
-            "text": wait_in_words(change.reason) if change.kind == "waiting" else str(change),
+            "text": str(change) if change.wait is None else wait_on_bar(change.wait),
         }
         for change in changes
     )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.driver.spark.slot_queue import AdmittedLauncher, SlotArbiter
+from spark_elastic.membership.reasons import reported
 from spark_elastic.membership.states import AgentOutcome
 
 
@@ -196,7 +197,7 @@ def test_closing_reports_held_slots_too(arbiter):
     Job(cluster, arbiter, "a", 1, 1)
     b = Job(cluster, arbiter, "b", 1, 2)
     b.launcher.close(5.0)
-    assert sorted(b.ended) == [(0, "the job is over"), (1, "the job is over")]
+    assert sorted(b.ended) == [(slot, reported("the job is over")) for slot in (0, 1)]
 
 
 def test_random_arrivals_losses_and_ends_never_leave_everybody_waiting():

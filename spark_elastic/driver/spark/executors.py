@@ -9,8 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spark_elastic.driver.spark.cluster import close_connection, executor_ids, is_local, jvm_context
+from spark_elastic.driver.spark.cluster import (
+    close_connection,
+    executor_ids,
+    is_local,
+    jvm_context,
+    loss_of_executor,
+)
 from spark_elastic.membership.events import ExecutorDecommissioned, ExecutorLost
+from spark_elastic.membership.reasons import LossCause, LossKind
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -198,14 +205,14 @@ class ExecutorWatch:
             self._known.add(fact.executor)
         elif isinstance(fact, ExecutorRemoved):
             self._known.discard(fact.executor)
-            self._on_event(ExecutorLost(fact.executor, fact.why))
+            self._on_event(ExecutorLost(fact.executor, loss_of_executor(fact.why)))
         if self._on_fact is not None:
             self._on_fact(fact)
 
     def _compare(self) -> None:
         present = set(executor_ids(self._sc))
         for executor in sorted(self._known - present):
-            self._on_event(ExecutorLost(executor, "Spark no longer lists it"))
+            self._on_event(ExecutorLost(executor, LossCause(LossKind.EXECUTOR_UNLISTED)))
         self._known = present
 
     def _ask_for_decommissions(self) -> None:

@@ -17,10 +17,11 @@ from spark_elastic.driver.spark.cluster import (
     close_connection,
     is_drivers_own,
     jvm_context,
-    reason_of,
-    reason_of_error,
+    loss_of,
+    loss_of_error,
     why_gone,
 )
+from spark_elastic.membership.reasons import LossCause, reported
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, SlotId
 
@@ -31,7 +32,7 @@ AgentEntry = Callable[..., AgentOutcome]
 
 log = logging.getLogger(__name__)
 
-_FIRST_RUN_LOST = "the slot's task was lost"
+_FIRST_RUN_LOST = reported("the slot's task was lost")
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +43,7 @@ class _Launch:
     id: LaunchId
     group: str
     """Spark's job group; a new one for each launch, because Spark can remember a cancelled group."""
-    stop_why: str | None = None
+    stop_cause: LossCause | None = None
     """Set once the job has to end. A thread may not have submitted its job yet, so this is looked at before, and the
     watcher repeats the cancellation until the thread has ended."""
 
@@ -106,7 +107,7 @@ class SparkLauncher:
             self._launches += 1
             launch = _Launch(slot, self._launches, f"{self._group_prefix}-{slot}-{self._launches}")
             if self._closed:
-                launch.stop_why = "the launcher is closed"
+                launch.stop_cause = reported("the launcher is closed")
             self._running[slot] = launch
             thread = threading.Thread(target=self._run, args=(launch,), name=f"spark_elastic slot {slot}", daemon=True)
             self._threads.add(thread)
@@ -115,11 +116,11 @@ class SparkLauncher:
                 self._watcher.start()
             thread.start()
 
-    def withdraw(self, slot: SlotId, why: str) -> None:
+    def withdraw(self, slot: SlotId, cause: LossCause) -> None:
         with self._changed:
             launch = self._running.get(slot)
-            if launch is not None and launch.stop_why is None:
-                launch.stop_why = why
+            if launch is not None and launch.stop_cause is None:
+                launch.stop_cause = cause
                 self._changed.notify_all()
 
     def admit(self, slot: SlotId, launch: LaunchId) -> bool:
@@ -127,7 +128,7 @@ class SparkLauncher:
         # has 2-4 s until the executor kills its process. By then the slot may be launched again.
         with self._changed:
             running = self._running.get(slot)
-            return running is not None and running.id == launch and running.stop_why is None
+            return running is not None and running.id == launch and running.stop_cause is None
 
     def agents_joined(self, slots: frozenset[SlotId]) -> None:
         pass  # `slot_arbiter.AdmittedLauncher` makes something of it
@@ -154,7 +155,7 @@ class SparkLauncher:
         with self._changed:
             self._closed = True
             for launch in self._running.values():
-                launch.stop_why = launch.stop_why or "the job is over"
+                launch.stop_cause = launch.stop_cause or reported("the job is over")
             threads = list(self._threads)
             if self._watcher is not None:
                 threads.append(self._watcher)
@@ -170,40 +171,40 @@ class SparkLauncher:
 
     def _run(self, launch: _Launch) -> None:
         try:
-            why, outcome = self._outcome(launch)
+            cause, outcome = self._outcome(launch)
             with self._changed:
                 del self._running[launch.slot]
                 self._changed.notify_all()
-            self._on_ended(launch.slot, why, outcome)
+            self._on_ended(launch.slot, cause, outcome)
         finally:
             close_connection(self._sc)
             with self._changed:
                 self._threads.discard(threading.current_thread())
 
-    def _outcome(self, launch: _Launch) -> tuple[str, AgentOutcome | None]:
-        if (told := self._stop_why(launch)) is not None:
+    def _outcome(self, launch: _Launch) -> tuple[LossCause, AgentOutcome | None]:
+        if (told := self._stop_cause(launch)) is not None:
             return told, None
         with self._changed:
             self._not_submitted.discard(launch.slot)
         try:
             outcome = self._submit(launch)
-            why = outcome.why if outcome is not None else self._why_lost(launch)
+            cause = outcome.cause if outcome is not None else self._why_lost(launch)
         except Exception as error:
-            outcome, why = None, reason_of_error(error)
+            outcome, cause = None, loss_of_error(error)
             if is_drivers_own(error):
                 with self._changed:
                     self._not_submitted.add(launch.slot)
         if outcome is None or outcome.result is None:
             # What it was told to stop for; "cancelled" is only how it was done.
-            told = self._stop_why(launch)
-            return (why, outcome) if told is None else (told, None)
-        return why, outcome
+            told = self._stop_cause(launch)
+            return (cause, outcome) if told is None else (told, None)
+        return cause, outcome
 
-    def _stop_why(self, launch: _Launch) -> str | None:
+    def _stop_cause(self, launch: _Launch) -> LossCause | None:
         with self._changed:
-            return launch.stop_why
+            return launch.stop_cause
 
-    def _why_lost(self, launch: _Launch) -> str:
+    def _why_lost(self, launch: _Launch) -> LossCause:
         try:
             return _first_failure(self._sc, launch.group) or _FIRST_RUN_LOST
         except Exception:  # Spark forgets old jobs
@@ -254,14 +255,14 @@ class SparkLauncher:
         next_look = time.monotonic() + self._watch_interval_s
         while True:
             with self._changed:
-                stopping = any(launch.stop_why is not None for launch in self._running.values())
+                stopping = any(launch.stop_cause is not None for launch in self._running.values())
                 if self._closed and not self._running:
                     return
                 self._changed.wait(0.05 if stopping else max(next_look - time.monotonic(), 0.0))
                 launches = list(self._running.values())
             try:
                 for launch in launches:
-                    if launch.stop_why is not None:
+                    if launch.stop_cause is not None:
                         jvm_context(self._sc).cancelJobGroup(launch.group)
                 if time.monotonic() >= next_look:
                     next_look = time.monotonic() + self._watch_interval_s
@@ -275,11 +276,11 @@ class SparkLauncher:
 
         A second run would be an agent that nobody asked for, so the first failure ends the job.
         """
-        if launch.stop_why is not None:
+        if launch.stop_cause is not None:
             return
-        reason = _first_failure(self._sc, launch.group)
-        if reason is not None:
-            self.withdraw(launch.slot, reason)
+        cause = _first_failure(self._sc, launch.group)
+        if cause is not None:
+            self.withdraw(launch.slot, cause)
 
 
 class _OwnWorkers:
@@ -325,12 +326,12 @@ def _task_of(
 
             worker.write_int = write
         outcome = agent_entry(slot, launch, payload, *([] if shared is None else [shared.value]))
-        return [(outcome.worker, outcome.result, outcome.why)]
+        return [(outcome.worker, outcome.result, outcome.why, outcome.disconnected)]
 
     return task
 
 
-def _first_failure(sc: SparkContext, group: str) -> str | None:
+def _first_failure(sc: SparkContext, group: str) -> LossCause | None:
     tracker = sc.statusTracker()
     for job_id in tracker.getJobIdsForGroup(group):
         job = tracker.getJobInfo(job_id)
@@ -341,10 +342,10 @@ def _first_failure(sc: SparkContext, group: str) -> str | None:
     return None
 
 
-def _failure_of_stage(sc: SparkContext, stage_id: int) -> str:
+def _failure_of_stage(sc: SparkContext, stage_id: int) -> LossCause:
     tasks = jvm_context(sc).statusStore().taskList(stage_id, 0, 10)
     for index in range(tasks.size()):
         message = tasks.apply(index).errorMessage()
         if message.isDefined():
-            return reason_of(str(message.get()))
-    return "the slot's task failed"
+            return loss_of(str(message.get()))
+    return reported("the slot's task failed")

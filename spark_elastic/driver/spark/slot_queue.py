@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from spark_elastic.driver.launcher import Launcher, OnEnded
+from spark_elastic.membership.reasons import LossCause, reported
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, SlotId
 
@@ -153,7 +154,7 @@ class AdmittedLauncher:
         self._lock = threading.RLock()
         self._held: set[SlotId] = set()
         self._launched: set[SlotId] = set()
-        self._taken_back: dict[SlotId, str | None] = {}  # the reason of a withdrawal that came meanwhile
+        self._taken_back: dict[SlotId, LossCause | None] = {}  # the reason of a withdrawal that came meanwhile
         self._joined: frozenset[SlotId] = frozenset()
         self._closed = False
         self._launcher = build(self._ended)
@@ -171,18 +172,18 @@ class AdmittedLauncher:
             self._held.add(slot)
         self._look_again()
 
-    def withdraw(self, slot: SlotId, why: str) -> None:
+    def withdraw(self, slot: SlotId, cause: LossCause) -> None:
         with self._lock:
             if slot in self._taken_back:
-                self._taken_back[slot] = why  # its end will be reported after all
+                self._taken_back[slot] = cause  # its end will be reported after all
                 return
             if slot in self._launched:
-                self._launcher.withdraw(slot, why)
+                self._launcher.withdraw(slot, cause)
                 return
             if slot not in self._held:
                 return
             self._held.remove(slot)
-        self._on_ended(slot, why, None)
+        self._on_ended(slot, cause, None)
 
     def admit(self, slot: SlotId, launch: LaunchId) -> bool:
         with self._lock:
@@ -219,7 +220,7 @@ class AdmittedLauncher:
             if self._ticket is not None:
                 self._ticket.leave()
         for slot in sorted(held):
-            self._on_ended(slot, "the job is over", None)
+            self._on_ended(slot, reported("the job is over"), None)
 
     def _look_again(self) -> None:
         with self._lock:
@@ -232,7 +233,7 @@ class AdmittedLauncher:
                 slot = spare.pop(0)
                 self._launched.remove(slot)
                 self._taken_back[slot] = None
-                self._launcher.withdraw(slot, "given back: another job waits for its minimum")
+                self._launcher.withdraw(slot, reported("given back: another job waits for its minimum"))
             for slot in sorted(self._held)[: max(limit - len(self._launched), 0)]:
                 self._held.remove(slot)
                 self._launched.add(slot)
@@ -256,17 +257,17 @@ class AdmittedLauncher:
         """Slots that are not taken back: those whose agents may hold a state."""
         return frozenset() if ticket.turn is Turn.WAITING and not ticket.has_begun else self._joined
 
-    def _ended(self, slot: SlotId, why: str, outcome: AgentOutcome | None) -> None:
+    def _ended(self, slot: SlotId, cause: LossCause, outcome: AgentOutcome | None) -> None:
         with self._lock:
             if slot in self._taken_back:
                 withdrawn = self._taken_back.pop(slot)
                 report = withdrawn is not None or outcome is not None or self._closed
-                why = withdrawn or why
+                cause = withdrawn or cause
                 if not report:
                     self._held.add(slot)
             else:
                 self._launched.discard(slot)
                 report = True
         if report:
-            self._on_ended(slot, why, outcome)
+            self._on_ended(slot, cause, outcome)
         self._look_again()

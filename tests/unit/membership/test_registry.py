@@ -4,7 +4,8 @@ import pytest
 
 from spark_elastic.driver.registry import RecordedState, WorkerStateRegistry
 from spark_elastic.membership.events import Event, WorkerAbandoned, WorkerDone, WorkerLost, WorkerReady
-from tests.unit.membership.script import step_at
+from spark_elastic.membership.reasons import reported
+from tests.unit.membership.script import exited, step_at
 from tests.unit.membership.test_membership import training
 
 READY, SUCCESS, FAILURE = RecordedState.READY, RecordedState.SUCCESS, RecordedState.FAILURE
@@ -29,19 +30,19 @@ def test_members_of_a_new_world_are_ready() -> None:
 
 
 def test_a_process_that_exits_0_without_finishing_the_function_is_a_failure() -> None:
-    registry = registry_after(WorkerLost(2, "exited", exit_code=0), WorkerLost(2, "channel closed"))
+    registry = registry_after(WorkerLost(2, exited(0)), WorkerLost(2, reported("channel closed")))
     assert registry.state(2) is FAILURE
     assert counts(registry) == (2, 0, 1)
 
 
 def test_a_worker_that_failed_is_not_counted_twice() -> None:
-    registry = registry_after(WorkerLost(2, "channel closed"), WorkerLost(2, "exited", -9))
+    registry = registry_after(WorkerLost(2, reported("channel closed")), WorkerLost(2, exited(-9)))
     assert counts(registry) == (2, 0, 1)
 
 
 def test_a_round_is_kept_as_it_was_when_the_next_begins() -> None:
     registry = registry_after(
-        WorkerLost(2, "channel closed"), WorkerReady(1, 1, step_at(11)), WorkerReady(3, 1, step_at(11))
+        WorkerLost(2, reported("channel closed")), WorkerReady(1, 1, step_at(11)), WorkerReady(3, 1, step_at(11))
     )
     assert (registry.round, registry.resets, registry.resets_left) == (2, 1, 4)
     assert counts(registry) == (2, 0, 0)
@@ -49,7 +50,7 @@ def test_a_round_is_kept_as_it_was_when_the_next_begins() -> None:
 
 
 def test_a_function_that_returned_is_a_success_even_if_its_process_goes() -> None:
-    registry = registry_after(*(WorkerDone(i, in_loop=True) for i in (1, 2, 3)), WorkerLost(1, "exited", 0))
+    registry = registry_after(*(WorkerDone(i, in_loop=True) for i in (1, 2, 3)), WorkerLost(1, exited(0)))
     assert counts(registry) == (0, 3, 0)
     assert registry.results_from == (1, 2, 3)
 

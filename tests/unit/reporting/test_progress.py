@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from spark_elastic.membership.reasons import Wait, WaitKind
 from spark_elastic.reporting.progress import LINE_EVERY_S, ProgressModel
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
@@ -46,7 +47,7 @@ def test_a_rank_0_that_is_gone_does_not_turn_the_bar_back():
 
 def test_a_wait_takes_the_bars_place_and_runs_down():
     progress = training()
-    progress.wait("1 of at least 2 workers ready; keeping their state and waiting up to 60 s", 63.0, 3.0)
+    progress.wait(Wait(WaitKind.REPLACEMENTS, have=1, need=2, left_s=60), 63.0, 3.0)
     assert progress.view(3.1).waiting == ""  # it may be over before anybody could read it
     view = progress.view(5.0)
     assert (view.title, view.waiting, view.left_s) == (
@@ -61,7 +62,7 @@ def test_a_wait_takes_the_bars_place_and_runs_down():
 def test_what_is_known_of_the_cluster_stands_behind_a_wait():
     progress = ProgressModel()
     progress.around = lambda: "2 tasks pending, cluster has 2 slots free"
-    progress.wait("2 of 4 workers ready; waiting up to 600 s for at least 4", 600.0, 0.0)
+    progress.wait(Wait(WaitKind.MINIMUM, have=2, want=4, need=4, left_s=600), 600.0, 0.0)
     progress.look_around(1.5)
     assert progress.line(2.0, bar=False) == (
         "waiting for 2 of 4 workers: 2 tasks pending, cluster has 2 slots free; 598 s left"
