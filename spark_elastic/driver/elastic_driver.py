@@ -415,8 +415,8 @@ class ElasticDriver:
             case wire.LoopResult():
                 for behind in self._loop_results.offered(message):
                     self._server.to_worker(behind, message)
-            case wire.Raised(error_type, error, traceback):
-                self._handle(seen.WorkerRaised(worker, error_type, error, traceback))
+            case wire.Raised(error_type, error, traceback, exit_code):
+                self._handle(seen.WorkerRaised(worker, error_type, error, traceback, exit_code))
             case wire.LiveProgress():
                 if self._rank_0() == worker:
                     self._announcer.live(message, clock.monotonic())

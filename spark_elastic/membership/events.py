@@ -135,6 +135,8 @@ class WorkerRaised:
     error_type: str
     error: str
     traceback: str
+    exit_code: int | None = None
+    """The code that a script exited with; None: it raised something else."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -345,6 +345,7 @@ class Membership:
             error_type=event.error_type,
             error=event.error,
             traceback=event.traceback,
+            exit_code=event.exit_code,
         )
         self._worlds.fail(error, now)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from spark_elastic.membership import events as seen
-from spark_elastic.membership.commands import Command, PublishWorld
+from spark_elastic.membership.commands import Command, PublishWorld, WithdrawSlot
 from spark_elastic.membership.reasons import LossCause, LossKind, Wait
 from spark_elastic.membership.timeline import (
     JobEnded,
@@ -172,8 +172,18 @@ class EventLog:
             case seen.ExecutorLost(executor, cause):
                 self._explain(lambda departure: departure.record.place.executor == executor, cause, True, now)
         for command in commands:
-            if isinstance(command, PublishWorld):
-                self._next = command.world
+            match command:
+                case PublishWorld(world):
+                    self._next = world
+                case WithdrawSlot(
+                    slot, cause
+                ):  # its agent is lost too; the worker's connection was seen to close first
+                    self._explain(
+                        lambda departure: departure.record.place.slot == slot and departure.cause.is_symptom,
+                        cause,
+                        True,
+                        now,
+                    )
 
     def note(self, record: Record) -> None:
         """Take in a record of the timeline."""

@@ -194,6 +194,15 @@ def test_closed_connection_explains_no_loss():
     assert lost(LossKind.AGENT_LOST, CLOSED).is_symptom
 
 
+def test_agent_that_is_killed_is_the_cause_even_if_its_worker_is_missed_first():
+    job = Job(3, executors="driver")
+    job.tell(5.0, e.WorkerLost(2, CLOSED))
+    job.tell(5.01, e.AgentLost(2, CLOSED))
+    job.tell(5.02, e.SlotEnded(1, LossCause(LossKind.AGENT_EXITED, code=-9)))
+    job.ready(5.1, 1, 3)
+    assert job.said[-1].startswith("rank 1 on h1 lost (its agent was killed by signal 9 (SIGKILL)): 3 -> 2 workers")
+
+
 def test_cause_that_is_no_better_does_not_replace_the_one_that_is_known():
     job = Job(3)
     job.tell(5.0, e.AgentLost(2, CLOSED))
