@@ -30,10 +30,14 @@ exit codes:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Stops at the script: what follows it belongs to the script, whatever it looks like."""
+    """Parses up to the script; all words after it are arguments of the script, also those that look like options."""
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Raises: SystemExit(2): with a message on stderr, for anything that cannot be right."""
+        """Parse the command line.
+
+        Raises:
+            SystemExit: with code 2 and a message on stderr, if the command line is wrong.
+        """
         ours, script = self._split(argv)
         options = self.parse_args(ours)
         options.script, options.script_args = (script[0], tuple(script[1:])) if script else (None, ())
@@ -58,6 +62,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> _Parser:
+    """Return the parser of ``spark-elastic``."""
     made = _Parser(
         prog="spark-elastic",
         usage="spark-elastic [options] script.py [arguments of the script]",
@@ -71,13 +76,13 @@ def parser() -> _Parser:
     workers.add_argument("-np", "--num-proc", help="workers to start with (default: the task slots there are)", **count)
     workers.add_argument("--min-np", "--min-num-proc", dest="min_num_proc", help="fewest to go on with", **count)
     workers.add_argument("--max-np", "--max-num-proc", dest="max_num_proc", help="most to grow to", **count)
-    workers.add_argument("--reset-limit", help="how often the world may change before the job fails", **count)
+    workers.add_argument("--reset-limit", help="how often the world may be rebuilt before the job fails", **count)
     workers.add_argument("--env", type=pair, action="append", default=[], metavar="K=V", help="for every worker")
 
-    places = made.add_argument_group("places")
-    places.add_argument("--host-discovery-script", metavar="FILE", help="prints the hosts to use: host or host:slots")
-    places.add_argument("--slots-per-host", help="for hosts that the discovery script names without a number", **count)
-    places.add_argument(
+    hosts = made.add_argument_group("hosts")
+    hosts.add_argument("--host-discovery-script", metavar="FILE", help="prints the hosts to use: host or host:slots")
+    hosts.add_argument("--slots-per-host", help="for hosts that the discovery script names without a number", **count)
+    hosts.add_argument(
         "--nics", "--network-interfaces", type=_names, default=None, metavar="A,B", help="interfaces for collectives"
     )
 
@@ -116,14 +121,14 @@ def parser() -> _Parser:
     )
 
     about = made.add_argument_group("about")
-    about.add_argument("--check-build", action="store_true", help="what is installed here and what is missing")
+    about.add_argument("--check-build", action="store_true", help="show what is installed here and what is missing")
     about.add_argument("--submit-file", action="store_true", help="print the file to hand to spark-submit")
     about.add_argument("--version", action="version", version=f"spark-elastic {__version__}")
     return made
 
 
 def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments for `spark_elastic.run`, only those that were given: the defaults are its own."""
+    """Return the keyword arguments for `spark_elastic.run`: those that were given; it has the defaults."""
     plain = ["num_proc", "min_num_proc", "max_num_proc", "reset_limit", "nics"]
     plain += ["start_timeout", "elastic_timeout", "heartbeat_timeout", "stall_timeout"]
     given = {name: getattr(options, name) for name in plain if getattr(options, name) is not None}
@@ -136,7 +141,11 @@ def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def pair(text: str) -> tuple[str, str]:
-    """NAME=VALUE. Raises: argparse.ArgumentTypeError."""
+    """Parse NAME=VALUE.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is something else.
+    """
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, not {text!r}")

@@ -264,7 +264,7 @@ class ElasticDriver:
             for timer in (self._timer, self._telling, self._looking):
                 if timer is not None:
                     timer.cancel()
-            self._announcer.tell(clock.monotonic(), last=True)
+            self._announcer.print_changes(clock.monotonic(), last=True)
             await self._close_all()
             await self._server.close()
 
@@ -540,7 +540,7 @@ class ElasticDriver:
             self._telling.cancel()
             self._telling = None
         now = clock.monotonic()
-        due = self._announcer.tell(now)
+        due = self._announcer.print_changes(now)
         if due is not None and self._loop is not None:
             self._telling = self._loop.call_later(due - now, self._tell)
 

@@ -221,7 +221,7 @@ def run_async(
         )
         undo.callback(driver.close)
         if progress is not None:
-            progress.around = lambda: backend.around(driver.tasks_pending)
+            progress.describe_cluster = lambda: backend.around(driver.tasks_pending)
         clean_up = undo.pop_all()
     return ElasticJob(order.job, driver, lambda: backend.gather(order, settings, driver), clean_up.close)
 

@@ -61,9 +61,9 @@ def test_a_wait_takes_the_bars_place_and_runs_down():
 
 def test_what_is_known_of_the_cluster_stands_behind_a_wait():
     progress = ProgressModel()
-    progress.around = lambda: "2 tasks pending, cluster has 2 slots free"
+    progress.describe_cluster = lambda: "2 tasks pending, cluster has 2 slots free"
     progress.wait(Wait(WaitKind.MINIMUM, have=2, want=4, need=4, left_s=600), 600.0, 0.0)
-    progress.look_around(1.5)
+    progress.look_at_cluster(1.5)
     assert progress.line(2.0, bar=False) == (
         "waiting for 2 of 4 workers: 2 tasks pending, cluster has 2 slots free; 598 s left"
     )
