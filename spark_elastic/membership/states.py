@@ -45,6 +45,9 @@ class Phase(enum.Enum):
     FAILED = "failed"
 
 
+ENDED = (Phase.FINISHED, Phase.FAILED)
+
+
 class WorkerState(enum.Enum):
     """The state of one worker process, as far as the driver knows. `WORKERS` explains each."""
 
