@@ -61,6 +61,6 @@ def test_a_process_that_starts_over_is_neither_success_nor_failure() -> None:
     assert counts(registry) == (2, 0, 0)
 
 
-def test_an_unknown_round_is_said_to_be_unknown() -> None:
+def test_unknown_round_raises_key_error() -> None:
     with pytest.raises(KeyError):
         registry_after().record(7)
