@@ -32,7 +32,7 @@ from spark_elastic.errors import (
 )
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
-from spark_elastic.membership.deadlines import Attention
+from spark_elastic.membership.deadlines import MachineClock
 from spark_elastic.membership.machine import Membership
 from spark_elastic.membership.reasons import LossCause, LossKind, Wait, reported
 from spark_elastic.membership.states import AgentOutcome, Phase
@@ -152,7 +152,7 @@ class ElasticDriver:
         self._loop_results = LoopResults()
         self._world: World | None = None
         self._announcer = Announcer(order.job, printer.say, verbose, progress)
-        self._attention = Attention(settings.heartbeat_interval_s)
+        self._machine_clock = MachineClock(settings.heartbeat_interval_s)
         self._looking: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._telling: asyncio.TimerHandle | None = None
@@ -311,7 +311,7 @@ class ElasticDriver:
 
     def _now(self) -> float:
         """The machine's time. It is told first if the driver has stood still since anybody last looked."""
-        now, paused_s = self._attention.look(clock.monotonic(), clock.wall())
+        now, paused_s = self._machine_clock.read(clock.monotonic(), clock.wall())
         if paused_s:
             self._handle(seen.DriverPaused(paused_s))
         return now
@@ -494,7 +494,7 @@ class ElasticDriver:
             case do.Announce(JobEnded()) if self._has_failed:
                 pass  # announced with what is behind it
             case do.Announce(record):
-                self._announcer.announce(_later(record, self._attention.away_s))
+                self._announcer.announce(_later(record, self._machine_clock.paused_s))
 
     def _publish(self, world: World) -> None:
         self._world = world
