@@ -5,28 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.jobs.settings import RunSettings
 from spark_elastic.ml import params as to
 from spark_elastic.ml.params import ElasticParams, setting
+from spark_elastic.settings import declarations
 
 PREDICTIONS = ("auto", "argmax", "value", "binary_logit", "binary_probability", "argmax_probability")
 
-RUN_OPTIONS = (
-    "start_timeout",
-    "elastic_timeout",
-    "reset_limit",
-    "crash_limit",
-    "cooldown_range",
-    "heartbeat_timeout",
-    "stall_timeout",
-    "discovery",
-    "env",
-    "nics",
-    "stdout",
-    "stderr",
-    "output_dir",
-    "launcher",
-)
-"""What `spark_elastic.run` takes beside the settings that estimators have of their own."""
+_OWN_SETTINGS = ("num_proc", "min_num_proc", "max_num_proc", "verbose", "device", "spark")
+RUN_OPTIONS = tuple(each.name for each in declarations(RunSettings) if each.name not in _OWN_SETTINGS)
+"""The arguments of `spark_elastic.run` that are not settings of the estimators themselves."""
 
 WRITE_OPTIONS = ("pad_to", "variable", "sparse", "allow_nan", "shard_bytes", "pre_shuffle")
 _OF_CHECKPOINTS = (

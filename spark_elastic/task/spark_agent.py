@@ -16,7 +16,7 @@ from spark_elastic.membership.topology import LaunchId, SlotId, SlotReport
 from spark_elastic.task.agent import run_agent
 from spark_elastic.task.executor_process import LOCAL_EXECUTOR, executor_id_in_task, host_name_in_task, jvm_pid_in_task
 from spark_elastic.wire.interfaces import address_of, interface_addresses
-from spark_elastic.wire.launch_spec import AgentOrder
+from spark_elastic.wire.launch_spec import LaunchSpec
 
 # Where a Spark task runs and what it may use: asked inside the task's own Python process.
 
@@ -61,10 +61,10 @@ def run_in_task(slot: SlotId, launch: LaunchId, payload: bytes, function: bytes 
     """Run the agent of a slot.
 
     Args:
-        payload: a pickled `AgentOrder`, which Spark's own serialisation brought here.
+        payload: a pickled `LaunchSpec`, which Spark's own serialisation brought here.
         function: the order's, if it came by another way.
     """
-    order: AgentOrder = pickle.loads(payload)
+    order: LaunchSpec = pickle.loads(payload)
     if function is not None:
         order = dataclasses.replace(order, function=function)
     with deaf_to_hangups():

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.settings import DEVICE_SETTING
 from spark_elastic.task.memory import memory_kills
-from spark_elastic.wire.launch_spec import AgentOrder
+from spark_elastic.wire.launch_spec import LaunchSpec
 
 STDERR_TAIL_LINES = 40
 THREADS_OF_TASK = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
@@ -58,7 +58,7 @@ class WorkerProcess:
     It is started blank, so that the slow part of its start overlaps with everything else.
     """
 
-    def __init__(self, order: AgentOrder, env: dict[str, str], watcher: Watcher) -> None:
+    def __init__(self, order: LaunchSpec, env: dict[str, str], watcher: Watcher) -> None:
         self._watcher = watcher
         self._loop = asyncio.get_running_loop()
         result_read, result_write = os.pipe()
@@ -125,7 +125,7 @@ class WorkerProcess:
         """Whether the process is seen to exist and not to be stopped; False where the system cannot tell."""
         return not self._exited and process_state(self._process.pid) not in _NOT_RUNNING
 
-    def assign(self, worker: WorkerId, order: AgentOrder) -> None:
+    def assign(self, worker: WorkerId, order: LaunchSpec) -> None:
         """Give the process its id and the function; it connects to the driver and runs it."""
         self.worker = worker
         head = {
@@ -304,7 +304,7 @@ def process_state(pid: int) -> str:
 
 
 def worker_environment(
-    order: AgentOrder, base: dict[str, str], sys_path: Sequence[str], cores: int, accelerators: Sequence[str]
+    order: LaunchSpec, base: dict[str, str], sys_path: Sequence[str], cores: int, accelerators: Sequence[str]
 ) -> dict[str, str]:
     """The environment of a worker process: the task's own, with threads and GPUs of this slot alone."""
     env = {name: value for name, value in base.items() if not name.startswith("PYTHON_WORKER_FACTORY")}

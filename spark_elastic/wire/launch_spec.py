@@ -10,7 +10,7 @@ import cloudpickle
 
 
 @dataclass(frozen=True)
-class AgentOrder:
+class LaunchSpec:
     """Everything an agent needs. The same for each slot of a job."""
 
     job: str

@@ -3,10 +3,10 @@
 import pytest
 
 from spark_elastic.collective.devices import Seat, Sight, choose_backend, choose_device, may_use_gpu
-from spark_elastic.driver import preflight
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.jobs.settings import RunSettings
 from spark_elastic.task.worker_process import worker_environment
-from spark_elastic.wire.launch_spec import AgentOrder
+from spark_elastic.wire.launch_spec import LaunchSpec
 
 NONE = Sight("2.7.0+cpu", None, 0)
 BLIND = Sight("2.7.0", "12.6", 0)
@@ -76,9 +76,9 @@ def test_gloo_is_taken_where_nccl_cannot_be_with_the_reason(those, wanted, reaso
 
 
 def test_a_job_on_cpus_hides_the_gpus_from_its_workers_and_one_task_sees_its_own_alone():
-    order = AgentOrder("job", (), b"", b"", 1.0, "", device="cpu")
+    order = LaunchSpec("job", (), b"", b"", 1.0, "", device="cpu")
     assert worker_environment(order, {}, [], 1, ["2"])["CUDA_VISIBLE_DEVICES"] == ""
-    order = AgentOrder("job", (), b"", b"", 1.0, "")
+    order = LaunchSpec("job", (), b"", b"", 1.0, "")
     made = worker_environment(order, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, [], 1, ["2"])
     assert made["CUDA_VISIBLE_DEVICES"] == "2"
     assert made["SPARK_ELASTIC_DEVICE"] == "auto"
@@ -87,10 +87,15 @@ def test_a_job_on_cpus_hides_the_gpus_from_its_workers_and_one_task_sees_its_own
 
 
 def test_a_job_asks_for_a_device_by_a_known_name():
-    assert [preflight.device(name) for name in ("auto", "cpu", "cuda", "cuda:1")] == ["auto", "cpu", "cuda", "cuda:1"]
+    assert [RunSettings(device=name).device for name in ("auto", "cpu", "cuda", "cuda:1")] == [
+        "auto",
+        "cpu",
+        "cuda",
+        "cuda:1",
+    ]
     for wrong in ("gpu", "cuda:", 0, None, True):
         with pytest.raises(InvalidSettingsError, match="device must be"):
-            preflight.device(wrong)
+            RunSettings(device=wrong)
 
 
 def test_a_process_that_may_have_no_gpu_is_no_gpu_process():

@@ -4,10 +4,10 @@ import socket
 
 import pytest
 
-from spark_elastic.driver.hosts import FixedHosts, HostAddresses
+from spark_elastic.driver.hosts import FixedHosts, HostAddresses, HostManager
 from spark_elastic.driver.local_launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.jobs.backends import HostEvents, LocalBackend
+from spark_elastic.jobs.backends import LocalBackend
 from spark_elastic.membership.events import HostsObserved
 from spark_elastic.wire.interfaces import interface_addresses
 
@@ -33,7 +33,7 @@ def test_an_answer_that_is_no_answer_is_refused_at_the_door(found):
             return found
 
     with pytest.raises(InvalidSettingsError, match="slots by host"):
-        HostEvents(Odd(), str)
+        HostManager(Odd(), str)
 
 
 def test_any_name_of_this_machine_is_the_host_of_local_agents():
@@ -45,7 +45,7 @@ def test_any_name_of_this_machine_is_the_host_of_local_agents():
 
 
 def test_the_first_answer_reaches_the_machine_by_address():
-    events = HostEvents(FixedHosts("localhost:2"), LocalBackend(LocalLauncher()).host_of)
+    events = HostManager(FixedHosts("localhost:2"), LocalBackend(LocalLauncher()).host_of)
     posted = []
     events.start(posted.append)
     events.close()

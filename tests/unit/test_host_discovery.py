@@ -137,15 +137,16 @@ class Scripted:
 
 
 def manager(discovery, seen):
-    first = HostsObserved(discovery.find_available_hosts_and_slots())
-    return HostManager(discovery, seen.append, first=first, interval_s=3600.0)
+    made = HostManager(discovery, str, interval_s=3600.0)
+    made.start(seen.append)
+    return made
 
 
 def test_only_changes_are_reported_and_known_hosts_keep_their_order():
     seen: list[HostsObserved] = []
     hosts = manager(Scripted({"a": 1}, {"a": 1}, {"b": 1, "a": 1}, {"b": 1}), seen)
     assert [hosts.poll() for _ in range(3)] == [HostUpdate.NO_UPDATE, HostUpdate.ADDED, HostUpdate.REMOVED]
-    assert seen == [HostsObserved({"a": 1, "b": 1}), HostsObserved({"b": 1})]
+    assert seen == [HostsObserved({"a": 1}), HostsObserved({"a": 1, "b": 1}), HostsObserved({"b": 1})]
     hosts.close()
 
 
@@ -159,8 +160,7 @@ def test_later_failures_are_logged_once_and_the_last_answer_stands(caplog):
         "host discovery failed",
         "host discovery works again",
     ]
-    assert hosts.current_hosts() == {"a": 1}
-    assert seen == []
+    assert seen == [HostsObserved({"a": 1})]
     hosts.close()
 
 
@@ -169,7 +169,8 @@ def test_close_ends_a_script_that_hangs_and_the_thread_that_waits_for_it(tmp_pat
     pid = tmp_path / "pid"
     body = f"echo h1; if [ -e {flag} ]; then echo $$ > {pid}; exec sleep 600; fi"
     discovery, before = HostDiscoveryScript(script(tmp_path, body)), Before()
-    hosts = HostManager(discovery, lambda event: None, first=HostsObserved({"h1": 1}), interval_s=0.01)
+    hosts = HostManager(discovery, str, interval_s=0.01)
+    hosts.start(lambda event: None)
     flag.touch()
     until = time.monotonic() + 60.0
     while not (pid.exists() and pid.read_text().strip()) and time.monotonic() < until:

@@ -10,7 +10,7 @@ from tests.leftovers import nothing_left
 
 def test_a_launcher_that_cannot_be_made_leaves_no_thread_and_no_socket():
     class Refusing(LocalLauncher):
-        def bind(self, order, on_ended):
+        def bind(self, spec, on_ended):
             raise RuntimeError("no place today")
 
     with nothing_left(), pytest.raises(RuntimeError, match="no place today"):

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spark_elastic.driver.launcher import LaunchEnd
 from spark_elastic.membership.states import AgentOutcome
 from tests.integration.processes import wait_until
 
@@ -45,9 +46,9 @@ class Ends:
     seen: list[tuple[int, str, AgentOutcome | None, float]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __call__(self, slot: int, why: str, outcome: AgentOutcome | None) -> None:
+    def __call__(self, end: LaunchEnd) -> None:
         with self.lock:
-            self.seen.append((slot, why, outcome, time.monotonic()))
+            self.seen.append((end.slot, end.why, end.outcome, time.monotonic()))
 
     def wait_for(self, count: int, timeout_s: float = WAIT_S) -> list[tuple[int, str, AgentOutcome | None, float]]:
         wait_until(lambda: len(self.seen) >= count, timeout_s, f"{count} ends (had {self.seen})")

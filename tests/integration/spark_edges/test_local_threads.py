@@ -11,6 +11,7 @@ import pytest
 
 from spark_elastic.driver.preflight import check_spark
 from spark_elastic.driver.spark.discovery import SparkHostDiscovery
+from spark_elastic.driver.spark.executors import ExecutorWatch
 from spark_elastic.driver.spark.launcher import SparkLauncher, kills_reused_workers
 from spark_elastic.errors import JobCancelledError, NoSparkContextError, NotEnoughSlotsError, NotPicklableError
 from spark_elastic.task.spark_agent import slot_report
@@ -130,11 +131,11 @@ def test_slot_can_be_launched_again_from_its_end_but_not_before(launch):
     again = threading.Event()
     ends = Ends()
 
-    def relaunch(slot, why, outcome):
-        ends(slot, why, outcome)
+    def relaunch(end):
+        ends(end)
         if not again.is_set():
             again.set()
-            launcher.launch(slot)
+            launcher.launch(end.slot)
 
     launcher, _ = launch("return x", relaunch)
     launcher.launch(0)
@@ -246,7 +247,8 @@ def test_waits_end_when_told_to_stop(cluster):
 
 def test_watch_of_local_mode_starts_no_thread(cluster):
     before = Before()
-    watch = SparkHostDiscovery(cluster.sc, slot_report).watch(lambda event: None)
+    watch = ExecutorWatch(cluster.sc)
+    watch.start(lambda event: None)
     assert before.threads() == []
     watch.close()
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.driver.launcher import LoopResults, Results
+from spark_elastic.driver.launcher import LaunchEnd, LoopResults, WorkerResults
 from spark_elastic.errors import ResultError
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.wire.messages import LoopResult
 
 
-def arrived(of: dict[int, bytes], lost: dict[int, str]) -> Results:
+def arrived(of: dict[int, bytes], lost: dict[int, str]) -> WorkerResults:
     """Workers 5, 6, 7 of slots 0, 1, 2 had finished, with ranks in that order."""
-    out = Results()
+    out = WorkerResults()
     out.expect((5, 6, 7), {0: 5, 1: 6, 2: 7})
     for slot, result in of.items():
-        out.slot_ended(slot, "returned", AgentOutcome(5 + slot, result, "returned"))
+        out.slot_ended(LaunchEnd(slot, "returned", AgentOutcome(5 + slot, result, "returned")))
     for slot, why in lost.items():
-        out.slot_ended(slot, why, None)
+        out.slot_ended(LaunchEnd(slot, why))
     return out
 
 
@@ -33,6 +33,13 @@ def test_a_result_that_is_lost_on_its_way_is_an_error_and_not_a_shorter_list():
 def test_results_that_are_all_lost_are_an_error():
     with pytest.raises(ResultError, match="none of their results arrived: its slot did not end in time"):
         arrived({}, {}).in_rank_order()
+
+
+def test_result_that_spark_refused_for_its_size_is_reported_with_the_remedy():
+    results = arrived({1: b"b"}, {0: "its executor was lost"})
+    results.slot_ended(LaunchEnd(2, "raise spark.driver.maxResultSize", result_too_big=True))
+    with pytest.raises(ResultError, match="2 of 3 results did not arrive: raise spark"):
+        results.in_rank_order()
 
 
 def test_who_is_sent_on_gets_the_results_of_the_loops_before_also_of_one_that_comes_late():

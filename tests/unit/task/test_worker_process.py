@@ -7,7 +7,7 @@ import os
 import signal
 
 from spark_elastic.task.worker_process import WorkerProcess, process_state, worker_environment
-from spark_elastic.wire.launch_spec import AgentOrder
+from spark_elastic.wire.launch_spec import LaunchSpec
 
 WAIT_S = 20.0
 
@@ -40,7 +40,7 @@ sys.stdout.flush()
 def end_of_a_worker_with_a_child_that_writes_for_ever(tmp_path, own_group):
     """What the worker's exit looks like to the agent: (exit code, the child's process id)."""
     (tmp_path / "chatterbox.py").write_text(CHATTERBOX.format(own_group=own_group))
-    order = AgentOrder("job", (), b"", b"", 1.0, "", preimport=("chatterbox",))
+    order = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=("chatterbox",))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ".")])}
 
     async def live():
@@ -68,7 +68,7 @@ def test_nor_does_one_that_left_the_group_and_cannot_be_ended_with_it(tmp_path):
 
 
 def test_a_stopped_process_is_not_seen_running():
-    order = AgentOrder("job", (), b"", b"", 1.0, "", preimport=())
+    order = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=())
 
     async def live():
         watcher = Watcher()
@@ -86,7 +86,7 @@ def test_a_stopped_process_is_not_seen_running():
 
 
 def test_a_worker_s_threads_do_not_spin_on_cores_that_others_need_unless_that_is_asked_for():
-    order = AgentOrder("job", (), b"", b"", 1.0, "")
+    order = LaunchSpec("job", (), b"", b"", 1.0, "")
     assert worker_environment(order, {}, [], 2, ())["OMP_WAIT_POLICY"] == "passive"
     assert worker_environment(order, {"OMP_WAIT_POLICY": "active"}, [], 2, ())["OMP_WAIT_POLICY"] == "active"
 
@@ -102,7 +102,7 @@ for run, data in ((1, first), (2, second)):
         data = data[os.write(fd, data[:70_000]):]
 os._exit(0)
 """)
-    order = AgentOrder("job", (), b"", b"", 1.0, "", preimport=("twice",))
+    order = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=("twice",))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ".")])}
 
     async def live():
