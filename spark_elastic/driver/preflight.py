@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything runs: no Spark, no Java, a function that cannot travel."""
+"""Checks before a job starts: the SparkContext, Java, and whether the function can be pickled."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ if TYPE_CHECKING:
     from pyspark import SparkContext
 
 _JAVA_MAJOR = 17
-_PARTS_LOOKED_AT = 200
+_MAX_PARTS = 200
+"""Parts of an object that are searched for one that cannot be pickled."""
+
+# --- Spark --------------------------------------------------------------------------------------
 
 
 def check_spark(spark: Any = None) -> SparkContext:
-    """The SparkContext to run in: that of `spark` (a SparkSession or SparkContext), or the active one.
+    """Return the SparkContext of `spark` (a SparkSession or SparkContext), or the active one.
 
     Raises:
-        NoSparkContextError: there is none, or it was stopped.
+        NoSparkContextError: There is none, or it was stopped.
         SparkConnectNotSupportedError: `spark`, or the active session, is a Spark Connect session.
-        JavaNotFoundError: there is no context, and no Java to start one with either.
-        InvalidSettingsError: the context has settings under which slots cannot be run.
+        JavaNotFoundError: There is no context, and no Java to start one with.
+        InvalidSettingsError: The context has settings under which workers cannot run.
     """
     try:
         from pyspark import SparkContext
@@ -66,15 +69,15 @@ def _connect_is_active() -> bool:
         return "SPARK_REMOTE" in os.environ
     try:
         return session_module.SparkSession.getActiveSession() is not None
-    except Exception:  # it raises in various ways where there is none
+    except Exception:  # there is none; which error that raises depends on Spark's version
         return False
 
 
 def _check_threads(sc: SparkContext) -> None:
     from py4j.clientserver import ClientServer
 
-    # Without pinned threads a job group set in one thread may land on another thread's job, so that stopping one slot
-    # would stop another one or none.
+    # Without pinned threads a job group that is set in one thread may apply to another thread's job: stopping one slot
+    # would stop another one, or none.
     if not isinstance(sc._gateway, ClientServer):
         raise InvalidSettingsError("PYSPARK_PIN_THREAD=false is not supported; unset it and start the session again")
 
@@ -93,10 +96,10 @@ def _check_speculation(sc: SparkContext) -> None:
 
 
 def check_java() -> str:
-    """The path of the `java` that Spark would use.
+    """Return the path of the `java` that Spark would use.
 
     Raises:
-        JavaNotFoundError: with the command that installs one.
+        JavaNotFoundError: There is none, or it is too old. The message has the command that installs one.
     """
     home = os.environ.get("JAVA_HOME")
     java = os.path.join(home, "bin", "java") if home else shutil.which("java")
@@ -114,7 +117,7 @@ def check_java() -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise JavaNotFoundError(f"{java} cannot be run ({error}). {_how_to_install_java(sys.platform)}") from None
     text = said.stderr + said.stdout
-    if said.returncode != 0:  # macOS has a `java` that only says that there is none
+    if said.returncode != 0:  # without Java, macOS has a `java` that prints how to get one
         raise JavaNotFoundError(f"{java} does not run: {text.strip()[:200]}. {_how_to_install_java(sys.platform)}")
     major = java_major_version(text)
     if major is not None and major < _JAVA_MAJOR:
@@ -125,7 +128,7 @@ def check_java() -> str:
 
 
 def java_major_version(said: str) -> int | None:
-    """The major version in what `java -version` prints; None if it is not there. "1.8.0_292" is 8."""
+    """Return the major version in the output of `java -version` ("1.8.0_292" is 8), or None if there is none."""
     found = re.search(r'version "(\d+)(?:\.(\d+))?', said)
     if found is None:
         return None
@@ -146,10 +149,11 @@ def _how_to_install_java(platform: str) -> str:
 
 
 def pickled(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> bytes:
-    """The call as bytes: cloudpickle of `(fn, args, kwargs)`.
+    """Return the call `(fn, args, kwargs)`, pickled by cloudpickle.
 
     Raises:
-        NotPicklableError: naming the object inside that cannot be pickled, by the path to it (`fn → model → lock`).
+        NotPicklableError: Names the object inside the call that cannot be pickled, and the path to it
+            (`fn → model → lock`).
     """
     import cloudpickle  # type: ignore[import-untyped, unused-ignore]
 
@@ -175,16 +179,16 @@ def _find_culprit(call: tuple[Any, Any, Any], error: Exception) -> tuple[str, An
     for path, root in roots:
         if (reason := _why_not(root)) is not None:
             return _deepest(path, root, reason)
-    return f"function {name}", fn, _short(error)  # only together
+    return f"function {name}", fn, _short(error)  # each of them can be pickled, but not all together
 
 
 def _deepest(path: str, culprit: Any, reason: str) -> tuple[str, Any, str]:
-    """Follow the part that cannot be pickled as far down as it goes."""
+    """Find the innermost part that cannot be pickled. Returns its path, the part, and the reason."""
     seen: set[int] = set()
     while True:
         seen.add(id(culprit))
         for count, (name, part) in enumerate(_parts(culprit)):
-            if count >= _PARTS_LOOKED_AT or id(part) in seen:
+            if count >= _MAX_PARTS or id(part) in seen:
                 continue
             if (why := _why_not(part)) is not None:
                 path, culprit, reason = f"{path} → {name}", part, why
@@ -204,7 +208,7 @@ def _why_not(value: Any) -> str | None:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value is made of, with the name that its author knows it by."""
+    """Yield the parts of a value, each with its name in the user's code."""
     if inspect.ismethod(value):
         yield "self", value.__self__
         value = value.__func__

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spark_elastic import clock
 from spark_elastic.driver.spark.cluster import (
     SlotCount,
     close_connection,
@@ -112,12 +112,12 @@ class SparkHostDiscovery:
             NotEnoughSlotsError: After `timeout_s`; at once if the cluster can never have that many slots.
             JobCancelledError: `stop` was set.
         """
-        start = time.monotonic()
+        start = clock.monotonic()
         said = ""
         most = self.most_slots()
         while True:
             count = self.slots()
-            waited = time.monotonic() - start
+            waited = clock.monotonic() - start
             if count.now >= need:
                 return count
             if most is not None and most < need:
@@ -167,13 +167,13 @@ class SparkHostDiscovery:
         """
         if dynamic_allocation(self._sc):
             return SlotProbe((), 0.0, f"barrier mode is refused under dynamic allocation ([{_REFUSED}])")
-        start = time.monotonic()
+        start = clock.monotonic()
         self.wait_for_slots(num_proc, timeout_s, stop=stop, on_wait=on_wait)
         job = _BarrierJob(self._sc, self._report_slot, num_proc, f"{self._description}: discovery of {num_proc} slots")
         job.thread.start()
         said = False
         while not job.over.wait(_POLL_S):
-            waited = time.monotonic() - start
+            waited = clock.monotonic() - start
             if waited >= _REPORT_AFTER_S and not said:
                 said = True
                 on_wait(f"waiting up to {timeout_s:.0f} s for {num_proc} slots to be free together", start + timeout_s)
@@ -189,7 +189,7 @@ class SparkHostDiscovery:
                     setting="start_timeout",
                     detail=f"{self._shape(self.slots())}, but never {num_proc} free at the same time",
                 )
-        took = time.monotonic() - start
+        took = clock.monotonic() - start
         if job.error is None:
             return SlotProbe(tuple(job.reports), took, f"{num_proc} slots were placed together")
         reason = reason_of_error(job.error)
@@ -222,8 +222,8 @@ class _BarrierJob:
     def cancel(self) -> None:
         """End the job, also if it is not submitted yet, and wait up to 4 s for its thread."""
         self._cancelled = True
-        until = time.monotonic() + 4.0
-        while not self.over.is_set() and time.monotonic() < until:
+        until = clock.monotonic() + 4.0
+        while not self.over.is_set() and clock.monotonic() < until:
             jvm_context(self._sc).cancelJobGroup(self._group)
             self.over.wait(_POLL_S)
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spark_elastic import clock
 from spark_elastic.driver.spark.cluster import close_connection, executor_ids, is_local, jvm_context
 from spark_elastic.membership.events import ExecutorDecommissioned, ExecutorLost
 
@@ -162,12 +162,12 @@ class ExecutorWatch:
 
     def _step(self) -> None:
         """Read the listener's events until it is time to ask the scheduler, then ask."""
-        until = time.monotonic() + max(self._interval_s, _PAUSE_PER_EXECUTOR_S * len(self._known))
+        until = clock.monotonic() + max(self._interval_s, _PAUSE_PER_EXECUTOR_S * len(self._known))
         if self._listener is None:
-            self._stopping.wait(until - time.monotonic())
+            self._stopping.wait(until - clock.monotonic())
             self._compare()
         else:
-            while (left := until - time.monotonic()) > 0 and not self._stopping.is_set():
+            while (left := until - clock.monotonic()) > 0 and not self._stopping.is_set():
                 self._handle(self._listener.poll(left))
         if not self._stopping.is_set():
             self._ask_for_decommissions()

@@ -6,12 +6,12 @@ import contextlib
 import logging
 import re
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from spark_elastic import clock
 from spark_elastic.driver.launcher import LaunchEnd, OnEnded
 from spark_elastic.driver.spark.cluster import (
     close_connection,
@@ -148,7 +148,7 @@ class SparkLauncher:
         return answer[0] if answer else None
 
     def close(self, deadline_s: float) -> None:
-        until = time.monotonic() + deadline_s
+        until = clock.monotonic() + deadline_s
         with self._changed:
             self._closed = True
             for launch in self._running.values():
@@ -159,7 +159,7 @@ class SparkLauncher:
             self._changed.notify_all()
         for thread in threads:
             if thread is not threading.current_thread():  # on_ended may close
-                thread.join(max(until - time.monotonic(), 0.0))
+                thread.join(max(until - clock.monotonic(), 0.0))
         left = [thread.name for thread in threads if thread.is_alive() and thread is not threading.current_thread()]
         if left:
             log.warning("still running %.0f s after they were told to end: %s", deadline_s, ", ".join(left))
@@ -253,20 +253,20 @@ class SparkLauncher:
             close_connection(self._sc)
 
     def _watch_until_closed(self) -> None:
-        next_look = time.monotonic() + self._watch_interval_s
+        next_look = clock.monotonic() + self._watch_interval_s
         while True:
             with self._changed:
                 stopping = any(launch.stop_why is not None for launch in self._running.values())
                 if self._closed and not self._running:
                     return
-                self._changed.wait(0.05 if stopping else max(next_look - time.monotonic(), 0.0))
+                self._changed.wait(0.05 if stopping else max(next_look - clock.monotonic(), 0.0))
                 launches = list(self._running.values())
             try:
                 for launch in launches:
                     if launch.stop_why is not None:
                         jvm_context(self._sc).cancelJobGroup(launch.group)
-                if time.monotonic() >= next_look:
-                    next_look = time.monotonic() + self._watch_interval_s
+                if clock.monotonic() >= next_look:
+                    next_look = clock.monotonic() + self._watch_interval_s
                     for launch in launches:
                         self._stop_if_failed(launch)
             except Exception as error:  # the context is being stopped or its JVM is gone, which ends the jobs as well
