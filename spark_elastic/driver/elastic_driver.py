@@ -20,7 +20,6 @@ from spark_elastic import clock
 from spark_elastic.driver.launcher import LaunchEnd, Launcher, OnEnded, WorkerResults
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.peers import Peers
-from spark_elastic.driver.registry import WorkerStateRegistry
 from spark_elastic.errors import JobCancelledError, JobError, SessionLostError, SparkElasticError, UserFunctionError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
@@ -71,6 +70,14 @@ class JobStatus:
     """The most optimizer steps known to be applied."""
     waiting_for: str
     """The reason of the current wait, in words; empty if the job waits for nothing."""
+    ready: int = 0
+    """Workers that wait for a world or are members of one."""
+    succeeded: int = 0
+    """Workers whose function has returned."""
+    failed: int = 0
+    """Workers that were lost or removed since the job began."""
+    resets: int = 0
+    """Worlds that were built after the first."""
 
 
 class ElasticDriver:
@@ -104,7 +111,7 @@ class ElasticDriver:
         self._listening = listening
         self._sources = sources
         self._machine = Membership(settings)
-        self.registry = WorkerStateRegistry(settings.reset_limit)
+
         self._announcer = Announcer(spec.job, printer.say, verbose, showing)
         self._peers = Peers(
             spec, settings, self._launcher, self._announcer, printer, handle=self._handle, fail=self._fail
@@ -172,13 +179,17 @@ class ElasticDriver:
         return max(0, len(self._launched) - len(self._peers.agents))
 
     def status(self) -> JobStatus:
-        known = self._machine.status()
+        known, registry = self._machine.status(), self._machine.registry
         return JobStatus(
             phase=Phase.FAILED.value if self._has_failed else known["phase"],
-            round=known["round"],
+            round=registry.round,
             size=known["size"],
             progress=known["progress"],
             waiting_for=self._announcer.waiting,
+            ready=registry.ready,
+            succeeded=registry.succeeded,
+            failed=registry.failed,
+            resets=registry.resets,
         )
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
@@ -255,7 +266,7 @@ class ElasticDriver:
         now = self._now()
         try:
             commands = self._machine.handle(event, now)
-            self.registry.observe(event, commands)
+
             self._announcer.observe(event, commands, clock.monotonic())
             for command in commands:
                 self._carry_out(command)

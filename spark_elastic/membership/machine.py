@@ -32,7 +32,7 @@ from spark_elastic.membership.events import (
     WorkerRaised,
     WorkerReady,
 )
-from spark_elastic.membership.roster import Agent, Roster, Worker
+from spark_elastic.membership.registry import Agent, Worker, WorkerRegistry
 from spark_elastic.membership.slots import Places, TimerKey
 from spark_elastic.membership.states import Phase, WorkerState
 from spark_elastic.membership.timeline import DriverStoodStill
@@ -66,7 +66,7 @@ class Membership:
         self.settings = settings
         self._now = float("-inf")
         self._out: list[Command] = []  # shared with the parts below, emptied by `handle`
-        self._roster = Roster()
+        self._roster = WorkerRegistry(settings.reset_limit)
         self._timers: Timers[TimerKey] = Timers()
         interval = settings.heartbeat_interval_s
         self._agents_heard: Silence[AgentId] = Silence(settings.heartbeat_timeout_s, interval)
@@ -87,6 +87,11 @@ class Membership:
     # --- what the driver asks ---------------------------------------------------------------------
 
     @property
+    def registry(self) -> WorkerRegistry:
+        """The record of the job's workers and worlds, to be read only."""
+        return self._roster
+
+    @property
     def phase(self) -> Phase:
         return self._rounds.phase
 
@@ -99,11 +104,6 @@ class Membership:
     def ready_count(self) -> int:
         """Workers that stand and wait for a world."""
         return self._roster.count(AT_INIT) + self._roster.count(READY)
-
-    @property
-    def resets(self) -> int:
-        """Worlds built after the first."""
-        return max(0, self._rounds.round - 1)
 
     def worker_states(self) -> dict[WorkerId, WorkerState]:
         """The workers that are there; those that are gone are forgotten."""
@@ -131,7 +131,7 @@ class Membership:
             "phase": self.phase.value,
             "round": self._rounds.round,
             "size": 0 if self.world is None else self.world.size,
-            "resets": self.resets,
+            "resets": self._roster.resets,
             "progress": self._rounds.furthest.steps,
             "agents": len(self._roster.agents),
             "workers": {state.value: self._roster.count(state) for state in WorkerState if state is not GONE},

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from spark_elastic.membership.backoff import Cooldown, CoolingDown
 from spark_elastic.membership.commands import Announce, Command, DismissAgent, LaunchSlot, StartWorker, WithdrawSlot
 from spark_elastic.membership.deadlines import Timers
-from spark_elastic.membership.roster import Agent, Roster, Slot, Worker
+from spark_elastic.membership.registry import Agent, Slot, Worker, WorkerRegistry
 from spark_elastic.membership.states import WorkerState
 from spark_elastic.membership.timeline import HostExcluded, PlaceCooledDown
 from spark_elastic.membership.topology import AgentId, HostSet, HostUpdate, Place, SlotId
@@ -25,7 +25,9 @@ _EXCLUSION_IN_PAUSES = 10
 class Places:
     """Keeps every slot launched and every usable agent busy. Writes its commands to `out`; knows nothing of worlds."""
 
-    def __init__(self, settings: ElasticSettings, roster: Roster, timers: Timers[TimerKey], out: list[Command]) -> None:
+    def __init__(
+        self, settings: ElasticSettings, roster: WorkerRegistry, timers: Timers[TimerKey], out: list[Command]
+    ) -> None:
         self._settings = settings
         self._roster = roster
         self._timers = timers
@@ -48,7 +50,7 @@ class Places:
             self._out.append(LaunchSlot(slot))
 
     def slot_ended(self, slot: Slot, why: str, submitted: bool, now: float) -> None:
-        """The slot's launch is over and its agent, if there was one, is off the roster."""
+        """The slot's launch is over and its agent, if there was one, is off the registry."""
         if not slot.joined:
             self._reasons[slot.id] = why
         slot.refusals = 0 if submitted else slot.refusals + 1
@@ -111,7 +113,7 @@ class Places:
         return agent
 
     def forget(self, agent: Agent, now: float) -> None:
-        """The agent is lost; its worker is off the roster already."""
+        """The agent is lost; its worker is off the registry already."""
         self._timers.cancel(("fill", agent.id))
         del self._roster.agents[agent.id]
         self.leaving.discard(agent.id)

@@ -19,7 +19,7 @@ from spark_elastic.membership.commands import (
 )
 from spark_elastic.membership.deadlines import Silence, Timers
 from spark_elastic.membership.decisions import Candidate, Decision
-from spark_elastic.membership.roster import Roster, Worker
+from spark_elastic.membership.registry import Worker, WorkerRegistry
 from spark_elastic.membership.slots import Places, TimerKey
 from spark_elastic.membership.states import PHASES, Phase, WorkerState
 from spark_elastic.membership.timeline import JobEnded, Waiting, WorkerJoined, WorkerLeft, WorldBroken, WorldStarted
@@ -42,7 +42,7 @@ class Rounds:
     def __init__(
         self,
         settings: ElasticSettings,
-        roster: Roster,
+        roster: WorkerRegistry,
         places: Places,
         timers: Timers[TimerKey],
         heard: Silence[WorkerId],
@@ -59,7 +59,7 @@ class Rounds:
 
         self.phase = Phase.CREATED
         self.world: World | None = None  # the newest, also after it broke
-        self.round = 0  # its number; 0: none yet
+
         self.furthest = BEGINNING  # the most advanced state that any worker ever reported
         self.error: JobError | None = None
         self.waiting: tuple[str, float | None] = ("", None)  # what is waited for, until when
@@ -82,6 +82,11 @@ class Rounds:
         self._change = "the job starts"  # why the next world is built
         self._last_loss = "none"
         self._waiting_key: tuple[object, ...] = ()
+
+    @property
+    def round(self) -> int:
+        """Number of the newest world; 0 before the first."""
+        return self._roster.round
 
     # --- beginning and end ------------------------------------------------------------------------
 
@@ -224,10 +229,11 @@ class Rounds:
             self._out.append(RunAgain(worker.id, worker.run, self._change))
 
     def remove(self, worker: Worker, why: str, now: float, *, graceful: bool = False) -> None:
-        """Take the worker off the roster; a world that needed it breaks."""
+        """Take the worker off the registry; a world that needed it breaks."""
         # its result is gone with it, and the others have to bring back what it came to
         needed = worker.state is TRAINING or worker.id in self._done
         self._roster.enter(worker, GONE)
+        self._roster.failed += not graceful
         self._heard.forget(worker.id)
         for kind in ("boot", "stall", "exit"):
             self._timers.cancel((kind, worker.id))
@@ -277,8 +283,7 @@ class Rounds:
             return  # a plain function has no step to stop at
         if any(worker.after_loop for worker in self._roster.in_state(TRAINING)):
             return  # there is no step to stop at after the loop; who is ready waits for the next loop, or the end
-        limit = self._settings.reset_limit
-        if limit is not None and self.round > limit:
+        if not self._roster.may_reset():
             return  # the next world would end the job: only a loss is worth that
         newcomers = self._roster.count(READY)
         if not newcomers and not self._places.leaving:
@@ -463,8 +468,8 @@ class Rounds:
         ]
 
     def _publish(self, members: list[Candidate], now: float) -> None:
-        limit = self._settings.reset_limit
-        if limit is not None and self.round > limit:
+        limit = self._roster.reset_limit
+        if limit is not None and not self._roster.may_reset():
             self.fail(ResetLimitError(resets=self.round, limit=limit, last_reason=self._change), now)
             return
         if self._futility.hopeless(now):
@@ -475,7 +480,7 @@ class Rounds:
             )
             self.fail(JobError(message), now)
             return
-        self.round += 1
+        self._roster.round += 1
         world = decisions.build_world(self.round, members)
         # a worker that returned without `init()` while others asked for a world has no place in its results
         self._done = {worker: position for worker, position in self._done.items() if position[1] > 0}

@@ -17,7 +17,7 @@ from typing import Any
 _MODULES = (
     "backoff",
     "deadlines",
-    "roster",
+    "registry",
     "decisions",
     "slots",
     "worlds",

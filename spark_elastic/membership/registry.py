@@ -1,4 +1,4 @@
-"""Who is there: slots, agents and workers, and how they belong together."""
+"""WorkerRegistry: the record of the job's slots, agents and workers, their states, and the worlds built so far."""
 
 from __future__ import annotations
 
@@ -50,12 +50,19 @@ class Worker:
 
 
 @dataclass(slots=True)
-class Roster:
-    """Only records of what is alive: whoever is gone is forgotten, so a long job does not grow.
+class WorkerRegistry:
+    """The slots, agents and workers of a job, and the number of its worlds.
 
-    `states` lists the workers by their state, in the order in which they entered it.
+    The membership machine decides by it; `ElasticJob.status()` and the reset limit read it. Agents and workers that are
+    gone are removed, and only counted, so that a long job does not grow.
     """
 
+    reset_limit: int | None = None
+    """Worlds that may be built after the first; None: no limit."""
+    round: int = 0
+    """Number of the newest world; 0 before the first."""
+    failed: int = 0
+    """Workers that were lost or removed so far. Those that left gracefully are not counted."""
     slots: dict[SlotId, Slot] = field(default_factory=dict)
     agents: dict[AgentId, Agent] = field(default_factory=dict)
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
@@ -63,13 +70,32 @@ class Roster:
         default_factory=lambda: {state: {} for state in WorkerState}
     )
 
+    @property
+    def resets(self) -> int:
+        """Worlds that were built after the first."""
+        return max(0, self.round - 1)
+
+    @property
+    def ready(self) -> int:
+        """Workers that wait for a world or are members of one."""
+        return sum(self.count(state) for state in (WorkerState.AT_INIT, WorkerState.READY, WorkerState.TRAINING))
+
+    @property
+    def succeeded(self) -> int:
+        """Workers whose function has returned."""
+        return self.count(WorkerState.DONE)
+
+    def may_reset(self) -> bool:
+        """Return True if one more world may be built."""
+        return self.reset_limit is None or self.round <= self.reset_limit
+
     def add(self, worker: Worker) -> None:
         self.workers[worker.id] = worker
         self.states[worker.state][worker.id] = worker
         self.agents[worker.agent].worker = worker.id
 
     def enter(self, worker: Worker, state: WorkerState) -> None:
-        """Move the worker to another state; GONE takes it off the roster and frees its agent."""
+        """Move the worker to another state; GONE removes it and frees its agent."""
         WORKERS.check(worker.state, state)
         del self.states[worker.state][worker.id]
         worker.state = state
