@@ -1,4 +1,4 @@
-"""What is wrong with a call is said at the door: nothing hangs, and nothing fails late."""
+"""The arguments of `run`: validation, defaults, names, and how they reach the membership machine."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def nothing():
         ({"launcher": "local"}, "launcher must be a LocalLauncher"),
     ],
 )
-def test_a_wrong_argument_is_named_with_its_value_and_nothing_is_started(given, says):
+def test_invalid_argument_is_reported_with_its_value_and_nothing_is_started(given, says):
     call = {"fn": nothing, "num_proc": 1, "launcher": LocalLauncher(), **given}
     with no_threads_left(), pytest.raises(InvalidSettingsError, match=says):
         run_async(call.pop("fn"), call.pop("args", ()), call.pop("kwargs", None), **call)
@@ -139,7 +139,7 @@ def test_slots_are_not_counted_if_the_number_of_workers_is_fixed():
     assert ScalingSettings(min_num_proc=3, max_num_proc=3).resolve(lambda: 1 // 0).num_proc == 3
 
 
-def test_horovods_names_of_arguments_are_taken_with_a_hint() -> None:
+def test_horovods_argument_names_are_accepted_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="np= is Horovod's name for this; it is called num_proc= here"):
         assert spark_elastic.run(nothing, np=1, launcher=LocalLauncher(), verbose=0) == [None]
     with (

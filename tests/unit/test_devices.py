@@ -86,7 +86,7 @@ def test_a_job_on_cpus_hides_the_gpus_from_its_workers_and_one_task_sees_its_own
     assert "CUDA_VISIBLE_DEVICES" not in worker_environment(order, {}, [], 1, [])
 
 
-def test_a_job_asks_for_a_device_by_a_known_name():
+def test_device_setting_is_validated():
     assert [RunSettings(device=name).device for name in ("auto", "cpu", "cuda", "cuda:1")] == [
         "auto",
         "cpu",
@@ -98,7 +98,7 @@ def test_a_job_asks_for_a_device_by_a_known_name():
             RunSettings(device=wrong)
 
 
-def test_a_process_that_may_have_no_gpu_is_no_gpu_process():
+def test_process_that_must_not_use_a_gpu_does_not():
     assert not may_use_gpu("auto", NONE)
     assert not may_use_gpu("cpu", ONE)
     assert may_use_gpu("auto", ONE)

@@ -55,7 +55,7 @@ def test_fixed_hosts_come_from_a_mapping_or_a_text():
 
 
 @pytest.mark.parametrize("hosts", ["", {}, "h1:x", {"h1": 0}, {"h1": "2"}])
-def test_fixed_hosts_that_are_none_are_refused(hosts):
+def test_invalid_fixed_hosts_are_refused(hosts):
     with pytest.raises(InvalidSettingsError):
         FixedHosts(hosts)
 
@@ -85,7 +85,7 @@ def test_script_without_an_interpreter_is_explained(tmp_path):
         discovery.find_available_hosts_and_slots()
 
 
-def test_exit_code_comes_with_the_last_thing_that_was_said(tmp_path):
+def test_exit_code_is_reported_with_the_last_line_of_stderr(tmp_path):
     discovery = HostDiscoveryScript(script(tmp_path, "echo a >&2; echo no token >&2; exit 7"))
     with pytest.raises(DiscoveryScriptError, match="exited with 7: no token"):
         discovery.find_available_hosts_and_slots()
@@ -150,7 +150,7 @@ def test_only_changes_are_reported_and_known_hosts_keep_their_order():
     hosts.close()
 
 
-def test_later_failures_are_logged_once_and_the_last_answer_stands(caplog):
+def test_later_failures_are_logged_once_and_the_last_answer_remains_valid(caplog):
     seen: list[HostsObserved] = []
     down = DiscoveryScriptError("exited with 1")
     hosts = manager(Scripted({"a": 1}, down, down, {"a": 1}), seen)

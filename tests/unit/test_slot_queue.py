@@ -87,7 +87,7 @@ def test_job_alone_launches_everything_at_once(queue):
     assert len(cluster.pending) == 4  # the demand that dynamic allocation sees
 
 
-def test_job_that_has_launched_nothing_keeps_nobody_waiting(queue):
+def test_job_that_has_launched_nothing_blocks_no_other(queue):
     cluster = Cluster(4)
     Job(cluster, queue, "cannot be placed yet", need=8, most=0)
     job = Job(cluster, queue, "b", need=2, most=2)
@@ -108,7 +108,7 @@ def test_two_jobs_of_three_on_four_slots_run_one_after_the_other(queue):
     assert len(b.running) == 3
 
 
-def test_extras_that_nobody_answered_are_taken_back_when_another_job_comes(queue):
+def test_launches_beyond_the_minimum_without_an_agent_are_taken_back_for_another_job(queue):
     cluster = Cluster(4)
     a = Job(cluster, queue, "a", need=2, most=6)
     settle(cluster, a)
@@ -200,7 +200,7 @@ def test_closing_reports_held_slots_too(queue):
     assert sorted(b.ended) == [(0, "the job is over"), (1, "the job is over")]
 
 
-def test_random_arrivals_losses_and_ends_never_leave_everybody_waiting():
+def test_random_arrivals_losses_and_ends_never_deadlock():
     """Whatever happens, as long as the cluster could hold some job's minimum, one job holds its own."""
     import random
 

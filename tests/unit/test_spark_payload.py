@@ -60,7 +60,7 @@ def test_a_small_function_travels_in_the_task(sent):
     assert pickle.loads(payload) == small
 
 
-def test_the_task_puts_the_order_together_again(monkeypatch):
+def test_task_reassembles_the_launch_spec(monkeypatch):
     monkeypatch.setattr(spark_agent, "run_agent", lambda order, *rest: order)
     assert spark_agent.run_in_task(0, 1, pickle.dumps(order(b"")), b"large") == order(b"large")
     assert spark_agent.run_in_task(0, 1, pickle.dumps(order(b"f"))) == order(b"f")

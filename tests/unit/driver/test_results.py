@@ -25,7 +25,7 @@ def test_results_come_by_rank():
     assert arrived({2: b"c", 0: b"a", 1: b"b"}, {}).in_rank_order() == [b"a", b"b", b"c"]
 
 
-def test_a_result_that_is_lost_on_its_way_is_an_error_and_not_a_shorter_list():
+def test_lost_result_is_an_error_and_not_a_shorter_list():
     with pytest.raises(ResultError, match="the results of ranks 0, 2 were lost on their way: executor 3 was killed"):
         arrived({1: b"b"}, {0: "executor 3 was killed", 2: "executor 3 was killed"}).in_rank_order()
 
@@ -42,7 +42,7 @@ def test_result_that_spark_refused_for_its_size_is_reported_with_the_remedy():
         results.in_rank_order()
 
 
-def test_who_is_sent_on_gets_the_results_of_the_loops_before_also_of_one_that_comes_late():
+def test_newcomer_that_skips_loops_gets_their_results_also_late_ones():
     loops = LoopResults()
     first, second, third = (LoopResult(number, "", b"r%d" % number) for number in (1, 2, 3))
     assert loops.offered(first) == []
@@ -54,7 +54,7 @@ def test_who_is_sent_on_gets_the_results_of_the_loops_before_also_of_one_that_co
     assert loops.offered(second) == []
 
 
-def test_results_of_loops_do_not_fill_the_driver():
+def test_size_of_loop_results_is_limited():
     loops = LoopResults()
     loops.offered(LoopResult(1, "", bytes(40 << 20)))
     loops.offered(LoopResult(2, "", bytes(40 << 20)))
