@@ -37,12 +37,9 @@ class Setting:
     check: Check
     """Validates values. None is accepted without it if the type allows None."""
     unit: str = ""
-    flags: tuple[str, ...] = ()
-    """Options of the command line; empty if it has none."""
-    flag_note: str = ""
-    """Added to `doc` in the help of the command line."""
+    on_command_line: bool = False
     horovod_name: str = ""
-    """Horovod's name of this argument, which is accepted with a warning."""
+    """Horovod's name of this argument: accepted by `run` with a warning, and by the command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +49,19 @@ class Declaration:
     name: str
     type: Any
     default: Any
-    """`dataclasses.MISSING` if it must be given."""
+    """`dataclasses.MISSING` if the setting must be given."""
     setting: Setting
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Its options of the command line; empty if it has none."""
+        if not self.setting.on_command_line:
+            return ()
+        other = self.setting.horovod_name.replace("_", "-")
+        return (
+            *([f"--{other}" if len(other) > 2 else f"-{other}"] if other else []),
+            f"--{self.name.replace('_', '-')}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +86,14 @@ def declarations(cls: type[Settings]) -> tuple[Declaration, ...]:
     return tuple(found)
 
 
-def count(doc: str, *flags: str, at_least: int, unit: str = "workers", horovod_name: str = "") -> Setting:
+def count(doc: str, at_least: int, unit: str = "workers", horovod_name: str = "") -> Setting:
     """Declare a whole number."""
-    check = functools.partial(whole_number, at_least=at_least)
-    return Setting(doc, check, unit, flags, horovod_name=horovod_name)
+    return Setting(doc, functools.partial(whole_number, at_least=at_least), unit, True, horovod_name)
 
 
-def seconds(doc: str, *flags: str) -> Setting:
+def seconds(doc: str) -> Setting:
     """Declare a positive number of seconds."""
-    return Setting(doc, _seconds, "seconds", flags)
+    return Setting(doc, _seconds, "seconds", True)
 
 
 def whole_number(name: str, value: Any, at_least: int) -> int:
@@ -137,20 +144,13 @@ class ScalingSettings(Settings):
     """
 
     num_proc: Annotated[
-        int | None,
-        count(
-            "workers to start with. Default: the task slots of the cluster.",
-            *("-np", "--num-proc"),
-            at_least=1,
-            horovod_name="np",
-        ),
+        int | None, count("workers to start with. Default: the task slots of the cluster.", 1, horovod_name="np")
     ] = None
     min_num_proc: Annotated[
         int | None,
         count(
             "with fewer workers than this the job waits up to `elastic_timeout`, then fails. Default: `num_proc`.",
-            *("--min-np", "--min-num-proc"),
-            at_least=1,
+            1,
             horovod_name="min_np",
         ),
     ] = None
@@ -158,44 +158,36 @@ class ScalingSettings(Settings):
         int | None,
         count(
             "the most workers to use; it is also the demand shown to dynamic allocation. Default: `num_proc`.",
-            *("--max-np", "--max-num-proc"),
-            at_least=1,
+            1,
             horovod_name="max_np",
         ),
     ] = None
-    start_timeout: Annotated[
-        float, seconds("seconds that the first `min_num_proc` workers may take to be ready.", "--start-timeout")
-    ] = 600.0
+    start_timeout: Annotated[float, seconds("seconds that the first `min_num_proc` workers may take to be ready.")] = (
+        600.0
+    )
     elastic_timeout: Annotated[
-        float,
-        seconds("seconds that the job waits for workers when it has too few, keeping the state.", "--elastic-timeout"),
+        float, seconds("seconds that the job waits for workers when it has too few, keeping the state.")
     ] = 600.0
     reset_limit: Annotated[
-        int | None,
-        count(
-            "number of times that the world may be rebuilt. Default: no limit.",
-            "--reset-limit",
-            at_least=0,
-            unit="worlds",
-        ),
+        int | None, count("number of times that the world may be rebuilt. Default: no limit.", 0, "worlds")
     ] = None
     crash_limit: Annotated[
         int | None,
         count(
             "number of worlds in a row that may lose a crashed process before one more step is applied; then the job "
             "fails instead of starting it again. None: no limit.",
-            at_least=1,
-            unit="worlds",
+            1,
+            "worlds",
         ),
     ] = 3
     cooldown_range: Annotated[
         tuple[float, float] | None,
         Setting(
-            "shortest and longest pause, in seconds, before a slot that failed is used again. None: no pause.",
+            "shortest and longest pause, in seconds, before a slot that failed is used again. None (on the command "
+            "line, 0 0): no pause.",
             _range_of_seconds,
             "seconds",
-            ("--cooldown-range", "--blacklist-cooldown-range"),
-            "0 0: no pause.",
+            True,
             "blacklist_cooldown_range",
         ),
     ] = (0.5, 60.0)
@@ -203,16 +195,14 @@ class ScalingSettings(Settings):
         float,
         seconds(
             "seconds of silence after which a worker counts as hung or cut off. The death of a process is noticed "
-            "without it, in milliseconds.",
-            "--heartbeat-timeout",
+            "without it, in milliseconds."
         ),
     ] = 30.0
     stall_timeout: Annotated[
         float,
         seconds(
             "seconds that a live worker may keep the others waiting, in a collective or on the way to the next world, "
-            "before it is removed; raise it if one rank works alone for longer (a long evaluation, a slow checkpoint).",
-            "--stall-timeout",
+            "before it is removed; raise it if one rank works alone for longer (a long evaluation, a slow checkpoint)."
         ),
     ] = 600.0
 

@@ -110,7 +110,7 @@ def parser() -> _Parser:
 
 def _settings_with_flags() -> list[Declaration]:
     """Return the settings of `run` that have options of the same name."""
-    return [each for each in declarations(RunSettings) if each.setting.flags]
+    return [each for each in declarations(RunSettings) if each.flags]
 
 
 def _add_setting(group: Any, each: Declaration) -> None:
@@ -124,8 +124,8 @@ def _add_setting(group: Any, each: Declaration) -> None:
             form = {"type": _names, "metavar": "A,B"}
         case "env":
             form = {"type": pair, "action": "append", "metavar": "K=V"}
-    words = f"{each.setting.doc} {each.setting.flag_note}".replace("`", "").replace("%", "%%").strip()
-    group.add_argument(*each.setting.flags, dest=each.name, default=None, help=words, **form)
+    words = each.setting.doc.replace("`", "").replace("%", "%%")
+    group.add_argument(*each.flags, dest=each.name, default=None, help=words, **form)
 
 
 def run_arguments(options: argparse.Namespace) -> dict[str, Any]:

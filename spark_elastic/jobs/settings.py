@@ -116,14 +116,14 @@ class RunSettings(ScalingSettings):
     ] = None
     env: Annotated[
         Mapping[str, str] | None,
-        Setting("environment variables to add to those of the workers.", _environment, flags=("--env",)),
+        Setting("environment variables to add to those of the workers.", _environment, on_command_line=True),
     ] = None
     nics: Annotated[
         Sequence[str] | str | None,
         Setting(
             "names of the network interfaces that may carry collectives. Default: those that reach one another.",
             _interface_names,
-            flags=("--nics", "--network-interfaces"),
+            on_command_line=True,
             horovod_name="network_interfaces",
         ),
     ] = None
