@@ -339,9 +339,21 @@ class WorkerStartError(JobError):
 
 
 class UserFunctionError(JobError):
-    """The user's function raised. The message ends with the worker's own traceback."""
+    """The user's function raised. The message ends with the worker's own traceback.
 
-    def __init__(self, *, rank: int | None, host: str, error_type: str, error: str, traceback: str) -> None:
+    `exit_code`: the code that a script exited with; None: it raised something else.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int | None,
+        host: str,
+        error_type: str,
+        error: str,
+        traceback: str,
+        exit_code: int | None = None,
+    ) -> None:
         who = "a worker that had no rank yet" if rank is None else f"rank {rank}"
         super().__init__(
             f"{who} on {host} raised {error_type}: {error}\n\n{traceback}",
@@ -350,6 +362,7 @@ class UserFunctionError(JobError):
             error_type=error_type,
             error=error,
             traceback=traceback,
+            exit_code=exit_code,
         )
 
 

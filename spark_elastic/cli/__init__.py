@@ -20,10 +20,9 @@ from spark_elastic.cli.checks import check_build
 from spark_elastic.cli.submission import collect, spark_session
 from spark_elastic.driver.hosts import HostDiscovery, HostDiscoveryScript
 from spark_elastic.driver.local_launcher import LocalLauncher
-from spark_elastic.driver.output import RankFiles
 from spark_elastic.errors import JobCancelledError, SparkElasticError, UsageError, UserFunctionError
 from spark_elastic.jobs import run as runner
-from spark_elastic.task.script import Script, ScriptExit, run_script
+from spark_elastic.task.script import Script, run_script
 
 FINISHED, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
@@ -61,13 +60,10 @@ def execute(options: argparse.Namespace, *, run: Run, open_session: OpenSession)
         script = _script(options)
         arguments = command_line.run_arguments(options)
         _check_discovery(options)
+        if options.output_filename is not None:
+            _prepare_output(options.output_filename)
+            arguments["output_dir"] = options.output_filename
         with contextlib.ExitStack() as closing:
-            if options.output_filename is not None:
-                _make_folder(options.output_filename)
-                for stream in ("stdout", "stderr"):
-                    files = RankFiles(options.output_filename, getattr(sys, stream))
-                    closing.callback(files.close)
-                    arguments[stream] = files
             if options.host_discovery_script is not None:
                 arguments["discovery"] = _discovery(options)
             if options.launcher == "local":
@@ -82,10 +78,13 @@ def execute(options: argparse.Namespace, *, run: Run, open_session: OpenSession)
     except (KeyboardInterrupt, JobCancelledError):
         return _say("interrupted", INTERRUPTED)
     except UserFunctionError as error:
-        exit_code = _exit_code(error)
+        exit_code = getattr(error, "exit_code", None)
         if exit_code is None:
             return _say(f"{os.path.basename(options.script)}: {error}", FAILED)
-        return _say(f"{os.path.basename(options.script)}: {str(error).partition(chr(10))[0]}", exit_code)
+        # no traceback: the script exited on purpose
+        return _say(
+            f"{os.path.basename(options.script)}: {str(error).partition(chr(10))[0]}", exit_code & 0xFF or FAILED
+        )
     except UsageError as error:
         return _say(f"error: {error}", WRONG_USE)
     except SparkElasticError as error:
@@ -104,26 +103,21 @@ def _check_discovery(options: argparse.Namespace) -> None:
         raise UsageError("--slots-per-host says how to read --host-discovery-script, which was not given")
 
 
-def _make_folder(folder: Path) -> None:
+def _prepare_output(folder: Path) -> None:
+    """Make the folder, and remove the files of an earlier run in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
+        for pattern in ("rank.*/std*", "slot.*/std*"):
+            for file in folder.glob(pattern):
+                file.unlink()
     except OSError as error:
         raise UsageError(f"cannot write to --output-filename {folder}: {error.strerror or error}") from None
 
 
 def _discovery(options: argparse.Namespace) -> HostDiscovery:
     return HostDiscoveryScript(options.host_discovery_script, default_slots=options.slots_per_host or 1)
-
-
-def _exit_code(error: UserFunctionError) -> int | None:
-    """The code that the script itself exited with; None: it raised something."""
-    fields = error.__dict__
-    if fields["error_type"].rpartition(".")[2] != ScriptExit.__name__:
-        return None
-    told = re.match(re.escape(ScriptExit.MESSAGE).replace(r"\{\}", r"(\d+)"), fields["error"])
-    return int(told.group(1)) & 0xFF or FAILED if told else FAILED
 
 
 def _say(text: str, code: int) -> int:

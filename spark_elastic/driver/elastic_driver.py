@@ -25,12 +25,13 @@ from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.deadlines import Attention
 from spark_elastic.membership.machine import Membership
+from spark_elastic.membership.reasons import Wait, reported
 from spark_elastic.membership.states import Phase
 from spark_elastic.membership.timeline import JobEnded, Record, Waiting
 from spark_elastic.membership.topology import SlotId
 from spark_elastic.reporting.announcer import Announcer
-from spark_elastic.reporting.event_log import Change
-from spark_elastic.reporting.progress import Showing
+from spark_elastic.reporting.event_log import MembershipChange
+from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.launch_spec import LaunchSpec
 
@@ -91,7 +92,7 @@ class ElasticDriver:
         sources: Other sources of events for the machine.
         printer: Prints the workers' output and lines about the job.
         verbose: See `run`.
-        showing: The model of the progress bar; None for no bar.
+        progress: The model of the progress bar; None for no bar.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class ElasticDriver:
         sources: Sequence[EventSource] = (),
         printer: OutputPrinter,
         verbose: int = 1,
-        showing: Showing | None = None,
+        progress: ProgressModel | None = None,
     ) -> None:
         self._settings = settings
         self._launcher = make_launcher(self._on_launch_ended)
@@ -112,7 +113,7 @@ class ElasticDriver:
         self._sources = sources
         self._machine = Membership(settings)
 
-        self._announcer = Announcer(spec.job, printer.say, verbose, showing)
+        self._announcer = Announcer(spec.job, printer.say, verbose, progress)
         self._peers = Peers(
             spec, settings, self._launcher, self._announcer, printer, handle=self._handle, fail=self._fail
         )
@@ -151,9 +152,9 @@ class ElasticDriver:
         self.post(seen.CancelRequested(why))
         self._call(self._stop_collecting, why)
 
-    def note_waiting(self, reason: str, until: float | None = None) -> None:
-        """Show the reason of a wait before `run`, with its deadline on this process's monotonic clock."""
-        self._announcer.announce(Waiting(clock.monotonic(), reason, until))
+    def note_waiting(self, wait: Wait, until: float | None = None) -> None:
+        """Show a wait before `run`, with its deadline on this process's monotonic clock."""
+        self._announcer.announce(Waiting(clock.monotonic(), wait, until))
         self._announce()
 
     def never_ran(self, error: BaseException) -> BaseException:
@@ -169,7 +170,7 @@ class ElasticDriver:
         """Return the membership timeline so far; `at` and other times are seconds since the epoch."""
         return self._announcer.timeline
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[MembershipChange]:
         """Return the changes of the world so far; `at` in seconds since the epoch."""
         return self._announcer.changes
 
@@ -181,10 +182,10 @@ class ElasticDriver:
     def status(self) -> JobStatus:
         known, registry = self._machine.status(), self._machine.registry
         return JobStatus(
-            phase=Phase.FAILED.value if self._has_failed else known["phase"],
+            phase=(Phase.FAILED if self._has_failed else known.phase).value,
             round=registry.round,
-            size=known["size"],
-            progress=known["progress"],
+            size=known.size,
+            progress=known.progress,
             waiting_for=self._announcer.waiting,
             ready=registry.ready,
             succeeded=registry.succeeded,
@@ -305,10 +306,10 @@ class ElasticDriver:
 
     def _launch_ended(self, end: LaunchEnd, gone: str | None) -> None:
         self._launched.discard(end.slot)
-        delivered = self._results.slot_ended(end)
+        self._results.slot_ended(end)
         if gone is not None:
             self._fail(self._session_lost(gone))
-        self._handle(seen.SlotEnded(end.slot, end.why, delivered, end.submitted))
+        self._handle(seen.SlotEnded(end.slot, end.cause, end.submitted))
         if not self._launched:
             self._slots_over.set()
 
@@ -319,8 +320,8 @@ class ElasticDriver:
             case do.LaunchSlot(slot):
                 self._launched.add(slot)
                 self._launcher.launch(slot)
-            case do.WithdrawSlot(slot, why):
-                self._launcher.withdraw(slot, why)
+            case do.WithdrawSlot(slot, cause):
+                self._launcher.withdraw(slot, cause)
             case do.FinishJob(workers):
                 self._results.expect(workers, self._peers.slots_of(workers))
                 self._end(keep_results=True, why="the job is done")
@@ -348,13 +349,13 @@ class ElasticDriver:
         return error if gone is None else self._session_lost(gone)
 
     def _session_lost(self, why: str) -> SessionLostError:
-        return SessionLostError(reason=why, progress=self._machine.status()["progress"])
+        return SessionLostError(reason=why, progress=self._machine.status().progress)
 
     def _end(self, *, keep_results: bool, why: str) -> None:
         self._ending = True
         self._peers.finish(keep_results=keep_results, why=why)
         for slot in self._launched - self._peers.slots():
-            self._launcher.withdraw(slot, why)
+            self._launcher.withdraw(slot, reported(why))
         self._ended.set()
 
     # --- for people ---------------------------------------------------------------------------------

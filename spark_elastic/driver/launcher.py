@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from spark_elastic.errors import ResultError
+from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, SlotId, WorkerId
+from spark_elastic.membership.wording import loss_in_words
 from spark_elastic.wire.messages import LoopResult
 
 MAX_LOOP_RESULTS_BYTES = 64 << 20
+_NOT_IN_TIME = reported("its slot did not end in time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +25,11 @@ class LaunchEnd:
     """The end of one launch of a slot."""
 
     slot: SlotId
-    why: str
+    cause: LossCause
     outcome: AgentOutcome | None = None
     """What the agent returned; None if it was lost, failed or never began."""
     submitted: bool = True
     """False: the launch failed in the driver itself, before any executor or process was involved."""
-    result_too_big: bool = False
-    """True: the agent returned a result that the launcher refused for its size; `why` names the setting to raise."""
 
 
 OnEnded = Callable[[LaunchEnd], None]
@@ -47,7 +48,7 @@ class Launcher(Protocol):
         """
         ...
 
-    def withdraw(self, slot: SlotId, why: str) -> None:
+    def withdraw(self, slot: SlotId, cause: LossCause) -> None:
         """End the slot's launch, pending or running. No effect if it is over."""
         ...
 
@@ -80,21 +81,19 @@ class WorkerResults:
         self._by_worker: dict[WorkerId, bytes] = {}
         self._due_in: dict[SlotId, WorkerId] = {}
         """The slots that still have to deliver a result of the finished job."""
-        self._undelivered: dict[WorkerId, LaunchEnd] = {}
-        """Ends of slots that should have delivered a result and did not."""
+        self._undelivered: dict[WorkerId, LossCause] = {}
+        """Why the slots of these workers ended without delivering a result."""
 
     def expect(self, workers: tuple[WorkerId, ...], slots: Mapping[SlotId, WorkerId]) -> None:
         self.expected = workers
         self._due_in = dict(slots)
 
-    def slot_ended(self, end: LaunchEnd) -> WorkerId | None:
-        """Keep the result that came with the end of a slot. Returns its worker, or None if there was no result."""
+    def slot_ended(self, end: LaunchEnd) -> None:
+        """Keep the result that came with the end of a slot, or the cause if it should have come and did not."""
         if end.outcome is not None and end.outcome.worker is not None and end.outcome.result is not None:
             self._by_worker[end.outcome.worker] = end.outcome.result
-            return end.outcome.worker
-        if end.slot in self._due_in:
-            self._undelivered[self._due_in[end.slot]] = end
-        return None
+        elif end.slot in self._due_in:
+            self._undelivered[self._due_in[end.slot]] = end.cause
 
     def in_rank_order(self) -> list[bytes]:
         """Return one pickled result per rank.
@@ -109,11 +108,11 @@ class WorkerResults:
         return [self._by_worker[worker] for worker in self.expected]
 
     def _error(self, expected: tuple[WorkerId, ...], missing: list[WorkerId]) -> ResultError:
-        ends = [self._undelivered.get(worker) for worker in missing]
-        refused = sorted({end.why for end in ends if end is not None and end.result_too_big})
+        causes = {self._undelivered.get(worker, _NOT_IN_TIME) for worker in missing}
+        refused = sorted(cause.detail for cause in causes if cause.kind is LossKind.RESULT_TOO_BIG)
         if refused:
             return ResultError(f"{len(missing)} of {len(expected)} results did not arrive: {refused[0]}")
-        reasons = sorted({"its slot did not end in time" if end is None else end.why for end in ends})
+        reasons = sorted(map(loss_in_words, causes))
         if len(missing) == len(expected):
             return ResultError(
                 f"all {len(expected)} workers finished, but none of their results arrived: {'; '.join(reasons)}"

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from spark_elastic import clock
 from spark_elastic.driver.launcher import LaunchEnd, OnEnded
-from spark_elastic.errors import exit_in_words
+from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, SlotId
 from spark_elastic.wire.interfaces import address_of
@@ -74,7 +74,7 @@ class LocalAgents:
             self._threads.add(thread)
         thread.start()
 
-    def withdraw(self, slot: SlotId, why: str) -> None:
+    def withdraw(self, slot: SlotId, cause: LossCause) -> None:
         with self._lock:
             process = self._processes.get(slot)
         if process is not None:
@@ -111,7 +111,7 @@ class LocalAgents:
         try:
             end = self._run_agent(slot)
         except Exception as error:
-            end = LaunchEnd(slot, f"the local agent could not be run: {error}", submitted=False)
+            end = LaunchEnd(slot, reported(f"the local agent could not be run: {error}"), submitted=False)
         with self._lock:
             self._processes.pop(slot, None)
         self._on_ended(end)
@@ -123,7 +123,7 @@ class LocalAgents:
         env = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
         with self._lock:
             if self._closed:
-                return LaunchEnd(slot, "the launcher was closed")
+                return LaunchEnd(slot, reported("the launcher was closed"))
             process = subprocess.Popen(
                 [sys.executable, "-m", "spark_elastic.task.local_agent", str(os.getpid())],
                 stdin=subprocess.PIPE,
@@ -133,9 +133,9 @@ class LocalAgents:
             self._processes[slot] = process
         out, _ = process.communicate(pickle.dumps((self._spec, slot, host, self._cores)))
         if process.returncode != 0:
-            return LaunchEnd(slot, f"its agent {exit_in_words(process.returncode)}")
+            return LaunchEnd(slot, LossCause(LossKind.AGENT_EXITED, code=process.returncode))
         outcome: AgentOutcome = pickle.loads(out)
-        return LaunchEnd(slot, outcome.why, outcome)
+        return LaunchEnd(slot, outcome.cause, outcome)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,55 +16,10 @@ from typing import TextIO
 
 from spark_elastic import clock
 from spark_elastic.data.store import Store
-from spark_elastic.reporting.progress import Showing
+from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.reporting.screens import PlainScreen, Screen, screen_for
 
-# --- files of ranks for the command line (--output-filename) ---------------------------------------
-
-_WORKER_LINE = re.compile(r"\[([^\]]+)\]<(stdout|stderr)>:(.*)", re.DOTALL)
-"""A line of a worker as `OutputPrinter` writes it: one whole line per call."""
-
-
-class RankFiles:
-    """A stream that copies the workers' lines to `<folder>/rank.<rank>/<stdout|stderr>` and passes all lines on."""
-
-    def __init__(self, folder: Path, terminal: TextIO) -> None:
-        self._folder = folder
-        self._terminal = terminal
-        self._files: dict[tuple[str, str], TextIO] = {}
-
-    def write(self, text: str) -> int:
-        written = self._terminal.write(text)  # first: a full disk must not stop the terminal's output
-        line = _WORKER_LINE.fullmatch(text)
-        if line is not None:
-            who, stream, rest = line.groups()
-            self._file(who, stream).write(rest)
-        return written
-
-    def isatty(self) -> bool:
-        return self._terminal.isatty()
-
-    def flush(self) -> None:
-        self._terminal.flush()
-        for file in self._files.values():
-            file.flush()
-
-    def close(self) -> None:
-        """Close the files; the terminal stays open."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def _file(self, who: str, stream: str) -> TextIO:
-        if (who, stream) not in self._files:
-            # a process without a rank is called "slot 3"
-            folder = self._folder / (f"rank.{who}" if who.isdigit() else who.replace(" ", "."))
-            folder.mkdir(parents=True, exist_ok=True)
-            self._files[who, stream] = (folder / stream).open("w", encoding="utf-8")
-        return self._files[who, stream]
-
-
-# --- files of ranks in a store (run(output_dir=...)) ----------------------------------------------
+# --- files (run(output_dir=...)) -----------------------------------------------------------------
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +118,7 @@ class OutputPrinter:
     Args:
         stdout: The file for the workers' standard output. Default: this process's own.
         stderr: The file for the workers' standard error and lines about the job. Default: this process's own.
-        showing: The model of the progress bar; None for no bar.
+        progress: The model of the progress bar; None for no bar.
         copy: Called with each line of a worker: process, stream, text.
     """
 
@@ -172,13 +126,13 @@ class OutputPrinter:
         self,
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
-        showing: Showing | None = None,
+        progress: ProgressModel | None = None,
         copy: Callable[[str, str, str], None] | None = None,
     ) -> None:
         self._targets = {"stdout": stdout, "stderr": stderr}
-        self._showing = showing
+        self._progress = progress
         self._copy = copy
-        self._screen: Screen = PlainScreen() if showing is None else screen_for(stderr)
+        self._screen: Screen = PlainScreen() if progress is None else screen_for(stderr)
         self._queue: queue.Queue[Line | None] = queue.Queue(MAX_QUEUED_LINES)
         self._dropped = 0
         self._failed: set[str] = set()
@@ -218,22 +172,22 @@ class OutputPrinter:
         while not over:
             lines, over = self._next_lines()
             now = clock.monotonic()
-            if self._showing is not None:
-                self._showing.look_around(now)
-            if self._showing is not None and (said := self._showing.line(now, bar=self._screen.live)) is not None:
+            if self._progress is not None:
+                self._progress.look_around(now)
+            if self._progress is not None and (said := self._progress.line(now, bar=self._screen.live)) is not None:
                 lines.append(("stdout" if self._screen.to_stdout else "stderr", f"spark_elastic: {said}"))
             if lines:
                 self._write(lines)
-            if self._showing is not None and self._screen.live and (over or now - drawn >= LOOK_S):
+            if self._progress is not None and self._screen.live and (over or now - drawn >= LOOK_S):
                 drawn = now
-                self._draw(self._showing, now)
+                self._draw(self._progress, now)
         self._guarded(self._screen.clear)
 
     def _next_lines(self) -> tuple[list[Line], bool]:
         """Wait for lines. Returns those that are queued, and True if they are the last."""
         lines: list[Line] = []
         try:
-            item = self._queue.get(timeout=None if self._showing is None else LOOK_S)
+            item = self._queue.get(timeout=None if self._progress is None else LOOK_S)
             while item is not None and len(lines) < MAX_LINES_AT_ONCE:
                 lines.append(item)
                 item = self._queue.get_nowait() if len(lines) < MAX_LINES_AT_ONCE else item
@@ -241,9 +195,9 @@ class OutputPrinter:
         except queue.Empty:
             return lines, False
 
-    def _draw(self, showing: Showing, now: float) -> None:
+    def _draw(self, progress: ProgressModel, now: float) -> None:
         def draw() -> None:
-            view = showing.view(now)
+            view = progress.view(now)
             if view is not None:
                 self._screen.show(view)
             else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import Callable, Iterable
 
 from spark_elastic import clock
@@ -19,7 +18,9 @@ from spark_elastic.driver.rendezvous_server import RendezvousServer
 from spark_elastic.errors import SparkElasticError, UnknownInterfaceError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
+from spark_elastic.membership.reasons import LossCause, LossKind
 from spark_elastic.membership.topology import AgentId, SlotId, WorkerId, World
+from spark_elastic.membership.wording import change_in_words, loss_in_words
 from spark_elastic.reporting.announcer import Announcer
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire import messages as wire
@@ -105,7 +106,8 @@ class Peers:
             case do.StartWorker(agent, worker):
                 self._agent_of[worker] = agent
                 self.server.to_agent(agent, wire.StartWorkerProcess(worker))
-            case do.StopWorker(agent, worker, why):
+            case do.StopWorker(agent, worker, cause):
+                why = loss_in_words(cause)
                 self.server.to_agent(agent, wire.StopWorkerProcess(worker, why))
                 self.server.drop_worker(worker, why)
             case do.AdmitProvisionally(worker, rank, size, loop):
@@ -117,13 +119,13 @@ class Peers:
             case do.NotifyHostsUpdated(workers, sequence):
                 for worker in workers:
                     self.server.to_worker(worker, wire.HostsUpdated(sequence))
-            case do.CutPeers(workers, round, why):
+            case do.CutPeers(workers, round, change):
                 for worker in workers:
-                    self.server.to_worker(worker, wire.Cut(round, why))
-            case do.RunAgain(worker, run, why):
-                self.server.to_worker(worker, wire.RunAgain(run, why))
-            case do.DismissAgent(agent, why):
-                self.server.to_agent(agent, wire.FinishAgent(False, why))
+                    self.server.to_worker(worker, wire.Cut(round, change_in_words(change)))
+            case do.RerunFunction(worker, run, change):
+                self.server.to_worker(worker, wire.RunAgain(run, change_in_words(change)))
+            case do.DismissAgent(agent, cause):
+                self.server.to_agent(agent, wire.FinishAgent(False, loss_in_words(cause)))
             case _:
                 raise TypeError(f"{type(command).__name__} is not a message to an agent or a worker")
 
@@ -181,8 +183,8 @@ class Peers:
                 if self._agent_of.get(worker) == agent:
                     # its own connection closes by itself; its last messages may still be on the way
                     asyncio.get_running_loop().call_later(LAST_WORDS_S, self._forget_worker, worker)
-                    why = _describe_exit(exit_code)
-                    self._handle(seen.WorkerLost(worker, why, exit_code, stderr_tail, oom_kills, memory))
+                    cause = LossCause(LossKind.EXITED, code=exit_code)
+                    self._handle(seen.WorkerLost(worker, cause, stderr_tail, oom_kills, memory))
             case wire.OutputLines(worker, stream, lines):
                 self._printer.worker_lines(self._name_of(worker, agent), stream, lines)
             case wire.ResultStored(worker, _, in_loop, run):
@@ -194,7 +196,7 @@ class Peers:
 
     def agent_gone(self, agent: AgentId, why: str) -> None:
         self.agents.discard(agent)
-        self._handle(seen.AgentLost(agent, why))
+        self._handle(seen.AgentLost(agent, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
         del self._slot_of[agent]
         self._tell_launcher()
         for worker in [w for w, a in self._agent_of.items() if a == agent]:
@@ -219,8 +221,8 @@ class Peers:
             case wire.LoopResult():
                 for behind in self._loop_results.offered(message):
                     self.server.to_worker(behind, message)
-            case wire.Raised(error_type, error, traceback):
-                self._handle(seen.WorkerRaised(worker, error_type, error, traceback))
+            case wire.Raised(error_type, error, traceback, exit_code):
+                self._handle(seen.WorkerRaised(worker, error_type, error, traceback, exit_code))
             case wire.LiveProgress():
                 if self.world is not None and self.world.members[0].worker == worker:
                     self._announcer.live(message, clock.monotonic())
@@ -232,10 +234,10 @@ class Peers:
                 self._handle(seen.WorkerAbandoned(worker, why))
             case _:
                 self.server.drop_worker(worker, f"a worker does not send {type(message).__name__}")
-                self._handle(seen.WorkerLost(worker, "it broke the protocol"))
+                self._handle(seen.WorkerLost(worker, LossCause(LossKind.PROTOCOL_BROKEN)))
 
     def worker_gone(self, worker: WorkerId, why: str) -> None:
-        self._handle(seen.WorkerLost(worker, f"its connection closed ({why})"))
+        self._handle(seen.WorkerLost(worker, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
 
     def _forget_worker(self, worker: WorkerId) -> None:
         self._agent_of.pop(worker, None)
@@ -246,14 +248,3 @@ class Peers:
         if self.world is not None and worker in self.world.workers:
             return str(self.world.member(worker).rank)
         return f"slot {self._slot_of[agent]}"
-
-
-def _describe_exit(exit_code: int) -> str:
-    if exit_code < 0:
-        try:
-            return f"killed by {signal.Signals(-exit_code).name}"
-        except ValueError:
-            return f"killed by signal {-exit_code}"
-    if exit_code == 0:
-        return "exited with code 0 before the function was finished"
-    return f"exited with code {exit_code}"

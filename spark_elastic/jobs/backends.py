@@ -14,6 +14,7 @@ from spark_elastic.driver.elastic_driver import ElasticDriver, EventSource
 from spark_elastic.driver.launcher import Launcher, OnEnded
 from spark_elastic.driver.local_launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError, NotEnoughSlotsError, UnknownInterfaceError
+from spark_elastic.membership.reasons import Wait, WaitKind
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.interfaces import address_of, interface_addresses, is_address, is_loopback
 from spark_elastic.wire.launch_spec import LaunchSpec
@@ -190,7 +191,7 @@ class SparkBackend:
                 settings.min_num_proc, settings.start_timeout_s, stop=stop, on_wait=driver.note_waiting
             )
         if probe.refused:
-            driver.note_waiting(probe.why)
+            driver.note_waiting(Wait(WaitKind.REPORTED, detail=probe.why))
         unusable: list[UnknownInterfaceError] = []
         for report in probe.reports:
             try:

@@ -15,7 +15,7 @@ from spark_elastic import clock
 from spark_elastic.driver.elastic_driver import ElasticDriver, JobStatus
 from spark_elastic.errors import ResultError
 from spark_elastic.membership.timeline import Record
-from spark_elastic.reporting.event_log import Change
+from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.plot import draw_job, event_rows
 
 _running: weakref.WeakSet[ElasticJob] = weakref.WeakSet()
@@ -82,7 +82,7 @@ class ElasticJob:
         """Return the membership timeline so far: typed records, with times in seconds since the epoch."""
         return self._driver.events()
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[MembershipChange]:
         """Return the changes of the workers so far, in words and numbers, with times in seconds since the epoch."""
         return self._driver.changes()
 

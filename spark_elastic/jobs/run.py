@@ -22,7 +22,7 @@ from spark_elastic.errors import InvalidSettingsError, nearest
 from spark_elastic.jobs.backends import Backend, LocalBackend, SparkBackend
 from spark_elastic.jobs.job import ElasticJob
 from spark_elastic.jobs.settings import RunCall
-from spark_elastic.reporting.progress import Showing
+from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.settings import ElasticSettings, declarations
 from spark_elastic.wire.framing import new_key
 from spark_elastic.wire.launch_spec import LaunchSpec, interpreter, modules_of
@@ -167,11 +167,11 @@ def _start(call: RunCall) -> ElasticJob:
     )
     with contextlib.ExitStack() as undo:  # releases everything if the job cannot be started
         undo.callback(listening.close)
-        showing = Showing() if call.verbose else None
+        progress = ProgressModel() if call.verbose else None
         files = None if call.output_dir is None else OutputFiles(call.output_dir)
         if files is not None:
             undo.callback(files.close)
-        printer = OutputPrinter(call.stdout, call.stderr, showing, None if files is None else files.take)
+        printer = OutputPrinter(call.stdout, call.stderr, progress, None if files is None else files.take)
         undo.callback(printer.close)
         if fewer and call.verbose:
             printer.line(f"spark_elastic: {fewer}")
@@ -183,11 +183,11 @@ def _start(call: RunCall) -> ElasticJob:
             sources=sources,
             printer=printer,
             verbose=call.verbose,
-            showing=showing,
+            progress=progress,
         )
         undo.callback(driver.close)
-        if showing is not None:
-            showing.around = lambda: backend.load(driver.tasks_pending)
+        if progress is not None:
+            progress.around = lambda: backend.load(driver.tasks_pending)
         clean_up = undo.pop_all()
     return ElasticJob(spec.job, driver, lambda: backend.gather(spec, settings, driver), clean_up.close)
 

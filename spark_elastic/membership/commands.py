@@ -1,10 +1,11 @@
-"""What the membership machine wants done: imperatives, carried out by the driver's edges in order."""
+"""The commands of the membership machine: imperatives that the driver carries out in order."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from spark_elastic.errors import JobError
+from spark_elastic.membership.reasons import LossCause, WorldChange
 from spark_elastic.membership.timeline import Record
 from spark_elastic.membership.topology import AgentId, SlotId, WorkerId, World
 
@@ -21,7 +22,7 @@ class WithdrawSlot:
     """Stop the slot's launch, pending or running, and do not repeat it."""
 
     slot: SlotId
-    why: str
+    cause: LossCause
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class StopWorker:
 
     agent: AgentId
     worker: WorkerId
-    why: str
+    cause: LossCause
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class AdmitProvisionally:
     """Let a worker out of `init()` while a world is running, with the position it will probably get.
 
     It builds its model and comes back with `WorkerReady(at_init=False)`; only then is the world interrupted. Also
-    sent to a worker that stands in an earlier loop than the job: it goes on to the loop of that number.
+    sent to a worker that waits in an earlier loop than the job's: it skips to the loop of that number.
     """
 
     worker: WorkerId
@@ -64,60 +65,60 @@ class PublishWorld:
 
 @dataclass(frozen=True, slots=True)
 class NotifyHostsUpdated:
-    """Tell every worker that the world is to change; they agree on the step where they stop for it."""
+    """Tell the members that the world is to change; they agree on a step to stop at."""
 
     workers: tuple[WorkerId, ...]
     sequence: int
-    """Grows by one with each update, so two in the same second are two."""
+    """Grows by one with each update, so that two updates in one second are told apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class CutPeers:
-    """Tell the workers to shut the round's sockets, so that a collective blocked on a dead peer raises now."""
+    """Tell the workers to shut the round's sockets, so that a collective blocked on a dead peer raises at once."""
 
     workers: tuple[WorkerId, ...]
     round: int
-    why: str
+    change: WorldChange
 
 
 @dataclass(frozen=True, slots=True)
-class RunAgain:
-    """Have a worker whose function returned call it again, with the state kept: its world broke before the job ended.
+class RerunFunction:
+    """Have a worker call its function again, with the state kept, because its world broke after the function returned.
 
-    What it had returned counts for nothing.
+    The result that it returned before is dropped.
     """
 
     worker: WorkerId
     run: int
-    """Number of the call: what an earlier one returned does not count."""
-    why: str
+    """Number of the call; only the result of the newest one counts."""
+    change: WorldChange
 
 
 @dataclass(frozen=True, slots=True)
 class DismissAgent:
-    """The agent is no longer needed: end its worker, return from the task without a result."""
+    """Have an agent end its worker and return from its task without a result."""
 
     agent: AgentId
-    why: str
+    cause: LossCause
 
 
 @dataclass(frozen=True, slots=True)
 class FinishJob:
-    """All members are done: every agent returns; results come back in this order of workers."""
+    """End the job: all members are done, and their results are returned in this order of workers."""
 
     workers: tuple[WorkerId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FailJob:
-    """The job cannot go on: stop everything and raise this in the caller."""
+    """End the job: stop everything and raise the error in the caller."""
 
     error: JobError
 
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """A membership fact for the timeline and the log."""
+    """Add a record to the timeline and the log."""
 
     record: Record
 
@@ -131,7 +132,7 @@ Command = (
     | PublishWorld
     | NotifyHostsUpdated
     | CutPeers
-    | RunAgain
+    | RerunFunction
     | DismissAgent
     | FinishJob
     | FailJob

@@ -1,34 +1,38 @@
-"""Deadlines by name, cheap for a thousand workers."""
+"""Time without clocks: the machine's time, timers, and who was silent for too long. Cheap for a thousand workers."""
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-# The driver's own time, which stands still while the driver does: a paused machine, a debugger, a call that holds the
-# GIL. Nobody can be heard then, so no deadline of anybody may run out in it.
-
 _CLOCK_STEP_S = 5.0
-"""A wall clock that is set right moves by less; a machine that slept was away for longer."""
+"""A correction of the wall clock is smaller; a machine that slept was away for longer."""
+_LONGEST_RETRANSMISSION_S = 120.0
+"""Data sent to a machine that was away is sent again after ever longer pauses, this at most (Linux, TCP_RTO_MAX): for
+about as long as it was away, its peers may not be heard even though it is back."""
+_PAUSES_REMEMBERED = 100
 
 
 class Attention:
-    """Turns readings of the clocks into the machine's time, without the pauses between two looks.
+    """Turns readings of the clocks into the machine's time, which stands still while the driver does.
+
+    A suspended machine, a debugger, a call that holds the GIL: the driver hears nobody then, so no deadline may expire
+    in the meantime.
 
     Args:
-        look_every_s: how often somebody looks while all is well. A gap of more than twice that is a pause.
+        look_every_s: how often the clocks are read while all is well. A gap of more than twice that is a pause.
     """
 
     def __init__(self, look_every_s: float) -> None:
         self._look_every_s = look_every_s
         self._last: tuple[float, float] | None = None
         self.away_s = 0.0
-        """By how much the machine's time is behind the clock."""
+        """Seconds by which the machine's time is behind the clock."""
 
     def look(self, monotonic: float, wall: float) -> tuple[float, float]:
-        """Returns: the machine's time, and for how long the driver has just stood still (0: it has not)."""
+        """Return the machine's time, and for how long the driver has just stood still (0: it has not)."""
         last, self._last = self._last, (monotonic, wall)
         paused = 0.0
         if last is not None:
@@ -43,19 +47,45 @@ class Attention:
         return monotonic - self.away_s, paused
 
 
+class DriverPauses:
+    """The newest pauses of the driver, in the machine's time."""
+
+    def __init__(self) -> None:
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=_PAUSES_REMEMBERED)  # (end, seconds)
+
+    def add(self, seconds: float, now: float) -> None:
+        """Note a pause that has just ended."""
+        self._pauses.append((now, seconds))
+
+    def seconds_within(self, last_s: float, now: float) -> float:
+        """Return how long the driver stood still in the last seconds as the workers counted them."""
+        total = 0.0
+        for at, seconds in reversed(self._pauses):
+            if at <= now - last_s:
+                break
+            total += seconds
+            last_s -= seconds
+        return total
+
+
+def excused_for_s(pause_s: float, interval_s: float) -> float:
+    """Return for how long after a pause silence proves nothing."""
+    return min(pause_s, _LONGEST_RETRANSMISSION_S) + 2 * interval_s
+
+
 Key = TypeVar("Key", bound=Hashable)
 
 
 class Timers(Generic[Key]):
-    """One deadline per key: O(log n) to set, O(1) to cancel, replaced ones are dropped when they surface."""
+    """One deadline per key: O(log n) to set, O(1) to cancel; replaced ones are dropped when they are due."""
 
     def __init__(self) -> None:
         self._due: dict[Key, float] = {}
         self._heap: list[tuple[float, int, Key]] = []
-        self._count = 0  # keys need no order of their own
+        self._count = 0  # breaks ties, so that keys need no order
 
     def set(self, key: Key, due: float) -> None:
-        """Fire `key` at `due`, instead of any earlier wish."""
+        """Set the key's deadline, in place of the one it has."""
         if self._due.get(key) == due:
             return
         self._due[key] = due
@@ -66,19 +96,21 @@ class Timers(Generic[Key]):
             heapq.heapify(self._heap)
 
     def cancel(self, key: Key) -> None:
+        """Remove the key's deadline, if it has one."""
         self._due.pop(key, None)
 
     def get(self, key: Key) -> float | None:
+        """Return the key's deadline; None: it has none."""
         return self._due.get(key)
 
     def next(self) -> float | None:
-        """The earliest deadline; None if there is none."""
+        """Return the earliest deadline; None: there is none."""
         while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def pop(self, now: float) -> Key | None:
-        """Take one key that is due, earliest first; None if none is."""
+        """Remove and return one key that is due, earliest first; None: none is due."""
         due = self.next()
         if due is None or due > now:
             return None
@@ -88,7 +120,7 @@ class Timers(Generic[Key]):
 
 
 class Silence(Generic[Key]):
-    """Who was not heard for `timeout_s`: O(1) for a sign of life, because the timeout is the same for all."""
+    """Finds keys that were not heard for `timeout_s`. O(1) for a sign of life: the timeout is the same for all."""
 
     def __init__(self, timeout_s: float, interval_s: float) -> None:
         self._timeout_s = timeout_s
@@ -97,30 +129,32 @@ class Silence(Generic[Key]):
         self._not_before = float("-inf")
 
     def heard(self, key: Key, now: float) -> None:
+        """Note a sign of life. Adds the key if it is new."""
         self._heard[key] = now
         self._heard.move_to_end(key)
 
     def forget(self, key: Key) -> None:
+        """Remove the key."""
         self._heard.pop(key, None)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._heard
 
     def excuse(self, until: float) -> None:
-        """Let nobody's silence count before then."""
+        """Count no silence before then."""
         self._not_before = max(self._not_before, until)
 
     def next(self) -> float | None:
-        """When the first one will have been silent too long."""
+        """Return when the first key will have been silent for too long; None: there is no key."""
         for heard in self._heard.values():
             return max(heard + self._timeout_s, self._not_before)
         return None
 
     def expired(self, now: float) -> list[Key]:
-        """Those silent too long. Each is forgotten.
+        """Remove and return the keys that were silent for too long.
 
-        If we ourselves come late by more than a heartbeat, it was this side that did not listen (a stopped driver, a
-        starved machine): everybody gets one more interval to be heard.
+        If this call itself is late by more than a heartbeat, it was this side that did not listen (a stopped driver, a
+        starved machine): all keys get one more interval to be heard.
         """
         due = self.next()
         if due is None or due > now:

@@ -1,27 +1,31 @@
-"""The decisions about worlds, as pure functions of what is known. Each comes with its reason in words."""
+"""The decisions about worlds, as pure functions: ranks, members, and whether to wait."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from spark_elastic.membership.reasons import Wait, WaitKind
 from spark_elastic.membership.topology import Member, Place, StateVersion, WorkerId, World
 from spark_elastic.settings import ElasticSettings
 
-# Who gets which rank: host by host, survivors first and in their old order.
-
 
 def assign(places: Mapping[WorkerId, Place], old_ranks: Mapping[WorkerId, int]) -> tuple[Member, ...]:
-    """Ranks for the workers of `places`; those in `old_ranks` are survivors of the world before.
+    """Assign ranks host by host, survivors first and in their old order.
 
     Hosts come in the order of their first survivor's old rank, hosts without survivors behind them in the order of
     their lowest worker id. Within a host the survivors keep their order and newcomers follow by worker id. The result
     does not depend on the order of the mappings.
 
     `local_rank` counts within the host. As in Horovod, `cross_rank` counts the hosts that have a worker of the same
-    local rank, and `cross_size` says how many those are.
+    local rank, and `cross_size` is the number of those hosts.
 
-    Returns: the members in rank order.
+    Args:
+        places: where the members run.
+        old_ranks: the ranks of the survivors in the world before.
+
+    Returns:
+        The members in rank order.
     """
     newcomer = len(places) + max(old_ranks.values(), default=0) + 1
 
@@ -69,12 +73,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do now, or until when to wait for what. `deadline`: when the answer changes if nothing happens."""
+    """Go on now, wait, or give up."""
 
     go: bool
-    reason: str
+    wait: Wait | None = None
+    """What to wait for; None: go on, or give up."""
     deadline: float | None = None
+    """When the answer changes if nothing happens."""
     expired: bool = False
+    """The time to wait is over: give up."""
 
 
 def _standing(candidate: Candidate) -> tuple[int, int, int]:
@@ -83,17 +90,17 @@ def _standing(candidate: Candidate) -> tuple[int, int, int]:
 
 
 def _by_merit(candidate: Candidate) -> tuple[tuple[int, int, int], float, WorkerId]:
-    """Most advanced first; among those the oldest."""
+    """Return the sort key that puts the most advanced first, and the oldest first among equals."""
     old_rank = float("inf") if candidate.old_rank is None else candidate.old_rank
     loop, steps, marks = _standing(candidate)
     return (-loop, -steps, -marks), old_rank, candidate.worker
 
 
 def select(candidates: Iterable[Candidate], done: int, minimum: int) -> list[Candidate]:
-    """The members of the next world: all that stay, and those that should leave but cannot be spared yet.
+    """Select the members of the next world: all that stay, and those that should leave but are still needed.
 
-    A leaving worker is kept while the others (with the `done` ones) are fewer than `minimum`, or while it alone
-    holds the most advanced state: dropping it would lose applied steps.
+    A leaving worker is kept while the others, with the `done` ones, are fewer than `minimum`, or while it alone holds
+    the most advanced state: without it, applied steps would be lost.
     """
     staying: list[Candidate] = []
     leaving: list[Candidate] = []
@@ -107,7 +114,7 @@ def select(candidates: Iterable[Candidate], done: int, minimum: int) -> list[Can
 
 
 def can_leave(candidates: Sequence[Candidate], minimum: int) -> bool:
-    """Whether any leaving member of a running world can be spared now."""
+    """Return True if a running world can spare any of its leaving members now."""
     staying = [candidate for candidate in candidates if not candidate.leaving]
     if len(staying) == len(candidates) or not staying:
         return False
@@ -117,7 +124,7 @@ def can_leave(candidates: Sequence[Candidate], minimum: int) -> bool:
 
 
 def build_world(round: int, members: Iterable[Candidate]) -> World:
-    """The world of these members; the state comes from the most advanced, the oldest among equals."""
+    """Build the world of these members. Its root is the most advanced one, the oldest among equals."""
     chosen = {member.worker: member for member in members}
     ranked = assign(
         {worker: member.place for worker, member in chosen.items()},
@@ -134,43 +141,33 @@ def build_world(round: int, members: Iterable[Candidate]) -> World:
 def start(
     ready: int, settings: ElasticSettings, now: float, *, enough_since: float | None, deadline: float
 ) -> Decision:
-    """Whether a first world can start with `ready` workers.
+    """Decide if a first world can start with `ready` workers.
 
-    `enough_since`: since when `min_num_proc` are ready; `deadline`: when the gathering ends.
+    Args:
+        ready: workers that wait for a world.
+        settings: the job's.
+        now: the time.
+        enough_since: since when `min_num_proc` workers are ready; None: they are not.
+        deadline: when the job gives up.
     """
     need, want = settings.min_num_proc, settings.num_proc
     if ready >= want:
-        return Decision(True, f"{ready} workers ready, {want} wanted")
+        return Decision(go=True)
     if enough_since is not None and ready >= need:
         until = min(enough_since + settings.start_grace_s, deadline)
         if now >= until:
-            return Decision(
-                True,
-                f"{ready} of {want} workers ready after a grace of {settings.start_grace_s:g} s; {need} are enough",
-            )
-        return Decision(
-            False,
-            f"{ready} of {want} workers ready; waiting up to {until - now:.0f} s more for the others",
-            deadline=until,
-        )
+            return Decision(go=True)
+        return Decision(False, Wait(WaitKind.GRACE, ready, want, need, until - now), until)
     if now >= deadline:
-        return Decision(False, f"{ready} of {need} workers ready in time", deadline=deadline, expired=True)
-    return Decision(
-        False,
-        f"{ready} of {want} workers ready; waiting up to {deadline - now:.0f} s for at least {need}",
-        deadline=deadline,
-    )
+        return Decision(False, deadline=deadline, expired=True)
+    return Decision(False, Wait(WaitKind.MINIMUM, ready, want, need, deadline - now), deadline)
 
 
 def regroup(have: int, settings: ElasticSettings, now: float, *, deadline: float) -> Decision:
-    """Whether the workers that stand ready (with those that are done) can go on with their state."""
+    """Decide if `have` workers, those that are done included, are enough for the next world with their state."""
     need = settings.min_num_proc
     if have >= need:
-        return Decision(True, f"{have} workers ready")
+        return Decision(go=True)
     if now >= deadline:
-        return Decision(False, f"{have} of {need} workers in time", deadline=deadline, expired=True)
-    return Decision(
-        False,
-        f"{have} of at least {need} workers ready; keeping their state and waiting up to {deadline - now:.0f} s",
-        deadline=deadline,
-    )
+        return Decision(False, deadline=deadline, expired=True)
+    return Decision(False, Wait(WaitKind.REPLACEMENTS, have, 0, need, deadline - now), deadline)

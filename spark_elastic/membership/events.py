@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from spark_elastic.membership.reasons import LossCause, LossKind
 from spark_elastic.membership.topology import AgentId, Place, SlotId, StateVersion, WorkerId
 
 
@@ -30,7 +31,7 @@ class AgentLost:
     """An agent's channel closed, or it was silent too long; its worker is lost with it."""
 
     agent: AgentId
-    why: str
+    cause: LossCause
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,9 @@ class SlotEnded:
     """A slot's launch is over, whatever the cause; it can be launched again. Comes exactly once a launch."""
 
     slot: SlotId
-    why: str
-    delivered: WorkerId | None = None
-    """The finished worker whose result came back with it."""
+    cause: LossCause
     submitted: bool = True
-    """False: the driver itself could not even ask for it."""
+    """False: the driver itself could not submit it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +95,17 @@ class WorkerLost:
     """
 
     worker: WorkerId
-    why: str
-    exit_code: int | None = None
-    """Negative: killed by that signal; None: not known (only the channel closed)."""
+    cause: LossCause
     stderr_tail: str = ""
     oom_kills: int = 0
-    """Processes that the kernel has killed for memory where the worker ran, while it did."""
+    """Processes that the kernel killed for memory there while the worker ran."""
     memory: str = ""
-    """What the kernel says about memory there, in words; empty: nothing of note."""
+    """The kernel's account of memory there; empty: nothing of note."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative: killed by that signal; None: not known, only its channel closed."""
+        return self.cause.code if self.cause.kind is LossKind.EXITED else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class WorkerDone:
     in_loop: bool
     """Whether it ever entered the elastic loop; a plain function cannot be resumed, only run again."""
     run: int = 1
-    """Number of the call of the function, which grows with each `RunAgain`."""
+    """Number of the call of the function, which grows with each `RerunFunction`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,8 @@ class WorkerRaised:
     error_type: str
     error: str
     traceback: str
+    exit_code: int | None = None
+    """The code that a script exited with; None: it raised something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +149,7 @@ class ExecutorDecommissioned:
 @dataclass(frozen=True, slots=True)
 class ExecutorLost:
     executor: str
-    why: str
+    cause: LossCause
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,19 @@
-"""The membership machine: events in, commands out. Who trains, in which world, from which state, and until when.
+"""The membership machine: events in, commands out. It decides who trains, in which world, and from which state.
 
-It does nothing itself: no thread, socket, clock or log. `docs/protocol.md` tells the protocol as a whole.
+It does nothing itself: no thread, socket, clock or log. `docs/protocol.md` describes the protocol as a whole.
+
+An event goes down through three classes and never up: `Membership` translates it, `WorldLifecycle` decides who trains
+together, `SlotScheduler` decides where processes run. They share one `MachineContext`.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Any
+from dataclasses import dataclass
 
-from spark_elastic.errors import JobCancelledError, LaunchError, UserFunctionError, WorkerStartError
-from spark_elastic.membership.backoff import Crashes, Death, ProcessExit
-from spark_elastic.membership.commands import Announce, Command, DismissAgent, StopWorker
-from spark_elastic.membership.deadlines import Silence, Timers
+from spark_elastic.errors import JobCancelledError, LaunchError, UserFunctionError
+from spark_elastic.membership.commands import Command, DismissAgent
+from spark_elastic.membership.crashes import BootFailures, CrashLoopDetector, Death, ProcessExit
+from spark_elastic.membership.deadlines import DriverPauses, Silence, Timers, excused_for_s
 from spark_elastic.membership.events import (
     AgentAlive,
     AgentJoined,
@@ -32,142 +34,125 @@ from spark_elastic.membership.events import (
     WorkerRaised,
     WorkerReady,
 )
-from spark_elastic.membership.registry import Agent, Worker, WorkerRegistry
-from spark_elastic.membership.slots import Places, TimerKey
-from spark_elastic.membership.states import Phase, WorkerState
-from spark_elastic.membership.timeline import DriverStoodStill
-from spark_elastic.membership.topology import AgentId, Place, WorkerId, World
-from spark_elastic.membership.worlds import (
+from spark_elastic.membership.reasons import LossCause, LossKind
+from spark_elastic.membership.registry import (
     ADMITTED,
     AT_INIT,
     BOOTING,
     DONE,
-    ENDED,
-    GONE,
     READY,
-    REPORT_GRACE_S,
     TRAINING,
-    Rounds,
+    Agent,
+    MachineContext,
+    TimerKind,
+    Worker,
+    WorkerRegistry,
 )
+from spark_elastic.membership.slots import SlotScheduler
+from spark_elastic.membership.states import Phase
+from spark_elastic.membership.timeline import DriverStoodStill
+from spark_elastic.membership.topology import AgentId, WorkerId, World
+from spark_elastic.membership.wording import loss_in_words
+from spark_elastic.membership.worlds import ENDED, REPORT_GRACE_S, WorldLifecycle
 from spark_elastic.settings import ElasticSettings
 
 _LOST_REMEMBERED = 100
 
-_LONGEST_RETRANSMISSION_S = 120.0
-"""What was sent to a machine that was away is sent again after ever longer pauses, this at most (Linux, TCP_RTO_MAX):
-for about as long as it was away, nobody may be heard even though it is back."""
-_PAUSES_REMEMBERED = 100
+
+@dataclass(frozen=True, slots=True)
+class MembershipStatus:
+    """What a job is doing."""
+
+    phase: Phase
+    round: int
+    """The newest world's number; 0: none yet."""
+    size: int
+    """The newest world's size; 0: none yet."""
+    progress: int
+    """The most optimizer steps that any worker has reported."""
 
 
 class Membership:
-    """One job's membership. `handle` is called by one thread; the views are for that thread too."""
+    """The membership of one job. All calls come from one thread."""
 
     def __init__(self, settings: ElasticSettings) -> None:
         self.settings = settings
         self._now = float("-inf")
-        self._out: list[Command] = []  # shared with the parts below, emptied by `handle`
-        self._roster = WorkerRegistry(settings.reset_limit)
-        self._timers: Timers[TimerKey] = Timers()
-        interval = settings.heartbeat_interval_s
-        self._agents_heard: Silence[AgentId] = Silence(settings.heartbeat_timeout_s, interval)
-        self._workers_heard: Silence[WorkerId] = Silence(settings.heartbeat_timeout_s, interval)
-        self._crashes = Crashes(settings.crash_limit, REPORT_GRACE_S)
-        self._places = Places(settings, self._roster, self._timers, self._out)
-        self._rounds = Rounds(
-            settings, self._roster, self._places, self._timers, self._workers_heard, self._crashes, self._out
+        interval_s = settings.heartbeat_interval_s
+        self._context = MachineContext(
+            settings,
+            registry=WorkerRegistry(settings.reset_limit),
+            timers=Timers(),
+            workers_heard=Silence(settings.heartbeat_timeout_s, interval_s),
+            crashes=CrashLoopDetector(settings.crash_limit, REPORT_GRACE_S),
+            commands=[],
         )
+        self._registry = self._context.registry
+        self._timers = self._context.timers
+        self._workers_heard = self._context.workers_heard
+        self._crashes = self._context.crashes
+        self._agents_heard: Silence[AgentId] = Silence(settings.heartbeat_timeout_s, interval_s)
+        self._scheduler = SlotScheduler(self._context)
+        self._worlds = WorldLifecycle(self._context, self._scheduler)
+        self._boot_failures = BootFailures(settings.boot_failure_limit)
+        self._pauses = DriverPauses()
+        #: Rank and host of the newest workers whose process exited.
+        self._exited: dict[WorkerId, tuple[int | None, str]] = {}
 
-        self._lost: dict[WorkerId, tuple[int | None, str]] = {}  # the newest that exited -> (rank, host)
-        self._pauses: deque[tuple[float, float]] = deque(maxlen=_PAUSES_REMEMBERED)
-        """Of the driver, the newest: when each was over, and how long it was."""
-        self._ever_ready = False
-        self._boot_failures = 0  # exits in a row before any worker was ever ready; meaningless afterwards
-        self._boot_evidence: tuple[WorkerId, str, str] | None = None  # of the newest: who, why, stderr
-
-    # --- what the driver asks ---------------------------------------------------------------------
+    # --- views ------------------------------------------------------------------------------------
 
     @property
     def registry(self) -> WorkerRegistry:
-        """The record of the job's workers and worlds, to be read only."""
-        return self._roster
+        """The record of the job's workers and worlds. For reading only."""
+        return self._registry
 
     @property
     def phase(self) -> Phase:
-        return self._rounds.phase
+        """The phase of the job."""
+        return self._worlds.phase
 
     @property
     def world(self) -> World | None:
         """The newest world, also while it is being replaced; None before the first."""
-        return self._rounds.world
+        return self._worlds.world
 
-    @property
-    def ready_count(self) -> int:
-        """Workers that stand and wait for a world."""
-        return self._roster.count(AT_INIT) + self._roster.count(READY)
-
-    def worker_states(self) -> dict[WorkerId, WorkerState]:
-        """The workers that are there; those that are gone are forgotten."""
-        return {worker.id: worker.state for worker in self._roster.workers.values()}
-
-    def place_of(self, worker: WorkerId) -> Place | None:
-        """None: unknown, or gone."""
-        record = self._roster.workers.get(worker)
-        return None if record is None else record.place
-
-    def agent_of(self, worker: WorkerId) -> AgentId | None:
-        """None: unknown, or gone."""
-        record = self._roster.workers.get(worker)
-        return None if record is None else record.agent
-
-    def rank_of(self, worker: WorkerId) -> int | None:
-        """Its rank in the last world it was in; None: in none yet, unknown, or gone."""
-        record = self._roster.workers.get(worker)
-        return None if record is None else record.rank
-
-    def status(self) -> dict[str, Any]:
-        """Plain values for people: phase, counts, what is waited for and until when."""
-        reason, deadline = self._rounds.waiting
-        return {
-            "phase": self.phase.value,
-            "round": self._rounds.round,
-            "size": 0 if self.world is None else self.world.size,
-            "resets": self._roster.resets,
-            "progress": self._rounds.furthest.steps,
-            "agents": len(self._roster.agents),
-            "workers": {state.value: self._roster.count(state) for state in WorkerState if state is not GONE},
-            "waiting_for": reason,
-            "deadline": deadline,
-            "error": None if self._rounds.error is None else str(self._rounds.error),
-        }
+    def status(self) -> MembershipStatus:
+        """Return what the job is doing."""
+        size = 0 if self.world is None else self.world.size
+        return MembershipStatus(self.phase, self._registry.round, size, self._worlds.furthest.steps)
 
     def next_deadline(self) -> float | None:
-        """When to send a Tick if nothing else happens; None: never (before the start, after the end)."""
+        """Return when to send a Tick if nothing else happens; None: never (before the start, after the end)."""
         if self.phase is Phase.CREATED or self.phase in ENDED:
             return None
-        wishes = (self._timers.next(), self._agents_heard.next(), self._workers_heard.next())
-        return min((wish for wish in wishes if wish is not None), default=None)
+        deadlines = (self._timers.next(), self._agents_heard.next(), self._workers_heard.next())
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     # --- events -----------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """What to do about the event, in order. `now`: seconds on a clock that does not go back.
+        """Return what to do about the event, in order.
 
         Deadlines are looked at on a `Tick` only, so that what is already in the driver's inbox is heard first.
+
+        Args:
+            event: what happened.
+            now: seconds on a clock that does not go back.
         """
         self._now = max(self._now, now)
         if self.phase is Phase.CREATED:
             if isinstance(event, JobStarted):
-                self._rounds.begin(self._now)
-                self._places.launch_all()
+                self._worlds.begin(self._now)
+                self._scheduler.launch_all()
             elif isinstance(event, CancelRequested):
-                self._rounds.fail(JobCancelledError(event.why), self._now)
+                self._worlds.fail(JobCancelledError(event.why), self._now)
         elif self.phase not in ENDED:
             self._dispatch(event, self._now)
         # a heartbeat without consequences must stay cheap: there are hundreds a second
-        if self._out or not isinstance(event, (WorkerAlive, AgentAlive)):
-            self._rounds.evaluate(self._now)
-        commands = list(self._out)
-        self._out.clear()
+        if self._context.commands or not isinstance(event, (WorkerAlive, AgentAlive)):
+            self._worlds.evaluate(self._now)
+        commands = list(self._context.commands)
+        self._context.commands.clear()
         return commands
 
     def _dispatch(self, event: Event, now: float) -> None:
@@ -183,30 +168,32 @@ class Membership:
             case WorkerLost():
                 self._on_worker_lost(event, now)
             case WorkerDone(worker, in_loop, run):
-                record = self._roster.workers.get(worker)
+                record = self._registry.workers.get(worker)
                 current = record is not None and run == record.run
                 if record is not None and current and record.state in (BOOTING, ADMITTED, TRAINING):  # else: a repeat
                     self._workers_can_start()
-                    self._rounds.done(record, in_loop, now)
+                    self._worlds.on_done(record, in_loop, now)
             case WorkerAbandoned():
                 self._on_worker_abandoned(event, now)
             case WorkerRaised():
                 self._on_worker_raised(event, now)
             case AgentJoined():
                 self._on_agent_joined(event, now)
-            case AgentLost(agent, why):
-                self._on_agent_lost(agent, why, now)
+            case AgentLost():
+                self._on_agent_lost(event, now)
             case SlotEnded():
                 self._on_slot_ended(event, now)
             case ExecutorDecommissioned(executor):
-                self._withdraw_places(self._places.decommission(executor), now)
-            case ExecutorLost(executor, why):
-                self._on_executor_lost(executor, f"executor {executor} is lost: {why}", now)
+                self._vacate(self._scheduler.decommission(executor), now)
+            case ExecutorLost(executor, cause):
+                lost = LossCause(LossKind.EXECUTOR_LOST, name=executor, because=cause)
+                for agent in self._scheduler.executor_lost(executor):
+                    self._send_home(agent, lost, now)
             case HostsObserved(hosts):
-                if self._places.observe(hosts):
+                if self._scheduler.observe_hosts(hosts):
                     self._review(None, now)
             case CancelRequested(why):
-                self._rounds.fail(JobCancelledError(why), now)
+                self._worlds.fail(JobCancelledError(why), now)
             case Tick():
                 self._on_tick(now)
             case JobStarted():
@@ -215,43 +202,41 @@ class Membership:
     # --- workers ----------------------------------------------------------------------------------
 
     def _on_worker_alive(self, event: WorkerAlive, now: float) -> None:
-        worker = self._roster.workers.get(event.worker)
+        worker = self._registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
         self._workers_heard.heard(worker.id, now)
         worker.heard_at = now
         worker.blocked_s = event.blocked_s
-        limit = self.settings.stall_timeout_s
-        if event.blocked_s is not None and event.blocked_s >= limit + self._paused_within(event.blocked_s, now):
-            self._on_hold_up(now)
-        self._rounds.note_place(worker, event.after_loop, now)
+        limit_s = self.settings.stall_timeout_s
+        blocked_s = event.blocked_s
+        if blocked_s is not None and blocked_s >= limit_s + self._pauses.seconds_within(blocked_s, now):
+            self._on_blocked(now)
+        self._worlds.note_after_loop(worker, event.after_loop, now)
         if event.version is None:
             return
-        self._crashes.reached(event.version)
-        if event.begun == self._rounds.round:
-            self._crashes.begun(event.begun)
+        self._crashes.note_version(event.version)
+        if event.begun == self._registry.round:
+            self._crashes.note_training(event.begun)
             self._judge_crashes(now)
-        self._rounds.note_version(event.version, now)
+        self._worlds.note_version(event.version, now)
         if worker.state is TRAINING:
             first = worker.version is None
             worker.version = event.version
-            if first:  # those who should leave may have waited for another holder of the state
-                self._rounds.consider_interrupt(now)
+            if first:  # members that should leave may have waited for another holder of the state
+                self._worlds.consider_interrupt(now)
 
-    def _on_hold_up(self, now: float) -> None:
-        """A member has waited in a collective for too long: for whoever is alive but not in it."""
-        limit = self.settings.stall_timeout_s
-        members = list(self._roster.in_state(TRAINING))
-        idle = [worker for worker in members if worker.blocked_s is None]
+    def _on_blocked(self, now: float) -> None:
+        """End a collective that lasts too long: remove the members that are alive but not in it."""
+        limit_s = self.settings.stall_timeout_s
+        idle = [worker for worker in self._registry.in_state(TRAINING) if worker.blocked_s is None]
         for worker in idle:
-            self._evict(
-                worker.id, f"the others have waited for it in a collective for stall_timeout ({limit:g} s)", now
-            )
+            self._evict(worker.id, LossCause(LossKind.BLOCKED_OTHERS, seconds=limit_s), now)
         if not idle:
-            self._rounds.stalled(f"all {len(members)} members have waited in a collective for {limit:g} s", now)
+            self._worlds.stalled(limit_s, now)
 
     def _on_worker_ready(self, event: WorkerReady, now: float) -> None:
-        worker = self._roster.workers.get(event.worker)
+        worker = self._registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
         self._workers_heard.heard(worker.id, now)
@@ -260,293 +245,258 @@ class Membership:
         if event.round != worker.round or worker.state is READY:
             return  # of an older round, or a repeat
         if worker.state is ADMITTED and event.loop <= worker.loop:
-            return  # it was told to go on to a later loop
+            return  # it was told to skip to a later loop
         if worker.state is BOOTING and event.at_init:
-            self._rounds.at_init(worker, now)
+            self._worlds.on_at_init(worker, now)
         elif worker.state is not AT_INIT and not (event.at_init and worker.state is ADMITTED):
             if event.version is not None:
-                self._crashes.reached(event.version)
-                self._rounds.note_version(event.version, now)
-            self._rounds.ready(worker, event.version, event.loop, now)
+                self._crashes.note_version(event.version)
+                self._worlds.note_version(event.version, now)
+            self._worlds.on_ready(worker, event.version, event.loop, now)
 
     def _workers_can_start(self) -> None:
-        """One came up: from now on an exit is a failure of its place, not of the way workers are started."""
-        self._ever_ready = True
-        self._boot_evidence = None
+        self._boot_failures.note_ready()
         self._timers.cancel(("verdict", 0))
 
     def _on_worker_lost(self, event: WorkerLost, now: float) -> None:
-        why = event.why if event.exit_code is None else f"{event.why} (exit code {event.exit_code})"
-        worker = self._roster.workers.get(event.worker)
+        worker = self._registry.workers.get(event.worker)
         if event.exit_code is not None:
             exit = ProcessExit(event.exit_code, event.stderr_tail, event.oom_kills, event.memory)
-            self._crashes.exited(event.worker, exit)
+            self._crashes.note_exit(event.worker, exit)
         if worker is None:
-            self._hear_more_of_a_boot_failure(event, why, now)
+            # the agent's report of an exit comes after the channel's end, and it alone has the stderr
+            if event.exit_code is not None and self._boot_failures.explain(
+                event.worker, event.cause, event.stderr_tail
+            ):
+                self._judge_boot_failures(now)
             self._judge_crashes(now)
-            return
-        if worker.state is DONE:
-            worker.exited = True
-            return  # its result is with its agent: the process may go
-        if event.exit_code == 0:
+        elif worker.state is DONE:
+            worker.exited = True  # its result is with its agent: the process may go
+        elif event.exit_code != 0:
+            self._lose_worker(worker, event.cause, event.stderr_tail, now)
+        elif self._timers.get(("exit", worker.id)) is None:
             # its own channel has the last word: a Done may still be in it, and its end comes after that
-            if self._timers.get(("exit", worker.id)) is None:
-                self._timers.set(("exit", worker.id), now + REPORT_GRACE_S)
-            return
-        self._remember(worker)
-        if worker.state is BOOTING and not self._ever_ready:
-            self._boot_failures += 1
-            self._boot_evidence = (worker.id, why, event.stderr_tail)
-            if self._boot_failures >= self.settings.boot_failure_limit:
-                known = event.exit_code is not None or event.stderr_tail
-                self._timers.set(("verdict", 0), now if known else now + REPORT_GRACE_S)
-                if known:
-                    self._fail_to_start(now)
-                    return
-        agent = self._roster.agents[worker.agent]
+            self._timers.set(("exit", worker.id), now + REPORT_GRACE_S)
+
+    def _lose_worker(self, worker: Worker, cause: LossCause, stderr_tail: str, now: float) -> None:
+        """Remove a worker whose process is gone, and judge whether the job can go on like this."""
+        self._remember_exited(worker)
+        if worker.state is BOOTING:
+            self._boot_failures.add(worker.id, cause, stderr_tail)
+            self._judge_boot_failures(now)
+            if self.phase in ENDED:
+                return
         if worker.state is TRAINING:
-            self._crashes.died(
-                Death(
-                    worker.id,
-                    agent.id,
-                    worker.place,
-                    worker.round,
-                    worker.rank or 0,
-                    now,
-                    after_loop=worker.after_loop,
-                    returned=worker.run_again_in == worker.round,
-                )
+            death = Death(
+                worker.id,
+                worker.agent,
+                worker.place,
+                worker.round,
+                worker.rank or 0,
+                now,
+                after_loop=worker.after_loop,
+                returned=worker.run_again_in == worker.round,
             )
-        self._places.failed(agent, now)
-        self._take_from(agent, worker, why, now)
+            self._crashes.note_death(death)
+        self._worlds.end_worker(worker, cause, now, failure=True)
         self._judge_crashes(now)
 
+    def _judge_boot_failures(self, now: float) -> None:
+        """Give the job up if too many processes exited before any was ready."""
+        if not self._boot_failures.limit_reached:
+            return
+        if self._boot_failures.is_explained:
+            self._worlds.fail(self._boot_failures.error(), now)
+        else:
+            self._timers.set(("verdict", 0), now + REPORT_GRACE_S)
+
     def _judge_crashes(self, now: float) -> None:
-        """Give the job up, or the host, if worlds in a row were ended by a process that crashed."""
+        """Give the job up, or the host, if consecutive worlds were ended by a process that crashed."""
         if self.phase in ENDED:
             return
-        if not self._crashes.is_full(now):
-            due = self._crashes.full_at(now)
+        if not self._crashes.limit_reached(now):
+            due = self._crashes.verdict_due_at(now)
             if due is not None:
                 self._timers.set(("crash", 0), due)
             return
-        hosts = {death.place.host for death, _ in self._crashes.row(now)}
+        hosts = {death.place.host for death, _ in self._crashes.crashes(now)}
         if len(hosts) == 1:
             host = hosts.pop()
-            if self._places.can_do_without(host):
-                self._places.exclude(host, f"{self._crashes.limit} worlds in a row crashed there", now)
-                self._crashes.forgive()
+            if self._scheduler.can_do_without(host):
+                self._scheduler.exclude(host, self._crashes.limit or 0, now)
+                self._crashes.reset()
                 self._review(None, now)
                 return
-        self._rounds.fail(self._crashes.error(self._rounds.furthest, now), now)
-
-    def _hear_more_of_a_boot_failure(self, event: WorkerLost, why: str, now: float) -> None:
-        """The agent's report of an exit comes after the channel's end, and it alone has the stderr."""
-        if self._boot_evidence is not None and self._boot_evidence[0] == event.worker and event.exit_code is not None:
-            self._boot_evidence = (event.worker, why, event.stderr_tail)
-            if self._boot_failures >= self.settings.boot_failure_limit:
-                self._fail_to_start(now)
-
-    def _fail_to_start(self, now: float) -> None:
-        assert self._boot_evidence is not None
-        _, why, stderr_tail = self._boot_evidence
-        error = WorkerStartError(attempts=self._boot_failures, reason=why, stderr_tail=stderr_tail)
-        self._rounds.fail(error, now)
+        self._worlds.fail(self._crashes.error(self._worlds.furthest, now), now)
 
     def _on_worker_abandoned(self, event: WorkerAbandoned, now: float) -> None:
-        worker = self._roster.workers.get(event.worker)
+        worker = self._registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
-        if worker.state is not TRAINING:  # it was in no world: without a pause this could spin
-            self._places.failed(self._roster.agents[worker.agent], now)
-        self._rounds.restart(worker, event.why, now)
+        if worker.state is not TRAINING:  # it was in no world: without a pause this would be a busy loop
+            self._scheduler.count_failure(self._registry.agent_of(worker), now)
+        self._worlds.end_worker(worker, LossCause(LossKind.ABANDONED, detail=event.why), now, stop=True)
 
     def _on_worker_raised(self, event: WorkerRaised, now: float) -> None:
-        worker = self._roster.workers.get(event.worker)
+        worker = self._registry.workers.get(event.worker)
         if worker is not None and worker.state is not DONE:
-            self._remember(worker)
-        elif event.worker not in self._lost:
+            self._remember_exited(worker)
+        elif event.worker not in self._exited:
             return
-        rank, host = self._lost[event.worker]
+        rank, host = self._exited[event.worker]
         error = UserFunctionError(
             rank=rank,
             host=host,
             error_type=event.error_type,
             error=event.error,
             traceback=event.traceback,
+            exit_code=event.exit_code,
         )
-        self._rounds.fail(error, now)
+        self._worlds.fail(error, now)
 
-    def _remember(self, worker: Worker) -> None:
-        """The end of a process may be heard before what it said last: that its function raised."""
-        self._lost[worker.id] = (worker.rank, worker.place.host)
-        while len(self._lost) > _LOST_REMEMBERED:
-            del self._lost[min(self._lost)]
+    def _remember_exited(self, worker: Worker) -> None:
+        """Keep what is needed if the process's last message, that its function raised, is heard after its end."""
+        self._exited[worker.id] = (worker.rank, worker.place.host)
+        while len(self._exited) > _LOST_REMEMBERED:
+            del self._exited[min(self._exited)]
 
-    def _evict(self, worker_id: WorkerId, why: str, now: float) -> None:
+    def _evict(self, worker_id: WorkerId, cause: LossCause, now: float) -> None:
         """Remove a worker that is alive but of no use, and have it killed."""
-        worker = self._roster.workers.get(worker_id)
-        if worker is None:
-            return
-        agent = self._roster.agents[worker.agent]
-        self._out.append(StopWorker(agent.id, worker.id, why))
-        self._places.failed(agent, now)
-        self._take_from(agent, worker, why, now)
-
-    def _take_from(self, agent: Agent, worker: Worker, why: str, now: float) -> None:
-        self._rounds.remove(worker, why, now, graceful=False)
-        if agent.retiring:
-            self._places.dismiss(agent, agent.leaving, now)
-        else:
-            self._places.fill(agent, now)
+        worker = self._registry.workers.get(worker_id)
+        if worker is not None:
+            self._worlds.end_worker(worker, cause, now, stop=True, failure=True)
 
     # --- agents and slots -------------------------------------------------------------------------
 
     def _on_agent_alive(self, event: AgentAlive, now: float) -> None:
-        agent = self._roster.agents.get(event.agent)
+        agent = self._registry.agents.get(event.agent)
         if agent is None:
             return
         self._agents_heard.heard(agent.id, now)
-        worker = self._roster.worker_of(agent)
+        worker = self._registry.worker_of(agent)
         if worker is None or worker.id != event.running or worker.id not in self._workers_heard:
             return
-        # one whose own heartbeats are late may be in a long call that holds its interpreter's lock
+        # a worker whose own heartbeats are late may be in a long call that holds its interpreter's lock
         if now - worker.heard_at < self.settings.stall_timeout_s:
             self._workers_heard.heard(worker.id, now)
 
     def _on_agent_joined(self, event: AgentJoined, now: float) -> None:
-        slot = self._roster.slots.get(event.place.slot)
+        slot = self._registry.slots.get(event.place.slot)
         if slot is not None and event.agent <= slot.newest:
             return  # a repeat, or an agent that was lost or replaced already
         if slot is not None and slot.agent is not None:
             # Spark ran the task again before the first attempt's channel was seen to close
-            self._send_home(self._roster.agents[slot.agent], "a newer agent has its slot", now)
-        agent = self._places.join(event.agent, event.place, now)
+            self._send_home(self._registry.agents[slot.agent], LossCause(LossKind.AGENT_REPLACED), now)
+        agent = self._scheduler.join(event.agent, event.place, now)
         if agent is not None:
             self._agents_heard.heard(agent.id, now)
             self._review(agent.place.host, now)
-            self._places.fill(agent, now)
+            self._scheduler.fill(agent, now)
 
     def _on_slot_ended(self, event: SlotEnded, now: float) -> None:
-        slot = self._roster.slots.get(event.slot)
+        slot = self._registry.slots.get(event.slot)
         if slot is None or not slot.launched:
             return
         if slot.agent is not None:
-            self._lose_agent(slot.agent, f"its task ended: {event.why}", now)
-        self._places.slot_ended(slot, event.why, event.submitted, now)
-        if refused := self._places.refused():
-            self._rounds.fail(LaunchError(reason=refused), now)
+            ended = LossCause(LossKind.TASK_ENDED, because=event.cause)
+            self._lose_agent(self._registry.agents[slot.agent], ended, now)
+        self._scheduler.slot_ended(slot, event.cause, event.submitted, now)
+        refusal = self._scheduler.refusal()
+        if refusal is not None:
+            self._worlds.fail(LaunchError(reason=loss_in_words(refusal)), now)
 
-    def _on_executor_lost(self, executor: str, why: str, now: float) -> None:
-        agents = self._places.executor_gone(executor)
-        for agent in agents:
-            self._send_home(agent, why, now)
-
-    def _on_agent_lost(self, agent_id: AgentId, why: str, now: float) -> None:
-        agent = self._roster.agents.get(agent_id)
+    def _on_agent_lost(self, event: AgentLost, now: float) -> None:
+        agent = self._registry.agents.get(event.agent)
         if agent is not None:
-            self._lose_agent(agent_id, why, now)
+            self._lose_agent(agent, event.cause, now)
             # Spark may take a second to see it, and would then run the task once more by itself
-            self._places.withdraw(agent.place.slot, f"its agent is lost: {why}", now)
+            lost = LossCause(LossKind.AGENT_LOST, because=event.cause)
+            self._scheduler.withdraw(agent.place.slot, lost, now)
 
-    def _lose_agent(self, agent_id: AgentId, why: str, now: float) -> None:
-        agent = self._roster.agents.get(agent_id)
-        if agent is None:
-            return
-        self._agents_heard.forget(agent_id)
-        self._crashes.agent_lost(agent_id)
-        self._places.failed(agent, now)
-        worker = self._roster.worker_of(agent)
+    def _lose_agent(self, agent: Agent, cause: LossCause, now: float) -> None:
+        """Remove an agent that is lost, with its worker."""
+        self._agents_heard.forget(agent.id)
+        self._crashes.forget_agent(agent.id)
+        self._scheduler.count_failure(agent, now)
+        worker = self._registry.worker_of(agent)
         if worker is not None:
-            self._rounds.remove(worker, f"its agent is lost: {why}", now, graceful=False)
-        self._places.forget(agent, now)
+            self._worlds.remove(worker, LossCause(LossKind.AGENT_LOST, because=cause), now)
+        self._scheduler.remove(agent, now)
         self._review(agent.place.host, now)
 
-    def _send_home(self, agent: Agent, why: str, now: float) -> None:
-        """Give up an agent that may still be running: should it come back to life, it is to stop."""
-        self._out.append(DismissAgent(agent.id, why))
-        self._lose_agent(agent.id, why, now)
+    def _send_home(self, agent: Agent, cause: LossCause, now: float) -> None:
+        """Remove an agent that may still run: if it is heard again, it is to stop."""
+        self._context.commands.append(DismissAgent(agent.id, cause))
+        self._lose_agent(agent, cause, now)
 
     def _review(self, host: str | None, now: float) -> None:
-        changed = self._places.review(host)
-        self._withdraw_places([agent for agent in changed if agent.leaving], now)
+        """Apply what is allowed to the agents (of one host)."""
+        changed = self._scheduler.review(host)
+        self._vacate([agent for agent in changed if agent.leaving], now)
         for agent in changed:
-            self._places.fill(agent, now)
+            self._scheduler.fill(agent, now)
 
-    def _withdraw_places(self, agents: list[Agent], now: float) -> None:
-        """These places are not to be used any more. Members stay until their world can spare them."""
+    def _vacate(self, agents: list[Agent], now: float) -> None:
+        """Empty slots that are not to be used any more. Members stay until their world can spare them."""
         for agent in agents:
-            worker = self._roster.worker_of(agent)
+            worker = self._registry.worker_of(agent)
             if worker is not None and worker.round == 0 and worker.state is not DONE:
-                self._rounds.release(worker, agent.leaving, now)
+                self._worlds.release(worker, now)
             elif worker is None and agent.retiring:
-                self._places.dismiss(agent, agent.leaving, now)
-        self._rounds.consider_interrupt(now)
+                self._scheduler.refill(agent, now)
+        self._worlds.consider_interrupt(now)
 
     # --- time -------------------------------------------------------------------------------------
 
     def _on_driver_paused(self, seconds: float, now: float) -> None:
-        self._pauses.append((now, seconds))
+        self._pauses.add(seconds, now)
         if seconds < self.settings.heartbeat_timeout_s / 2:
             return  # what was sent meanwhile arrives in time
-        until = now + min(seconds, _LONGEST_RETRANSMISSION_S) + 2 * self.settings.heartbeat_interval_s
+        until = now + excused_for_s(seconds, self.settings.heartbeat_interval_s)
         self._agents_heard.excuse(until)
         self._workers_heard.excuse(until)
-        self._out.append(Announce(DriverStoodStill(now, seconds)))
-
-    def _paused_within(self, last_s: float, now: float) -> float:
-        """How much of the last seconds, which went on for the workers, the driver stood still."""
-        total = 0.0
-        for at, seconds in reversed(self._pauses):
-            if at <= now - last_s:
-                break
-            total += seconds
-            last_s -= seconds
-        return total
+        self._context.announce(DriverStoodStill(now, seconds))
 
     def _on_tick(self, now: float) -> None:
-        timeout = self.settings.heartbeat_timeout_s
+        silent = LossCause(LossKind.SILENT, seconds=self.settings.heartbeat_timeout_s)
         for agent_id in self._agents_heard.expired(now):
-            agent = self._roster.agents.get(agent_id)
+            agent = self._registry.agents.get(agent_id)
             if agent is None:
                 continue  # dismissed meanwhile
-            self._send_home(agent, f"silent for {timeout:g} s", now)
-            self._places.withdraw(agent.place.slot, f"the agent was silent for {timeout:g} s", now)
+            self._send_home(agent, silent, now)
+            self._scheduler.withdraw(agent.place.slot, LossCause(LossKind.AGENT_LOST, because=silent), now)
         for worker_id in self._workers_heard.expired(now):
-            silent_s = now - self._roster.workers[worker_id].heard_at
-            why = f"silent for {timeout:g} s"
+            cause = silent
+            silent_s = now - self._registry.workers[worker_id].heard_at
             if silent_s >= self.settings.stall_timeout_s:
-                why = f"silent for {silent_s:.0f} s, longer than stall_timeout, although its process runs"
-            self._evict(worker_id, why, now)
+                cause = LossCause(LossKind.UNRESPONSIVE, seconds=silent_s)
+            self._evict(worker_id, cause, now)
         while self.phase not in ENDED and (key := self._timers.pop(now)) is not None:
             self._on_timer(*key, now)
 
-    def _on_timer(self, kind: str, number: int, now: float) -> None:
+    def _on_timer(self, kind: TimerKind, number: int, now: float) -> None:
         match kind:
             case "boot":
-                limit = self.settings.start_timeout_s
-                self._evict(number, f"not ready within start_timeout ({limit:g} s)", now)
+                self._evict(number, LossCause(LossKind.NOT_READY, seconds=self.settings.start_timeout_s), now)
             case "stall":
-                if self._rounds.wait_longer(number, now):
-                    return
-                limit = self.settings.stall_timeout_s
-                self._evict(number, f"did not come to the next round within stall_timeout ({limit:g} s)", now)
+                if not self._worlds.waits_longer(number, now):
+                    self._evict(number, LossCause(LossKind.NOT_BACK, seconds=self.settings.stall_timeout_s), now)
             case "exit":
-                self._on_worker_lost(WorkerLost(number, "exited with 0 before its function returned"), now)
+                self._lose_worker(self._registry.workers[number], LossCause(LossKind.EXITED, code=0), "", now)
             case "launch":
-                self._places.launch(self._roster.slots[number])
+                self._scheduler.launch(self._registry.slots[number])
             case "crash":
                 self._judge_crashes(now)
             case "exclusion":
-                self._places.readmit(number)
+                self._scheduler.end_exclusion(number)
                 self._review(None, now)
             case "fill":
-                self._places.fill(self._roster.agents[number], now)
+                self._scheduler.fill(self._registry.agents[number], now)
             case "end":
-                self._places.withdraw(number, "its agent is gone and its task does not end", now)
+                self._scheduler.withdraw(number, LossCause(LossKind.TASK_REMAINS), now)
             case "notice":
-                self._rounds.notice_due(now)
+                self._worlds.on_notice_due(now)
             case "verdict":
-                self._fail_to_start(now)
+                self._worlds.fail(self._boot_failures.error(), now)
             case "gather":
                 pass  # the evaluation that follows every event sees the deadline

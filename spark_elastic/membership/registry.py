@@ -1,52 +1,92 @@
-"""WorkerRegistry: the record of the job's slots, agents and workers, their states, and the worlds built so far."""
+"""WorkerRegistry: the record of the job's slots, agents and workers, their states, and the worlds built so far.
+
+Also the context that the parts of the machine share.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
+from spark_elastic.membership.commands import Announce, Command
+from spark_elastic.membership.crashes import CrashLoopDetector
+from spark_elastic.membership.deadlines import Silence, Timers
+from spark_elastic.membership.reasons import LossCause
 from spark_elastic.membership.states import WORKERS, WorkerState
+from spark_elastic.membership.timeline import Record
 from spark_elastic.membership.topology import AgentId, Place, SlotId, StateVersion, WorkerId
+from spark_elastic.settings import ElasticSettings
+
+BOOTING, AT_INIT, ADMITTED = WorkerState.BOOTING, WorkerState.AT_INIT, WorkerState.ADMITTED
+READY, TRAINING, DONE, GONE = WorkerState.READY, WorkerState.TRAINING, WorkerState.DONE, WorkerState.GONE
 
 
 @dataclass(slots=True)
 class Slot:
+    """A place for one worker, kept over all its launches."""
+
     id: SlotId
-    launched: bool = True  # its job is pending or running; otherwise it waits for its cooldown
-    agent: AgentId | None = None  # the agent of the current launch, while it is there
-    newest: AgentId = 0  # the newest agent it ever had; older ones come too late
-    joined: bool = False  # an agent of this launch has come
-    refusals: int = 0  # launches in a row that the driver could not even submit
-    excused: bool = False  # whatever ends this launch next was counted already, or is nobody's fault
+    launched: bool = True
+    """Its job is pending or running; False: it waits for its cooldown."""
+    agent: AgentId | None = None
+    """The agent of the current launch, while it lives."""
+    newest: AgentId = 0
+    """The newest agent that the slot ever had; older ones come too late."""
+    joined: bool = False
+    """An agent of the current launch has joined."""
+    refusals: int = 0
+    """Launches in a row that the driver could not even submit."""
+    excused: bool = False
+    """The next end of the launch is no failure of the slot: it was counted already, or nothing failed."""
 
 
 @dataclass(slots=True)
 class Agent:
+    """An agent that has joined and is not lost."""
+
     id: AgentId
     place: Place
-    worker: WorkerId | None = None  # never one that is GONE
-    leaving: str = ""  # why its place is not to be used any more; empty: it may be used
-    doomed: bool = False  # its executor is lost, and it is about to be given up
-    retiring: bool = False  # Spark takes its executor away: dismissed as soon as it has no member
+    worker: WorkerId | None = None
+    """Never a worker that is GONE."""
+    leaving: LossCause | None = None
+    """Why its slot is not to be used any more; None: it may be used."""
+    doomed: bool = False
+    """Its executor is lost, and the agent is about to be removed."""
+    retiring: bool = False
+    """Spark takes its executor away: dismissed as soon as it has no member."""
 
 
 @dataclass(slots=True)
 class Worker:
+    """A training process that was started and is not GONE."""
+
     id: WorkerId
     agent: AgentId
     place: Place
     state: WorkerState = WorkerState.BOOTING
-    round: int = 0  # the last world it was published in; 0: none
-    rank: int | None = None  # its rank there
-    version: StateVersion | None = None  # of its state, as last reported; None: holds no state, or not known yet
-    heard_at: float = float("-inf")  # when it last said something itself
-    blocked_s: float | None = None  # how long it had waited in a collective when last heard; None: it did not
-    introduced: bool = False  # WorkerJoined was announced
-    loop: int = 0  # the elastic loop that it last stood in and waited for a world; 0: none yet
-    after_loop: bool = False  # does what its function does after a loop, as last reported
-    run: int = 1  # the call of the function that counts; an older one's end changes nothing
-    run_again_in: int = 0  # the round that broke when it was last told to run again; 0: never
-    exited: bool = False  # DONE: its process is gone, so it cannot run again
+    round: int = 0
+    """The last world that it was published in; 0: none."""
+    rank: int | None = None
+    """Its rank there."""
+    version: StateVersion | None = None
+    """The version of its state, as last reported; None: it holds no state, or none was reported yet."""
+    heard_at: float = float("-inf")
+    """When its own last message came."""
+    blocked_s: float | None = None
+    """How long it had waited in a collective at its last heartbeat; None: it did not wait."""
+    introduced: bool = False
+    """WorkerJoined was announced."""
+    loop: int = 0
+    """The elastic loop in which it last waited for a world; 0: none yet."""
+    after_loop: bool = False
+    """It runs the code after an elastic loop, as last reported."""
+    run: int = 1
+    """The call of the function that counts; the end of an older one changes nothing."""
+    run_again_in: int = 0
+    """The round that broke when it was last told to run again; 0: never."""
+    exited: bool = False
+    """DONE, and its process is gone, so it cannot run again."""
 
 
 @dataclass(slots=True)
@@ -69,6 +109,7 @@ class WorkerRegistry:
     states: dict[WorkerState, dict[WorkerId, Worker]] = field(
         default_factory=lambda: {state: {} for state in WorkerState}
     )
+    """The workers by state, in the order in which they entered it."""
 
     @property
     def resets(self) -> int:
@@ -78,18 +119,19 @@ class WorkerRegistry:
     @property
     def ready(self) -> int:
         """Workers that wait for a world or are members of one."""
-        return sum(self.count(state) for state in (WorkerState.AT_INIT, WorkerState.READY, WorkerState.TRAINING))
+        return self.count(AT_INIT) + self.count(READY) + self.count(TRAINING)
 
     @property
     def succeeded(self) -> int:
         """Workers whose function has returned."""
-        return self.count(WorkerState.DONE)
+        return self.count(DONE)
 
     def may_reset(self) -> bool:
         """Return True if one more world may be built."""
         return self.reset_limit is None or self.round <= self.reset_limit
 
     def add(self, worker: Worker) -> None:
+        """Add a worker that is being started."""
         self.workers[worker.id] = worker
         self.states[worker.state][worker.id] = worker
         self.agents[worker.agent].worker = worker.id
@@ -106,17 +148,53 @@ class WorkerRegistry:
             self.states[state][worker.id] = worker
 
     def count(self, state: WorkerState) -> int:
+        """Return the number of workers in a state."""
         return len(self.states[state])
 
+    def agent_of(self, worker: Worker) -> Agent:
+        """Return the agent that the worker runs under."""
+        return self.agents[worker.agent]
+
     def worker_of(self, agent: Agent) -> Worker | None:
+        """Return the agent's worker; None: it has none."""
         return None if agent.worker is None else self.workers[agent.worker]
 
-    def on_host(self, host: str) -> list[Agent]:
-        return [agent for agent in self.agents.values() if agent.place.host == host]
-
     def on_executor(self, executor: str) -> list[Agent]:
+        """Return the agents on an executor."""
         return [agent for agent in self.agents.values() if agent.place.executor == executor]
 
     def in_state(self, *states: WorkerState) -> Iterator[Worker]:
+        """Yield the workers that are in one of the states."""
         for state in states:
             yield from self.states[state].values()
+
+
+TimerKind = Literal[
+    "boot", "stall", "exit", "launch", "fill", "end", "exclusion", "crash", "notice", "verdict", "gather"
+]
+TimerKey = tuple[TimerKind, int]
+"""A deadline and the number of the slot, agent, worker or exclusion that it belongs to; 0 if there is only one."""
+
+
+@dataclass(slots=True)
+class MachineContext:
+    """The values that `Membership`, `WorldLifecycle` and `SlotScheduler` share while an event is handled.
+
+    Each value has one owner, which alone changes it; the others read.
+    """
+
+    settings: ElasticSettings
+    registry: WorkerRegistry
+    """Slots and agents change in the scheduler, states of workers in the lifecycle."""
+    timers: Timers[TimerKey]
+    """Who sets a timer also cancels it; only `Membership` takes those that are due."""
+    workers_heard: Silence[WorkerId]
+    """A worker is in it from its first message until it is DONE or GONE."""
+    crashes: CrashLoopDetector
+    """Fed by `Membership`."""
+    commands: list[Command]
+    """The answer to the present event, in order. All append; only `Membership` empties it."""
+
+    def announce(self, record: Record) -> None:
+        """Add a record of the timeline to the commands."""
+        self.commands.append(Announce(record))

@@ -9,22 +9,27 @@ import enum
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from spark_elastic.membership.reasons import LossCause, LossKind
 from spark_elastic.membership.topology import WorkerId
-
-# What an agent's run comes to.
 
 
 @dataclass(frozen=True, slots=True)
 class AgentOutcome:
-    """What the agent's entry function returns from its task (or its process).
-
-    `worker` and `result` are None unless the agent delivers the result of a finished worker; `result` is what the
-    worker pickled, untouched. `why` says in words how the agent's run ended.
-    """
+    """The value that an agent returns from its task, or from its process."""
 
     worker: WorkerId | None
+    """The finished worker whose result this is; None: no result is delivered."""
     result: bytes | None
+    """The bytes that the worker pickled."""
     why: str
+    """How the agent's run ended, in words."""
+    disconnected: bool = False
+    """It ended because its channel to the driver closed: a symptom of something that the driver may know better."""
+
+    @property
+    def cause(self) -> LossCause:
+        """Why the slot's launch is over."""
+        return LossCause(LossKind.UNEXPLAINED if self.disconnected else LossKind.REPORTED, detail=self.why)
 
 
 class Phase(enum.Enum):
@@ -148,7 +153,7 @@ WORKERS: Table[WorkerState] = Table(
             (state, _W.GONE): "lost, removed or dismissed"
             for state in (_W.BOOTING, _W.AT_INIT, _W.ADMITTED, _W.READY, _W.TRAINING)
         },
-        (_W.DONE, _W.TRAINING): "RunAgain: its world broke before all members were done",
+        (_W.DONE, _W.TRAINING): "RerunFunction: its world broke before all members were done",
         (_W.DONE, _W.GONE): "its agent is lost, or it has to run again and cannot go on from a state",
     },
 )

@@ -1,17 +1,28 @@
-"""The membership timeline: typed records of what happened to the world, in words and numbers.
+"""The membership timeline: typed records of what happened to the world. `str(record)` is its line in a log.
 
-`at` is in the machine's own seconds; the driver turns it into wall-clock time for people.
+`at` and other times are in the machine's own seconds; the driver turns them into wall-clock time for people.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spark_elastic.membership.reasons import LossCause, Wait, WorldChange
 from spark_elastic.membership.topology import Place, WorkerId
+from spark_elastic.membership.wording import (
+    change_in_words,
+    counted,
+    crashes_in_words,
+    failures_in_words,
+    loss_in_words,
+    wait_in_words,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
+    """The base of all records."""
+
     at: float
 
 
@@ -33,8 +44,15 @@ class WorkerLeft(Record):
     worker: WorkerId
     place: Place
     rank: int | None
-    why: str
+    """Its rank in the newest world; None: it was not a member."""
+    cause: LossCause
     graceful: bool
+    """It left at a step boundary or was never needed: no failure."""
+
+    @property
+    def why(self) -> str:
+        """The cause in words."""
+        return loss_in_words(self.cause)
 
     def __str__(self) -> str:
         who = f"worker {self.worker}" if self.rank is None else f"rank {self.rank}"
@@ -44,55 +62,73 @@ class WorkerLeft(Record):
 
 @dataclass(frozen=True, slots=True)
 class WorldStarted(Record):
-    """A world was published. `pause_s`: since the one before was broken or interrupted; None for the first."""
+    """A world was published."""
 
     round: int
     size: int
     root: int
+    """The rank whose state the others take over."""
     progress: int | None
+    """Optimizer steps in that state; None: nobody holds one yet."""
     sync: bool
     pause_s: float | None
-    why: str
+    """Time since the world before broke or its first member stopped; None for the first world."""
+    change: WorldChange
+
+    @property
+    def why(self) -> str:
+        """The reason for the world, in words."""
+        return change_in_words(self.change)
 
     def __str__(self) -> str:
         state = "" if self.progress is None else f" at step {self.progress}"
         pause = "" if self.pause_s is None else f" after a pause of {self.pause_s * 1000:.0f} ms"
-        return f"round {self.round}: {self.size} workers{state}{pause} ({self.why})"
+        return f"round {self.round}: {counted(self.size, 'worker')}{state}{pause} ({self.why})"
 
 
 @dataclass(frozen=True, slots=True)
 class WorldBroken(Record):
-    """A member was lost: the survivors were told to cut and come to the next round."""
+    """A world broke: the survivors were told to shut its connections and to come to the next round."""
 
     round: int
     size: int
-    why: str
+    change: WorldChange
+
+    @property
+    def why(self) -> str:
+        """The reason in words."""
+        return change_in_words(self.change)
 
     def __str__(self) -> str:
-        return f"round {self.round} of {self.size} workers is broken: {self.why}"
+        return f"round {self.round} of {counted(self.size, 'worker')} is broken: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceCooledDown(Record):
-    """A slot, executor or host failed and is left alone until `until`."""
+    """A slot, executor or host failed and is not used before `until`."""
 
     kind: str
+    """One of "slot", "executor" and "host"."""
     name: str
     failures: int
     until: float
 
     def __str__(self) -> str:
-        times = "once" if self.failures == 1 else f"{self.failures} times"
-        return f"{self.kind} {self.name} failed {times} and rests for {self.until - self.at:.1f} s"
+        return f"{self.kind} {self.name} {failures_in_words(self.failures, self.until - self.at)}"
 
 
 @dataclass(frozen=True, slots=True)
 class HostExcluded(Record):
-    """One world after another crashed on the host; other hosts are used until `until`."""
+    """Consecutive worlds crashed on the host, and other hosts are used before `until`."""
 
     host: str
-    why: str
+    worlds: int
     until: float
+
+    @property
+    def why(self) -> str:
+        """The reason in words."""
+        return crashes_in_words(self.worlds)
 
     def __str__(self) -> str:
         return f"host {self.host} is left alone for {self.until - self.at:.0f} s: {self.why}"
@@ -100,10 +136,15 @@ class HostExcluded(Record):
 
 @dataclass(frozen=True, slots=True)
 class Waiting(Record):
-    """What the job waits for, and for how long at most; logged when it changes."""
+    """What the job waits for, and until when at most; announced when it changes."""
 
-    reason: str
+    wait: Wait
     deadline: float | None
+
+    @property
+    def reason(self) -> str:
+        """What is waited for, in words."""
+        return wait_in_words(self.wait)
 
     def __str__(self) -> str:
         return self.reason
@@ -111,7 +152,7 @@ class Waiting(Record):
 
 @dataclass(frozen=True, slots=True)
 class DriverStoodStill(Record):
-    """The driver heard nobody for a while, and nobody was given up for it."""
+    """The driver did not run for a while, and removed nobody for being silent meanwhile."""
 
     seconds: float
 
@@ -121,9 +162,10 @@ class DriverStoodStill(Record):
 
 @dataclass(frozen=True, slots=True)
 class JobEnded(Record):
-    """Finished or failed."""
+    """The job finished or failed."""
 
     outcome: str
+    """Either "finished" or "failed"."""
     why: str
 
     def __str__(self) -> str:

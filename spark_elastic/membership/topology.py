@@ -55,6 +55,10 @@ class StateVersion:
         """Whether a step was applied since `other`, or a later loop was entered."""
         return (self.loop, self.steps) > (other.loop, other.steps)
 
+    def is_current_at(self, furthest: StateVersion) -> bool:
+        """Return True if it is in the loop of `furthest`, or at the end of the loop before if that has not begun."""
+        return self.loop == furthest.loop or (self.loop + 1, 0) == (furthest.loop, furthest.steps)
+
     def steps_lost(self, furthest: StateVersion) -> int:
         """Count the steps that were applied on the way to `furthest` and are not part of this version."""
         if furthest.loop == self.loop:

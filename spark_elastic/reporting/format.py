@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from spark_elastic.membership.reasons import Wait, WaitKind
+from spark_elastic.membership.wording import counted, missing_in_words, survivors_in_words, wait_in_words
 
 NARROWEST_BAR, WIDEST_BAR = 6, 24
 
@@ -43,14 +45,14 @@ def right_of_bar(view: View, width: int) -> str:
     """What stands behind the bar, in at most `width` characters: as much as there is room for, never half a word."""
     if view.waiting:
         return wait_and_left(view, width)
-    counted = f"{short(view.done)}/{short(view.total)} {view.unit}" if view.total else f"{view.done:,} {view.unit}"
+    done = f"{short(view.done)}/{short(view.total)} {view.unit}" if view.total else f"{view.done:,} {view.unit}"
     values = [f"{name} {number(value)}" for name, value in view.values.items()]
-    workers = workers_in_words(view.workers) if view.workers else ""
+    workers = counted(view.workers, "worker") if view.workers else ""
     rate = "" if view.rate is None else f"{short(view.rate)} {view.unit}/s"
     eta = "" if view.eta_s is None else f"{clock(view.eta_s)} left"
-    parts = [counted, *values, workers, rate, eta]
+    parts = [done, *values, workers, rate, eta]
     # What a person looks for first: does it learn, how many are there, how long will it take.
-    by_weight = [*values[:1], workers, eta, counted, rate, *values[1:]] if view.total else [counted, workers, rate]
+    by_weight = [*values[:1], workers, eta, done, rate, *values[1:]] if view.total else [done, workers, rate]
     chosen: list[str] = []
     for part in filter(None, by_weight):
         if len("  ".join([*chosen, part])) <= width:
@@ -64,23 +66,24 @@ def wait_and_left(view: View, width: int = 1000) -> str:
     return f"{cut(view.waiting, max(width - len(left), 0))}{left}"[:width]
 
 
-def wait_in_words(reason: str) -> str:
-    """The driver's reason for a wait, without the time, which runs down elsewhere, and with what is missing first."""
-    if found := re.match(r"(\d+) of (\d+) workers ready; waiting up to \d+ s for at least (\d+)$", reason):
-        have, want, least = map(int, found.groups())
-        return f"waiting for {want - have} of {want} workers" + (f" ({least} would do)" if least < want else "")
-    if found := re.match(r"(\d+) of (\d+) workers ready; waiting up to \d+ s more for the others$", reason):
-        have, want = map(int, found.groups())
-        return f"waiting for {want - have} of {want} workers; the others are ready"
-    if found := re.match(r"(\d+) of at least (\d+) workers ready; keeping their state", reason):
-        have, need = map(int, found.groups())
-        return f"waiting for {need - have} of {need} workers, keeping the state"
-    if found := re.match(r"(\d+) of (\d+) slots; waiting up to", reason):
-        have, need = map(int, found.groups())
-        return f"waiting for {need - have} of {need} slots"
-    if found := re.match(r"round \d+ broke; waiting up to \d+ s for (\d+) survivors(.*)$", reason):
-        return f"waiting for {found.group(1)} to come back from the broken round{found.group(2)}"
-    return reason
+def wait_on_bar(wait: Wait) -> str:
+    """Return what is waited for with the missing part first, and without the time, which the bar counts down."""
+    match wait.kind:
+        case WaitKind.MINIMUM:
+            words = f"waiting for {wait.want - wait.have} of {counted(wait.want, 'worker')}"
+            words += f" ({wait.need} would do)" if wait.need < wait.want else ""
+        case WaitKind.GRACE:
+            words = f"waiting for {wait.want - wait.have} of {counted(wait.want, 'worker')}; the others are ready"
+        case WaitKind.REPLACEMENTS:
+            words = f"waiting for {wait.need - wait.have} of {counted(wait.need, 'worker')}, keeping the state"
+        case WaitKind.SLOTS:
+            words = f"waiting for {wait.need - wait.have} of {counted(wait.need, 'slot')}"
+        case WaitKind.SURVIVORS:
+            words = f"waiting for {wait.have} to come back from the broken round{survivors_in_words(wait)}"
+        case _:
+            return wait_in_words(wait)
+    missing = missing_in_words(wait.missing)
+    return f"{words}; {missing}" if missing else words
 
 
 def bar_width(title: str, width: int) -> int:
@@ -92,22 +95,18 @@ def plain_line(view: View) -> str:
     """The same without a bar, for logs."""
     if view.waiting:
         return f"{view.title}: {wait_and_left(view)}" if view.title else wait_and_left(view)
-    counted = f"{view.done:,}/{view.total:,} {view.unit} ({view.fraction:.0%})" if view.total else f"{view.done:,}"
+    done = f"{view.done:,}/{view.total:,} {view.unit} ({view.fraction:.0%})" if view.total else f"{view.done:,}"
     values = [f"{name} {number(value)}" for name, value in view.values.items()]
-    workers = [] if not view.workers else [workers_in_words(view.workers)]
+    workers = [] if not view.workers else [counted(view.workers, "worker")]
     rate = [] if view.rate is None else [f"{short(view.rate)} {view.unit}/s"]
     eta = [] if view.eta_s is None else [f"{clock(view.eta_s)} left"]
-    return f"{view.title}: {', '.join([counted, *values, *workers, *rate, *eta])}"
+    return f"{view.title}: {', '.join([done, *values, *workers, *rate, *eta])}"
 
 
 def epoch_line(epoch: int, epochs: int, seconds: float, values: Mapping[str, float]) -> str:
     """epoch: from 0."""
     said = "  ".join(f"{name} {number(value)}" for name, value in values.items())
     return f"epoch {epoch + 1}/{epochs}  {said}  {seconds:.1f} s"
-
-
-def workers_in_words(count: int) -> str:
-    return "1 worker" if count == 1 else f"{count} workers"
 
 
 def number(value: float) -> str:

@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import Any
 
 from spark_elastic.errors import MissingExtraError
-from spark_elastic.reporting.event_log import Change
-from spark_elastic.reporting.format import wait_in_words
+from spark_elastic.reporting.event_log import MembershipChange
+from spark_elastic.reporting.format import wait_on_bar
 
 Row = Mapping[str, Any]
 
@@ -24,7 +24,7 @@ def draw_job(events: Sequence[Row], name: str, path: str | Path | None) -> Any:
     return _kept(_picture().of_job(events, f"job {name}: {_storms(events)}"), path)
 
 
-def event_rows(changes: Sequence[Change], began: float) -> tuple[dict[str, Any], ...]:
+def event_rows(changes: Sequence[MembershipChange], began: float) -> tuple[dict[str, Any], ...]:
     """The changes of a job as plain values. began: in seconds since 1970, as the changes' times."""
     return tuple(
         {
@@ -37,7 +37,7 @@ def event_rows(changes: Sequence[Change], began: float) -> tuple[dict[str, Any],
             "after": change.after,
             "pause_s": change.pause_s,
             "steps_lost": change.steps_lost,
-            "text": wait_in_words(change.reason) if change.kind == "waiting" else str(change),
+            "text": str(change) if change.wait is None else wait_on_bar(change.wait),
         }
         for change in changes
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from spark_elastic.reporting.format import Speed, View, epoch_line, plain_line, wait_in_words
+from spark_elastic.membership.reasons import Wait
+from spark_elastic.reporting.format import Speed, View, epoch_line, plain_line, wait_on_bar
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
 LINE_EVERY_S = 30.0
@@ -18,7 +19,7 @@ OWN_LOOP_S = 3.0
 """Without a word from an estimator's training for so long, the steps of a loop of the user's own are shown."""
 
 
-class Showing:
+class ProgressModel:
     """Times are of a clock that does not go back."""
 
     def __init__(self) -> None:
@@ -30,8 +31,8 @@ class Showing:
         """Epochs whose line was given."""
         self._steps: int | None = None
         self._trains_since: float | None = None
-        self._waits: tuple[str, float | None, float] = ("", None, 0.0)
-        """Reason, deadline, since when."""
+        self._wait: tuple[Wait | None, float | None, float] = (None, None, 0.0)
+        """What is waited for (None: nothing), until when at most, and since when."""
         self._next_line: float | None = None
         self.around: Callable[[], str] | None = None
         """Asked for what else is known of a wait, in words, by the thread that shows."""
@@ -73,21 +74,22 @@ class Showing:
     def world(self, size: int, now: float) -> None:
         with self._lock:
             self._size = size
-            self._waits, self._around = ("", None, now), ("", 0.0)
+            self._wait, self._around = (None, None, now), ("", 0.0)
             self._next_line = now + LINE_EVERY_S
             if self._trains_since is None:
                 self._trains_since = now
 
-    def wait(self, reason: str, deadline: float | None, now: float) -> None:
+    def wait(self, wait: Wait, deadline: float | None, now: float) -> None:
+        """Take in what the job waits for, and until when at most."""
         with self._lock:
-            if reason != self._waits[0]:
-                self._waits = (reason, deadline, now)
+            if (wait, deadline) != self._wait[:2]:
+                self._wait = (wait, deadline, now)
                 self._next_line = now + WAIT_S
 
     def look_around(self, now: float) -> None:
         """Ask `around` if it is time to. Not under the lock: it may take a while."""
-        reason, _, since = self._waits
-        if not reason or self.around is None or now - since < WAIT_S / 2 or now < self._around[1]:
+        wait, _, since = self._wait
+        if wait is None or self.around is None or now - since < WAIT_S / 2 or now < self._around[1]:
             return
         try:
             said = self.around()
@@ -109,18 +111,18 @@ class Showing:
                 return None
             view = self._view(now)
             self._next_line = now + LINE_EVERY_S
-            if view is None or (bar and not (view.waiting and now - self._waits[2] < LINE_EVERY_S)):
+            if view is None or (bar and not (view.waiting and now - self._wait[2] < LINE_EVERY_S)):
                 return None
             return plain_line(view)
 
     def _view(self, now: float) -> View | None:
-        reason, deadline, since = self._waits
+        wait, deadline, since = self._wait
         live = self._live
         title = "" if live is None else f"epoch {live.epoch + 1}/{live.epochs}"
-        if reason and now - since >= (0.5 if live is not None else 0.0):
+        if wait is not None and now - since >= (0.5 if live is not None else 0.0):
             around = f": {self._around[0]}" if self._around[0] else ""
             left_s = None if deadline is None else deadline - now
-            return View(title, waiting=f"{wait_in_words(reason)}{around}", left_s=left_s)
+            return View(title, waiting=f"{wait_on_bar(wait)}{around}", left_s=left_s)
         if live is not None:
             title = f"{title} validation" if live.phase == "validate" else title
             rate = self._speed.rate

@@ -159,6 +159,7 @@ class _Agent:
         self._running: set[WorkerProcess] = set()
         """The current process and any killed one whose end has not been seen yet."""
         self._finish: FinishAgent | None = None
+        self._disconnected = False
         self._over: asyncio.Event
         self._all_gone: asyncio.Event
         self._opened: asyncio.Event
@@ -244,7 +245,7 @@ class _Agent:
             server=False,
             on_open=lambda stream: self._opened.set(),
             on_message=self._received,
-            on_closed=lambda stream, why: self._finished(f"the channel to the driver is gone: {why}"),
+            on_closed=lambda stream, why: self._lost_driver(why),
             on_unauthenticated=lambda stream: self._dropped.set(),
         )
         return self._stream
@@ -266,11 +267,15 @@ class _Agent:
             self._finish = FinishAgent(keep_result=False, why=why)
             self._over.set()
 
+    def _lost_driver(self, why: str) -> None:
+        self._disconnected = self._finish is None
+        self._finished(f"the channel to the driver is gone: {why}")
+
     async def _end(self) -> AgentOutcome:
         assert self._finish is not None
         process = self._process
         if process is None or not self._finish.keep_result or process.result is None:
-            return AgentOutcome(None, None, self._finish.why)
+            return AgentOutcome(None, None, self._finish.why, self._disconnected)
         process.release()
         try:
             await asyncio.wait_for(self._all_gone.wait(), RELEASE_TIMEOUT_S)

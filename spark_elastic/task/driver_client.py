@@ -16,6 +16,7 @@ from typing import NoReturn
 from spark_elastic import clock
 from spark_elastic.errors import ChannelClosedError, HorovodInternalError, ProtocolError
 from spark_elastic.membership.topology import StateVersion, WorkerId
+from spark_elastic.task.script import ScriptExit
 from spark_elastic.wire.channel import Channel
 from spark_elastic.wire.messages import (
     Abandoned,
@@ -214,7 +215,9 @@ class ChannelLink:
             text = str(error)
         except Exception as problem:
             text = f"(its message cannot be made: {problem!r})"
-        self._send(Raised(type(error).__name__, text[:MAX_ERROR_CHARACTERS], traceback[-MAX_ERROR_CHARACTERS:]))
+        exit_code = error.exit_code if isinstance(error, ScriptExit) else None
+        text, traceback = text[:MAX_ERROR_CHARACTERS], traceback[-MAX_ERROR_CHARACTERS:]
+        self._send(Raised(type(error).__name__, text, traceback, exit_code))
 
     def abandoned(self, why: str) -> None:
         """Report that the function has to be run again from its start."""

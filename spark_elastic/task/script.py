@@ -32,9 +32,11 @@ class Script:
 
 
 class ScriptExit(Exception):
-    """The script called ``sys.exit`` with something that means failure."""
+    """The script called ``sys.exit`` with a code, or a message, that means failure."""
 
-    MESSAGE = "exited with code {}"
+    def __init__(self, code: int, message: str = "") -> None:
+        super().__init__(f"exited with code {code}" + (f": {message}" if message else ""))
+        self.exit_code = code
 
 
 def run_script(script: Script) -> None:
@@ -52,13 +54,8 @@ def run_script(script: Script) -> None:
             runpy.run_path(path, run_name="__main__")
         except SystemExit as leaving:
             if leaving.code not in (None, 0):
-                raise ScriptExit(_describe(leaving.code)) from None
-
-
-def _describe(code: object) -> str:
-    if isinstance(code, int):
-        return ScriptExit.MESSAGE.format(code)
-    return ScriptExit.MESSAGE.format(1) + f": {code}"
+                code = leaving.code
+                raise (ScriptExit(code) if isinstance(code, int) else ScriptExit(1, str(code))) from None
 
 
 @contextlib.contextmanager

@@ -154,9 +154,13 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
+    """The user's function raised."""
+
     error_type: str
     error: str
     traceback: str
+    exit_code: int | None
+    """The code that a script exited with; None: it raised something else."""
 
 
 @dataclass(frozen=True, slots=True)

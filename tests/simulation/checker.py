@@ -12,6 +12,7 @@ from spark_elastic import errors
 from spark_elastic.membership import commands as c
 from spark_elastic.membership import events as e
 from spark_elastic.membership import timeline as t
+from spark_elastic.membership.reasons import LossKind, WaitKind
 from spark_elastic.membership.states import Phase
 from spark_elastic.membership.topology import BEGINNING, Place, StateVersion, World
 from spark_elastic.settings import ElasticSettings
@@ -212,15 +213,14 @@ class Checker:
             assert self.world is not None
             blocked = [worker for worker in training if self.again_in.get(worker) != self.world.round]
             require(self.cut_round == self.world.round or not blocked, "the survivors of a broken world are not cut")
-        reason = "" if self.waiting is None else self.waiting.reason
-        if machine.phase is Phase.WAITING and not ("in a row" in reason or "waiting for why" in reason):
+        kind = None if self.waiting is None else self.waiting.wait.kind
+        if machine.phase is Phase.WAITING and kind not in (WaitKind.RETRY, WaitKind.CAUSE):
             standing = sum(1 for at_init, _ in self.stands.values() if not at_init) + len(self._everdone())
             require(standing < self.settings.min_num_proc, f"{standing} workers stand and wait")
         if machine.phase in (Phase.RUNNING, Phase.INTERRUPTED, Phase.BROKEN, Phase.WAITING) and self.showed_state:
             require(not any(at_init for at_init, _ in self.stands.values()), "a newcomer is kept in init()")
         if machine.phase is Phase.BROKEN:
-            asked_why = self.waiting is not None and "waiting for why" in self.waiting.reason
-            require(bool(training) or asked_why, "all survivors stand, and the broken world is not replaced")
+            require(bool(training) or kind is WaitKind.CAUSE, "all survivors wait, and no world replaces it")
         if machine.phase is Phase.RUNNING and self.world is not None:
             require(bool(training), "all members are done, and the job is not finished")
             newcomer = any(not at_init and w not in self.world.workers for w, (at_init, _) in self.stands.items())
@@ -275,12 +275,12 @@ class Checker:
 
     def _on_StopWorker(self, command: c.StopWorker, event: e.Event, now: float) -> None:
         require(self.on_agent.get(command.worker) == command.agent, "the worker is not that agent's")
-        if command.why.startswith("silent"):
+        if command.cause.kind in (LossKind.SILENT, LossKind.UNRESPONSIVE):
             worker = self.cluster.workers[command.worker]
             reachable = self.cluster.agents[worker.agent].executor.reachable
             silent = worker.stopped or not worker.alive or not reachable or worker.resumed_at > self.cluster.now - 10
-            require(silent and not worker.busy, f"worker {command.worker} was not silent: {command.why}")
-        if "did not come to the next round" in command.why:
+            require(silent and not worker.busy, f"worker {command.worker} was not silent: {command.cause}")
+        if command.cause.kind is LossKind.NOT_BACK:
             at_its_end = self.after_loop.get(command.worker, False)
             require(not at_its_end, f"worker {command.worker} does what comes after the loop, and is not waited for")
         if command.worker not in self.gone:
@@ -291,7 +291,7 @@ class Checker:
         self.stands.pop(command.worker, None)
 
     def _on_DismissAgent(self, command: c.DismissAgent, event: e.Event, now: float) -> None:
-        if command.why.startswith("silent"):
+        if command.cause.kind is LossKind.SILENT:
             agent = self.cluster.agents[command.agent]
             require(not (agent.alive and agent.executor.reachable), f"agent {command.agent} was not silent")
         if command.agent in self.joined:
@@ -312,7 +312,7 @@ class Checker:
         del self.stands[command.worker]
         self.admitted.add(command.worker)
 
-    def _on_RunAgain(self, command: c.RunAgain, event: e.Event, now: float) -> None:
+    def _on_RerunFunction(self, command: c.RerunFunction, event: e.Event, now: float) -> None:
         worker = command.worker
         require(self.done.pop(worker, False), f"worker {worker} is run again, and was not done")
         require(worker not in self.ended, f"worker {worker} is run again although its process has ended")

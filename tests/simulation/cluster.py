@@ -15,6 +15,7 @@ from typing import Any
 
 from spark_elastic.membership import commands as c
 from spark_elastic.membership import events as e
+from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.topology import Place, StateVersion
 from spark_elastic.settings import ElasticSettings
 from tests.simulation.checker import Checker
@@ -205,7 +206,7 @@ class Cluster:
                 self._tell_worker(member.worker, lambda w, world=world: w.on_world(world))
         elif isinstance(command, c.AdmitProvisionally):
             self._tell_worker(command.worker, lambda w: w.on_admitted(command.loop))
-        elif isinstance(command, c.RunAgain):
+        elif isinstance(command, c.RerunFunction):
             self._bad_luck([command.worker], 1.5)
             self._tell_worker(command.worker, lambda w: w.on_run_again(command.run))
         elif isinstance(command, c.NotifyHostsUpdated):
@@ -308,9 +309,10 @@ class Cluster:
         if not agent.executor.reachable:
             return
         if worker.said_hello:
-            self.tell_driver(("worker", worker.id), e.WorkerLost(worker.id, "channel closed"))
+            self.tell_driver(("worker", worker.id), e.WorkerLost(worker.id, reported("channel closed")))
         if report and agent.alive:
-            event = e.WorkerLost(worker.id, "process exited", exit_code, "the end of its stderr")
+            cause = LossCause(LossKind.EXITED, code=exit_code)
+            event = e.WorkerLost(worker.id, cause, "the end of its stderr")
             self.tell_driver(("agent", agent.id), event, self.rng.uniform(0.001, 0.2))
 
     def end_agent(self, agent: SimAgent, why: str, *, told: bool = True) -> None:
@@ -321,7 +323,7 @@ class Cluster:
         if agent.worker is not None:
             self.kill(agent.worker, report=False)
         if told and agent.executor.reachable:
-            self.tell_driver(("agent", agent.id), e.AgentLost(agent.id, why), self.rng.uniform(0.001, 0.5))
+            self.tell_driver(("agent", agent.id), e.AgentLost(agent.id, reported(why)), self.rng.uniform(0.001, 0.5))
             self._end_slot(agent.place.slot, agent, why)
 
     def _end_slot(self, slot: int, agent: SimAgent | None, why: str) -> None:
@@ -334,7 +336,7 @@ class Cluster:
             executor.slots.discard(slot)
         if agent is not None:
             agent.executor.slots.discard(slot)
-        self.tell_driver(("slot", slot), e.SlotEnded(slot, why), self.rng.uniform(0.01, 1.0))
+        self.tell_driver(("slot", slot), e.SlotEnded(slot, reported(why)), self.rng.uniform(0.01, 1.0))
         self.after(0.1, self._schedule)
 
     # --- faults -----------------------------------------------------------------------------------
@@ -405,5 +407,5 @@ class Cluster:
             if agent is not None and agent.executor is executor:
                 self.after(self.rng.uniform(0.01, 1.5), lambda s=slot, a=agent: self._end_slot(s, a, why))
         if self.rng.random() < 0.8 or not executor.reachable:
-            lost = e.ExecutorLost(executor.name, why)
+            lost = e.ExecutorLost(executor.name, reported(why))
             self.tell_driver(("spark", 0), lost, self.rng.uniform(0.01, 1.0))

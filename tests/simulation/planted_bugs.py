@@ -16,10 +16,12 @@ from typing import Any
 # what the machine is made of, lower floors first; events, commands, states and topology are shared with the checker
 _MODULES = (
     "backoff",
+    "crashes",
     "deadlines",
     "registry",
     "decisions",
     "slots",
+    "gathering",
     "worlds",
     "machine",
 )
@@ -70,14 +72,14 @@ BUGS = (
     Bug(
         "a late job waits for ever",
         "decisions",
-        '    if now >= deadline:\n        return Decision(False, f"{have}',
-        '    if now < 0:\n        return Decision(False, f"{have}',
+        "expired=True)\n    return Decision(False, Wait(WaitKind.REPL",
+        "wait=Wait(WaitKind.CAUSE))\n    return Decision(False, Wait(WaitKind.REPL",
     ),
     Bug(
         "the survivors are not cut",
         "worlds",
-        "        if training:\n            self._out",
-        "        if not training:\n            self._out",
+        "        if training:\n            self._commands",
+        "        if not training:\n            self._commands",
     ),
     Bug(
         "a loss does not break the world",
@@ -91,20 +93,20 @@ BUGS = (
     Bug(
         "only one member is notified",
         "worlds",
-        "(tuple(self._roster.states[TRAINING]), self",
-        "(tuple(self._roster.states[TRAINING])[:1], self",
+        "(tuple(self._registry.states[TRAINING]), self",
+        "(tuple(self._registry.states[TRAINING])[:1], self",
     ),
     Bug("a lost state goes unnoticed", "worlds", "if self.furthest.trained:", "if self.furthest.loop < 0:"),
     Bug(
         "one world too many",
         "worlds",
-        "if limit is not None and self.round > limit:\n            self.fail",
-        "if limit is not None and self.round > limit + 1:\n            self.fail",
+        "not self._registry.may_reset():\n            self.fail",
+        "self._registry.round > limit + 1:\n            self.fail",
     ),
     Bug(
         "a plain function is not run again",
         "worlds",
-        "            self.restart(worker, _PLAIN_AGAIN, now)\n        elif",
+        "            self.end_worker(worker, _PLAIN_AGAIN, now, stop=True)\n        elif",
         "            pass\n        elif",
     ),
     Bug(
@@ -120,7 +122,7 @@ BUGS = (
     Bug(
         "a worker that finishes in a broken world is not run again",
         "worlds",
-        "worker.run_again_in != self.round",
+        "worker.run_again_in != self._registry.round",
         "worker.run_again_in < 0",
     ),
     Bug("an old result counts", "machine", "run == record.run", "run <= record.run"),
@@ -129,7 +131,7 @@ BUGS = (
         "a newcomer of an earlier loop is put into the world",
         "worlds",
         "if 0 < worker.loop < self",
-        "if self.round < 0 < self",
+        "if self._registry.round < 0 < self",
     ),
     Bug(
         "one that came before the next loop began is put into its world",
@@ -157,11 +159,11 @@ BUGS = (
     Bug(
         "newcomers are never let in",
         "machine",
-        "self._rounds.note_version(event.version, now)\n        if worker.state is TRAINING",
+        "self._worlds.note_version(event.version, now)\n        if worker.state is TRAINING",
         "if worker.state is TRAINING",
     ),
     Bug("a bug in the function goes unnoticed", "machine", "self._on_worker_raised(event, now)", "pass"),
-    Bug("a silent worker is kept", "machine", "self._evict(worker_id, why, now)", "self._evict(-1, why, now)"),
+    Bug("a silent worker is kept", "machine", "self._evict(worker_id, cause, now)", "self._evict(-1, cause, now)"),
     Bug("one death counts twice", "slots", "if slot.excused or agent.retiring:", "if agent.retiring:"),
     Bug("a place is used before it cooled down", "slots", "        if due > now:\n", "        if due > now + 1e9:\n"),
     Bug(
@@ -176,28 +178,31 @@ BUGS = (
         "if place.executor in self._decommissioned:",
         "if place.executor in ():",
     ),
-    Bug("the limits of a host are ignored", "slots", '("" if position < limit else why)', '""'),
-    Bug("the cooldown does not grow", "backoff", "shortest * 2.0 ** min(doublings, 60)", "shortest"),
+    Bug("the limits of a host are ignored", "slots", "(None if position < limit else too_many)", "None"),
+    Bug("the cooldown does not grow", "backoff", "min(longest, shortest * 2.0 ** min(doublings, 60))", "shortest"),
     Bug(
         "a crash that always comes back is never given up",
-        "backoff",
-        "and _worlds(self.row(now)) >= self.limit",
-        "and _worlds(self.row(now)) > 1000",
+        "crashes",
+        "and _worlds(self.crashes(now)) >= self.limit",
+        "and _worlds(self.crashes(now)) > 1000",
     ),
     Bug(
-        "crashes between which steps were applied are a row", "backoff", "if version.is_steps_after(self._at):", "if 0:"
+        "crashes between which steps were applied are a row",
+        "crashes",
+        "if version.is_steps_after(self._version):",
+        "if 0:",
     ),
     Bug(
         "crashes of one world are counted one by one",
-        "backoff",
-        "return len({death.round for death, _ in row})",
-        "return len(row)",
+        "crashes",
+        "return len({death.round for death, _ in crashes})",
+        "return len(crashes)",
     ),
     Bug(
         "a host where everything crashes is forgotten at once",
         "slots",
-        'self._excluded[host] = f"host',
-        'self._excluded[""] = f"host',
+        "self._excluded[host] = LossCause",
+        'self._excluded[""] = LossCause',
     ),
     Bug(
         "a busy worker is given up",

@@ -4,6 +4,7 @@ import pytest
 
 from spark_elastic.driver.launcher import LaunchEnd
 from spark_elastic.driver.spark.slot_queue import QueuedLauncher, SlotQueue
+from spark_elastic.membership.reasons import reported
 from spark_elastic.membership.states import AgentOutcome
 
 
@@ -55,7 +56,7 @@ class Job:
             self.inner = FakeLauncher(cluster, on_ended)
             return self.inner
 
-        self.launcher = QueuedLauncher(queue, name, need, build, lambda end: self.ended.append((end.slot, end.why)))
+        self.launcher = QueuedLauncher(queue, name, need, build, lambda end: self.ended.append((end.slot, end.cause)))
         for slot in range(most):
             self.launcher.launch(slot)
 
@@ -197,7 +198,7 @@ def test_closing_reports_held_slots_too(queue):
     Job(cluster, queue, "a", 1, 1)
     b = Job(cluster, queue, "b", 1, 2)
     b.launcher.close(5.0)
-    assert sorted(b.ended) == [(0, "the job is over"), (1, "the job is over")]
+    assert sorted(b.ended) == [(slot, reported("the job is over")) for slot in (0, 1)]
 
 
 def test_random_arrivals_losses_and_ends_never_deadlock():

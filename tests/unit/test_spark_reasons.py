@@ -2,7 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.driver.spark.cluster import reason_of
+from spark_elastic.driver.spark.cluster import loss_of, loss_of_executor
+from spark_elastic.membership.reasons import LossCause, LossKind
+from spark_elastic.membership.wording import loss_in_words
+
+
+def words_of(message: str) -> str:
+    return loss_in_words(loss_of(message))
+
 
 PYTHON_EXCEPTION = """\
 Job aborted due to stage failure: Task 0 in stage 2.0 failed 4 times, most recent failure: Lost task 0.3 in stage 2.0 \
@@ -26,29 +33,29 @@ def test_lost_executor_is_named_with_its_exit_code():
         "stage 5.0 (TID 11) (127.0.0.2 executor 7): ExecutorLostFailure (executor 7 exited caused by one of the "
         "running tasks) Reason: Command exited with code 137\nDriver stacktrace:"
     )
-    assert reason_of(message) == "executor 7 was lost: Command exited with code 137"
+    assert words_of(message) == "executor 7 is lost: Command exited with code 137"
 
 
 def test_lost_executor_without_a_reason_says_how_it_was_lost():
     message = "ExecutorLostFailure (executor 3 exited unrelated to the running tasks)"
-    assert reason_of(message) == "executor 3 was lost: exited unrelated to the running tasks"
+    assert words_of(message) == "executor 3 is lost: exited unrelated to the running tasks"
 
 
 def test_exception_in_the_agent_is_the_last_line_of_its_traceback():
     assert (
-        reason_of(PYTHON_EXCEPTION.format(error="ValueError: bad: value")) == "the agent raised ValueError: bad: value"
+        words_of(PYTHON_EXCEPTION.format(error="ValueError: bad: value")) == "the agent raised ValueError: bad: value"
     )
 
 
 def test_module_of_ours_that_is_missing_on_the_executors_comes_with_both_remedies():
-    reason = reason_of(PYTHON_EXCEPTION.format(error="ModuleNotFoundError: No module named 'spark_elastic.task'"))
+    reason = words_of(PYTHON_EXCEPTION.format(error="ModuleNotFoundError: No module named 'spark_elastic.task'"))
     assert "cannot import spark_elastic" in reason
     assert "install it" in reason
     assert "sc.addPyFile" in reason
 
 
 def test_other_missing_modules_are_named():
-    reason = reason_of(PYTHON_EXCEPTION.format(error="ModuleNotFoundError: No module named 'torch'"))
+    reason = words_of(PYTHON_EXCEPTION.format(error="ModuleNotFoundError: No module named 'torch'"))
     assert (
         reason == "the executors cannot import torch: install it into the Python that they run (spark.pyspark.python)"
     )
@@ -70,7 +77,7 @@ def test_other_missing_modules_are_named():
     ],
 )
 def test_known_messages_become_one_readable_line(message, expected):
-    assert expected in reason_of(message)
+    assert expected in words_of(message)
 
 
 def test_unknown_message_falls_through_to_its_most_recent_failure():
@@ -78,12 +85,30 @@ def test_unknown_message_falls_through_to_its_most_recent_failure():
         "Job aborted due to stage failure: Task 0 in stage 1.0 failed 1 times, most recent failure: Lost task 0.0 in "
         "stage 1.0 (TID 1) (h executor driver): java.lang.IllegalStateException: odd\n\tat x.y.Z"
     )
-    assert reason_of(message).endswith("java.lang.IllegalStateException: odd")
+    assert words_of(message).endswith("java.lang.IllegalStateException: odd")
 
 
 def test_empty_message_still_says_something():
-    assert reason_of("  ") == "Spark gave no reason"
+    assert words_of("  ") == "Spark gave no reason"
 
 
 def test_very_long_lines_are_cut():
-    assert len(reason_of("x" * 5000)) == 500
+    assert len(words_of("x" * 5000)) == 500
+
+
+def test_exit_code_in_sparks_words_about_an_executor_is_data():
+    assert loss_of_executor("Command exited with code 137") == LossCause(
+        LossKind.EXITED, code=137, detail="Command exited with code 137"
+    )
+    assert loss_of_executor("Container marked as failed. Exit status: 143. Diagnostics: ...").code == 143
+
+
+@pytest.mark.parametrize("words", ["worker lost", "Remote RPC client disassociated: the connection was reset"])
+def test_words_that_tell_only_how_an_executor_was_missed_are_a_symptom(words):
+    assert loss_of_executor(words).is_symptom
+    assert not loss_of_executor("Executor decommission: node is drained").is_symptom
+
+
+def test_result_that_spark_refuses_is_known_as_such():
+    message = "Total size of serialized results of 1 tasks (8.6 MiB) is bigger than spark.driver.maxResultSize (4 MiB)"
+    assert loss_of(message).kind is LossKind.RESULT_TOO_BIG

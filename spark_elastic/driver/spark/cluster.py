@@ -8,6 +8,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spark_elastic.membership.reasons import LossCause, LossKind, reported
+from spark_elastic.membership.wording import loss_in_words
+
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
@@ -23,14 +26,18 @@ _MOST_RECENT = re.compile(r"[Mm]ost recent failure: (?:Lost task [^:]*: )?(.*)",
 _RESULT_SIZE = re.compile(
     r"(?:Total size of serialized results|serialized results of).*?spark\.driver\.maxResultSize[^\n]*"
 )
+_EXIT_CODE = re.compile(r"(?:[Ee]xited with(?: code)?|exit code|Exit status:?) ?(-?\d+)")
+_SYMPTOM = re.compile(r"connection|channel|[Ww]orker lost|unreachable")
+"""Words of Spark that tell how a loss was noticed; the cause often arrives a moment later."""
 _CANCELLED = re.compile(r"Job \d+ cancelled(?: part of cancelled job group \S+| because (.*)|(.*))")
 
 
-def reason_of(message: str) -> str:
-    """Return what went wrong in one line of at most 500 characters, with the remedy where one is known.
+def loss_of(message: str) -> LossCause:
+    """Return what went wrong, with the remedy where one is known.
 
     Spark nests its messages three deep (job aborted → task failed → cause) and ends them with a stack trace of the
-    driver. The patterns above were taken from pyspark 3.5 to 4.3; of an unknown message the first line is returned.
+    driver. The patterns above were taken from pyspark 3.5 to 4.3; of an unknown message the first line is kept, at most
+    500 characters of it.
 
     Args:
         message: A Java exception's message or stack trace, or a task's error message from Spark's status store.
@@ -38,33 +45,46 @@ def reason_of(message: str) -> str:
     message = message.strip()
     if lost := _EXECUTOR_LOST.search(message):
         executor, how, reason = lost.groups()
-        return _one_line(f"executor {executor} was lost: {reason or how}")
+        return LossCause(LossKind.EXECUTOR_LOST, name=executor, because=loss_of_executor(reason or how))
     if missing := _MODULE_MISSING.search(message):
-        return _module_missing(missing.group(1))
+        return reported(_module_missing(missing.group(1)))
     if _PYTHON_VERSION.search(message):
-        return (
+        return reported(
             "the executors run another Python than the driver; set PYSPARK_PYTHON (or spark.pyspark.python) to the "
             "same minor version on both"
         )
     if program := _PYTHON_NOT_RUN.search(message):
-        return (
+        return reported(
             f"the executor has no program {program.group(1)!r}; set PYSPARK_PYTHON (or spark.pyspark.python) to a "
             "Python that exists there"
         )
     if size := _RESULT_SIZE.search(message):
-        return _one_line(f"a result is too big for Spark: {size.group(0)}; raise spark.driver.maxResultSize")
+        words = f"a result is too big for Spark: {size.group(0)}; raise spark.driver.maxResultSize"
+        return LossCause(LossKind.RESULT_TOO_BIG, detail=_one_line(words))
     if "Python worker exited unexpectedly" in message or "EOFException" in message:
-        return "the agent's Python process died (the executor's stderr log may say why)"
+        return _unexplained("the agent's Python process died (the executor's stderr log may say why)")
     if "SparkContext was shut down" in message or "stopped SparkContext" in message:
-        return "the SparkContext was stopped"
+        return reported("the SparkContext was stopped")
     if cancelled := _CANCELLED.search(message):
         detail = next((group for group in cancelled.groups() if group), "").strip()
-        return _one_line(f"the slot's job was cancelled{': ' + detail if detail else ''}")
+        return reported(_one_line(f"the slot's job was cancelled{': ' + detail if detail else ''}"))
     if "Traceback (most recent call last)" in message:
-        return _one_line(f"the agent raised {_last_exception(message)}")
+        return reported(_one_line(f"the agent raised {_last_exception(message)}"))
     if recent := _MOST_RECENT.search(message):
-        return _one_line(recent.group(1))
-    return _one_line(message) or "Spark gave no reason"
+        return reported(_one_line(recent.group(1)))
+    return reported(_one_line(message) or "Spark gave no reason")
+
+
+def loss_of_executor(message: str) -> LossCause:
+    """Return what Spark's words about a lost executor mean: an exit code, a mere symptom, or neither."""
+    line = _one_line(message)
+    if exited := _EXIT_CODE.search(line):
+        return LossCause(LossKind.EXITED, code=int(exited.group(1)), detail=line)
+    return _unexplained(line) if _SYMPTOM.search(line) else reported(line)
+
+
+def _unexplained(words: str) -> LossCause:
+    return LossCause(LossKind.UNEXPLAINED, detail=words)
 
 
 def _module_missing(module: str) -> str:
@@ -92,24 +112,24 @@ def _one_line(text: str) -> str:
     return line if len(line) <= 500 else line[:497] + "..."
 
 
-def reason_of_error(error: Exception) -> str:
-    """Return why a call of Spark failed, in one line, as `reason_of`."""
+def loss_of_error(error: Exception) -> LossCause:
+    """Return why a call of Spark failed."""
     from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
     from pyspark.errors import PySparkException
 
     if isinstance(error, Py4JJavaError):
         message = _java_message(error)
-        return _JVM_GONE if message is None else reason_of(message)
+        return _unexplained(_JVM_GONE) if message is None else loss_of(message)
     if isinstance(error, (Py4JNetworkError, ConnectionError)):
-        return _JVM_GONE
+        return _unexplained(_JVM_GONE)
     if isinstance(error, (Py4JError, PySparkException)):
-        return reason_of(str(error))
-    return f"{type(error).__name__}: {reason_of(str(error))}"
+        return loss_of(str(error))
+    return reported(f"{type(error).__name__}: {loss_in_words(loss_of(str(error)))}")
 
 
-def is_result_too_big(error: Exception) -> bool:
-    """Return True if Spark dropped a task's result because of spark.driver.maxResultSize."""
-    return _RESULT_SIZE.search(_java_message(error) or "") is not None
+def reason_of_error(error: Exception) -> str:
+    """Return why a call of Spark failed, in words."""
+    return loss_in_words(loss_of_error(error))
 
 
 def failed_in_driver(error: Exception) -> bool:

@@ -21,7 +21,9 @@ from spark_elastic.driver.spark.cluster import (
     reason_of_error,
 )
 from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError
+from spark_elastic.membership.reasons import Wait, WaitKind
 from spark_elastic.membership.topology import SlotReport
+from spark_elastic.membership.wording import wait_in_words
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -34,12 +36,12 @@ _POLL_S = 0.1
 _REPORT_AFTER_S = 2.0
 """Shorter waits for free slots are not reported."""
 
-OnWait = Callable[[str, float], None]
-"""Called with the reason of a wait, in words, and its deadline on this process's monotonic clock."""
+OnWait = Callable[[Wait, float], None]
+"""Called with a wait and its deadline on this process's monotonic clock."""
 
 
-def _log_wait(reason: str, _until: float) -> None:
-    log.info("%s", reason)
+def _log_wait(wait: Wait, _until: float) -> None:
+    log.info("%s", wait_in_words(wait))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class SparkHostDiscovery:
             JobCancelledError: `stop` was set.
         """
         start = clock.monotonic()
-        said = ""
+        said: Wait | None = None
         most = self.most_slots()
         while True:
             count = self.slots()
@@ -135,10 +137,10 @@ class SparkHostDiscovery:
                 raise NotEnoughSlotsError(
                     have=count.now, need=need, waited_s=waited, setting=setting, detail=self._shape(count)
                 )
-            reason = f"{count.now} of {need} slots; waiting up to {timeout_s:.0f} s for more executors"
-            if reason != said:
-                said = reason
-                on_wait(reason, start + timeout_s)
+            wait = Wait(WaitKind.SLOTS, have=count.now, need=need, left_s=timeout_s)
+            if wait != said:
+                said = wait
+                on_wait(wait, start + timeout_s)
             if (stop or threading.Event()).wait(min(_POLL_S, timeout_s - waited)):
                 raise JobCancelledError("cancelled while waiting for slots")
 
@@ -176,7 +178,7 @@ class SparkHostDiscovery:
             waited = clock.monotonic() - start
             if waited >= _REPORT_AFTER_S and not said:
                 said = True
-                on_wait(f"waiting up to {timeout_s:.0f} s for {num_proc} slots to be free together", start + timeout_s)
+                on_wait(Wait(WaitKind.FREE_SLOTS, need=num_proc, left_s=timeout_s), start + timeout_s)
             cancelled = stop is not None and stop.is_set()
             if cancelled or waited > timeout_s:
                 job.cancel()

@@ -12,8 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock
-from spark_elastic.driver.spark.cluster import close_connection, executor_ids, is_local, jvm_context
+from spark_elastic.driver.spark.cluster import (
+    close_connection,
+    executor_ids,
+    is_local,
+    jvm_context,
+    loss_of_executor,
+)
 from spark_elastic.membership.events import ExecutorDecommissioned, ExecutorLost
+from spark_elastic.membership.reasons import LossCause, LossKind
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -177,12 +184,12 @@ class ExecutorWatch:
             self._known.add(event.executor)
         elif isinstance(event, ExecutorRemoved):
             self._known.discard(event.executor)
-            self._post(ExecutorLost(event.executor, event.why))
+            self._post(ExecutorLost(event.executor, loss_of_executor(event.why)))
 
     def _compare(self) -> None:
         present = set(executor_ids(self._sc))
         for executor in sorted(self._known - present):
-            self._post(ExecutorLost(executor, "Spark no longer lists it"))
+            self._post(ExecutorLost(executor, LossCause(LossKind.EXECUTOR_UNLISTED)))
         self._known = present
 
     def _ask_for_decommissions(self) -> None:

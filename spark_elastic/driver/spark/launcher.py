@@ -16,12 +16,12 @@ from spark_elastic.driver.launcher import LaunchEnd, OnEnded
 from spark_elastic.driver.spark.cluster import (
     close_connection,
     failed_in_driver,
-    is_result_too_big,
     jvm_context,
-    reason_of,
-    reason_of_error,
+    loss_of,
+    loss_of_error,
     why_gone,
 )
+from spark_elastic.membership.reasons import LossCause, reported
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, SlotId
 
@@ -32,7 +32,7 @@ AgentEntry = Callable[..., AgentOutcome]
 
 log = logging.getLogger(__name__)
 
-_TASK_LOST = "the slot's task was lost"
+_TASK_LOST = reported("the slot's task was lost")
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class _Launch:
     id: LaunchId
     group: str
     """Spark's job group. New for each launch, because Spark may remember a cancelled group."""
-    stop_why: str | None = None
+    stop_cause: LossCause | None = None
     """Set once the job has to end. The slot's thread may not have submitted its job yet, so it checks this first, and
     the watcher repeats the cancellation until the thread has ended."""
 
@@ -108,7 +108,7 @@ class SparkLauncher:
             self._launches += 1
             launch = _Launch(slot, self._launches, f"{self._group_prefix}-{slot}-{self._launches}")
             if self._closed:
-                launch.stop_why = "the launcher is closed"
+                launch.stop_cause = reported("the launcher is closed")
             self._running[slot] = launch
             thread = threading.Thread(target=self._run, args=(launch,), name=f"spark_elastic slot {slot}", daemon=True)
             self._threads.add(thread)
@@ -117,11 +117,11 @@ class SparkLauncher:
                 self._watcher.start()
             thread.start()
 
-    def withdraw(self, slot: SlotId, why: str) -> None:
+    def withdraw(self, slot: SlotId, cause: LossCause) -> None:
         with self._changed:
             launch = self._running.get(slot)
-            if launch is not None and launch.stop_why is None:
-                launch.stop_why = why
+            if launch is not None and launch.stop_cause is None:
+                launch.stop_cause = cause
                 self._changed.notify_all()
 
     def admit(self, slot: SlotId, launch: LaunchId) -> bool:
@@ -129,7 +129,7 @@ class SparkLauncher:
         # until the executor kills its process 2-4 s later. By then the slot may have been launched again.
         with self._changed:
             running = self._running.get(slot)
-            return running is not None and running.id == launch and running.stop_why is None
+            return running is not None and running.id == launch and running.stop_cause is None
 
     def agents_joined(self, slots: frozenset[SlotId]) -> None:
         pass  # only `QueuedLauncher` needs it
@@ -152,7 +152,7 @@ class SparkLauncher:
         with self._changed:
             self._closed = True
             for launch in self._running.values():
-                launch.stop_why = launch.stop_why or "the job is over"
+                launch.stop_cause = launch.stop_cause or reported("the job is over")
             threads = list(self._threads)
             if self._watcher is not None:
                 threads.append(self._watcher)
@@ -180,29 +180,24 @@ class SparkLauncher:
 
     def _run_job(self, launch: _Launch) -> LaunchEnd:
         slot = launch.slot
-        if (stop_why := self._stop_why(launch)) is not None:
-            return LaunchEnd(slot, stop_why)
+        if (stop_cause := self._stop_cause(launch)) is not None:
+            return LaunchEnd(slot, stop_cause)
         try:
             outcome = self._submit(launch)
-            end = LaunchEnd(slot, self._why_lost(launch) if outcome is None else outcome.why, outcome)
+            end = LaunchEnd(slot, self._why_lost(launch) if outcome is None else outcome.cause, outcome)
         except Exception as error:
-            end = LaunchEnd(
-                slot,
-                reason_of_error(error),
-                submitted=not failed_in_driver(error),
-                result_too_big=is_result_too_big(error),
-            )
+            end = LaunchEnd(slot, loss_of_error(error), submitted=not failed_in_driver(error))
         delivered = end.outcome is not None and end.outcome.result is not None
-        stop_why = self._stop_why(launch)
-        if delivered or stop_why is None:
+        stop_cause = self._stop_cause(launch)
+        if delivered or stop_cause is None:
             return end
-        return LaunchEnd(slot, stop_why, submitted=end.submitted)  # Spark only knows that the job was cancelled
+        return LaunchEnd(slot, stop_cause, submitted=end.submitted)  # Spark only knows that the job was cancelled
 
-    def _stop_why(self, launch: _Launch) -> str | None:
+    def _stop_cause(self, launch: _Launch) -> LossCause | None:
         with self._changed:
-            return launch.stop_why
+            return launch.stop_cause
 
-    def _why_lost(self, launch: _Launch) -> str:
+    def _why_lost(self, launch: _Launch) -> LossCause:
         try:
             return _first_failure(self._sc, launch.group) or _TASK_LOST
         except Exception as error:  # Spark has forgotten the job or its stage; which error that gives depends on Spark
@@ -256,14 +251,14 @@ class SparkLauncher:
         next_look = clock.monotonic() + self._watch_interval_s
         while True:
             with self._changed:
-                stopping = any(launch.stop_why is not None for launch in self._running.values())
+                stopping = any(launch.stop_cause is not None for launch in self._running.values())
                 if self._closed and not self._running:
                     return
                 self._changed.wait(0.05 if stopping else max(next_look - clock.monotonic(), 0.0))
                 launches = list(self._running.values())
             try:
                 for launch in launches:
-                    if launch.stop_why is not None:
+                    if launch.stop_cause is not None:
                         jvm_context(self._sc).cancelJobGroup(launch.group)
                 if clock.monotonic() >= next_look:
                     next_look = clock.monotonic() + self._watch_interval_s
@@ -278,11 +273,11 @@ class SparkLauncher:
         Spark would run the task again, up to spark.task.maxFailures times and whenever a slot is free: an agent that
         the driver did not ask for.
         """
-        if launch.stop_why is not None:
+        if launch.stop_cause is not None:
             return
-        reason = _first_failure(self._sc, launch.group)
-        if reason is not None:
-            self.withdraw(launch.slot, reason)
+        cause = _first_failure(self._sc, launch.group)
+        if cause is not None:
+            self.withdraw(launch.slot, cause)
 
 
 class _SeparateWorkers:
@@ -330,12 +325,12 @@ def _task_of(
 
             worker.write_int = write
         outcome = agent_entry(slot, launch, payload, *([] if shared is None else [shared.value]))
-        return [(outcome.worker, outcome.result, outcome.why)]
+        return [(outcome.worker, outcome.result, outcome.why, outcome.disconnected)]
 
     return task
 
 
-def _first_failure(sc: SparkContext, group: str) -> str | None:
+def _first_failure(sc: SparkContext, group: str) -> LossCause | None:
     tracker = sc.statusTracker()
     for job_id in tracker.getJobIdsForGroup(group):
         job = tracker.getJobInfo(job_id)
@@ -346,10 +341,10 @@ def _first_failure(sc: SparkContext, group: str) -> str | None:
     return None
 
 
-def _failure_of_stage(sc: SparkContext, stage_id: int) -> str:
+def _failure_of_stage(sc: SparkContext, stage_id: int) -> LossCause:
     tasks = jvm_context(sc).statusStore().taskList(stage_id, 0, 10)
     for index in range(tasks.size()):
         message = tasks.apply(index).errorMessage()
         if message.isDefined():
-            return reason_of(str(message.get()))
-    return "the slot's task failed"
+            return loss_of(str(message.get()))
+    return reported("the slot's task failed")

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from spark_elastic.driver.launcher import LaunchEnd, Launcher, OnEnded
+from spark_elastic.membership.reasons import LossCause, reported
 from spark_elastic.membership.topology import LaunchId, SlotId
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class QueuedLauncher:
         self._lock = threading.RLock()
         self._held: set[SlotId] = set()
         self._launched: set[SlotId] = set()
-        self._taken_back: dict[SlotId, str | None] = {}
+        self._taken_back: dict[SlotId, LossCause | None] = {}
         """Slots whose launch is being withdrawn, to be held again; with the reason if the driver withdrew them too."""
         self._joined: frozenset[SlotId] = frozenset()
         self._closed = False
@@ -182,18 +183,18 @@ class QueuedLauncher:
             self._held.add(slot)
         self._look_again()
 
-    def withdraw(self, slot: SlotId, why: str) -> None:
+    def withdraw(self, slot: SlotId, cause: LossCause) -> None:
         with self._lock:
             if slot in self._taken_back:
-                self._taken_back[slot] = why
+                self._taken_back[slot] = cause
                 return
             if slot in self._launched:
-                self._launcher.withdraw(slot, why)
+                self._launcher.withdraw(slot, cause)
                 return
             if slot not in self._held:
                 return
             self._held.remove(slot)
-        self._on_ended(LaunchEnd(slot, why))
+        self._on_ended(LaunchEnd(slot, cause))
 
     def admit(self, slot: SlotId, launch: LaunchId) -> bool:
         with self._lock:
@@ -226,7 +227,7 @@ class QueuedLauncher:
             if self._reservation is not None:
                 self._reservation.leave()
         for slot in sorted(held):
-            self._on_ended(LaunchEnd(slot, "the job is over"))
+            self._on_ended(LaunchEnd(slot, reported("the job is over")))
 
     def _look_again(self) -> None:
         """Take back launches above the limit, and pass on held ones below it."""
@@ -240,7 +241,7 @@ class QueuedLauncher:
                 slot = spare.pop(0)
                 self._launched.remove(slot)
                 self._taken_back[slot] = None
-                self._launcher.withdraw(slot, "given back: another job waits for its minimum")
+                self._launcher.withdraw(slot, reported("given back: another job waits for its minimum"))
             for slot in sorted(self._held)[: max(limit - len(self._launched), 0)]:
                 self._held.remove(slot)
                 self._launched.add(slot)
@@ -271,7 +272,7 @@ class QueuedLauncher:
             if slot in self._taken_back:
                 withdrawn = self._taken_back.pop(slot)
                 report = withdrawn is not None or end.outcome is not None or self._closed
-                end = dataclasses.replace(end, why=withdrawn or end.why)
+                end = dataclasses.replace(end, cause=withdrawn or end.cause)
                 if not report:
                     self._held.add(slot)
             else:

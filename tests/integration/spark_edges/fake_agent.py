@@ -10,6 +10,7 @@ from pathlib import Path
 
 from spark_elastic.driver.launcher import LaunchEnd
 from spark_elastic.membership.states import AgentOutcome
+from spark_elastic.membership.wording import loss_in_words
 from tests.integration.processes import wait_until
 
 WAIT_S = 60.0
@@ -48,7 +49,7 @@ class Ends:
 
     def __call__(self, end: LaunchEnd) -> None:
         with self.lock:
-            self.seen.append((end.slot, end.why, end.outcome, time.monotonic()))
+            self.seen.append((end.slot, loss_in_words(end.cause), end.outcome, time.monotonic()))
 
     def wait_for(self, count: int, timeout_s: float = WAIT_S) -> list[tuple[int, str, AgentOutcome | None, float]]:
         wait_until(lambda: len(self.seen) >= count, timeout_s, f"{count} ends (had {self.seen})")

@@ -59,7 +59,7 @@ def test_killed_executor_ends_its_slot_alone_and_the_slot_can_run_again(cluster,
         cluster.kill_executor(victim)
         [(slot, why, outcome, _)] = ends.wait_for(1)
         assert (slot, outcome) == (0, None)
-        assert f"executor {victim} was lost" in why
+        assert f"executor {victim} is lost" in why
         launcher.launch(0)  # while the other one stays on the only other executor: waits for a new JVM
         started(tmp_path, 3)
         assert len(ends.seen) == 1

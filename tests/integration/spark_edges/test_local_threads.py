@@ -14,6 +14,7 @@ from spark_elastic.driver.spark.discovery import SparkHostDiscovery
 from spark_elastic.driver.spark.executors import ExecutorWatch
 from spark_elastic.driver.spark.launcher import SparkLauncher, kills_reused_workers
 from spark_elastic.errors import JobCancelledError, NoSparkContextError, NotEnoughSlotsError, NotPicklableError
+from spark_elastic.membership.reasons import Wait, WaitKind, reported
 from spark_elastic.task.spark_agent import slot_report
 from tests.integration.clusters import local
 from tests.integration.processes import wait_until
@@ -98,11 +99,11 @@ def test_withdrawn_slot_ends_at_once_and_the_others_go_on(launch, tmp_path):
     launcher.launch(0)
     launcher.launch(1)
     started(tmp_path, 2)
-    launcher.withdraw(0, "host left the discovery")
-    launcher.withdraw(0, "and again")
+    launcher.withdraw(0, reported("host left the discovery"))
+    launcher.withdraw(0, reported("and again"))
     [(slot, why, outcome, _)] = ends.wait_for(1)
     assert (slot, why, outcome) == (0, "host left the discovery", None)
-    launcher.withdraw(0, "over already")
+    launcher.withdraw(0, reported("over already"))
     assert len(ends.seen) == 1
 
 
@@ -112,7 +113,7 @@ def test_only_the_agent_of_the_newest_launch_is_admitted_and_only_until_it_is_to
     launcher.launch(0)
     assert launcher.admit(0, 1)
     started(tmp_path, 1)
-    launcher.withdraw(0, "given back")
+    launcher.withdraw(0, reported("given back"))
     assert not launcher.admit(0, 1)
     ends.wait_for(1)  # while the task goes on
     launcher.launch(0)
@@ -123,7 +124,7 @@ def test_slot_withdrawn_before_its_job_was_submitted_never_runs(launch, tmp_path
     launcher, ends = launch(f"stay {tmp_path}")
     for slot in range(3):
         launcher.launch(slot)
-        launcher.withdraw(slot, "changed my mind")
+        launcher.withdraw(slot, reported("changed my mind"))
     assert {why for _, why, _, _ in ends.wait_for(3)} == {"changed my mind"}
 
 
@@ -221,12 +222,12 @@ def test_more_slots_than_there_can_ever_be_are_refused_at_once(cluster):
 
 
 def test_too_few_slots_are_reported_with_the_numbers_after_the_timeout(cluster):
-    said: list[str] = []
+    said: list[Wait] = []
     discovery = MayGrow(cluster.sc, slot_report)
     with pytest.raises(NotEnoughSlotsError, match="4 of 5 slots were available after 0 s") as caught:
-        discovery.wait_for_slots(5, 0.3, on_wait=lambda reason, until: said.append(reason))
+        discovery.wait_for_slots(5, 0.3, on_wait=lambda wait, until: said.append(wait))
     assert "1 executor with 4 slots in all (spark.task.cpus=1)" in str(caught.value)
-    assert said == ["4 of 5 slots; waiting up to 0 s for more executors"]
+    assert said == [Wait(WaitKind.SLOTS, have=4, need=5, left_s=0.3)]
 
 
 def test_probe_of_busy_slots_ends_at_its_deadline_and_leaves_no_job(cluster, launch, tmp_path):

@@ -49,7 +49,7 @@ def test_silent_host_is_lost_after_sparks_own_timeout_and_close_does_not_wait_fo
         cluster.link_down(host)
         event = events.get(timeout=WAIT_S)
         assert isinstance(event, ExecutorLost)
-        assert "heartbeat" in event.why.lower() or "worker lost" in event.why.lower()
+        assert "heartbeat" in event.cause.detail.lower() or "worker lost" in event.cause.detail.lower()
         [(_, why, outcome, _)] = ends.wait_for(1)
         assert outcome is None
         assert why

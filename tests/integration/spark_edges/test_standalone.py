@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from spark_elastic.driver.spark.cluster import loss_of_executor
 from spark_elastic.driver.spark.discovery import SparkHostDiscovery
 from spark_elastic.driver.spark.executors import ExecutorAdded, ExecutorListener, ExecutorWatch
 from spark_elastic.driver.spark.launcher import SparkLauncher
@@ -70,7 +71,7 @@ def test_killed_executor_is_reported_once_with_its_exit_code_and_its_successor_i
     try:
         victim = sorted(cluster.executors())[0]
         cluster.kill_executor(victim)
-        assert events.get(timeout=WAIT_S) == ExecutorLost(victim, "Command exited with code 137")
+        assert events.get(timeout=WAIT_S) == ExecutorLost(victim, loss_of_executor("Command exited with code 137"))
         seen = [listener.poll(WAIT_S), listener.poll(WAIT_S)]
         (added,) = (event for event in seen if isinstance(event, ExecutorAdded))
         assert added.host in cluster.worker_hosts()

@@ -1,5 +1,4 @@
 import contextlib
-import sys
 
 import pytest
 
@@ -13,15 +12,12 @@ from spark_elastic.task.script import run_script
 class FakeRun:
     """Stands for `spark_elastic.run`: remembers what it was called with, and ends as told."""
 
-    def __init__(self, error=None, prints=()):
+    def __init__(self, error=None):
         self.calls = []
         self.error = error
-        self.prints = prints
 
     def __call__(self, fn, args=(), **settings):
         self.calls.append((fn, args, settings))
-        for stream, text in self.prints:
-            settings.get(stream, sys.stderr).write(text + "\n")
         if self.error is not None:
             raise self.error
 
@@ -53,8 +49,10 @@ def run_cli(*words, run, session=None):
     return execute(parser().parse(words), run=run, open_session=session or FakeSession())
 
 
-def raised(error_type="ValueError", error="bad", rank=1):
-    return UserFunctionError(rank=rank, host="h", error_type=error_type, error=error, traceback="Traceback: ...")
+def raised(error_type="ValueError", error="bad", exit_code=None):
+    return UserFunctionError(
+        rank=1, host="h", error_type=error_type, error=error, traceback="Traceback: ...", exit_code=exit_code
+    )
 
 
 def test_the_script_is_run_in_the_session_with_the_settings(script):
@@ -127,12 +125,11 @@ def test_a_bug_in_the_script_ends_with_its_traceback_and_exit_code_1(script, cap
     assert session.closed
 
 
-@pytest.mark.parametrize(
-    ("message", "code"), [("exited with code 3", 3), ("exited with code 1: no data", 1), ("exited with code 256", 1)]
-)
-def test_a_script_that_exits_with_a_code_gives_the_command_that_code(script, message, code):
-    for error_type in ("ScriptExit", "spark_elastic.task.script.ScriptExit"):
-        assert run_cli(script, run=FakeRun(raised(error_type, message))) == code
+@pytest.mark.parametrize(("exit_code", "code"), [(3, 3), (256, 1), (-1, 255)])
+def test_script_that_exits_with_a_code_gives_the_command_that_code(script, capsys, exit_code, code):
+    error = raised("ScriptExit", f"exited with code {exit_code}", exit_code=exit_code)
+    assert run_cli(script, run=FakeRun(error)) == code
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_job_that_cannot_go_on_says_why_without_a_traceback(script, capsys):
@@ -150,26 +147,15 @@ def test_an_interrupted_job_exits_with_130_and_closes_the_session(script, error)
     assert session.closed
 
 
-def test_each_rank_prints_into_files_of_its_own_and_to_the_terminal(script, tmp_path, capsys):
-    prints = [
-        ("stdout", "[0]<stdout>:loss 1.5"),
-        ("stdout", "[1]<stdout>:loss [2]<x>:"),
-        ("stderr", "[0]<stderr>:careful"),
-        ("stderr", "[slot 2]<stderr>:no rank yet"),
-        ("stderr", "spark_elastic: a line of the job's own"),
-    ]
-    folder = tmp_path / "out"
-    assert run_cli("--output-filename", str(folder), script, run=FakeRun(prints=prints)) == 0
-    found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
-    assert found == {
-        "rank.0/stdout": "loss 1.5\n",
-        "rank.1/stdout": "loss [2]<x>:\n",
-        "rank.0/stderr": "careful\n",
-        "slot.2/stderr": "no rank yet\n",
-    }
-    shown = capsys.readouterr()
-    assert shown.out == "[0]<stdout>:loss 1.5\n[1]<stdout>:loss [2]<x>:\n"
-    assert "a line of the job's own" in shown.err
+def test_output_of_ranks_is_written_to_the_folder_in_place_of_that_of_an_earlier_run(script, tmp_path):
+    earlier = tmp_path / "out" / "rank.3" / "stdout"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("old\n")
+    run = FakeRun()
+    assert run_cli("--output-filename", str(tmp_path / "out"), script, run=run) == 0
+    [(_, _, settings)] = run.calls
+    assert settings["output_dir"] == tmp_path / "out"
+    assert not earlier.exists()
 
 
 def test_an_output_folder_that_cannot_be_written_to_is_told_before_anything_runs(script, tmp_path, capsys):

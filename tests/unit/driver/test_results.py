@@ -6,18 +6,21 @@ import pytest
 
 from spark_elastic.driver.launcher import LaunchEnd, LoopResults, WorkerResults
 from spark_elastic.errors import ResultError
+from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.wire.messages import LoopResult
 
+KILLED = reported("executor 3 was killed")
 
-def arrived(of: dict[int, bytes], lost: dict[int, str]) -> WorkerResults:
+
+def arrived(of: dict[int, bytes], lost: dict[int, LossCause]) -> WorkerResults:
     """Workers 5, 6, 7 of slots 0, 1, 2 had finished, with ranks in that order."""
     out = WorkerResults()
     out.expect((5, 6, 7), {0: 5, 1: 6, 2: 7})
     for slot, result in of.items():
-        out.slot_ended(LaunchEnd(slot, "returned", AgentOutcome(5 + slot, result, "returned")))
-    for slot, why in lost.items():
-        out.slot_ended(LaunchEnd(slot, why))
+        out.slot_ended(LaunchEnd(slot, reported("returned"), AgentOutcome(5 + slot, result, "returned")))
+    for slot, cause in lost.items():
+        out.slot_ended(LaunchEnd(slot, cause))
     return out
 
 
@@ -27,7 +30,7 @@ def test_results_come_by_rank():
 
 def test_lost_result_is_an_error_and_not_a_shorter_list():
     with pytest.raises(ResultError, match="the results of ranks 0, 2 were lost on their way: executor 3 was killed"):
-        arrived({1: b"b"}, {0: "executor 3 was killed", 2: "executor 3 was killed"}).in_rank_order()
+        arrived({1: b"b"}, {0: KILLED, 2: KILLED}).in_rank_order()
 
 
 def test_results_that_are_all_lost_are_an_error():
@@ -36,10 +39,9 @@ def test_results_that_are_all_lost_are_an_error():
 
 
 def test_result_that_spark_refused_for_its_size_is_reported_with_the_remedy():
-    results = arrived({1: b"b"}, {0: "its executor was lost"})
-    results.slot_ended(LaunchEnd(2, "raise spark.driver.maxResultSize", result_too_big=True))
-    with pytest.raises(ResultError, match="2 of 3 results did not arrive: raise spark"):
-        results.in_rank_order()
+    refused = LossCause(LossKind.RESULT_TOO_BIG, detail="a result is too big for Spark; raise the limit")
+    with pytest.raises(ResultError, match="2 of 3 results did not arrive: a result is too big for Spark; raise"):
+        arrived({1: b"b"}, {0: refused, 2: KILLED}).in_rank_order()
 
 
 def test_newcomer_that_skips_loops_gets_their_results_also_late_ones():

@@ -20,7 +20,9 @@ from spark_elastic.membership import commands as c
 from spark_elastic.membership import events as e
 from spark_elastic.membership import timeline as t
 from spark_elastic.membership.machine import Membership
+from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.topology import Place, StateVersion, World
+from spark_elastic.membership.wording import loss_in_words
 from spark_elastic.settings import ElasticSettings
 
 _NAMES = {"num": "num_proc", "min": "min_num_proc", "max": "max_num_proc"}
@@ -30,11 +32,11 @@ _EVENTS: list[tuple[str, Callable[..., e.Event]]] = [
     (r"job starts", lambda: e.JobStarted()),
     (r"tick", lambda: e.Tick()),
     (r"agent (\d+) joins slot (\d+) on (\w+)/(\w+)", lambda a, s, h, x: e.AgentJoined(int(a), Place(h, x, int(s)))),
-    (r"agent (\d+) is lost: (.*)", lambda a, why: e.AgentLost(int(a), why)),
+    (r"agent (\d+) is lost: (.*)", lambda a, why: e.AgentLost(int(a), reported(why))),
     (r"agent (\d+) is alive", lambda a: e.AgentAlive(int(a))),
     (r"agent (\d+) is alive and sees worker (\d+) run", lambda a, w: e.AgentAlive(int(a), int(w))),
-    (r"slot (\d+) cannot be submitted: (.*)", lambda s, why: e.SlotEnded(int(s), why, submitted=False)),
-    (r"slot (\d+) ends: (.*)", lambda s, why: e.SlotEnded(int(s), why)),
+    (r"slot (\d+) cannot be submitted: (.*)", lambda s, why: e.SlotEnded(int(s), reported(why), submitted=False)),
+    (r"slot (\d+) ends: (.*)", lambda s, why: e.SlotEnded(int(s), reported(why))),
     (r"worker (\d+) is ready at init", lambda w: e.WorkerReady(int(w), 0, None, at_init=True)),
     (
         r"worker (\d+) is ready, round (\d+), no state(?: in loop (\d+))?",
@@ -59,24 +61,28 @@ _EVENTS: list[tuple[str, Callable[..., e.Event]]] = [
     ),
     (
         r"worker (\d+) exits with (-?\d+), killed for memory: (.*)",
-        lambda w, code, told: e.WorkerLost(int(w), "process exited", int(code), "", 1, told),
+        lambda w, code, told: e.WorkerLost(int(w), exited(int(code)), "", 1, told),
     ),
     (
         r"worker (\d+) exits with (-?\d+): (.*)",
-        lambda w, code, tail: e.WorkerLost(int(w), "process exited", int(code), tail),
+        lambda w, code, tail: e.WorkerLost(int(w), exited(int(code)), tail),
     ),
-    (r"worker (\d+) is lost: (.*)", lambda w, why: e.WorkerLost(int(w), why)),
+    (r"worker (\d+) is lost: (.*)", lambda w, why: e.WorkerLost(int(w), reported(why))),
     (r"worker (\d+) abandons: (.*)", lambda w, why: e.WorkerAbandoned(int(w), why)),
     (r"worker (\d+) is done(?:, run (\d+))?", lambda w, run: e.WorkerDone(int(w), in_loop=True, run=int(run or 1))),
     (r"worker (\d+) is done without a loop", lambda w: e.WorkerDone(int(w), in_loop=False)),
     (r"worker (\d+) raises (\w+): (.*)", lambda w, kind, text: e.WorkerRaised(int(w), kind, text, "Traceback ...")),
     (r"executor (\w+) is decommissioned", lambda x: e.ExecutorDecommissioned(x)),
-    (r"executor (\w+) is lost: (.*)", lambda x, why: e.ExecutorLost(x, why)),
+    (r"executor (\w+) is lost: (.*)", lambda x, why: e.ExecutorLost(x, reported(why))),
     (r"hosts are observed: (.*)", lambda text: e.HostsObserved(_hosts(text))),
     (r"any host may be used", lambda: e.HostsObserved(None)),
     (r"the driver stood still for (\d+) s", lambda s: e.DriverPaused(float(s))),
     (r"cancelled: (.*)", lambda why: e.CancelRequested(why)),
 ]
+
+
+def exited(code: int) -> LossCause:
+    return LossCause(LossKind.EXITED, code=code)
 
 
 def step_at(steps: int, *, loop: int = 1, marks: int = 0) -> StateVersion:
@@ -178,15 +184,15 @@ def _told(command: c.Command) -> str | None:
     match command:
         case c.LaunchSlot(slot):
             return f"launch slot {slot}"
-        case c.WithdrawSlot(slot, why):
-            return f"withdraw slot {slot}: {why}"
+        case c.WithdrawSlot(slot, cause):
+            return f"withdraw slot {slot}: {loss_in_words(cause)}"
         case c.StartWorker(agent, worker):
             return f"start worker {worker} on agent {agent}"
-        case c.StopWorker(agent, worker, why):
-            return f"stop worker {worker} on agent {agent}: {why}"
+        case c.StopWorker(agent, worker, cause):
+            return f"stop worker {worker} on agent {agent}: {loss_in_words(cause)}"
         case c.AdmitProvisionally(worker, rank, size, loop):
             return f"admit w{worker} as rank {rank} of {size}" + (f", to loop {loop}" if loop > 1 else "")
-        case c.RunAgain(worker, run):
+        case c.RerunFunction(worker, run):
             return f"run the function of w{worker} again (run {run})"
         case c.PublishWorld(world):
             return _world(world)
@@ -194,24 +200,24 @@ def _told(command: c.Command) -> str | None:
             return f"notify {_workers(workers)} (update {sequence})"
         case c.CutPeers(workers, round):
             return f"cut {_workers(workers)} in round {round}"
-        case c.DismissAgent(agent, why):
-            return f"dismiss agent {agent}: {why}"
+        case c.DismissAgent(agent, cause):
+            return f"dismiss agent {agent}: {loss_in_words(cause)}"
         case c.FinishJob(workers):
             return f"finish with the results of {_workers(workers)}"
         case c.FailJob(error):
             return f"fail with {type(error).__name__}: {str(error).splitlines()[0]}"
-        case c.Announce(t.Waiting(_, reason, deadline)):
-            return f"- {reason} (until {deadline:g})"
-        case c.Announce(t.HostExcluded(_, host, why, until)):
-            return f"- host {host} is left alone until {until:g}: {why}"
+        case c.Announce(t.Waiting(_, _, deadline) as waiting):
+            return f"- {waiting.reason} (until {deadline:g})"
+        case c.Announce(t.HostExcluded(_, host, _, until) as excluded):
+            return f"- host {host} is left alone until {until:g}: {excluded.why}"
         case c.Announce(t.PlaceCooledDown(_, kind, name, failures, until)):
             return f"- {kind} {name} failed ({failures}), cools down until {until:g}"
-        case c.Announce(t.WorkerLeft(_, worker, _, _, why, _)):
-            return f"- w{worker} left: {why}"
+        case c.Announce(t.WorkerLeft(_, worker) as left):
+            return f"- w{worker} left: {left.why}"
         case c.Announce(t.DriverStoodStill(_, seconds)):
             return f"- the driver stood still for {seconds:g} s"
-        case c.Announce(t.WorldBroken(_, round, _, why)):
-            return f"- round {round} broke: {why}"
+        case c.Announce(t.WorldBroken(_, round) as broken):
+            return f"- round {round} broke: {broken.why}"
     return None
 
 

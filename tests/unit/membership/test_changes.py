@@ -7,18 +7,25 @@ import pytest
 from spark_elastic.membership import events as e
 from spark_elastic.membership.commands import Announce
 from spark_elastic.membership.machine import Membership
+from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.topology import Place
-from spark_elastic.reporting.event_log import MOST_NOTICES, Chronicle, is_vague, plain_reason
+from spark_elastic.reporting.event_log import MOST_NOTICES, EventLog, root_loss_in_words
 from spark_elastic.settings import ElasticSettings
-from tests.unit.membership.script import step_at
+from tests.unit.membership.script import exited, step_at
+
+CLOSED = LossCause(LossKind.CONNECTION_CLOSED, detail="reset")
+
+
+def lost(kind: LossKind, because: LossCause) -> LossCause:
+    return LossCause(kind, because=because)
 
 
 class Job:
-    """A membership machine with a chronicle beside it, as in the driver. Workers w1.. on executors 0.. at step 10."""
+    """A membership machine with a log beside it, as in the driver. Workers w1.. on executors 0.. at step 10."""
 
     def __init__(self, size: int, minimum: int = 1, executors: str = "spark") -> None:
         self.machine = Membership(ElasticSettings(num_proc=size, min_num_proc=minimum, max_num_proc=size + 2))
-        self.chronicle = Chronicle()
+        self.log = EventLog()
         self.tell(0.0, e.JobStarted())
         for number in range(size):
             name = str(number) if executors == "spark" else executors
@@ -30,10 +37,10 @@ class Job:
 
     def tell(self, now: float, event: e.Event) -> None:
         commands = self.machine.handle(event, now)
-        self.chronicle.observe(event, commands, now)
+        self.log.observe(event, commands, now)
         for command in commands:
             if isinstance(command, Announce):
-                self.chronicle.note(command.record)
+                self.log.note(command.record)
 
     def ready(self, now: float, *workers: int, step: int = 10) -> None:
         for worker in workers:
@@ -41,13 +48,13 @@ class Job:
 
     @property
     def said(self) -> list[str]:
-        return [str(change) for change in self.chronicle.changes if change.kind != "waiting"]
+        return [str(change) for change in self.log.changes if change.kind != "waiting"]
 
 
 def test_a_lost_executor_is_one_sentence_with_its_cause_and_cost():
     job = Job(4)
-    job.tell(5.0, e.WorkerLost(4, "its connection closed (reset)"))
-    job.tell(5.02, e.ExecutorLost("3", "Command exited with code 137"))
+    job.tell(5.0, e.WorkerLost(4, CLOSED))
+    job.tell(5.02, e.ExecutorLost("3", exited(137)))
     job.ready(5.08, 1, 2, 3)
     assert job.said == [
         "training starts with 4 workers",
@@ -57,28 +64,28 @@ def test_a_lost_executor_is_one_sentence_with_its_cause_and_cost():
 
 def test_the_cause_may_come_after_the_next_world_has_begun():
     job = Job(3)
-    job.tell(5.0, e.WorkerLost(2, "its connection closed (reset)"))
+    job.tell(5.0, e.WorkerLost(2, CLOSED))
     job.ready(5.05, 1, 3)
     assert (
         job.said[-1]
         == "rank 1 on executor 1 lost (its connection closed (reset)): 3 -> 2 workers, 0.05 s, no step lost"
     )
-    job.tell(5.10, e.WorkerLost(2, "killed by SIGKILL", -9))
+    job.tell(5.10, e.WorkerLost(2, exited(-9)))
     assert job.said[-1] == "rank 1 on executor 1 lost (killed by signal 9): 3 -> 2 workers, 0.05 s, no step lost"
 
 
 def test_what_spark_says_long_after_belongs_to_something_else():
     job = Job(3)
-    job.tell(5.0, e.WorkerLost(2, "killed by SIGSEGV", -11))
+    job.tell(5.0, e.WorkerLost(2, exited(-11)))
     job.ready(5.05, 1, 3)
-    job.tell(100.0, e.ExecutorLost("1", "idle for too long"))
+    job.tell(100.0, e.ExecutorLost("1", reported("idle for too long")))
     assert job.said[1] == "rank 1 on executor 1 lost (killed by signal 11): 3 -> 2 workers, 0.05 s, no step lost"
 
 
 def test_several_losses_of_one_kind_are_told_together():
     job = Job(4)
     for number in (2, 3):
-        job.tell(5.0, e.ExecutorLost(str(number), "Command exited with code 137"))
+        job.tell(5.0, e.ExecutorLost(str(number), exited(137)))
     job.ready(5.5, 1, 2)
     assert job.said[-1] == "executors 2, 3 lost (killed by signal 9): 4 -> 2 workers, 0.50 s, no step lost"
 
@@ -86,7 +93,7 @@ def test_several_losses_of_one_kind_are_told_together():
 def test_steps_that_the_survivors_went_back_are_counted():
     job = Job(2)
     job.tell(4.0, e.WorkerAlive(1, step_at(57)))
-    job.tell(5.0, e.WorkerLost(2, "killed by SIGKILL", -9))
+    job.tell(5.0, e.WorkerLost(2, exited(-9)))
     job.ready(5.1, 1, step=50)
     assert job.said[-1].endswith("2 -> 1 worker, 0.10 s, 7 steps lost")
 
@@ -117,18 +124,18 @@ def test_a_round_that_broke_without_a_loss_says_why():
 
 def test_what_a_worker_has_to_say_is_a_change_and_no_flood_of_them_fills_the_memory():
     job = Job(2)
-    job.chronicle.notice(2, "a checkpoint could not be written", 4.0)
-    job.chronicle.notice(99, "who is this", 4.0)
+    job.log.notice(2, "a checkpoint could not be written", 4.0)
+    job.log.notice(99, "who is this", 4.0)
     assert job.said[1:] == ["rank 1: a checkpoint could not be written", "a worker: who is this"]
     for _ in range(2 * MOST_NOTICES):
-        job.chronicle.notice(1, "again", 5.0)
+        job.log.notice(1, "again", 5.0)
     assert len(job.said) == 1 + MOST_NOTICES
-    assert job.said[-1].startswith("rank 0: again (what else")
+    assert job.said[-1].startswith("rank 0: again (further")
 
 
 def test_processes_of_this_machine_are_told_by_their_ranks():
     job = Job(2, executors="driver")
-    job.tell(5.0, e.WorkerLost(1, "killed by SIGKILL", -9))
+    job.tell(5.0, e.WorkerLost(1, exited(-9)))
     job.ready(5.1, 2)
     assert job.said[-1].startswith("rank 0 on h0 lost (killed by signal 9)")
 
@@ -136,16 +143,16 @@ def test_processes_of_this_machine_are_told_by_their_ranks():
 def test_processes_of_one_place_that_are_lost_together_are_named_together():
     job = Job(3, executors="driver")
     for place in (2, 1):
-        job.tell(4.0, e.AgentLost(place, "silent for 30 s"))
+        job.tell(4.0, e.AgentLost(place, reported("silent for 30 s")))
     job.ready(5.1, 3)
     assert job.said[-1].startswith("rank 1 on h1, rank 0 on h0 lost (silent for 30 s): 3 -> 1 worker")
 
 
 def test_the_pause_is_over_with_the_first_step_of_the_new_world():
     job = Job(3)
-    job.tell(5.0, e.WorkerLost(2, "killed by SIGKILL", -9))
+    job.tell(5.0, e.WorkerLost(2, exited(-9)))
     job.ready(5.05, 1, 3)
-    lost = next(change for change in job.chronicle.changes if change.kind == "lost")
+    lost = next(change for change in job.log.changes if change.kind == "lost")
     assert (lost.open, round(lost.pause_s, 2)) == (True, 0.05)
     job.tell(5.10, e.WorkerAlive(1, step_at(10)))  # it has only heard of the new world
     job.tell(5.25, e.WorkerAlive(1, step_at(11)))
@@ -154,33 +161,51 @@ def test_the_pause_is_over_with_the_first_step_of_the_new_world():
 
 def test_a_wait_lasts_until_the_next_world():
     job = Job(2)
-    waits = [change for change in job.chronicle.changes if change.kind == "waiting"]
+    waits = [change for change in job.log.changes if change.kind == "waiting"]
     assert sum(wait.lasted_s for wait in waits) == 2.0
     assert all(wait.lasted_s is not None for wait in waits)
 
 
 def test_a_loss_is_open_until_the_next_world_is_there():
     job = Job(2, minimum=2)
-    job.tell(5.0, e.WorkerLost(2, "killed by SIGKILL", -9))
+    job.tell(5.0, e.WorkerLost(2, exited(-9)))
     job.ready(5.1, 1)
-    lost = next(change for change in job.chronicle.changes if change.kind == "lost")
+    lost = next(change for change in job.log.changes if change.kind == "lost")
     assert (lost.open, lost.pause_s) == (True, None)
     assert str(lost) == "rank 1 on executor 1 lost (killed by signal 9): 2 -> 1 worker"
 
 
 @pytest.mark.parametrize(
-    ("why", "told"),
+    ("cause", "words"),
     [
-        ("killed by SIGKILL (exit code -9)", "killed by signal 9"),
-        ("its agent is lost: executor 3 is lost: Command exited with code 143", "killed by signal 15"),
-        ("exited with code 3 (exit code 3)", "exited with code 3"),
-        ("its agent is lost: silent for 30 s", "silent for 30 s"),
+        (exited(-9), "killed by signal 9"),
+        (lost(LossKind.AGENT_LOST, lost(LossKind.EXECUTOR_LOST, exited(143))), "killed by signal 15"),
+        (exited(3), "exited with code 3"),
+        (lost(LossKind.AGENT_LOST, LossCause(LossKind.SILENT, seconds=30)), "silent for 30 s"),
+        (lost(LossKind.TASK_ENDED, reported("the agent raised ValueError: exit code 3")), "the agent raised"),
     ],
 )
-def test_a_reason_is_what_happened_and_not_how_it_was_noticed(why, told):
-    assert plain_reason(why) == told
-    assert not is_vague(told)
+def test_reason_of_a_change_is_the_event_itself_and_not_how_it_was_noticed(cause, words):
+    assert root_loss_in_words(cause).startswith(words)
+    assert not cause.is_symptom
 
 
-def test_a_closed_connection_is_no_reason_yet():
-    assert is_vague(plain_reason("its agent is lost: its connection closed (EOF)"))
+def test_closed_connection_explains_no_loss():
+    assert lost(LossKind.AGENT_LOST, CLOSED).is_symptom
+
+
+def test_agent_that_is_killed_is_the_cause_even_if_its_worker_is_missed_first():
+    job = Job(3, executors="driver")
+    job.tell(5.0, e.WorkerLost(2, CLOSED))
+    job.tell(5.01, e.AgentLost(2, CLOSED))
+    job.tell(5.02, e.SlotEnded(1, LossCause(LossKind.AGENT_EXITED, code=-9)))
+    job.ready(5.1, 1, 3)
+    assert job.said[-1].startswith("rank 1 on h1 lost (its agent was killed by signal 9 (SIGKILL)): 3 -> 2 workers")
+
+
+def test_cause_that_is_no_better_does_not_replace_the_one_that_is_known():
+    job = Job(3)
+    job.tell(5.0, e.AgentLost(2, CLOSED))
+    job.tell(5.1, e.SlotEnded(1, LossCause(LossKind.UNEXPLAINED, detail="the agent's Python process died")))
+    assert "(its connection closed (reset))" in job.said[-1]
+    assert [change.unexplained for change in job.log.changes if change.kind == "lost"] == [True]

@@ -36,12 +36,21 @@ from spark_elastic.membership.events import (
     WorkerRaised,
     WorkerReady,
 )
-from spark_elastic.membership.machine import Membership
-from spark_elastic.membership.states import Phase, WorkerState
+from spark_elastic.membership.machine import Membership, MembershipStatus
+from spark_elastic.membership.reasons import (
+    LossCause,
+    LossKind,
+    Wait,
+    WaitKind,
+    WorldChange,
+    WorldChangeKind,
+    reported,
+)
+from spark_elastic.membership.states import Phase
 from spark_elastic.membership.timeline import PlaceCooledDown, Waiting
 from spark_elastic.membership.topology import Place
 from spark_elastic.settings import ElasticSettings
-from tests.unit.membership.script import step_at
+from tests.unit.membership.script import exited, step_at
 
 
 def at(slot: int, host: str = "host") -> Place:
@@ -105,16 +114,16 @@ def test_a_reason_is_announced_once_and_not_again_until_it_changes() -> None:
 
 def test_the_exit_code_after_the_closed_channel_is_no_second_failure() -> None:
     machine = training(2)
-    assert failures(machine.handle(WorkerLost(1, "channel closed"), 1.0)) == ["slot"]
-    assert machine.handle(WorkerLost(1, "exited", -9), 1.1) == []
+    assert failures(machine.handle(WorkerLost(1, reported("channel closed")), 1.0)) == ["slot"]
+    assert machine.handle(WorkerLost(1, exited(-9)), 1.1) == []
 
 
 def test_worker_agent_slot_and_executor_of_one_death_are_one_failure_in_any_order() -> None:
     signs: list[Event] = [
-        WorkerLost(1, "channel closed"),
-        AgentLost(1, "channel closed"),
-        SlotEnded(0, "task failed"),
-        ExecutorLost("exec0", "killed"),
+        WorkerLost(1, reported("channel closed")),
+        AgentLost(1, reported("channel closed")),
+        SlotEnded(0, reported("task failed")),
+        ExecutorLost("exec0", reported("killed")),
     ]
     for first in range(4):
         machine = training(2)
@@ -125,7 +134,7 @@ def test_worker_agent_slot_and_executor_of_one_death_are_one_failure_in_any_orde
 
 def test_a_bug_is_reported_even_if_the_exit_of_its_process_is_heard_first() -> None:
     machine = training(2)
-    machine.handle(WorkerLost(2, "process exited", 1), 1.0)
+    machine.handle(WorkerLost(2, exited(1)), 1.0)
     (fail,) = only(FailJob, machine.handle(WorkerRaised(2, "ValueError", "bad", "Traceback"), 1.01))
     assert isinstance(fail, FailJob)
     assert isinstance(fail.error, UserFunctionError)
@@ -134,21 +143,21 @@ def test_a_bug_is_reported_even_if_the_exit_of_its_process_is_heard_first() -> N
 
 def test_an_exit_with_0_that_overtakes_the_done_is_no_loss() -> None:
     machine = training(1)
-    assert machine.handle(WorkerLost(1, "process exited", 0), 1.0) == []
+    assert machine.handle(WorkerLost(1, exited(0)), 1.0) == []
     assert only(FinishJob, machine.handle(WorkerDone(1, in_loop=True), 1.01)) == [FinishJob((1,))]
 
 
 def test_an_exit_with_0_without_a_done_is_a_loss() -> None:
-    for later in (WorkerLost(1, "channel closed"), Tick()):
+    for later in (WorkerLost(1, reported("channel closed")), Tick()):
         machine = training(2)
-        assert machine.handle(WorkerLost(1, "process exited", 0), 1.0) == []
+        assert machine.handle(WorkerLost(1, exited(0)), 1.0) == []
         assert only(CutPeers, machine.handle(later, 3.0)) != [], later
 
 
 def test_a_worker_is_not_restarted_on_an_agent_that_died_with_it() -> None:
     machine = training(2)
-    machine.handle(WorkerLost(1, "channel closed"), 1.0)
-    machine.handle(AgentLost(1, "channel closed"), 1.1)
+    machine.handle(WorkerLost(1, reported("channel closed")), 1.0)
+    machine.handle(AgentLost(1, reported("channel closed")), 1.1)
     assert only(StartWorker, machine.handle(Tick(), 9.0)) == []
 
 
@@ -192,7 +201,7 @@ def test_newcomers_stay_in_init_until_somebody_shows_a_state() -> None:
 def test_one_that_was_not_asked_and_stops_has_all_others_cut() -> None:
     machine = training(4)
     assert only(CutPeers, machine.handle(WorkerReady(2, 1, step_at(11)), 1.0)) == [
-        CutPeers((1, 3, 4), 1, "a collective failed for rank 1 on host")
+        CutPeers((1, 3, 4), 1, WorldChange(WorldChangeKind.COLLECTIVE_FAILED, rank=1, host="host"))
     ]
 
 
@@ -216,26 +225,22 @@ def test_a_function_without_init_finishes_when_enough_workers_returned() -> None
 
 def test_a_slot_whose_task_does_not_end_is_withdrawn() -> None:
     machine = training(2, heartbeat_timeout_s=10.0)
-    machine.handle(AgentLost(1, "channel closed"), 1.0)
+    machine.handle(AgentLost(1, reported("channel closed")), 1.0)
     for now in (5.0, 10.9):
         machine.handle(AgentAlive(2), now)
         machine.handle(WorkerAlive(2, step_at(11)), now)
     assert machine.next_deadline() == 11.0
     assert [c.slot for c in machine.handle(Tick(), 11.0) if isinstance(c, WithdrawSlot)] == [0]
-    assert only(LaunchSlot, machine.handle(SlotEnded(0, "withdrawn"), 11.5)) == [LaunchSlot(0)]
+    assert only(LaunchSlot, machine.handle(SlotEnded(0, reported("withdrawn")), 11.5)) == [LaunchSlot(0)]
 
 
-def test_views_say_where_everybody_is() -> None:
+def test_status_tells_what_the_job_is_doing() -> None:
     machine = training(2)
-    machine.handle(AgentJoined(3, at(2)), 1.0)
-    assert machine.worker_states() == {1: WorkerState.TRAINING, 2: WorkerState.TRAINING, 3: WorkerState.BOOTING}
-    assert (machine.place_of(2), machine.agent_of(2), machine.rank_of(2)) == (at(1), 2, 1)
-    assert (machine.place_of(9), machine.agent_of(9), machine.rank_of(3)) == (None, None, None)
-    status = machine.status()
-    assert (status["phase"], status["round"], status["size"], status["progress"]) == ("running", 1, 2, 10)
-    machine.handle(WorkerLost(1, "channel closed"), 2.0)
-    assert machine.status()["waiting_for"] == "round 1 broke; waiting up to 600 s for 1 survivors (ranks 1)"
-    assert machine.ready_count == 0
+    assert machine.status() == MembershipStatus(Phase.RUNNING, round=1, size=2, progress=10)
+    commands = machine.handle(WorkerLost(1, reported("channel closed")), 2.0)
+    assert machine.phase is Phase.BROKEN
+    waits = [c.record.wait for c in only(Announce, commands) if isinstance(c.record, Waiting)]  # type: ignore[union-attr]
+    assert waits == [Wait(WaitKind.SURVIVORS, have=1, round=1, ranks=(1,))]
 
 
 @pytest.mark.parametrize("end", [CancelRequested("stop"), WorkerDone(1, in_loop=True)])
@@ -243,7 +248,13 @@ def test_after_the_end_there_is_silence(end: Event) -> None:
     machine = training(1)
     assert only(FinishJob, commands := machine.handle(end, 1.0)) or only(FailJob, commands)
     assert machine.next_deadline() is None
-    late: list[Event] = [Tick(), WorkerLost(1, "x"), AgentJoined(9, at(1)), SlotEnded(0, "x"), CancelRequested("again")]
+    late: list[Event] = [
+        Tick(),
+        WorkerLost(1, reported("x")),
+        AgentJoined(9, at(1)),
+        SlotEnded(0, reported("x")),
+        CancelRequested("again"),
+    ]
     assert [machine.handle(event, 2.0) for event in late] == [[]] * len(late)
 
 
@@ -258,7 +269,7 @@ def test_a_thousand_workers_are_cheap() -> None:
             machine.handle(AgentAlive(i), now)
             machine.handle(WorkerAlive(i, step_at(10)), now)
             machine.next_deadline()
-    machine.handle(WorkerLost(1, "channel closed"), now)
+    machine.handle(WorkerLost(1, reported("channel closed")), now)
     for i in range(2, size + 1):
         machine.handle(WorkerReady(i, 1, step_at(11)), now)
         machine.next_deadline()
@@ -275,9 +286,9 @@ def test_a_thousand_changes_leave_nothing_behind() -> None:
         now += 1.0
         assert machine.world is not None
         round = machine.world.round
-        machine.handle(AgentLost(agent, "killed"), now)
+        machine.handle(AgentLost(agent, reported("killed")), now)
         machine.handle(WorkerReady(1, round, step_at(change + 11)), now)
-        machine.handle(SlotEnded(1, "killed"), now)
+        machine.handle(SlotEnded(1, reported("killed")), now)
         machine.handle(Tick(), now + 0.1)
         agent = change + 3
         started = only(StartWorker, machine.handle(AgentJoined(agent, at(1)), now + 0.2))
@@ -289,9 +300,9 @@ def test_a_thousand_changes_leave_nothing_behind() -> None:
         machine.handle(AgentAlive(1), now + 0.5)
     assert machine.world is not None
     assert machine.world.round == 2001
-    assert len(machine.worker_states()) == 2
+    assert len(machine._registry.workers) == 2
     assert len(machine._timers._heap) < 100
-    assert len(machine._places._cooldown._histories) < 100
+    assert len(machine._scheduler._cooldown._histories) < 100
 
 
 # --- workers that are alive and hold up the others ------------------------------------------------
@@ -306,7 +317,7 @@ def test_worker_that_the_others_wait_for_too_long_in_a_collective_is_removed() -
     assert [command.worker for command in commands if isinstance(command, StopWorker)] == [2]
     (cut,) = [command for command in commands if isinstance(command, CutPeers)]
     assert set(cut.workers) == {1, 3}
-    assert "waited for it in a collective for stall_timeout (60 s)" in cut.why
+    assert cut.change.cause == LossCause(LossKind.BLOCKED_OTHERS, seconds=60.0)
 
 
 def test_when_all_wait_for_each_other_nobody_is_removed_but_all_are_cut() -> None:

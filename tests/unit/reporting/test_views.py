@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.reporting.format import Speed, View, epoch_line, plain_line, right_of_bar, wait_in_words
+from spark_elastic.membership import decisions
+from spark_elastic.membership.reasons import Wait, WaitKind, reported
+from spark_elastic.membership.wording import wait_in_words
+from spark_elastic.reporting.format import Speed, View, epoch_line, plain_line, right_of_bar, wait_on_bar
 from spark_elastic.reporting.screens import as_html, as_text, layout
+from spark_elastic.settings import ElasticSettings
 
 TRAINING = View("epoch 3/10", 12_000, 60_000, "rows", {"loss": 0.31234, "accuracy": 0.91}, 4, 12_345.6)
 
@@ -44,48 +48,72 @@ def test_with_its_bar_a_line_still_fits(width):
     assert line.startswith("epoch 3/10  20% |")
 
 
-def test_a_wait_says_what_is_missing_and_how_long_it_may_take():
-    reason = wait_in_words("2 of 4 workers ready; waiting up to 600 s for at least 4")
-    view = View("", waiting=f"{reason}: 2 tasks pending, cluster has 2 slots free", left_s=599.7)
+def test_wait_names_what_is_missing_and_the_time_that_is_left():
+    words = wait_on_bar(Wait(WaitKind.MINIMUM, have=2, want=4, need=4, left_s=600))
+    view = View("", waiting=f"{words}: 2 tasks pending, cluster has 2 slots free", left_s=599.7)
     assert plain_line(view) == "waiting for 2 of 4 workers: 2 tasks pending, cluster has 2 slots free; 600 s left"
     assert layout(view, 60).endswith("...; 600 s left")
 
 
 @pytest.mark.parametrize(
-    ("reason", "told"),
+    ("wait", "sentence", "on_bar"),
     [
-        ("0 of 4 workers ready; waiting up to 600 s for at least 2", "waiting for 4 of 4 workers (2 would do)"),
         (
+            Wait(WaitKind.MINIMUM, have=0, want=4, need=2, left_s=600),
+            "0 of 4 workers ready; waiting up to 600 s for at least 2",
+            "waiting for 4 of 4 workers (2 would do)",
+        ),
+        (
+            Wait(WaitKind.GRACE, have=3, want=4, need=2, left_s=8),
             "3 of 4 workers ready; waiting up to 8 s more for the others",
             "waiting for 1 of 4 workers; the others are ready",
         ),
         (
-            "1 of at least 2 workers ready; keeping their state and waiting up to 60 s",
+            Wait(WaitKind.REPLACEMENTS, have=1, need=2, left_s=60),
+            "1 of at least 2 workers ready; keeping its state and waiting up to 60 s",
             "waiting for 1 of 2 workers, keeping the state",
         ),
-        ("2 of 4 slots; waiting up to 600 s for more executors", "waiting for 2 of 4 slots"),
         (
+            Wait(WaitKind.SLOTS, have=2, need=4, left_s=600),
+            "2 of 4 slots; waiting up to 600 s for more executors",
+            "waiting for 2 of 4 slots",
+        ),
+        (
+            Wait(WaitKind.SURVIVORS, have=2, round=3, ranks=(0, 1), left_s=600),
             "round 3 broke; waiting up to 600 s for 2 survivors (ranks 0, 1)",
             "waiting for 2 to come back from the broken round (ranks 0, 1)",
         ),
-        ("anything else", "anything else"),
+        (
+            Wait(WaitKind.SURVIVORS, have=1, round=3, ranks=(1,), finishing=1, left_s=600),
+            "round 3 broke; waiting up to 600 s for 1 survivor (rank 1), which runs the code after the loop and is "
+            "waited for longer",
+            "waiting for 1 to come back from the broken round (rank 1), which runs the code after the loop and is "
+            "waited for longer",
+        ),
+        (Wait(WaitKind.REPORTED, detail="anything else"), "anything else", "anything else"),
     ],
 )
-def test_what_is_waited_for_comes_first(reason, told):
-    assert wait_in_words(reason) == told
+def test_wait_is_a_sentence_in_the_log_and_shorter_on_the_bar(wait, sentence, on_bar):
+    assert wait_in_words(wait) == sentence
+    assert wait_on_bar(wait) == on_bar
 
 
-def test_the_drivers_reasons_are_those_that_are_put_into_words():
-    from spark_elastic.membership import decisions
-    from spark_elastic.settings import ElasticSettings
+def test_wait_names_why_slots_are_missing():
+    full = reported("No space left on device")
+    wait = Wait(WaitKind.MINIMUM, have=1, want=2, need=2, left_s=9, missing=(full, full))
+    missing = "launches ended before their agent joined: No space left on device"
+    assert wait_on_bar(wait) == f"waiting for 1 of 2 workers; {missing}"
+    assert wait_in_words(wait) == f"1 of 2 workers ready; waiting up to 9 s for at least 2; {missing}"
 
+
+def test_decisions_of_the_machine_say_what_is_waited_for():
     settings = ElasticSettings(num_proc=4, min_num_proc=2, max_num_proc=4)
-    reasons = [
-        decisions.start(1, settings, 0.0, enough_since=None, deadline=600.0).reason,
-        decisions.start(3, settings, 0.0, enough_since=0.0, deadline=600.0).reason,
-        decisions.regroup(1, settings, 0.0, deadline=600.0).reason,
+    waits = [
+        decisions.start(1, settings, 0.0, enough_since=None, deadline=600.0).wait,
+        decisions.start(3, settings, 0.0, enough_since=0.0, deadline=600.0).wait,
+        decisions.regroup(1, settings, 0.0, deadline=600.0).wait,
     ]
-    assert all(wait_in_words(reason).startswith("waiting for ") for reason in reasons)
+    assert [wait.kind for wait in waits] == [WaitKind.MINIMUM, WaitKind.GRACE, WaitKind.REPLACEMENTS]
 
 
 def test_what_is_done_has_no_time_left():

@@ -1,0 +1,100 @@
+"""What the bar of a job shows, moment by moment, and what a log says in its place."""
+
+from __future__ import annotations
+
+from spark_elastic.membership.reasons import Wait, WaitKind
+from spark_elastic.reporting.progress import LINE_EVERY_S, ProgressModel
+from spark_elastic.wire.messages import EpochEnded, LiveProgress
+
+
+def live(epoch: int, rows: int, phase: str = "train") -> LiveProgress:
+    return LiveProgress(epoch, 3, phase, rows, 1000, {"loss": 0.5})
+
+
+def training() -> ProgressModel:
+    progress = ProgressModel()
+    progress.world(4, 0.0)
+    progress.live(live(0, 100), 1.0)
+    progress.live(live(0, 200), 2.0)
+    return progress
+
+
+def test_the_bar_is_of_one_epoch():
+    view = training().view(2.0)
+    assert (view.title, view.done, view.total, view.workers, view.rate) == ("epoch 1/3", 200, 1000, 4, 100.0)
+    assert view.eta_s == 8.0
+
+
+def test_validation_has_a_bar_of_its_own():
+    progress = training()
+    progress.live(live(0, 500, "validate"), 3.0)
+    assert progress.view(3.0).title == "epoch 1/3 validation"
+
+
+def test_each_epoch_has_one_line_whoever_repeats_it():
+    progress = training()
+    ended = EpochEnded(0, 3, 2.0, {"loss": 0.4})
+    assert progress.epoch(ended, 3.0) == "epoch 1/3  loss 0.4  2.0 s"
+    assert progress.epoch(ended, 3.1) is None
+
+
+def test_a_rank_0_that_is_gone_does_not_turn_the_bar_back():
+    progress = training()
+    progress.live(live(1, 50), 3.0)
+    progress.live(live(0, 990), 3.1)
+    assert progress.view(3.2).title == "epoch 2/3"
+
+
+def test_a_wait_takes_the_bars_place_and_runs_down():
+    progress = training()
+    progress.wait(Wait(WaitKind.REPLACEMENTS, have=1, need=2, left_s=60), 63.0, 3.0)
+    assert progress.view(3.1).waiting == ""  # it may be over before anybody could read it
+    view = progress.view(5.0)
+    assert (view.title, view.waiting, view.left_s) == (
+        "epoch 1/3",
+        "waiting for 1 of 2 workers, keeping the state",
+        58.0,
+    )
+    progress.world(2, 6.0)
+    assert progress.view(6.0).waiting == ""
+
+
+def test_what_is_known_of_the_cluster_stands_behind_a_wait():
+    progress = ProgressModel()
+    progress.around = lambda: "2 tasks pending, cluster has 2 slots free"
+    progress.wait(Wait(WaitKind.MINIMUM, have=2, want=4, need=4, left_s=600), 600.0, 0.0)
+    progress.look_around(1.5)
+    assert progress.line(2.0, bar=False) == (
+        "waiting for 2 of 4 workers: 2 tasks pending, cluster has 2 slots free; 598 s left"
+    )
+
+
+def test_a_log_has_few_lines_however_much_happens():
+    progress = ProgressModel()
+    progress.world(2, 0.0)
+    said = []
+    for tenth in range(3000):  # five minutes
+        now = tenth / 10
+        progress.live(live(0, tenth % 1000), now)
+        said += [line] if (line := progress.line(now, bar=False)) is not None else []
+    assert len(said) <= 300 / LINE_EVERY_S
+    assert all("\r" not in line and "\x1b" not in line for line in said)
+
+
+def test_beside_a_bar_the_log_keeps_to_what_is_new():
+    progress = training()
+    assert [progress.line(now, bar=True) for now in (40.0, 80.0, 120.0)] == [None, None, None]
+
+
+def test_a_loop_of_the_users_own_is_shown_by_its_steps():
+    progress = ProgressModel()
+    progress.world(2, 0.0)
+    progress.steps(10, 1.0)
+    assert progress.view(1.0) is None  # an estimator's training would be heard of soon
+    progress.steps(60, 6.0)
+    view = progress.view(6.0)
+    assert (view.title, view.done, view.unit, view.rate) == ("training", 60, "steps", 10.0)
+
+
+def test_before_anything_is_known_there_is_no_bar():
+    assert ProgressModel().view(0.0) is None
