@@ -1,4 +1,8 @@
-"""``spark-elastic``: run a training script elastically inside Spark."""
+"""The command ``spark-elastic``: run a training script elastically inside Spark.
+
+`options` has the command line, `submission` the Spark session and the files of a script, `checks` the commands
+``doctor`` and ``--check-build``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from spark_elastic.cli import options as command_line
-from spark_elastic.cli.checks import check_build
+from spark_elastic.cli.checks import check_build, doctor
 from spark_elastic.cli.submission import collect, spark_session
 from spark_elastic.driver.hosts import HostDiscovery, HostDiscoveryScript
 from spark_elastic.driver.local_launcher import LocalLauncher
@@ -32,12 +36,10 @@ OpenSession = Callable[..., AbstractContextManager[Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns: the exit code."""
+    """Run the command. Returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["doctor"]:  # a script of that name is ./doctor
-        from spark_elastic.cli import checks
-
-        return checks.main(words[1:])
+        return doctor(words[1:])
     parser = command_line.parser()
     options = parser.parse(words)
     if options.check_build:
@@ -48,14 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(Path(__file__).resolve().parent.parent / "__main__.py")
         return FINISHED
     if options.script is None:
-        parser.error("name the script to run; --help shows how")
+        parser.error("no script was given; name the script to run (--help shows how)")
 
     _end_on_sigterm()
     return execute(options, run=runner.run, open_session=spark_session)
 
 
 def execute(options: argparse.Namespace, *, run: Run, open_session: OpenSession) -> int:
-    """Run the script that `options` name. Returns: the exit code; what went wrong is on stderr."""
+    """Run the script that the command line names, and print errors on stderr. Returns the exit code."""
     try:
         script = _script(options)
         arguments = command_line.run_arguments(options)
@@ -76,19 +78,17 @@ def execute(options: argparse.Namespace, *, run: Run, open_session: OpenSession)
                 arguments["spark"] = closing.enter_context(session)
             run(run_script, args=(script,), **arguments)
     except (KeyboardInterrupt, JobCancelledError):
-        return _say("interrupted", INTERRUPTED)
+        return _print_and_exit_with("interrupted", INTERRUPTED)
     except UserFunctionError as error:
-        exit_code = getattr(error, "exit_code", None)
-        if exit_code is None:
-            return _say(f"{os.path.basename(options.script)}: {error}", FAILED)
-        # no traceback: the script exited on purpose
-        return _say(
-            f"{os.path.basename(options.script)}: {str(error).partition(chr(10))[0]}", exit_code & 0xFF or FAILED
-        )
+        text, code = str(error), FAILED
+        exit_code: int | None = getattr(error, "exit_code", None)
+        if exit_code is not None:  # the script exited on purpose: no traceback
+            text, code = text.partition("\n")[0], exit_code & 0xFF or FAILED
+        return _print_and_exit_with(f"{os.path.basename(options.script)}: {text}", code)
     except UsageError as error:
-        return _say(f"error: {error}", WRONG_USE)
+        return _print_and_exit_with(f"error: {error}", WRONG_USE)
     except SparkElasticError as error:
-        return _say(f"error: {error}", FAILED)
+        return _print_and_exit_with(f"error: {error}", FAILED)
     return FINISHED
 
 
@@ -100,7 +100,7 @@ def _script(options: argparse.Namespace) -> Script:
 
 def _check_discovery(options: argparse.Namespace) -> None:
     if options.slots_per_host is not None and options.host_discovery_script is None:
-        raise UsageError("--slots-per-host says how to read --host-discovery-script, which was not given")
+        raise UsageError("--slots-per-host needs --host-discovery-script, whose output it completes")
 
 
 def _prepare_output(folder: Path) -> None:
@@ -120,16 +120,16 @@ def _discovery(options: argparse.Namespace) -> HostDiscovery:
     return HostDiscoveryScript(options.host_discovery_script, default_slots=options.slots_per_host or 1)
 
 
-def _say(text: str, code: int) -> int:
+def _print_and_exit_with(text: str, code: int) -> int:
     print(f"spark-elastic: {text}", file=sys.stderr)
     return code
 
 
 def _end_on_sigterm() -> None:
-    """A terminated command ends its job as an interrupted one does, instead of leaving it to notice."""
+    """Have SIGTERM end the job as Ctrl-C does; otherwise the workers would have to notice that the driver is gone."""
 
     def interrupt(signal_number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    with contextlib.suppress(ValueError):  # not the main thread: whoever it is decides about signals
+    with contextlib.suppress(ValueError):  # not the main thread: the caller decides about signals
         signal.signal(signal.SIGTERM, interrupt)

@@ -1,4 +1,4 @@
-"""``spark-elastic doctor``: whether a cluster is fit for training, and what to do where it is not."""
+"""``spark-elastic doctor`` checks a cluster; ``spark-elastic --check-build`` checks what is installed here."""
 
 from __future__ import annotations
 
@@ -19,11 +19,20 @@ from spark_elastic.diagnostics.findings import PROBLEM, Finding
 from spark_elastic.driver.preflight import check_java
 from spark_elastic.errors import JavaNotFoundError, SparkElasticError
 
-# ``spark-elastic --check-build``: what is installed here, and what is missing to run.
+EPILOG = """\
+examples:
+  spark-elastic doctor
+  spark-elastic doctor --master spark://host:7077 --conf spark.executor.memory=4g -np 8 --store s3://bucket/folder
+  spark-submit --master yarn "$(spark-elastic --submit-file)" doctor --store hdfs:///tmp/training
+
+exit codes: 0: no problem was found; 1: there is one; 2: the command has to change
+"""
+
+_NO_PROBLEM, _PROBLEM_FOUND = 0, 1
 
 
 def check_build() -> tuple[str, bool]:
-    """A report for people, and whether a job could be run from here."""
+    """Return a report about what is installed here, and True if a job could be run."""
     lines = [f"Python {platform.python_version()}"]
     usable = True
 
@@ -71,20 +80,8 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-WELL, NOT_WELL = 0, 1
-
-EPILOG = """\
-examples:
-  spark-elastic doctor
-  spark-elastic doctor --master spark://host:7077 --conf spark.executor.memory=4g -np 8 --store s3://bucket/folder
-  spark-submit --master yarn "$(spark-elastic --submit-file)" doctor --store hdfs:///tmp/training
-
-exit codes: 0: no problem was found; 1: there is one; 2: the command has to change
-"""
-
-
-def main(argv: Sequence[str]) -> int:
-    """The command. argv: what follows "doctor". Returns: the exit code."""
+def doctor(argv: Sequence[str]) -> int:
+    """Run the command ``doctor`` with the arguments that follow it. Returns the exit code."""
     options = _parser().parse_args(argv)
     examination = Examination(options.timeout, num_proc=options.num_proc, store=options.store)
     opened, over = threading.Event(), threading.Event()
@@ -92,18 +89,19 @@ def main(argv: Sequence[str]) -> int:
     looking.daemon = True
     looking.start()
     if not over.wait(options.timeout + 2.0) and not opened.is_set():
-        says = f"no session on {options.master or 'this machine'} within {options.timeout:.0f} s"
-        examination.look_without_spark(says, "check that the master answers there; Spark says more on stderr")
+        problem = f"no session on {options.master or 'this machine'} within {options.timeout:.0f} s"
+        examination.look_without_spark(problem, "check that the master answers there; Spark says more on stderr")
     elif not over.is_set():
-        says = f"the checkup did not end within {options.timeout:.0f} s"
-        examination.add(Finding("deadline", PROBLEM, says, "see Spark's own messages above, or give --timeout more"))
+        problem = f"the checkup did not end within {options.timeout:.0f} s"
+        examination.add(Finding("deadline", PROBLEM, problem, "see Spark's own messages above, or give --timeout more"))
     report = examination.report()
     print(report.to_json() if options.json else report)
     sys.stdout.flush()
+    code = _NO_PROBLEM if report.ok else _PROBLEM_FOUND
     looking.join(2.0)  # Spark stops
     if looking.is_alive():
-        os._exit(WELL if report.ok else NOT_WELL)  # else the interpreter would wait for Spark at its end
-    return WELL if report.ok else NOT_WELL
+        os._exit(code)  # otherwise the interpreter would wait for Spark
+    return code
 
 
 def _look(
@@ -119,7 +117,7 @@ def _look(
             except SparkElasticError as error:
                 examination.look_without_spark(f"no session: {error}", "see the lines above, and Spark's own messages")
                 return
-            except Exception as error:  # of Spark's JVM, which has said more on stderr
+            except Exception as error:  # from Spark's JVM, which prints more on stderr
                 examination.look_without_spark(
                     f"no session on {options.master or 'this machine'}: {_first_line(error)}",
                     "check --master and --conf, and Spark's own messages on stderr",
@@ -146,22 +144,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--master", default=None, metavar="URL", help="default: local[*]; under spark-submit, its own")
     made.add_argument("--conf", type=pair, action="append", default=[], metavar="K=V", help="a Spark setting")
-    made.add_argument("--store", default=None, metavar="URL", help="where estimators are to keep their data")
-    made.add_argument("-np", "--num-proc", type=_count, default=None, metavar="N", help="workers that are to train")
-    made.add_argument("--timeout", type=_seconds, default=120.0, metavar="S", help="for all of it (default: 120)")
-    made.add_argument("--json", action="store_true", help="print the report for programs")
+    made.add_argument("--store", default=None, metavar="URL", help="storage for the data of estimators")
+    made.add_argument("-np", "--num-proc", type=_count, default=None, metavar="N", help="workers of the planned job")
+    made.add_argument(
+        "--timeout", type=_seconds, default=120.0, metavar="S", help="limit for all checks (default: 120)"
+    )
+    made.add_argument("--json", action="store_true", help="print the report as JSON")
     return made
 
 
 def _count(text: str) -> int:
     count = int(text)
     if count < 1:
-        raise argparse.ArgumentTypeError(f"at least 1, not {text}")
+        raise argparse.ArgumentTypeError(f"expected at least 1, not {text}")
     return count
 
 
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"from 1 to 3600 seconds, not {text}")
+        raise argparse.ArgumentTypeError(f"expected 1 to 3600 seconds, not {text}")
     return seconds

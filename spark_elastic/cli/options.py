@@ -32,10 +32,14 @@ exit codes:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Stops at the script: what follows it belongs to the script, whatever it looks like."""
+    """Parses up to the script; all words after it are arguments of the script, also those that look like options."""
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Raises: SystemExit(2): with a message on stderr, for anything that cannot be right."""
+        """Parse the command line.
+
+        Raises:
+            SystemExit: with code 2 and a message on stderr, if the command line is wrong.
+        """
         ours, script = self._split(argv)
         options = self.parse_args(ours)
         options.script, options.script_args = (script[0], tuple(script[1:])) if script else (None, ())
@@ -60,6 +64,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> _Parser:
+    """Return the parser of ``spark-elastic``."""
     made = _Parser(
         prog="spark-elastic",
         usage="spark-elastic [options] script.py [arguments of the script]",
@@ -102,7 +107,7 @@ def parser() -> _Parser:
     )
 
     about = made.add_argument_group("about")
-    about.add_argument("--check-build", action="store_true", help="what is installed here and what is missing")
+    about.add_argument("--check-build", action="store_true", help="show what is installed here and what is missing")
     about.add_argument("--submit-file", action="store_true", help="print the file to hand to spark-submit")
     about.add_argument("--version", action="version", version=f"spark-elastic {__version__}")
     return made
@@ -129,7 +134,7 @@ def _add_setting(group: Any, each: Declaration) -> None:
 
 
 def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments for `spark_elastic.run`, only those that were given: the defaults are its own."""
+    """Return the keyword arguments for `spark_elastic.run`: those that were given; it has the defaults."""
     names = [each.name for each in _settings_with_flags()]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.cooldown_range is not None:
@@ -141,7 +146,11 @@ def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def pair(text: str) -> tuple[str, str]:
-    """NAME=VALUE. Raises: argparse.ArgumentTypeError."""
+    """Parse NAME=VALUE.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is something else.
+    """
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, not {text!r}")

@@ -1,4 +1,4 @@
-"""The Spark session that the command line runs in: the submitted application's, or a new one."""
+"""What a command needs to run: the script with its modules, and the Spark session."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ from spark_elastic.driver.preflight import check_java
 from spark_elastic.errors import JavaNotFoundError, UsageError
 from spark_elastic.task.script import Script
 
-# Which files have to travel with a script: itself and the local modules that it imports.
-
 MAX_BYTES = 16 * 2**20
-"""Source code is never this big; something else was swept up, and it would travel with every launch."""
+"""Source code is never this big; other files were found by mistake, and would be sent with every launch."""
 
 
 def collect(path: str, args: tuple[str, ...]) -> Script:
-    """Read the script and every module in its folder that it imports, directly or through one of them.
+    """Read the script and all modules in its folder that it imports, directly or through one another.
 
-    Found by name in the import statements; a module that is imported by other means has to be installed on the
-    workers, or sent with Spark's own ``--py-files``.
+    Modules are found by the names in import statements; one that is imported by other means has to be installed on
+    the workers, or sent with Spark's own ``--py-files``.
 
     Raises:
-        UsageError: the script cannot be read or is no Python; or its modules are larger than any source code.
+        UsageError: if the script cannot be read or is not Python, or its modules are larger than any source code.
     """
     script = Path(path).absolute()
     try:
@@ -60,11 +58,11 @@ def collect(path: str, args: tuple[str, ...]) -> Script:
 
 
 def _imported(source: bytes) -> Iterator[str]:
-    """First components of the modules that the source imports, relative imports aside: their package is sent whole."""
+    """Yield the first components of imported modules. Relative imports need none: their package is sent as a whole."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        return  # broken modules are reported by the import itself, if it is ever reached
+        return  # the import itself reports a broken module, if it is ever executed
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -78,7 +76,7 @@ def _local_files(folder: Path, module: str) -> Iterator[Path]:
     if single.is_file():
         yield single
     package = folder / module
-    # with or without __init__.py: both can be imported
+    # with or without __init__.py, a folder can be imported
     if package.is_dir():
         for found in sorted(package.rglob("*.py")):
             if not any(part.startswith(".") for part in found.relative_to(folder).parts):
@@ -89,15 +87,18 @@ def _local_files(folder: Path, module: str) -> Iterator[Path]:
 def spark_session(
     name: str, master: str | None, conf: Sequence[tuple[str, str]], *, slots: int | None = None, quiet: bool = True
 ) -> Iterator[Any]:
-    """A SparkSession for the time of the block.
+    """Open a SparkSession for the time of the block.
 
     Args:
-        name: of the application, if it has none.
-        master: None: the submitted one, else ``local[*]`` with at least `slots` task slots.
-        conf: Spark settings; where spark-submit was given the same ones, those win.
+        name: name of the application, unless spark-submit gave it one.
+        master: Spark's master; None: the submitted one, or ``local[*]``.
+        conf: Spark settings; those given to spark-submit take precedence.
+        slots: task slots that a local master needs at least; None: one for each core.
+        quiet: show only errors of Spark's log.
+
     Raises:
-        UsageError: no pyspark.
-        JavaNotFoundError: no Java.
+        UsageError: if pyspark is not installed.
+        JavaNotFoundError: if there is no Java.
     """
     try:
         from pyspark.sql import SparkSession
@@ -107,7 +108,7 @@ def spark_session(
     wanted = {"spark.ui.showConsoleProgress": "false", "spark.app.name": name, **dict(conf)}
     # set by spark-submit for the Python program that it starts
     if "PYSPARK_GATEWAY_PORT" in os.environ:
-        _give_way_to_submitted(wanted, master, dict(conf))
+        _drop_submitted(wanted, master, dict(conf))
     else:
         _choose_python(master, wanted)
         wanted["spark.master"] = master or _local_master(slots)
@@ -115,7 +116,7 @@ def spark_session(
     builder = SparkSession.builder
     for key, value in wanted.items():
         builder = builder.config(key, value)
-    with _java_is_to_blame():
+    with _explain_missing_java():
         session = builder.getOrCreate()
     try:
         if quiet:
@@ -125,11 +126,11 @@ def spark_session(
         session.stop()
 
 
-def _give_way_to_submitted(wanted: dict[str, str], master: str | None, asked_for: dict[str, str]) -> None:
-    """Take out of `wanted` what spark-submit was told, and say so where the command line asked for something else."""
+def _drop_submitted(wanted: dict[str, str], master: str | None, asked_for: dict[str, str]) -> None:
+    """Remove the settings that spark-submit was given, with a note where the command line differs."""
     from pyspark import SparkConf, SparkContext
 
-    # without the JVM, which is there already, a SparkConf knows nothing of what was submitted
+    # without the JVM, which runs already, a SparkConf does not know the submitted settings
     SparkContext._ensure_initialized()
     submitted = SparkConf()
     named_after_us = submitted.get("spark.app.name") == os.path.basename(sys.argv[0])
@@ -144,26 +145,26 @@ def _give_way_to_submitted(wanted: dict[str, str], master: str | None, asked_for
 
 
 @contextmanager
-def _java_is_to_blame() -> Iterator[None]:
+def _explain_missing_java() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # pyspark raises a type of its own that has moved between versions
-        # looked at only now: Spark's own configuration may know of a Java that is not on the PATH
+    except Exception as error:  # the type that pyspark raises has moved between versions
+        # checked only now: Spark's own configuration may name a Java that is not on the PATH
         if "JAVA_GATEWAY" not in str(error) and "Java gateway" not in str(error):
             raise
         check_java()
-        raise JavaNotFoundError("Spark did not start, though there is a Java; the lines above say why") from error
+        raise JavaNotFoundError("Spark did not start although Java was found; see Spark's messages above") from error
 
 
 def _local_master(slots: int | None) -> str:
-    """``local[*]`` has as many slots as cores; who asks for more workers than that on one machine gets them."""
+    """Return ``local[*]``, which has a slot for each core, or a local master with more slots if they are asked for."""
     return f"local[{slots}]" if slots is not None and slots > (os.cpu_count() or 1) else "local[*]"
 
 
 def _choose_python(master: str | None, conf: dict[str, str]) -> None:
-    """Have local workers run in this Python: PySpark's own choice is whatever `python3` is on the PATH.
+    """Have local workers run in this Python; PySpark would choose the first `python3` on the PATH.
 
-    ``spark.pyspark.python`` is read by spark-submit only, so it is passed on here in the way that works without it.
+    Only spark-submit reads ``spark.pyspark.python``, so it is passed on in the environment.
     """
     if "spark.pyspark.python" in conf:
         os.environ["PYSPARK_PYTHON"] = conf["spark.pyspark.python"]

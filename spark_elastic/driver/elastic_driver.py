@@ -236,7 +236,7 @@ class ElasticDriver:
             for timer in (self._deadline_timer, self._announce_timer, self._attention_timer):
                 if timer is not None:
                     timer.cancel()
-            self._announcer.tell(clock.monotonic(), last=True)
+            self._announcer.print_changes(clock.monotonic(), last=True)
             closings = [source.close for source in self._sources]
             await close_side_by_side([*closings, lambda: self._launcher.close(CLOSE_TIMEOUT_S)])
             await self._peers.server.close()
@@ -370,7 +370,7 @@ class ElasticDriver:
             self._announce_timer.cancel()
             self._announce_timer = None
         now = clock.monotonic()
-        due = self._announcer.tell(now)
+        due = self._announcer.print_changes(now)
         if due is not None and self._loop is not None:
             self._announce_timer = self._loop.call_later(due - now, self._announce)
 

@@ -173,7 +173,7 @@ class OutputPrinter:
             lines, over = self._next_lines()
             now = clock.monotonic()
             if self._progress is not None:
-                self._progress.look_around(now)
+                self._progress.look_at_cluster(now)
             if self._progress is not None and (said := self._progress.line(now, bar=self._screen.live)) is not None:
                 lines.append(("stdout" if self._screen.to_stdout else "stderr", f"spark_elastic: {said}"))
             if lines:

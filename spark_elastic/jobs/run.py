@@ -187,7 +187,7 @@ def _start(call: RunCall) -> ElasticJob:
         )
         undo.callback(driver.close)
         if progress is not None:
-            progress.around = lambda: backend.load(driver.tasks_pending)
+            progress.describe_cluster = lambda: backend.load(driver.tasks_pending)
         clean_up = undo.pop_all()
     return ElasticJob(spec.job, driver, lambda: backend.gather(spec, settings, driver), clean_up.close)
 

@@ -16,6 +16,8 @@ from spark_elastic.membership.reasons import LossCause
 from spark_elastic.membership.topology import BEGINNING, AgentId, Place, StateVersion, WorkerId
 from spark_elastic.membership.wording import loss_in_words
 
+REPORT_GRACE_S = 2.0
+"""The channel of a dying process closes before its agent has read the end of its stderr."""
 EXITS_OF_OURS = frozenset({75, 76, 79})
 """Codes with which a worker ends itself because others are gone, see `task.main` and `task.driver_client`."""
 _FROM_OUTSIDE = frozenset(

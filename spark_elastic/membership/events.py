@@ -1,13 +1,12 @@
-"""What happened: facts in the past tense, the only input of the membership machine.
+"""The events of a job: facts in the past tense, the only input of the membership machine.
 
-An event of an unknown, older or already replaced agent or worker changes nothing, so repeats and late arrivals are
-harmless.
+An event of an unknown, older or replaced agent or worker changes nothing, so repeats and late arrivals are harmless.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from spark_elastic.membership.reasons import LossCause, LossKind
 from spark_elastic.membership.topology import AgentId, Place, SlotId, StateVersion, WorkerId
@@ -20,7 +19,7 @@ class JobStarted:
 
 @dataclass(frozen=True, slots=True)
 class AgentJoined:
-    """An agent authenticated and said where it runs. A slot's later agent has the higher id."""
+    """An agent authenticated and reported where it runs. A later agent of the same slot has the higher id."""
 
     agent: AgentId
     place: Place
@@ -28,7 +27,7 @@ class AgentJoined:
 
 @dataclass(frozen=True, slots=True)
 class AgentLost:
-    """An agent's channel closed, or it was silent too long; its worker is lost with it."""
+    """An agent's channel closed; its worker is lost with it."""
 
     agent: AgentId
     cause: LossCause
@@ -36,7 +35,7 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True)
 class SlotEnded:
-    """A slot's launch is over, whatever the cause; it can be launched again. Comes exactly once a launch."""
+    """A slot's launch is over, and the slot can be launched again. Comes exactly once for each launch."""
 
     slot: SlotId
     cause: LossCause
@@ -46,33 +45,30 @@ class SlotEnded:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """A worker can train: process up, imports done, standing at a step boundary and waiting for a world."""
+    """A worker waits for a world: its process is up, its imports are done, and it is at a step boundary."""
 
     worker: WorkerId
     round: int
     """The last world it was in; 0: none."""
     version: StateVersion | None
-    """Of the state it holds; None: it holds no state."""
+    """The version of its state; None: it holds no state."""
     at_init: bool = False
     """True in `init()`, before the user's code built anything; False in the elastic loop."""
     loop: int = 1
-    """Number of the elastic loop that it stands in; 0: in `init()`, whose world broke."""
+    """Number of the elastic loop in which it waits; 0: in `init()`, whose world broke."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerAlive:
-    """A heartbeat, with the version of the state so far (None: holds no state).
-
-    A version, that of the beginning included, says that the worker is inside of the elastic loop: before that it has to
-    be None.
-    """
+    """A heartbeat of a worker."""
 
     worker: WorkerId
     version: StateVersion | None = None
+    """The version of its state so far; None: it holds no state, or has not entered the elastic loop yet."""
     blocked_s: float | None = None
     """How long it has waited in a collective for the others; None: it does not wait."""
     after_loop: bool = False
-    """Its elastic loop has returned, and it has entered no other: it does what the function does after the loop."""
+    """Its elastic loop has returned, and it has entered no other: it runs the code after the loop."""
     begun: int = 0
     """The newest round in which it holds the state and has begun to train; 0: none."""
 
@@ -83,15 +79,15 @@ class AgentAlive:
 
     agent: AgentId
     running: WorkerId | None = None
-    """The worker whose process it sees running: neither stopped nor ended. None: there is none, or it cannot see."""
+    """The worker whose process runs, neither stopped nor ended. None: there is none, or the agent cannot tell."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
     """The worker's channel closed or its process exited before it finished the function.
 
-    Both are reported, in any order; the second only adds what the first did not know. An exit code of 0 is believed
-    once the worker's channel has closed without a `WorkerDone`, or shortly after.
+    Both are reported, in any order; the second only adds what the first did not know. An exit code of 0 counts as a
+    loss once the worker's channel has closed without a `WorkerDone`, or shortly after.
     """
 
     worker: WorkerId
@@ -110,7 +106,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAbandoned:
-    """The user's function let a HorovodInternalError out: no bug, but the process has to start over."""
+    """The user's function raised HorovodInternalError: not a bug, but the process has to start over."""
 
     worker: WorkerId
     why: str
@@ -122,7 +118,7 @@ class WorkerDone:
 
     worker: WorkerId
     in_loop: bool
-    """Whether it ever entered the elastic loop; a plain function cannot be resumed, only run again."""
+    """It entered an elastic loop; a plain function cannot be resumed, only run again."""
     run: int = 1
     """Number of the call of the function, which grows with each `RerunFunction`."""
 
@@ -141,39 +137,44 @@ class WorkerRaised:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorDecommissioned:
-    """Spark announced that the executor will go; its workers should leave at a step boundary."""
+    """Spark announced that it takes the executor away; its workers should leave at a step boundary."""
 
     executor: str
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorLost:
+    """Spark reported that an executor is gone."""
+
     executor: str
     cause: LossCause
 
 
 @dataclass(frozen=True, slots=True)
 class HostsObserved:
-    """What a host discovery allows: slots per host. None as `hosts`: no restriction."""
+    """A host discovery reported the hosts that may be used."""
 
-    hosts: Mapping[str, int] | None = field(default=None)
+    hosts: Mapping[str, int] | None = None
+    """Slots by host; None: no restriction."""
 
 
 @dataclass(frozen=True, slots=True)
 class CancelRequested:
+    """The caller wants the job to end."""
+
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class DriverPaused:
-    """The driver stood still and heard nobody. The machine's time has not gone on meanwhile."""
+    """The driver stood still and heard nobody. The machine's time stood still too."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; deadlines are looked at."""
+    """Time has passed: the deadlines are to be looked at."""
 
 
 Event = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from spark_elastic.errors import JobCancelledError, LaunchError, UserFunctionError
 from spark_elastic.membership.commands import Command, DismissAgent
-from spark_elastic.membership.crashes import BootFailures, CrashLoopDetector, Death, ProcessExit
+from spark_elastic.membership.crashes import REPORT_GRACE_S, BootFailures, CrashLoopDetector, Death, ProcessExit
 from spark_elastic.membership.deadlines import DriverPauses, Silence, Timers, excused_for_s
 from spark_elastic.membership.events import (
     AgentAlive,
@@ -49,11 +49,11 @@ from spark_elastic.membership.registry import (
     WorkerRegistry,
 )
 from spark_elastic.membership.slots import SlotScheduler
-from spark_elastic.membership.states import Phase
+from spark_elastic.membership.states import ENDED, Phase
 from spark_elastic.membership.timeline import DriverStoodStill
 from spark_elastic.membership.topology import AgentId, WorkerId, World
 from spark_elastic.membership.wording import loss_in_words
-from spark_elastic.membership.worlds import ENDED, REPORT_GRACE_S, WorldLifecycle
+from spark_elastic.membership.worlds import WorldLifecycle
 from spark_elastic.settings import ElasticSettings
 
 _LOST_REMEMBERED = 100

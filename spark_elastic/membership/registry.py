@@ -27,16 +27,11 @@ class Slot:
     """A place for one worker, kept over all its launches."""
 
     id: SlotId
-    launched: bool = True
-    """Its job is pending or running; False: it waits for its cooldown."""
-    agent: AgentId | None = None
-    """The agent of the current launch, while it lives."""
-    newest: AgentId = 0
-    """The newest agent that the slot ever had; older ones come too late."""
-    joined: bool = False
-    """An agent of the current launch has joined."""
-    refusals: int = 0
-    """Launches in a row that the driver could not even submit."""
+    launched: bool = True  # its job is pending or running; False: it waits for its cooldown
+    agent: AgentId | None = None  # the agent of the current launch, while it lives
+    newest: AgentId = 0  # the newest agent that the slot ever had; older ones come too late
+    joined: bool = False  # an agent of the current launch has joined
+    refusals: int = 0  # launches in a row that the driver could not even submit
     excused: bool = False
     """The next end of the launch is no failure of the slot: it was counted already, or nothing failed."""
 
@@ -47,14 +42,10 @@ class Agent:
 
     id: AgentId
     place: Place
-    worker: WorkerId | None = None
-    """Never a worker that is GONE."""
-    leaving: LossCause | None = None
-    """Why its slot is not to be used any more; None: it may be used."""
-    doomed: bool = False
-    """Its executor is lost, and the agent is about to be removed."""
-    retiring: bool = False
-    """Spark takes its executor away: dismissed as soon as it has no member."""
+    worker: WorkerId | None = None  # never a worker that is GONE
+    leaving: LossCause | None = None  # why its slot is not to be used any more; None: it may be used
+    doomed: bool = False  # its executor is lost, and the agent is about to be removed
+    retiring: bool = False  # Spark takes its executor away: dismissed as soon as it has no member
 
 
 @dataclass(slots=True)
@@ -65,28 +56,19 @@ class Worker:
     agent: AgentId
     place: Place
     state: WorkerState = WorkerState.BOOTING
-    round: int = 0
-    """The last world that it was published in; 0: none."""
-    rank: int | None = None
-    """Its rank there."""
+    round: int = 0  # the last world that it was published in; 0: none
+    rank: int | None = None  # its rank there
     version: StateVersion | None = None
     """The version of its state, as last reported; None: it holds no state, or none was reported yet."""
-    heard_at: float = float("-inf")
-    """When its own last message came."""
+    heard_at: float = float("-inf")  # when its own last message came
     blocked_s: float | None = None
     """How long it had waited in a collective at its last heartbeat; None: it did not wait."""
-    introduced: bool = False
-    """WorkerJoined was announced."""
-    loop: int = 0
-    """The elastic loop in which it last waited for a world; 0: none yet."""
-    after_loop: bool = False
-    """It runs the code after an elastic loop, as last reported."""
-    run: int = 1
-    """The call of the function that counts; the end of an older one changes nothing."""
-    run_again_in: int = 0
-    """The round that broke when it was last told to run again; 0: never."""
-    exited: bool = False
-    """DONE, and its process is gone, so it cannot run again."""
+    introduced: bool = False  # WorkerJoined was announced
+    loop: int = 0  # the elastic loop in which it last waited for a world; 0: none yet
+    after_loop: bool = False  # it runs the code after an elastic loop, as last reported
+    run: int = 1  # the call of the function that counts; the end of an older one changes nothing
+    run_again_in: int = 0  # the round that broke when it was last told to run again; 0: never
+    exited: bool = False  # DONE, and its process is gone, so it cannot run again
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
-"""The phases of a job and the states of a worker, with every transition there is.
+"""The phases of a job and the states of a worker, with all their transitions; and the outcome of an agent.
 
-The machine can make no other: `Table.check` raises. `docs/protocol.md` is generated from these tables.
+The machine makes no other transition: `Table.check` raises. `docs/protocol.md` is generated from these tables.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AgentOutcome:
 
 
 class Phase(enum.Enum):
-    """What the job as a whole is doing."""
+    """The phase of the job as a whole. `PHASES` explains each."""
 
     CREATED = "created"
     STARTING = "starting"
@@ -45,8 +45,11 @@ class Phase(enum.Enum):
     FAILED = "failed"
 
 
+ENDED = (Phase.FINISHED, Phase.FAILED)
+
+
 class WorkerState(enum.Enum):
-    """What one worker process is doing, as far as the driver knows."""
+    """The state of one worker process, as far as the driver knows. `WORKERS` explains each."""
 
     BOOTING = "booting"
     AT_INIT = "at_init"
@@ -62,19 +65,25 @@ State = TypeVar("State", bound=enum.Enum)
 
 @dataclass(frozen=True, slots=True)
 class Table(Generic[State]):
-    """The transitions of one kind of thing: (from, to) -> why it happens."""
+    """All states of one kind, and all transitions between them."""
 
     name: str
     meaning: dict[State, str]
     transitions: dict[tuple[State, State], str]
+    """The reason for each transition, by (from, to)."""
 
     def check(self, before: State, after: State) -> None:
-        """Raises: RuntimeError: if there is no such transition; a bug in the machine, never in its input."""
+        """Check that a transition exists.
+
+        Raises:
+            RuntimeError: if not: a bug in the machine, whatever its input.
+        """
         if (before, after) not in self.transitions:
-            raise RuntimeError(f"{self.name}: no transition from {before.name} to {after.name}")
+            known = ", ".join(state.name for state in self.leaving(before)) or "no other state"
+            raise RuntimeError(f"{self.name}: no transition from {before.name} to {after.name}, only to {known}")
 
     def leaving(self, state: State) -> dict[State, str]:
-        """Where `state` can go, and why."""
+        """Return the states that can follow, each with the reason."""
         return {after: why for (before, after), why in self.transitions.items() if before is state}
 
 
@@ -83,7 +92,7 @@ PHASES: Table[Phase] = Table(
     "phase",
     {
         _P.CREATED: "nothing was launched yet",
-        _P.STARTING: "no world and no state: workers gather for one. At most `start_timeout`; "
+        _P.STARTING: "no world and no state: workers gather for the first world. At most `start_timeout`; "
         "`elastic_timeout` when the job starts over",
         _P.RUNNING: "the members of a world train; silence is bounded by `heartbeat_timeout`",
         _P.INTERRUPTED: "the members were asked to stop at an agreed step and train until then. Once the first has "
@@ -91,7 +100,7 @@ PHASES: Table[Phase] = Table(
         _P.BROKEN: "a member is lost and the others were cut; each has `stall_timeout` to come back, or longer "
         "while it does what comes after the loop",
         _P.WAITING: "fewer than `min_num_proc`: the survivors keep their state, at most `elastic_timeout`; or a pause, "
-        "because worlds broke in a row with nobody lost",
+        "because worlds broke in a row with no worker lost",
         _P.FINISHED: "every remaining member is done",
         _P.FAILED: "the job cannot go on",
     },
@@ -108,12 +117,12 @@ PHASES: Table[Phase] = Table(
         (_P.INTERRUPTED, _P.RUNNING): "all members came: next world",
         (_P.INTERRUPTED, _P.BROKEN): "a member is lost, or did not stop where the others did",
         (_P.INTERRUPTED, _P.WAITING): "all came, but fewer than the minimum can go on",
-        (_P.INTERRUPTED, _P.STARTING): "all came and nobody holds a state: start over",
+        (_P.INTERRUPTED, _P.STARTING): "all came and no worker holds a state: start over",
         (_P.INTERRUPTED, _P.FINISHED): "all members are done",
         (_P.INTERRUPTED, _P.FAILED): "a worker raised, the reset limit is reached, or the job is cancelled",
         (_P.BROKEN, _P.RUNNING): "all survivors came: next world",
         (_P.BROKEN, _P.WAITING): "all survivors came, fewer than the minimum",
-        (_P.BROKEN, _P.STARTING): "nobody holds a state and no step was ever applied: start over",
+        (_P.BROKEN, _P.STARTING): "no worker holds a state and no step was ever applied: start over",
         (_P.BROKEN, _P.FINISHED): "all remaining members are done",
         (_P.BROKEN, _P.FAILED): "the state is lost, a worker raised, the reset limit is reached, or cancelled",
         (_P.WAITING, _P.RUNNING): "enough workers again: next world",
@@ -132,8 +141,8 @@ WORKERS: Table[WorkerState] = Table(
         _W.AT_INIT: "waits inside `init()` for a world",
         _W.ADMITTED: "was let out of `init()`, or past an earlier loop, while a world runs, and builds its model; at "
         "most `start_timeout`",
-        _W.READY: "stands at a step boundary in the elastic loop and waits for a world",
-        _W.TRAINING: "a member of the current world: in the loop, or doing what comes after it",
+        _W.READY: "waits for a world at a step boundary in the elastic loop",
+        _W.TRAINING: "a member of the current world: in the loop, or in the code after it",
         _W.DONE: "its function returned; the result is with its agent",
         _W.GONE: "exited, lost or removed",
     },
@@ -154,6 +163,6 @@ WORKERS: Table[WorkerState] = Table(
             for state in (_W.BOOTING, _W.AT_INIT, _W.ADMITTED, _W.READY, _W.TRAINING)
         },
         (_W.DONE, _W.TRAINING): "RerunFunction: its world broke before all members were done",
-        (_W.DONE, _W.GONE): "its agent is lost, or it has to run again and cannot go on from a state",
+        (_W.DONE, _W.GONE): "its agent is lost, or it has to run again and cannot resume from a state",
     },
 )

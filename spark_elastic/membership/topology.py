@@ -1,4 +1,4 @@
-"""Where workers are and what a world is."""
+"""The values that describe a job: state versions, hosts and slots, members and worlds."""
 
 from __future__ import annotations
 
@@ -7,31 +7,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-# How far a worker's state is: more than its number of steps, because a state changes without one as well.
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class StateVersion:
-    """A point in a worker's training; versions are ordered, and the larger one is the more advanced.
+    """A point in a worker's training; the larger of two versions is the more advanced.
 
-    All workers go through the same points in the same order, so the most advanced has everything that the others have.
-    None in place of a version: the worker holds no state.
+    All workers go through the same points in the same order, so the most advanced one has everything that the others
+    have. None in place of a version: the worker holds no state. A number of steps alone would not be enough, because a
+    state also changes without a step: with a schedule's step, a new epoch, or a step that a gradient scaler skipped.
 
-    loop: number of the elastic loop within the user's function, 1 for the first. steps: optimizer steps applied in
-    this loop; commits, if the state has no optimizer. marks: resume points (commits, checks for updated hosts, turns)
-    since the last step, or since the loop began. A commit without a step may follow a schedule's step, a new epoch or
-    a step that a gradient scaler skipped.
-
-    Raises: ValueError: a number is out of range.
+    Raises:
+        ValueError: if a number is out of range.
     """
 
     loop: int = 1
+    """Number of the elastic loop within the user's function; 1 is the first."""
     steps: int = 0
+    """Optimizer steps applied in this loop; commits, if the state has no optimizer."""
     marks: int = 0
+    """Resume points (commits, checks for updated hosts, turns) since the last step, or since the loop began."""
 
     def __post_init__(self) -> None:
         if self.loop < 1 or self.steps < 0 or self.marks < 0:
-            raise ValueError(f"a version needs loop >= 1, steps >= 0 and marks >= 0, not {self}")
+            raise ValueError(f"a version needs loop >= 1, steps >= 0 and marks >= 0; got {self!r}")
 
     def __str__(self) -> str:
         loop = "" if self.loop == 1 else f"loop {self.loop} "
@@ -40,11 +38,11 @@ class StateVersion:
 
     @property
     def trained(self) -> bool:
-        """Whether any step was applied, in this loop or in one before."""
+        """True if any step was applied, in this loop or in one before."""
         return self.steps > 0 or self.loop > 1
 
     def stepped(self, steps: int = 1) -> StateVersion:
-        """Return the version after that many steps."""
+        """Return the version after a number of further steps."""
         return StateVersion(self.loop, self.steps + steps)
 
     def marked(self) -> StateVersion:
@@ -52,7 +50,7 @@ class StateVersion:
         return StateVersion(self.loop, self.steps, self.marks + 1)
 
     def is_steps_after(self, other: StateVersion) -> bool:
-        """Whether a step was applied since `other`, or a later loop was entered."""
+        """Return True if a step was applied since `other`, or a later loop was entered."""
         return (self.loop, self.steps) > (other.loop, other.steps)
 
     def is_current_at(self, furthest: StateVersion) -> bool:
@@ -69,11 +67,8 @@ class StateVersion:
 BEGINNING = StateVersion()
 
 
-# The set of hosts that may be used, in the order in which they were first seen.
-
-
 class HostUpdate(enum.IntFlag):
-    """What an observation changed. MIXED is ADDED and REMOVED at once."""
+    """What an observation of the hosts changed. MIXED is ADDED and REMOVED at once."""
 
     NO_UPDATE = 0
     REMOVED = 1
@@ -83,16 +78,18 @@ class HostUpdate(enum.IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class HostSet:
-    """Hosts with their slots. The order is kept over updates, so that rank 0 stays where it is."""
+    """The hosts that may be used, with their slots. Updates keep the order, so that rank 0 stays where it is."""
 
     slots: tuple[tuple[str, int], ...] = ()
 
     @property
     def hosts(self) -> tuple[str, ...]:
+        """The names of the hosts, in the order in which they were first seen."""
         return tuple(host for host, _ in self.slots)
 
     @property
     def total(self) -> int:
+        """The slots of all hosts."""
         return sum(count for _, count in self.slots)
 
     def __str__(self) -> str:
@@ -103,15 +100,16 @@ class HostSet:
         return any(name == host for name, _ in self.slots)
 
     def slots_of(self, host: str) -> int:
-        """Slots of the host; 0 if it is not in the set."""
+        """Return the slots of the host; 0 if it may not be used."""
         return next((count for name, count in self.slots if name == host), 0)
 
     def updated(self, observed: Mapping[str, int]) -> tuple[HostSet, HostUpdate]:
-        """The set after an observation, and what it changed. Hosts with 0 slots count as absent.
+        """Return the hosts after an observation, and what it changed.
 
-        Known hosts stay in their order, new ones follow in the order of `observed`.
+        Known hosts stay in their order, new ones follow in the order of `observed`. A host with 0 slots is absent.
 
-        Raises: ValueError: if a number of slots is negative.
+        Raises:
+            ValueError: if a number of slots is negative.
         """
         for host, count in observed.items():
             if count < 0:
@@ -130,23 +128,22 @@ class HostSet:
         return HostSet((*kept, *new)), result
 
 
-# What a task says of the slot that it occupies.
-
-
 @dataclass(frozen=True, slots=True)
 class SlotReport:
-    """`addresses`: IPv4 addresses by interface name, loopback included."""
+    """The report of a task about the slot that it occupies."""
 
     host: str
     """The machine, by the address its peers reach it at."""
     executor: str
     """Spark's executor id; "driver" in local mode."""
     addresses: dict[str, str]
+    """IPv4 addresses by interface name, loopback included."""
     cores: int
     """Cores that Spark gave to the task (spark.task.cpus)."""
     accelerators: tuple[str, ...]
     """Addresses of the GPUs that Spark gave to the task."""
     python: str
+    """The version of Python."""
 
 
 AgentId = int
@@ -185,34 +182,40 @@ class Member:
 
 @dataclass(frozen=True)
 class World:
-    """The agreed members of one round.
-
-    `members` is in rank order, host by host. `root` is the rank of the most advanced member and `version` that of its
-    state (None: nobody holds a state yet). `sync` says whether the root has to broadcast all of it: False when every
-    member reports the same version; then the light part is brought and the tensors are compared.
-    """
+    """The agreed members of one round."""
 
     round: int
     members: tuple[Member, ...]
+    """In rank order, host by host."""
     root: int
+    """The rank of the most advanced member."""
     version: StateVersion | None
+    """The version of its state; None: no member holds a state yet."""
     sync: bool
+    """The root has to broadcast its whole state. False if all members report the same version: then only the scalars
+    are broadcast, and the tensors are compared."""
 
     @property
     def progress(self) -> int | None:
-        """Optimizer steps in the state that this world starts from."""
+        """Optimizer steps in the state that this world starts from; None: there is no state yet."""
         return None if self.version is None else self.version.steps
 
     @property
     def size(self) -> int:
+        """The number of members."""
         return len(self.members)
 
     @cached_property
     def workers(self) -> frozenset[WorkerId]:
+        """The ids of the members."""
         return frozenset(member.worker for member in self.members)
 
     def member(self, worker: WorkerId) -> Member:
-        """Raises: KeyError: if the worker is not in this world."""
+        """Return a worker's position.
+
+        Raises:
+            KeyError: if the worker is not in this world.
+        """
         for member in self.members:
             if member.worker == worker:
                 return member

@@ -58,7 +58,7 @@ def loss_in_words(cause: LossCause) -> str:
 
 def _exit(code: int) -> str:
     if code == 0:
-        return "exited with code 0 before its function returned"
+        return "exited with code 0 before the function was finished"
     if code > 0:
         return f"exited with code {code}"
     try:

@@ -14,6 +14,7 @@ from spark_elastic.membership.commands import (
     RerunFunction,
     StopWorker,
 )
+from spark_elastic.membership.crashes import REPORT_GRACE_S
 from spark_elastic.membership.decisions import Candidate, Decision
 from spark_elastic.membership.gathering import Gathering
 from spark_elastic.membership.reasons import LossCause, LossKind, Wait, WaitKind, WorldChange, WorldChangeKind
@@ -32,20 +33,12 @@ from spark_elastic.membership.slots import SlotScheduler
 from spark_elastic.membership.states import PHASES, Phase, WorkerState
 from spark_elastic.membership.timeline import JobEnded, Waiting, WorkerJoined, WorkerLeft, WorldBroken, WorldStarted
 from spark_elastic.membership.topology import BEGINNING, StateVersion, WorkerId, World
-from spark_elastic.membership.wording import (
-    change_in_words,
-    completion_in_words,
-    loss_in_words,
-)
+from spark_elastic.membership.wording import change_in_words, completion_in_words, loss_in_words
 
-REPORT_GRACE_S = 2.0
-"""The channel of a dying process closes before its agent has read the end of its stderr."""
-ENDED = (Phase.FINISHED, Phase.FAILED)
 _WITH_WORLD = (Phase.RUNNING, Phase.INTERRUPTED, Phase.BROKEN, Phase.WAITING)
 _WORKER_TIMERS: tuple[TimerKind, ...] = ("boot", "stall", "exit")
 _PLAIN_AGAIN = LossCause(LossKind.PLAIN_FUNCTION)
 _MOST_RANKS_NAMED = 8
-_MOST_CAUSES_NAMED = 5
 
 
 class WorldLifecycle:
@@ -74,26 +67,19 @@ class WorldLifecycle:
         #: What the job waits for; None: nothing.
         self.waiting: Waiting | None = None
 
-        #: A worker showed a state, so the function has an elastic loop.
-        self._elastic = False
+        self._elastic = False  # a worker showed a state, so the function has an elastic loop
         self._gathering = Gathering(context, scheduler)
         self._backoff = self._gathering.backoff
         #: The workers that are DONE, each with its last rank and its last round.
         self._done: dict[WorkerId, tuple[int, int]] = {}
-        #: Those of them that never entered an elastic loop.
-        self._plain: set[WorkerId] = set()
-        #: The sequence number of the newest hosts-updated notice.
-        self._notices = 0
-        #: Why the next world is built.
-        self._change = WorldChange(WorldChangeKind.JOB_STARTS)
-        self._last_loss = "none"
+        self._plain: set[WorkerId] = set()  # those of them that never entered an elastic loop
+        self._notices = 0  # the sequence number of the newest hosts-updated notice
+        self._change = WorldChange(WorldChangeKind.JOB_STARTS)  # why the next world is built
+        self._last_loss = "none"  # in words, for errors
 
-        #: INTERRUPTED: `furthest` when the members were last asked to stop.
-        self._noticed_at = BEGINNING
-        #: BROKEN: when survivors that have not come back are removed.
-        self._stall_due = 0.0
-        #: When the last holder of the state went, until it is known how.
-        self._lost_at: float | None = None
+        self._noticed_at = BEGINNING  # INTERRUPTED: `furthest` when the members were last asked to stop
+        self._stall_due = 0.0  # BROKEN: when survivors that have not come back are removed
+        self._lost_at: float | None = None  # when the last holder of the state went, until it is known how
         #: When the newest world broke, or its first member stopped; None: neither has happened.
         self._paused_at: float | None = None
 
@@ -140,8 +126,7 @@ class WorldLifecycle:
     def on_at_init(self, worker: Worker, now: float) -> None:
         """Take in that the worker waits in `init()`, for a first world or to be admitted beside a running one.
 
-        As long as no worker has shown a state, the function may be a plain one, which can do nothing outside of a
-        world: then the worker keeps waiting.
+        As long as no worker has shown a state, the function may be a plain one, which needs a world: it keeps waiting.
         """
         self._introduce(worker, now)
         self._registry.enter(worker, AT_INIT)
@@ -220,10 +205,7 @@ class WorldLifecycle:
             self._plain.add(worker.id)
 
     def _run_again(self, worker: Worker, now: float) -> None:
-        """Have a worker call its function again that returned in a world that broke.
-
-        Only the results of one world that ends well are returned.
-        """
+        """Have a worker that returned in a broken world call its function again: its result does not count."""
         if worker.id in self._plain:
             self.end_worker(worker, _PLAIN_AGAIN, now, stop=True)
         elif worker.exited:

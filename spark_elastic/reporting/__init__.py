@@ -1,1 +1,5 @@
-"""What is shown of something that takes long: a bar in a terminal or a notebook, lines where neither is."""
+"""What people see of a job: sentences about its changes, progress bars, log lines and plots.
+
+Start with `announcer`, which the driver feeds. `event_log` makes the changes, `progress` the model of the bar, `format`
+its texts, `screens` draws it; `plot` and `figure` draw a finished job, `history` holds what a training has measured.
+"""

@@ -1,4 +1,4 @@
-"""What people get to hear of a job: its timeline, its changes, and a line for each once enough is known of it."""
+"""Announces what happens to a job: its timeline, its changes, and a line for each change once enough is known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from spark_elastic import clock
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.commands import Command
-from spark_elastic.membership.timeline import JobEnded, PlaceCooledDown, Record, Waiting, WorldStarted
+from spark_elastic.membership.timeline import HostExcluded, JobEnded, PlaceCooledDown, Record, Waiting, WorldStarted
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.membership.wording import counted
 from spark_elastic.reporting.event_log import (
@@ -24,15 +24,21 @@ from spark_elastic.wire.messages import EpochEnded, LiveProgress
 logger = logging.getLogger(__name__)
 
 CAUSE_S = 0.6
-"""How long the cause of a loss is waited for: sockets close before an exit code or Spark's own word arrives."""
+"""How long to wait for the cause of a loss: sockets close before an exit code or Spark's own report arrives."""
 PAUSE_S = 1.0
-"""A pause that takes longer is told of before it is over."""
+"""A pause that takes longer is announced before it is over."""
 
 
 class Announcer:
-    """Collects on the driver's thread, and may be asked from any.
+    """Collects the records of a job on the driver's thread, and prints a line for each change.
 
-    say: prints one line. verbose: 0: none; 1: each change; 2: also what is waited for, at once, and every record.
+    Other threads may read the properties.
+
+    Args:
+        job: the job's name.
+        say: prints one line.
+        verbose: 0: no lines; 1: one for each change; 2: also each record, and what is waited for, at once.
+        progress: the model of the progress bar, if there is one.
     """
 
     def __init__(
@@ -44,21 +50,21 @@ class Announcer:
         self._verbose = verbose
         self._log = EventLog()
         self._timeline: list[Record] = []
-        self._told = 0
-        """Of the log's changes, how many were told or passed over."""
+        #: How many of the log's changes were announced or skipped.
+        self._announced = 0
+        #: Indices of the changes that were announced before their pause was over.
         self._paused: list[int] = []
-        """Those that were told before their pause was over."""
         self.waiting = ""
-        """What is waited for, in words."""
+        """What is waited for, in words; empty: nothing."""
 
     @property
     def timeline(self) -> list[Record]:
-        """`at` and other times in seconds since the epoch."""
+        """The records so far, with times in seconds since 1970."""
         return list(self._timeline)
 
     @property
     def changes(self) -> list[MembershipChange]:
-        """Without short waits; `at` in seconds since the epoch."""
+        """The changes so far without short waits, with times in seconds since 1970."""
         to_wall = clock.wall() - clock.monotonic()
         return [
             dataclasses.replace(change, at=change.at + to_wall)
@@ -66,38 +72,35 @@ class Announcer:
             if change.kind != "waiting" or change.lasted_s is None or change.lasted_s >= WAIT_S
         ]
 
-    @property
-    def size(self) -> int:
-        """Workers of the present world that are still there."""
-        return self._log.size
-
     def observe(self, event: seen.Event, commands: Sequence[Command], now: float) -> None:
-        """What the machine was told and what it answered; what that announces comes to `announce`."""
+        """Take in an event and the machine's answer to it; records of the answer come to `announce`."""
         self._log.observe(event, commands, now)
         if isinstance(event, seen.WorkerAlive) and event.version is not None:
             self._progress.steps(event.version.steps, now)
 
-    def live(self, told: LiveProgress, now: float) -> None:
-        self._progress.live(told, now)
+    def live(self, message: LiveProgress, now: float) -> None:
+        """Take in the progress of a training within an epoch."""
+        self._progress.live(message, now)
 
-    def epoch(self, told: EpochEnded, now: float) -> None:
-        line = self._progress.epoch(told, now)
+    def epoch(self, message: EpochEnded, now: float) -> None:
+        """Take in the end of an epoch, and print its line unless it was printed before."""
+        line = self._progress.epoch(message, now)
         if line is not None and self._verbose >= 1:
             self._say(line)
 
     def notice(self, worker: WorkerId, text: str, now: float) -> None:
-        """Take in what a worker has to say to people."""
+        """Take in a worker's message for people."""
         self._log.notice(worker, text, now)
         logger.warning("%s: %s", self._job, text)
 
     def announce(self, record: Record) -> None:
-        """Take a record into the timeline."""
+        """Add a record to the timeline."""
         self._log.note(record)
         to_wall = clock.wall() - clock.monotonic()
         times = {"at": record.at + to_wall}
         if isinstance(record, Waiting) and record.deadline is not None:
             times["deadline"] = record.deadline + to_wall
-        if isinstance(record, PlaceCooledDown):
+        if isinstance(record, (PlaceCooledDown, HostExcluded)):
             times["until"] = record.until + to_wall
         self._timeline.append(dataclasses.replace(record, **times))
         if isinstance(record, Waiting):
@@ -110,23 +113,27 @@ class Announcer:
         if self._verbose >= 2:
             self._say(f"spark_elastic: {record}")
 
-    def tell(self, now: float, last: bool = False) -> float | None:
-        """Print what enough is known of. last: all that is left. Returns: when to call again; None: no need to."""
+    def print_changes(self, now: float, last: bool = False) -> float | None:
+        """Print the changes of which enough is known; all that are left if this is the last call.
+
+        Returns:
+            When to call again; None: no need to.
+        """
         changes = self._log.changes
         for index in [index for index in self._paused if not changes[index].open]:
             self._paused.remove(index)
             self._line(_end_of_pause(changes[index], self._log.size))
-        while self._told < len(changes):
-            change = changes[self._told]
+        while self._announced < len(changes):
+            change = changes[self._announced]
             due = now if last else _due(change)
             if due > now:
                 return due
-            if change.kind != "waiting":  # which the bar shows, or the lines that stand for it
-                told = dataclasses.replace(change, pause_s=None, steps_lost=None) if change.open else change
-                self._line(str(told))
+            if change.kind != "waiting":  # the progress bar shows waits
+                known = dataclasses.replace(change, pause_s=None, steps_lost=None) if change.open else change
+                self._line(str(known))
             if change.open:
-                self._paused.append(self._told)
-            self._told += 1
+                self._paused.append(self._announced)
+            self._announced += 1
         return None
 
     def _line(self, text: str) -> None:
@@ -135,7 +142,7 @@ class Announcer:
 
 
 def _due(change: MembershipChange) -> float:
-    """When it is told."""
+    """Return when the change is announced."""
     if change.open:
         return change.at + PAUSE_S
     if change.kind == "lost" and change.unexplained:

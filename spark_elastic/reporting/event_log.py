@@ -175,9 +175,7 @@ class EventLog:
             match command:
                 case PublishWorld(world):
                     self._next = world
-                case WithdrawSlot(
-                    slot, cause
-                ):  # its agent is lost too; the worker's connection was seen to close first
+                case WithdrawSlot(slot, cause):  # its agent is lost too, and the worker was missed first
                     self._explain(
                         lambda departure: departure.record.place.slot == slot and departure.cause.is_symptom,
                         cause,

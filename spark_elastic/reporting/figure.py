@@ -1,6 +1,6 @@
-"""The picture of a training: loss and metrics over the epochs, with the size of the world and its faults below.
+"""The figures of `plot`: loss and metrics over the epochs, with the size of the world and its losses below.
 
-Imports matplotlib; `drawing.py` imports this when a picture is asked for.
+Imports matplotlib, so `plot` imports this module only for the first plot.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from spark_elastic.reporting.history import FACTS
 Row = Mapping[str, Any]
 
 MOST_METRICS = 3
-"""Panels beside that of the loss; further metrics are left to `model.history`."""
-# Of middling brightness: they have to be seen on white and on black.
+"""Number of panels besides that of the loss; further metrics are only in `model.history`."""
+# of medium brightness: visible on white and on black
 TRAIN, VALIDATION, WORLD, GREY = "#3b82c4", "#d9822b", "#6b8e9f", "#888888"
 KINDS = {
     "lost": ("lost", "#d64545", "X"),
     "drained": ("drained", "#b07fc7", "v"),
     "left": ("left", "#b07fc7", "v"),
     "joined": ("joined", "#2a9d6f", "^"),
-    "broken": ("broken and mended", "#d6a445", "D"),
+    "broken": ("broken and rebuilt", "#d6a445", "D"),
 }
-"""Kind of an event to its words, colour and mark."""
+"""By the kind of an event: label, colour and marker."""
 LONG_PAUSE = 0.01
-"""Share of the whole from which on a pause is drawn as a span."""
+"""A pause that takes at least this part of the x axis is drawn as a span."""
 
 
-class Picture(Figure):
-    """A figure that a notebook shows once, whether it is returned from a cell or not."""
+class NotebookFigure(Figure):
+    """A figure that a notebook shows if a cell returns it, without pyplot."""
 
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()
@@ -42,8 +42,8 @@ class Picture(Figure):
         return file.getvalue()
 
 
-def of_training(history: Sequence[Row], events: Sequence[Row], title: str) -> Picture:
-    """Panels for the loss, for metrics and for the world, over epochs; the time is on top."""
+def of_training(history: Sequence[Row], events: Sequence[Row], title: str) -> NotebookFigure:
+    """Draw panels for the loss, the metrics and the world over the epochs, with the time on top."""
     names = _measured(history)
     figure, panels = _panels(len(names))
     place, times = _epoch_axis(history, events)
@@ -54,7 +54,7 @@ def of_training(history: Sequence[Row], events: Sequence[Row], title: str) -> Pi
     world = panels[-1]
     end = max((row["epoch"] + 1 for row in history), default=1)
     _draw_world(world, events, place, end)
-    _mark_faults(panels[:-1], events, place)
+    _mark_losses(panels[:-1], events, place)
     world.set_xlabel("epoch")
     first = min((row["epoch"] for row in history), default=0)
     world.set_xlim(first, end)
@@ -65,8 +65,8 @@ def of_training(history: Sequence[Row], events: Sequence[Row], title: str) -> Pi
     return figure
 
 
-def of_job(events: Sequence[Row], title: str) -> Picture:
-    """The world over time; `events` with "seconds"."""
+def of_job(events: Sequence[Row], title: str) -> NotebookFigure:
+    """Draw the size of the world over the seconds of the job."""
     figure, (world,) = _panels(0)
     end = max((row["seconds"] + (row["pause_s"] or 0.0) for row in events), default=1.0) or 1.0
     _draw_world(world, events, lambda row, late: row["seconds"] + late, end)
@@ -77,13 +77,13 @@ def of_job(events: Sequence[Row], title: str) -> Picture:
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """In the format that the path's ending says."""
+    """Write a figure in the format that the path's suffix names."""
     figure.savefig(path, dpi=110)
 
 
-def _panels(measured: int) -> tuple[Picture, list[Any]]:
+def _panels(measured: int) -> tuple[NotebookFigure, list[Any]]:
     heights = [3.0] * min(measured, 1) + [2.0] * max(measured - 1, 0) + [1.6]
-    figure = Picture(figsize=(9.0, sum(heights) + 0.8), layout="constrained")
+    figure = NotebookFigure(figsize=(9.0, sum(heights) + 0.8), layout="constrained")
     panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     for panel in (flat := list(panels[:, 0])):
         panel.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.8)
@@ -113,7 +113,7 @@ def _draw_column(panel: Any, history: Sequence[Row], name: str) -> None:
 
 
 def _draw_world(panel: Any, events: Sequence[Row], place: Callable[[Row, float], float], end: float) -> None:
-    """place: of an event, so many seconds late, on the x axis."""
+    """Draw the size of the world. `place` maps an event, a number of seconds after it began, to the x axis."""
     steps: list[tuple[float, int]] = []
     for row in _of_world(events):
         steps.append((place(row, 0.0), row["after"]))
@@ -141,7 +141,7 @@ def _draw_world(panel: Any, events: Sequence[Row], place: Callable[[Row, float],
         panel.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, borderaxespad=0.0)
 
 
-def _mark_faults(panels: Sequence[Any], events: Sequence[Row], place: Callable[[Row, float], float]) -> None:
+def _mark_losses(panels: Sequence[Any], events: Sequence[Row], place: Callable[[Row, float], float]) -> None:
     for row in events:
         if row["kind"] in KINDS and row["before"]:
             for panel in panels:
@@ -155,7 +155,7 @@ def _of_world(events: Sequence[Row]) -> list[Row]:
 def _epoch_axis(
     history: Sequence[Row], events: Sequence[Row]
 ) -> tuple[Callable[[Row, float], float], list[tuple[int, float]]]:
-    """Where on the axis of epochs an event is, by the clock; and for each epoch the seconds at its end."""
+    """Return a function that maps events to the axis of epochs, and the seconds at the end of each epoch."""
     spans = [(row["epoch"], row["ended"] - row["seconds"], row["ended"]) for row in history if "ended" in row]
     begins = [row["time"] - row["seconds"] for row in events]
 

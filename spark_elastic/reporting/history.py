@@ -1,4 +1,4 @@
-"""What a training has measured: a row per epoch."""
+"""The history of a training: a row of measured values for each epoch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from spark_elastic.errors import CheckpointError
 
 Row = Mapping[str, float | int]
 FACTS = ("epoch", "steps", "rows", "seconds", "ended", "lr")
-"""Columns that no loss and no metric has made."""
+"""The columns that are not a loss or a metric."""
 
 
 class History(Sequence[Row]):
-    """The rows of the epochs that were done, oldest first. Not changed once it is made.
+    """The rows of the finished epochs, oldest first. Immutable.
 
-    A row holds "epoch" (from 0), "steps" (optimizer steps so far), "rows" (seen in this epoch), "seconds" (wall),
-    "ended" (since 1970), "lr", "loss", the metrics by name, and with a validation split "val_loss" and the metrics as
-    "val_…".
+    A row holds "epoch" (from 0), "steps" (optimizer steps so far), "rows" (seen in this epoch), "seconds" (duration),
+    "ended" (seconds since 1970), "lr", "loss" and the metrics by name; with a validation split also "val_loss" and
+    each metric as "val_<name>".
     """
 
     def __init__(self, rows: Sequence[Row] = ()) -> None:
@@ -28,7 +28,7 @@ class History(Sequence[Row]):
         return len(self._rows)
 
     def __getitem__(self, at: Any) -> Any:
-        """A row by its index, or a column, oldest first, by its name."""
+        """Return a row by its index, or a column by its name, oldest first."""
         if isinstance(at, str):
             if not any(at in row for row in self._rows):
                 raise KeyError(f"{at!r}; there are {', '.join(self.names) or 'no rows'}")
@@ -52,28 +52,39 @@ class History(Sequence[Row]):
 
     @property
     def names(self) -> list[str]:
-        """Of all columns."""
+        """The names of all columns."""
         return list(dict.fromkeys(name for row in self._rows for name in row))
 
     def with_row(self, row: Row) -> History:
+        """Return the history with one more row."""
         return History((*self._rows, row))
 
     def best(self, name: str, mode: str = "min") -> Row:
-        """The row with the least ("min") or largest ("max") value. Raises: KeyError: no row has it."""
+        """Return the row with the smallest ("min") or largest ("max") value.
+
+        Raises:
+            KeyError: if no row has the column.
+        """
         rows = [row for row in self._rows if name in row]
         if not rows:
             raise KeyError(name)
         return (min if mode == "min" else max)(rows, key=lambda row: row[name])
 
     def to_json(self) -> list[dict[str, Any]]:
+        """Return the rows as plain values."""
         return [dict(row) for row in self._rows]
 
     def dumps(self) -> str:
+        """Return the rows as a JSON text."""
         return json.dumps(self.to_json(), indent=1)
 
     @classmethod
     def from_json(cls, document: Any) -> History:
-        """Raises: CheckpointError: not what `to_json` gives."""
+        """Rebuild a history from the value that `to_json` returned.
+
+        Raises:
+            CheckpointError: if it is something else.
+        """
         if not isinstance(document, list) or not all(isinstance(row, dict) for row in document):
-            raise CheckpointError("not a history: a list of rows was expected")
+            raise CheckpointError(f"not a history: expected a list of rows, got {type(document).__name__}")
         return cls(document)

@@ -1,4 +1,4 @@
-"""Pictures of trainings and jobs. matplotlib, an extra, is imported when the first one is asked for."""
+"""Plots of trainings and jobs. matplotlib, an extra, is imported for the first plot only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from spark_elastic.errors import MissingExtraError
+from spark_elastic.membership.wording import counted
 from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.format import wait_on_bar
 
@@ -15,17 +16,29 @@ Row = Mapping[str, Any]
 
 
 def draw_training(history: Sequence[Row], events: Sequence[Row], path: str | Path | None) -> Any:
-    """Returns: a matplotlib Figure, also written to `path`. Raises: MissingExtraError: there is no matplotlib."""
-    return _kept(_picture().of_training(history, events, _title(history, events)), path)
+    """Plot the loss and the metrics of a training over its epochs, with the size of the world.
+
+    Args:
+        history: a row for each epoch.
+        events: the rows of `event_rows`.
+        path: a file to write the plot to as well; None: no file.
+
+    Returns:
+        A matplotlib Figure.
+
+    Raises:
+        MissingExtraError: if matplotlib is not installed.
+    """
+    return _saved(_figures().of_training(history, events, _title(history, events)), path)
 
 
 def draw_job(events: Sequence[Row], name: str, path: str | Path | None) -> Any:
-    """As `draw_training`, of the world alone."""
-    return _kept(_picture().of_job(events, f"job {name}: {_storms(events)}"), path)
+    """Plot the size of the world over time. Otherwise as `draw_training`."""
+    return _saved(_figures().of_job(events, f"job {name}: {_losses_in_words(events)}"), path)
 
 
 def event_rows(changes: Sequence[MembershipChange], began: float) -> tuple[dict[str, Any], ...]:
-    """The changes of a job as plain values. began: in seconds since 1970, as the changes' times."""
+    """Return the changes of a job as plain values; `began`: seconds since 1970, as the times of the changes."""
     return tuple(
         {
             "seconds": round(change.at - began, 3),
@@ -43,7 +56,7 @@ def event_rows(changes: Sequence[MembershipChange], began: float) -> tuple[dict[
     )
 
 
-def _picture() -> ModuleType:
+def _figures() -> ModuleType:
     try:
         from spark_elastic.reporting import figure
 
@@ -54,24 +67,24 @@ def _picture() -> ModuleType:
         raise MissingExtraError(what="plot()", package="matplotlib", extra="plot") from None
 
 
-def _kept(figure: Any, path: str | Path | None) -> Any:
+def _saved(figure: Any, path: str | Path | None) -> Any:
     if path is not None:
-        _picture().save(figure, path)
+        _figures().save(figure, path)
     return figure
 
 
 def _title(history: Sequence[Row], events: Sequence[Row]) -> str:
-    epochs = "1 epoch" if len(history) == 1 else f"{len(history)} epochs"
+    epochs = counted(len(history), "epoch")
     rows = sum(row.get("rows", 0) for row in history)
-    return f"{epochs}, {rows:,} rows; {_storms(events)}"
+    return f"{epochs}, {rows:,} rows; {_losses_in_words(events)}"
 
 
-def _storms(events: Sequence[Row]) -> str:
+def _losses_in_words(events: Sequence[Row]) -> str:
     sizes = [row["after"] for row in events if row["kind"] not in ("waiting", "finished", "failed") and row["after"]]
     lost = sum(row["before"] - row["after"] for row in events if row["kind"] == "lost")
     joined = sum(row["after"] - row["before"] for row in events if row["kind"] == "joined")
     least, most = (min(sizes), max(sizes)) if sizes else (0, 0)
-    workers = f"{least} to {most} workers" if least < most else "1 worker" if most == 1 else f"{most} workers"
+    workers = f"{least} to {most} workers" if least < most else counted(most, "worker")
     steps = sum(row["steps_lost"] or 0 for row in events)
     cost = f", {steps or 'no'} step{'s' if steps > 1 else ''} lost" if lost or joined else ""
     return f"{workers}, {lost or 'none'} lost, {joined or 'none'} joined{cost}" if lost or joined else workers

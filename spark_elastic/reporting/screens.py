@@ -1,7 +1,7 @@
-"""Where a bar and lines go: a terminal, a notebook, or a stream that nobody may redraw.
+"""The places that a progress bar is drawn in: a terminal, a notebook, or nowhere if the stream cannot be redrawn.
 
-A screen belongs to one thread. Screens of several threads share a terminal: tqdm keeps a line for each bar, and whoever
-prints clears all of them first.
+A screen belongs to one thread. Screens of several threads may share a terminal: tqdm keeps a line for each bar, and all
+of them are cleared before a line is printed.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from spark_elastic.reporting.format import View, bar_width, cut, right_of_bar
 
 
 class Screen(Protocol):
-    """live: whether `show` shows anything. to_stdout: lines about the job are better there than on stderr."""
+    """Draws a bar, and keeps it apart from printed lines."""
 
     live: bool
+    """`show` draws something."""
     to_stdout: bool
+    """Lines about the job are better printed on stdout than on stderr."""
 
     def show(self, view: View) -> None:
-        """Draw the bar, or draw it anew."""
+        """Draw the bar, in place of what was drawn before."""
 
     def lines(self, write: Callable[[], None]) -> None:
-        """Call `write`, which prints lines, so that neither they nor the bar are torn."""
+        """Call `write`, which prints lines, so that neither the lines nor the bar are torn."""
 
     def clear(self) -> None:
-        """Take the bar away, until it is shown again."""
+        """Remove the bar, until it is shown again."""
 
 
 def screen_for(stream: TextIO | None) -> Screen:
-    """stream: where the caller wants it; None: wherever this process's stderr goes."""
+    """Return the screen for a stream; None: for this process's notebook, or else its stderr."""
     if stream is None and in_notebook():
         return NotebookScreen()
     target = stream if stream is not None else sys.stderr
@@ -43,20 +45,21 @@ def screen_for(stream: TextIO | None) -> Screen:
 
 
 def is_terminal(stream: Any) -> bool:
+    """Return True if a line can be redrawn there."""
     try:
         return bool(stream.isatty()) and os.environ.get("TERM") != "dumb"
-    except Exception:  # None, closed, or of somebody's own making
+    except Exception:  # None, closed, or an object of the user's own
         return False
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
+    """Return True if this process is the kernel of a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 
 
 class PlainScreen:
-    """No bar at all."""
+    """Draws no bar."""
 
     live = False
     to_stdout = False
@@ -70,14 +73,14 @@ class PlainScreen:
 
 
 class _Bar(tqdm):
-    monitor_interval = 0  # no thread that would redraw it
+    monitor_interval = 0  # starts no thread that would redraw the bar
 
 
-_Bar.set_lock(threading.RLock())  # tqdm's own brings a semaphore of the system and a process that looks after it
+_Bar.set_lock(threading.RLock())  # tqdm's default takes a system semaphore and a process that tracks it
 
 
 class TerminalScreen:
-    """One line at the bottom, redrawn in place."""
+    """Draws one line at the bottom of a terminal, in place."""
 
     live = True
     to_stdout = False
@@ -105,13 +108,13 @@ class TerminalScreen:
             stream = self._bar.fp
             self._bar.close()
             self._bar = None
-            with _Bar.get_lock():  # of several bars, those that were not the first leave the cursor behind the line
+            with _Bar.get_lock():  # of several bars, only the first leaves the cursor at the begin of the line
                 stream.write("\r")
                 stream.flush()
 
 
 def layout(view: View, width: int) -> str:
-    """A line of at most `width` characters, as tqdm's bar_format."""
+    """Return a line of at most `width` characters, as tqdm's bar_format."""
     title = cut(view.title, width // 2)
     if view.waiting or not view.total:
         begin = f"{title}  " if title else ""
@@ -126,15 +129,15 @@ def _literal(text: str) -> str:
 
 
 class NotebookScreen:
-    """One output of the cell, redrawn in place. What it showed last stays in the notebook's file."""
+    """Draws one output of a notebook cell, in place. Its last content stays in the notebook's file."""
 
     live = True
     to_stdout = True
 
     def __init__(self) -> None:
         self._handle: Any = None
+        #: A wait is shown, not progress.
         self._waits = False
-        """What is shown is a wait."""
 
     def show(self, view: View) -> None:
         from IPython.display import display
@@ -150,18 +153,20 @@ class NotebookScreen:
         write()
 
     def clear(self) -> None:
-        """A bar stays as it was last, and is kept with the notebook; a wait that is over does not."""
+        """Remove a wait that is over; a bar stays as it was last, and is kept with the notebook."""
         if self._handle is not None and self._waits:
             self._waits = False
             self._handle.update({"text/plain": "", "text/html": ""}, raw=True)
 
 
 def as_text(view: View) -> str:
+    """Return what a notebook shows where it cannot show HTML."""
     percent = f" {view.fraction:4.0%}" if view.total else ""
     return f"{view.title}{percent}  {right_of_bar(view, 200)}".strip()
 
 
 def as_html(view: View) -> str:
+    """Return the bar as HTML."""
     bar = f'<progress max="1" value="{view.fraction:.4f}" style="width:14em;vertical-align:middle"></progress>'
     percent = f"{view.fraction:.0%}" if view.total else ""
     said = html.escape(right_of_bar(view, 200))

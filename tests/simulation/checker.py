@@ -1,4 +1,4 @@
-"""The invariants, checked after every event against a bookkeeping of its own: events, commands and the truth.
+"""The invariants, checked after every event against separate records of events, commands and the true state.
 
 It reads nothing of the machine but its phase, its world and its next deadline.
 """
@@ -67,7 +67,7 @@ class Checker:
         self.stats: dict[str, int] = {}
 
     def crashed(self, exit_code: int) -> None:
-        """A member crashed by itself: is that one too many?"""
+        """Require that the job is given up after the allowed number of crashes."""
         limit = self.settings.crash_limit
         if limit is None or exit_code == -9:
             return
@@ -196,7 +196,7 @@ class Checker:
         self._check_progress_is_made(machine)
 
     def _check_progress_is_made(self, machine: Any) -> None:
-        """Nothing waits for what is already there."""
+        """Require that the machine does not wait for something that has happened."""
         members = self._members()
         training = [w for w in members if w not in self.stands and w not in self.done]
         if machine.phase is not Phase.BROKEN:

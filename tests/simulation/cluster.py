@@ -44,20 +44,20 @@ class SimAgent:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one seed does."""
+    """The job of one seed, and its failures."""
 
     settings: ElasticSettings
     steps: int
     commit_every: int
     turns: float
-    """How many of the collectives change the state without a step."""
+    """The share of collectives that change the state without a step."""
     loops: int
     """Elastic loops, one after the other, of `steps` each."""
     plain: bool
     no_init: bool
     """A plain function that never asks for a world."""
     come_back: float
-    """How likely a lost executor is replaced."""
+    """The probability that a lost executor is replaced."""
     hosts: int
     cores: int
     faults: tuple[tuple[float, str], ...]
@@ -70,11 +70,11 @@ class Plan:
     deaths_at_the_end: tuple[float, ...]
     """When workers are killed, in seconds after the last loop has first returned."""
     unlucky: float
-    """How likely a worker is killed right after the driver decided something about it."""
+    """The probability that a worker is killed right after the driver decided something about it."""
     poison_at: int | None = None
     """The step in which a process crashes, each time."""
     poison_host: str | None = None
-    """Only there; None: anywhere."""
+    """The host on which it crashes; None: any."""
     poison_exit: int = -11
     limit_s: float = 5000.0
 
@@ -126,7 +126,7 @@ class Cluster:
         self.checker.at_end(self)
 
     def tell_driver(self, channel: tuple[str, int], event: e.Event, delay: float | None = None) -> None:
-        """Events of one channel arrive in order; now and then one comes again, later, and the last word more often."""
+        """Deliver an event in the order of its channel; some arrive a second time, a WorkerDone more often."""
         delay = self.rng.uniform(0.0005, 0.03) if delay is None else delay
         due = max(self.now + delay, self._channels.get(channel, 0.0))
         self._channels[channel] = due
@@ -156,7 +156,7 @@ class Cluster:
 
     @property
     def driver_now(self) -> float:
-        """The machine's time: it stands still while the driver does."""
+        """The machine's time, which stands still while the driver does."""
         return self.now - self.away_s
 
     def _driver_wakes(self, seconds: float) -> None:
@@ -230,7 +230,7 @@ class Cluster:
                 self.after(at, lambda: self.fault("kill worker"))
 
     def bad_luck_at_the_end(self, worker: SimWorker) -> None:
-        """One is done; another, or the agent that keeps the result, may die before the job ends."""
+        """Perhaps kill another worker, or the agent that keeps the result, after one worker is done."""
         if self.rng.random() < self.plan.unlucky:
             self.after(self.rng.uniform(0, 0.5), lambda: self.fault("kill worker"))
         elif self.rng.random() < self.plan.unlucky:
@@ -296,7 +296,7 @@ class Cluster:
             self.kill(agent.worker, report=True)
 
     def kill(self, worker: SimWorker, *, report: bool, exit_code: int = -9) -> None:
-        """The process is gone: its channel closes at once, its agent (if it lives) reports the exit, in any order."""
+        """End a process: its channel closes, and its agent, if it lives, reports the exit, in any order."""
         if not worker.alive:
             return
         agent = self.agents[worker.agent]
@@ -316,7 +316,7 @@ class Cluster:
             self.tell_driver(("agent", agent.id), event, self.rng.uniform(0.001, 0.2))
 
     def end_agent(self, agent: SimAgent, why: str, *, told: bool = True) -> None:
-        """The agent's process ends (and with it its worker and its task)."""
+        """End an agent's process, and with it its worker and its task."""
         if not agent.alive:
             return
         agent.alive = False

@@ -215,7 +215,7 @@ BUGS = (
 
 
 def machine_with(bug: Bug | None) -> Any:
-    """The `Membership` class built from sources with the bug in them; None: without any.
+    """Return the `Membership` class built from sources with the bug in them; None: without a bug.
 
     Raises: LookupError: if the text to replace is not there exactly once.
     """

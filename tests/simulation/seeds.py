@@ -1,4 +1,4 @@
-"""What a seed does, and how to run it."""
+"""Makes a job with failures from a seed, and runs it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAULTS = (
 
 
 def plan_of(rng: random.Random) -> Plan:
-    """A job and its bad luck."""
+    """Draw a job and its failures."""
     hosts, cores = rng.randint(1, 4), rng.randint(1, 3)
     max_num_proc = rng.choice([1, 2, 3, 4, 4, 5, 6, 7, 8])
     num_proc = rng.randint(1, max_num_proc)

@@ -1,4 +1,4 @@
-"""Thousands of jobs with bad luck, and bugs that must not survive them."""
+"""Thousands of jobs with random failures, and planted bugs that they must reveal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_simulation_notices(bug: Bug) -> None:
 
 
 def caught_at(bug: Bug) -> int | None:
-    """The first seed that fails with the bug; None if none does."""
+    """Return the first seed that fails with the bug; None: all pass."""
     machine = machine_with(bug)
     for seed in range(SEEDS_FOR_A_BUG):
         try:

@@ -131,7 +131,7 @@ class SimWorker:
             self._enter()
 
     def _enter(self) -> None:
-        """The model is there; connect with the others."""
+        """Connect with the others, now that the model is built."""
         assert self.world is not None
         if self.world.round <= self.cut_round or self.world.broken:
             self.fail()
@@ -147,7 +147,7 @@ class SimWorker:
         self.tell(e.WorkerReady(self.id, round, self.version, loop=self.loop))
 
     def fail(self) -> None:
-        """A collective raised."""
+        """Recover from a collective that raised."""
         if not self.alive or self.hung or self.alone:
             return
         if self.after_loop:
@@ -285,7 +285,7 @@ class SimWorld:
                 neighbour.later(0.01, 0.03, lambda n=neighbour: self._error(n))
 
     def _trains(self, worker: SimWorker) -> bool:
-        """Whether a collective of this world can still do something for the worker."""
+        """Return True if a collective of this world can still complete for the worker."""
         return worker.moving and worker.state == "training" and worker.world is self
 
     def _error(self, worker: SimWorker) -> None:
@@ -316,7 +316,7 @@ class SimWorld:
         self._next()
 
     def _network_is_down(self) -> bool:
-        """Hosts that do not reach one another, while everything reaches the driver: some members see an error."""
+        """Raise in some members, as if hosts could not reach one another while all of them reach the driver."""
         hosts = {worker.place.host for worker in self.members}
         if self.cluster.now >= self.cluster.hosts_apart_until or len(hosts) == 1:
             return False
@@ -326,7 +326,7 @@ class SimWorld:
         return True
 
     def _hang(self, again: Callable[[], None]) -> None:
-        """Somebody does not take part: the others wait, in the end until the collective's own timeout."""
+        """Let the others wait for a member that does not take part, at most until the collective's own timeout."""
         self._hanging_s += 1
         if self._hanging_s < COLLECTIVE_TIMEOUT_S:
             self.cluster.after(1.0, again)
@@ -380,7 +380,7 @@ class SimWorld:
                     worker.do(self.doing)
 
     def _poisoned(self) -> list[SimWorker]:
-        """Who dies in the step that is about to be applied: one, or two at once."""
+        """Return the workers that die in the step that is about to be applied: one, or two at once."""
         plan, rng = self.cluster.plan, self.cluster.rng
         if self.doing != "step" or (self.members[0].version or StateVersion()).steps + 1 != plan.poison_at:
             return []

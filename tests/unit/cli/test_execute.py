@@ -10,7 +10,7 @@ from spark_elastic.task.script import run_script
 
 
 class FakeRun:
-    """Stands for `spark_elastic.run`: remembers what it was called with, and ends as told."""
+    """A fake `spark_elastic.run` that records its calls and raises `error`, if given."""
 
     def __init__(self, error=None):
         self.calls = []
@@ -23,7 +23,7 @@ class FakeRun:
 
 
 class FakeSession:
-    """Stands for the Spark session; knows what it was opened with and whether it was closed."""
+    """A fake Spark session that records how it was opened and closed."""
 
     def __init__(self):
         self.opened = None
@@ -75,14 +75,14 @@ def test_the_local_launcher_needs_no_spark(script):
     assert isinstance(settings["launcher"], LocalLauncher)
 
 
-def test_a_missing_script_is_said_before_spark_starts(capsys):
+def test_missing_script_is_reported_before_spark_starts(capsys):
     session = FakeSession()
     assert run_cli("no_such.py", run=FakeRun(), session=session) == 2
     assert "cannot read the script no_such.py: No such file or directory" in capsys.readouterr().err
     assert session.opened is None
 
 
-def test_a_script_with_a_syntax_error_is_said_before_spark_starts(tmp_path, capsys):
+def test_syntax_error_in_the_script_is_reported_before_spark_starts(tmp_path, capsys):
     path = tmp_path / "bad.py"
     path.write_text("def (:\n")
     assert run_cli(str(path), run=FakeRun()) == 2
@@ -109,7 +109,7 @@ def test_the_discovery_script_is_asked_with_the_slots_per_host(script, tmp_path)
     assert settings["discovery"].find_available_hosts_and_slots() == {"a": 4, "b": 2}
 
 
-def test_a_missing_discovery_script_is_said_before_spark_starts(script, capsys):
+def test_missing_discovery_script_is_reported_before_spark_starts(script, capsys):
     session = FakeSession()
     assert run_cli("--host-discovery-script", "nowhere.sh", script, run=FakeRun(), session=session) == 2
     assert "nowhere.sh does not exist" in capsys.readouterr().err
@@ -158,7 +158,7 @@ def test_output_of_ranks_is_written_to_the_folder_in_place_of_that_of_an_earlier
     assert not earlier.exists()
 
 
-def test_an_output_folder_that_cannot_be_written_to_is_told_before_anything_runs(script, tmp_path, capsys):
+def test_unwritable_output_folder_is_reported_before_anything_runs(script, tmp_path, capsys):
     run = FakeRun()
     (tmp_path / "file").write_text("")
     assert run_cli("-np", "1", "--output-filename", str(tmp_path / "file" / "out"), script, run=run) == 2

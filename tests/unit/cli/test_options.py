@@ -14,7 +14,7 @@ def refused(line, capsys):
     return capsys.readouterr().err
 
 
-def test_what_follows_the_script_belongs_to_the_script():
+def test_words_after_the_script_are_its_arguments():
     options = parse("-np 2 train.py --num-proc 7 -v --lr=0.1 -- x")
     assert (options.script, options.script_args) == ("train.py", ("--num-proc", "7", "-v", "--lr=0.1", "--", "x"))
     assert options.num_proc == 2
@@ -30,7 +30,7 @@ def test_the_number_of_workers_can_be_written_as_in_horovod(line):
     assert run_arguments(parse(line))["num_proc"] == 3
 
 
-def test_only_what_was_given_is_passed_on():
+def test_only_options_that_were_given_are_passed_to_run():
     assert run_arguments(parse("train.py")) == {"verbose": 1}
 
 
@@ -64,7 +64,7 @@ def test_an_unknown_option_names_the_nearest(capsys):
     assert "unknown option --num-prc; did you mean --num-proc?" in refused("--num-prc 4 train.py", capsys)
 
 
-def test_an_option_like_no_other_is_just_unknown(capsys):
+def test_unknown_option_without_a_similar_one_is_reported_without_a_suggestion(capsys):
     assert "unknown option --zzzzzzzz\n" in refused("--zzzzzzzz train.py", capsys)
 
 

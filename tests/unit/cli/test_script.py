@@ -22,7 +22,7 @@ def write(folder, **sources):
 
 
 def run_elsewhere(script):
-    """As a worker does: in another process that only got the pickled script."""
+    """Run the script as a worker does: in another process that only has the pickled script."""
     return subprocess.run([sys.executable, "-c", RUN_PICKLED], input=pickle.dumps(script), capture_output=True)
 
 
@@ -32,7 +32,7 @@ def output_of(script):
     return done.stdout.decode()
 
 
-def test_the_script_sees_what_python_would_show_it(tmp_path):
+def test_script_runs_with_the_names_and_paths_that_python_sets(tmp_path):
     write(
         tmp_path,
         train="""
@@ -46,12 +46,12 @@ def test_the_script_sees_what_python_would_show_it(tmp_path):
     assert output_of(script) == "__main__ ['--lr', '0.1'] train.py train.py\n__main__ True True\n"
 
 
-def test_a_script_that_still_lies_where_it_was_runs_from_there(tmp_path):
+def test_script_that_exists_on_the_worker_runs_from_its_own_folder(tmp_path):
     write(tmp_path, train="print(__file__)")
     assert output_of(collect(str(tmp_path / "train.py"), ())) == f"{tmp_path}/train.py\n"
 
 
-def test_the_modules_beside_it_that_it_imports_travel_with_it(tmp_path):
+def test_imported_modules_beside_the_script_are_sent_with_it(tmp_path):
     write(
         tmp_path,
         train="import model, json\nfrom parts.blocks import block\nprint(model.NAME, block(), __file__)",
@@ -88,13 +88,13 @@ def test_a_copy_is_removed_when_the_script_ends(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit", "import sys; sys.exit(0)", "exit(None)"])
-def test_leaving_without_a_complaint_is_finishing(tmp_path, ending):
+def test_exit_without_a_code_finishes_the_script(tmp_path, ending):
     write(tmp_path, train=ending)
     assert run_elsewhere(collect(str(tmp_path / "train.py"), ())).returncode == 0
 
 
 @pytest.mark.parametrize(("code", "told"), [("3", "exited with code 3"), ("'no data'", "exited with code 1: no data")])
-def test_leaving_with_a_code_is_a_failure_that_names_it(tmp_path, code, told):
+def test_exit_with_a_code_or_a_message_fails_with_it(tmp_path, code, told):
     write(tmp_path, train=f"import sys\nsys.exit({code})")
     done = run_elsewhere(collect(str(tmp_path / "train.py"), ()))
     assert done.returncode == 1
@@ -115,12 +115,12 @@ def test_processes_that_the_script_spawns_can_import_it(tmp_path):
     assert output_of(collect(str(tmp_path / "train.py"), ())) == "[2, 4]\n"
 
 
-def test_a_folder_is_no_script(tmp_path):
+def test_folder_in_place_of_a_script_is_refused(tmp_path):
     with pytest.raises(UsageError, match="is a folder"):
         collect(str(tmp_path), ())
 
 
-def test_more_than_source_code_does_not_travel(tmp_path):
+def test_modules_larger_than_source_code_are_refused(tmp_path):
     write(tmp_path, train="import table", table="ROWS = '" + "x" * submission.MAX_BYTES + "'")
     with pytest.raises(UsageError, match="install them on the workers"):
         collect(str(tmp_path / "train.py"), ())

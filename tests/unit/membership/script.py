@@ -1,6 +1,6 @@
-"""Scenario scripts: events and the commands they lead to, one sentence a line. They read as the protocol's manual.
+"""Scenario scripts: events and the commands that follow, one sentence a line. They document the protocol.
 
-    # what it shows
+    # what the scenario shows
     settings num=3 min=2 max=3 elastic_timeout=60
     given workers on a a b train at step 10
     @10.2 worker 2 is lost: channel closed
@@ -8,7 +8,7 @@
     @next tick
 
 A line that begins with `@` is an event at that second (`@next`: at the machine's own next deadline); the indented lines
-below it are what the machine answers. `given` stands for the usual start: one agent and one worker a named host.
+below it are the machine's answers. `given` is the usual start: one agent and one worker for each host named.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _version(loop: str | None, steps: str, marks: str | None) -> StateVersion:
 
 
 def replay(script: str) -> str:
-    """The script with the answers that the machine gives now."""
+    """Return the script with the answers that the machine gives now."""
     machine: Membership | None = None
     now = 0.0
     lines: list[str] = []

@@ -1,18 +1,18 @@
-"""The driver's own time stands still while the driver does."""
+"""The machine's time stands still while the driver does."""
 
 from __future__ import annotations
 
 from spark_elastic.membership.deadlines import Attention
 
 
-def test_time_goes_on_while_somebody_looks() -> None:
+def test_time_advances_while_the_clock_is_read_regularly() -> None:
     attention = Attention(look_every_s=2.0)
     assert attention.look(100.0, 5000.0) == (100.0, 0.0)
     assert attention.look(102.0, 5002.0) == (102.0, 0.0)
     assert attention.look(105.9, 5005.9) == (105.9, 0.0)
 
 
-def test_a_pause_is_left_out_and_told_once() -> None:
+def test_pause_is_left_out_and_reported_once() -> None:
     attention = Attention(look_every_s=2.0)
     attention.look(100.0, 5000.0)
     assert attention.look(160.0, 5060.0) == (102.0, 58.0)

@@ -1,4 +1,4 @@
-"""What people are told of a change of the world: facts in, one sentence out."""
+"""The event log: events in, one sentence for each change of the world out."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_cause_may_come_after_the_next_world_has_begun():
     assert job.said[-1] == "rank 1 on executor 1 lost (killed by signal 9): 3 -> 2 workers, 0.05 s, no step lost"
 
 
-def test_what_spark_says_long_after_belongs_to_something_else():
+def test_late_report_of_spark_does_not_change_an_old_loss():
     job = Job(3)
     job.tell(5.0, e.WorkerLost(2, exited(-11)))
     job.ready(5.05, 1, 3)
@@ -82,7 +82,7 @@ def test_what_spark_says_long_after_belongs_to_something_else():
     assert job.said[1] == "rank 1 on executor 1 lost (killed by signal 11): 3 -> 2 workers, 0.05 s, no step lost"
 
 
-def test_several_losses_of_one_kind_are_told_together():
+def test_losses_with_the_same_cause_are_one_sentence():
     job = Job(4)
     for number in (2, 3):
         job.tell(5.0, e.ExecutorLost(str(number), exited(137)))
@@ -90,7 +90,7 @@ def test_several_losses_of_one_kind_are_told_together():
     assert job.said[-1] == "executors 2, 3 lost (killed by signal 9): 4 -> 2 workers, 0.50 s, no step lost"
 
 
-def test_steps_that_the_survivors_went_back_are_counted():
+def test_steps_that_have_to_be_done_again_are_counted():
     job = Job(2)
     job.tell(4.0, e.WorkerAlive(1, step_at(57)))
     job.tell(5.0, e.WorkerLost(2, exited(-9)))
@@ -98,7 +98,7 @@ def test_steps_that_the_survivors_went_back_are_counted():
     assert job.said[-1].endswith("2 -> 1 worker, 0.10 s, 7 steps lost")
 
 
-def test_a_newcomer_is_told_with_its_place_and_the_pause():
+def test_newcomer_is_announced_with_its_executor_and_the_pause():
     job = Job(2)
     job.tell(5.0, e.AgentJoined(7, Place("h9", "9", 2)))
     job.tell(6.0, e.WorkerReady(3, 0, None, at_init=True))
@@ -115,14 +115,14 @@ def test_a_decommissioned_executor_is_drained():
     assert job.said[-1] == "executor 2 drained (decommissioned): 3 -> 2 workers, 0.00 s, no step lost"
 
 
-def test_a_round_that_broke_without_a_loss_says_why():
+def test_round_that_broke_without_a_loss_is_announced_with_the_reason():
     job = Job(2)
     job.ready(5.0, 1)
     job.ready(5.3, 2)
     assert job.said[-1] == "round 1 broken (a collective failed for rank 0 on h0): 2 workers, 0.30 s, no step lost"
 
 
-def test_what_a_worker_has_to_say_is_a_change_and_no_flood_of_them_fills_the_memory():
+def test_messages_of_workers_are_changes_and_their_number_is_limited():
     job = Job(2)
     job.log.notice(2, "a checkpoint could not be written", 4.0)
     job.log.notice(99, "who is this", 4.0)
@@ -133,14 +133,14 @@ def test_what_a_worker_has_to_say_is_a_change_and_no_flood_of_them_fills_the_mem
     assert job.said[-1].startswith("rank 0: again (further")
 
 
-def test_processes_of_this_machine_are_told_by_their_ranks():
+def test_local_processes_are_named_by_their_ranks():
     job = Job(2, executors="driver")
     job.tell(5.0, e.WorkerLost(1, exited(-9)))
     job.ready(5.1, 2)
     assert job.said[-1].startswith("rank 0 on h0 lost (killed by signal 9)")
 
 
-def test_processes_of_one_place_that_are_lost_together_are_named_together():
+def test_local_processes_that_are_lost_together_are_one_sentence():
     job = Job(3, executors="driver")
     for place in (2, 1):
         job.tell(4.0, e.AgentLost(place, reported("silent for 30 s")))

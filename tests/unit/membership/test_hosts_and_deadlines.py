@@ -68,7 +68,7 @@ def test_a_timer_that_moves_all_the_time_does_not_pile_up() -> None:
     assert len(timers._heap) < 100
 
 
-def test_who_is_heard_is_not_silent() -> None:
+def test_key_that_was_heard_is_not_silent() -> None:
     silence: Silence[str] = Silence(timeout_s=10.0, interval_s=2.0)
     silence.heard("a", 0.0)
     silence.heard("b", 1.0)
@@ -78,7 +78,7 @@ def test_who_is_heard_is_not_silent() -> None:
     assert silence.next() == 15.0
 
 
-def test_a_late_look_proves_nothing_about_the_others() -> None:
+def test_late_check_for_silence_gives_everybody_one_more_interval() -> None:
     silence: Silence[str] = Silence(timeout_s=10.0, interval_s=2.0)
     silence.heard("a", 0.0)
     assert silence.expired(13.0) == []

@@ -58,7 +58,7 @@ def at(slot: int, host: str = "host") -> Place:
 
 
 def training(size: int, step: int | None = 10, **settings: object) -> Membership:
-    """A machine whose workers 1..size train in round 1, on agents with the same numbers, at second 0."""
+    """Return a machine whose workers 1..size train in round 1 at second 0, on agents with the same numbers."""
     values: dict[str, object] = {"num_proc": size, "min_num_proc": 1, "max_num_proc": size + 1} | settings
     machine = Membership(ElasticSettings(**values))  # type: ignore[arg-type]
     machine.handle(JobStarted(), 0.0)
@@ -141,7 +141,7 @@ def test_a_bug_is_reported_even_if_the_exit_of_its_process_is_heard_first() -> N
     assert (fail.error.rank, fail.error.host) == (1, "host")  # type: ignore[attr-defined]
 
 
-def test_an_exit_with_0_that_overtakes_the_done_is_no_loss() -> None:
+def test_exit_with_0_that_is_heard_before_the_done_is_no_loss() -> None:
     machine = training(1)
     assert machine.handle(WorkerLost(1, exited(0)), 1.0) == []
     assert only(FinishJob, machine.handle(WorkerDone(1, in_loop=True), 1.01)) == [FinishJob((1,))]
@@ -173,7 +173,7 @@ def test_a_second_newcomer_joins_the_stop_that_is_under_way() -> None:
     assert publish.world.workers == {1, 2, 3}
 
 
-def test_two_updates_in_the_same_second_are_two() -> None:
+def test_two_updates_in_the_same_second_have_different_numbers() -> None:
     machine = training(1, max_num_proc=3)
     for i in (2, 3):
         machine.handle(AgentJoined(i, at(i - 1)), 1.0)
@@ -183,7 +183,7 @@ def test_two_updates_in_the_same_second_are_two() -> None:
     assert only(NotifyHostsUpdated, machine.handle(WorkerReady(3, 0, None), 3.2)) == [NotifyHostsUpdated((1, 2), 2)]
 
 
-def test_the_position_given_in_advance_counts_those_that_are_on_their_way() -> None:
+def test_provisional_position_counts_newcomers_that_build_their_model() -> None:
     machine = training(2, max_num_proc=4)
     for i in (3, 4):
         machine.handle(AgentJoined(i, at(i - 1)), 1.0)
@@ -191,21 +191,21 @@ def test_the_position_given_in_advance_counts_those_that_are_on_their_way() -> N
     assert machine.handle(WorkerReady(4, 0, None, at_init=True), 2.0)[-1] == AdmitProvisionally(4, rank=3, size=4)
 
 
-def test_newcomers_stay_in_init_until_somebody_shows_a_state() -> None:
+def test_newcomers_stay_in_init_until_a_worker_reports_a_state() -> None:
     machine = training(1, step=None)
     machine.handle(AgentJoined(2, at(1)), 1.0)
     assert only(AdmitProvisionally, machine.handle(WorkerReady(2, 0, None, at_init=True), 2.0)) == []
     assert machine.handle(WorkerAlive(1, step_at(0)), 3.0) == [AdmitProvisionally(2, rank=1, size=2)]
 
 
-def test_one_that_was_not_asked_and_stops_has_all_others_cut() -> None:
+def test_member_that_stops_unasked_breaks_the_world() -> None:
     machine = training(4)
     assert only(CutPeers, machine.handle(WorkerReady(2, 1, step_at(11)), 1.0)) == [
         CutPeers((1, 3, 4), 1, WorldChange(WorldChangeKind.COLLECTIVE_FAILED, rank=1, host="host"))
     ]
 
 
-def test_an_abandoning_newcomer_is_started_again_after_a_pause_only() -> None:
+def test_newcomer_that_abandons_is_started_again_after_a_pause() -> None:
     machine = training(1, cooldown_range_s=(2.0, 60.0))
     machine.handle(AgentJoined(2, at(1)), 1.0)
     machine.handle(WorkerReady(2, 0, None, at_init=True), 2.0)
@@ -244,7 +244,7 @@ def test_status_tells_what_the_job_is_doing() -> None:
 
 
 @pytest.mark.parametrize("end", [CancelRequested("stop"), WorkerDone(1, in_loop=True)])
-def test_after_the_end_there_is_silence(end: Event) -> None:
+def test_ended_job_answers_no_event(end: Event) -> None:
     machine = training(1)
     assert only(FinishJob, commands := machine.handle(end, 1.0)) or only(FailJob, commands)
     assert machine.next_deadline() is None
@@ -320,7 +320,7 @@ def test_worker_that_the_others_wait_for_too_long_in_a_collective_is_removed() -
     assert cut.change.cause == LossCause(LossKind.BLOCKED_OTHERS, seconds=60.0)
 
 
-def test_when_all_wait_for_each_other_nobody_is_removed_but_all_are_cut() -> None:
+def test_when_all_wait_for_each_other_no_worker_is_removed_but_all_are_cut() -> None:
     machine = training(2, stall_timeout_s=60.0)
     machine.handle(WorkerAlive(1, step_at(10), blocked_s=58.0), 70.0)
     commands = machine.handle(WorkerAlive(2, step_at(10), blocked_s=61.0), 71.0)

@@ -1,6 +1,6 @@
-"""Each script in `scenarios/` still gets the answers written down in it.
+"""Replay each script in `scenarios/` and compare the machine's answers with those in the script.
 
-After a wanted change: `python -m tests.unit.membership.test_scenarios` writes the answers anew; read the difference.
+After an intended change: `python -m tests.unit.membership.test_scenarios` rewrites the answers; review the difference.
 """
 
 from __future__ import annotations

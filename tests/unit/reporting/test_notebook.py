@@ -13,7 +13,7 @@ from spark_elastic.reporting.screens import NotebookScreen
 
 
 class Cell:
-    """What stands below a cell, output by output."""
+    """The outputs below a cell."""
 
     def __init__(self) -> None:
         self.outputs: list[str] = []
@@ -39,7 +39,7 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
     return made
 
 
-def test_a_bar_is_one_output_that_stays_as_it_was_last(cell: Cell) -> None:
+def test_bar_is_one_output_that_keeps_its_last_content(cell: Cell) -> None:
     screen = NotebookScreen()
     screen.show(View("epoch 1/2", 50, 100))
     screen.clear()
@@ -48,7 +48,7 @@ def test_a_bar_is_one_output_that_stays_as_it_was_last(cell: Cell) -> None:
     assert cell.outputs == ["epoch 2/2 100%  100/100 rows"]
 
 
-def test_a_wait_that_is_over_does_not_stay(cell: Cell) -> None:
+def test_wait_that_is_over_is_removed_from_the_output(cell: Cell) -> None:
     screen = NotebookScreen()
     screen.show(View("", waiting="waiting for 1 of 3 workers", left_s=8.0))
     assert cell.outputs == ["waiting for 1 of 3 workers; 8 s left"]

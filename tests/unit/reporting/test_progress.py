@@ -1,4 +1,4 @@
-"""What the bar of a job shows, moment by moment, and what a log says in its place."""
+"""The progress bar of a job over time, and the log lines in its place."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ def training() -> ProgressModel:
     return progress
 
 
-def test_the_bar_is_of_one_epoch():
+def test_bar_shows_the_present_epoch():
     view = training().view(2.0)
     assert (view.title, view.done, view.total, view.workers, view.rate) == ("epoch 1/3", 200, 1000, 4, 100.0)
     assert view.eta_s == 8.0
 
 
-def test_validation_has_a_bar_of_its_own():
+def test_validation_has_its_own_bar():
     progress = training()
     progress.live(live(0, 500, "validate"), 3.0)
     assert progress.view(3.0).title == "epoch 1/3 validation"
 
 
-def test_each_epoch_has_one_line_whoever_repeats_it():
+def test_each_epoch_has_one_line_even_if_it_is_reported_twice():
     progress = training()
     ended = EpochEnded(0, 3, 2.0, {"loss": 0.4})
     assert progress.epoch(ended, 3.0) == "epoch 1/3  loss 0.4  2.0 s"
     assert progress.epoch(ended, 3.1) is None
 
 
-def test_a_rank_0_that_is_gone_does_not_turn_the_bar_back():
+def test_late_message_of_a_lost_rank_0_does_not_turn_the_bar_back():
     progress = training()
     progress.live(live(1, 50), 3.0)
     progress.live(live(0, 990), 3.1)
     assert progress.view(3.2).title == "epoch 2/3"
 
 
-def test_a_wait_takes_the_bars_place_and_runs_down():
+def test_wait_replaces_the_bar_and_counts_down():
     progress = training()
     progress.wait(Wait(WaitKind.REPLACEMENTS, have=1, need=2, left_s=60), 63.0, 3.0)
     assert progress.view(3.1).waiting == ""  # it may be over before anybody could read it
@@ -59,17 +59,17 @@ def test_a_wait_takes_the_bars_place_and_runs_down():
     assert progress.view(6.0).waiting == ""
 
 
-def test_what_is_known_of_the_cluster_stands_behind_a_wait():
+def test_wait_ends_with_what_is_known_of_the_cluster():
     progress = ProgressModel()
-    progress.around = lambda: "2 tasks pending, cluster has 2 slots free"
+    progress.describe_cluster = lambda: "2 tasks pending, cluster has 2 slots free"
     progress.wait(Wait(WaitKind.MINIMUM, have=2, want=4, need=4, left_s=600), 600.0, 0.0)
-    progress.look_around(1.5)
+    progress.look_at_cluster(1.5)
     assert progress.line(2.0, bar=False) == (
         "waiting for 2 of 4 workers: 2 tasks pending, cluster has 2 slots free; 598 s left"
     )
 
 
-def test_a_log_has_few_lines_however_much_happens():
+def test_log_lines_are_rare_however_many_messages_come():
     progress = ProgressModel()
     progress.world(2, 0.0)
     said = []
@@ -81,12 +81,12 @@ def test_a_log_has_few_lines_however_much_happens():
     assert all("\r" not in line and "\x1b" not in line for line in said)
 
 
-def test_beside_a_bar_the_log_keeps_to_what_is_new():
+def test_log_beside_a_bar_has_no_progress_lines():
     progress = training()
     assert [progress.line(now, bar=True) for now in (40.0, 80.0, 120.0)] == [None, None, None]
 
 
-def test_a_loop_of_the_users_own_is_shown_by_its_steps():
+def test_users_own_loop_is_shown_by_its_steps():
     progress = ProgressModel()
     progress.world(2, 0.0)
     progress.steps(10, 1.0)

@@ -1,4 +1,4 @@
-"""Where the bars of a terminal leave the cursor."""
+"""The position of the cursor after bars in a terminal."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from spark_elastic.reporting.screens import TerminalScreen
 
 
 def column(written: str) -> int:
-    """Where the cursor stands after all that."""
+    """Return the cursor's column after this output."""
     line = re.sub(r"\x1b\[[A-Z]", "", written.replace("\r\n", "\n"))
     return len(re.split(r"[\r\n]", line)[-1])
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_what_comes_after_two_bars_begins_at_the_left_whichever_went_first(first):
+def test_output_after_two_bars_begins_at_the_left_whichever_was_cleared_first(first):
     terminal = io.StringIO()
     screens = [TerminalScreen(terminal), TerminalScreen(terminal)]
     for number, screen in enumerate(screens):

@@ -1,4 +1,4 @@
-"""What a bar says at a moment, as a function of that moment."""
+"""The texts of bars and log lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_wide_terminal_shows_everything():
     assert said == "12k/60k rows  loss 0.3123  accuracy 0.91  4 workers  12.3k rows/s  0:04 left"
 
 
-def test_a_narrow_one_shows_first_how_it_learns_how_many_they_are_and_how_long_it_takes():
+def test_narrow_terminal_shows_loss_workers_and_time_left_first():
     assert right_of_bar(TRAINING, 48) == "12k/60k rows  loss 0.3123  4 workers  0:04 left"
     assert right_of_bar(TRAINING, 22) == "loss 0.3123  4 workers"
 
@@ -39,7 +39,7 @@ def test_no_line_is_longer_than_the_terminal(view, width):
 
 
 @pytest.mark.parametrize("width", [40, 79, 200])
-def test_with_its_bar_a_line_still_fits(width):
+def test_line_with_its_bar_fits_the_terminal(width):
     pytest.importorskip("tqdm")
     from tqdm.std import tqdm
 
@@ -116,7 +116,7 @@ def test_decisions_of_the_machine_say_what_is_waited_for():
     assert [wait.kind for wait in waits] == [WaitKind.MINIMUM, WaitKind.GRACE, WaitKind.REPLACEMENTS]
 
 
-def test_what_is_done_has_no_time_left():
+def test_finished_progress_shows_no_time_left():
     assert "left" not in right_of_bar(View("epoch 3/3", 100, 100, rate=10.0), 100)
 
 
@@ -126,11 +126,11 @@ def test_a_log_line_has_no_bar():
     )
 
 
-def test_the_line_of_an_epoch():
+def test_line_about_an_ended_epoch():
     assert epoch_line(2, 10, 5.06, {"loss": 0.25, "val_loss": 0.3}) == "epoch 3/10  loss 0.25  val_loss 0.3  5.1 s"
 
 
-def test_a_notebook_gets_the_same_as_text_and_as_html():
+def test_notebook_output_is_the_same_as_text_and_as_html():
     assert as_text(TRAINING).startswith("epoch 3/10  20%  12k/60k rows")
     assert '<progress max="1" value="0.2000"' in as_html(TRAINING)
     assert "<b>" not in as_html(View("<b>", 1, 2))
