@@ -98,8 +98,8 @@ BUGS = (
     Bug(
         "one world too many",
         "worlds",
-        "if limit is not None and self.round > limit:\n            self.fail",
-        "if limit is not None and self.round > limit + 1:\n            self.fail",
+        "not self._roster.may_reset():\n            self.fail",
+        "self.round > limit + 1:\n            self.fail",
     ),
     Bug(
         "a plain function is not run again",
