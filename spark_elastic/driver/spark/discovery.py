@@ -50,7 +50,6 @@ class SlotProbe:
 
     reports: tuple[SlotReport, ...]
     """One for each task; empty if Spark refused barrier mode."""
-    took_s: float
     why: str
     """The outcome in words; the reason if Spark refused."""
 
@@ -65,15 +64,11 @@ class SparkHostDiscovery:
     Args:
         sc: The SparkContext.
         report_slot: Function that runs in each task of the probe. It must be picklable by reference.
-        description: Text in Spark's UI before ": discovery of 3 slots".
     """
 
-    def __init__(
-        self, sc: SparkContext, report_slot: Callable[[], SlotReport], *, description: str = "spark_elastic"
-    ) -> None:
+    def __init__(self, sc: SparkContext, report_slot: Callable[[], SlotReport]) -> None:
         self._sc = sc
         self._report_slot = report_slot
-        self._description = description
 
     def slots(self) -> SlotCount:
         return count_slots(self._sc)
@@ -168,10 +163,10 @@ class SparkHostDiscovery:
             JobCancelledError: `stop` was set.
         """
         if dynamic_allocation(self._sc):
-            return SlotProbe((), 0.0, f"barrier mode is refused under dynamic allocation ([{_REFUSED}])")
+            return SlotProbe((), f"barrier mode is refused under dynamic allocation ([{_REFUSED}])")
         start = clock.monotonic()
         self.wait_for_slots(num_proc, timeout_s, stop=stop, on_wait=on_wait)
-        job = _BarrierJob(self._sc, self._report_slot, num_proc, f"{self._description}: discovery of {num_proc} slots")
+        job = _BarrierJob(self._sc, self._report_slot, num_proc, f"spark_elastic: discovery of {num_proc} slots")
         job.thread.start()
         said = False
         while not job.over.wait(_POLL_S):
@@ -191,13 +186,13 @@ class SparkHostDiscovery:
                     setting="start_timeout",
                     detail=f"{self._shape(self.slots())}, but never {num_proc} free at the same time",
                 )
-        took = clock.monotonic() - start
         if job.error is None:
-            return SlotProbe(tuple(job.reports), took, f"{num_proc} slots were placed together")
+            return SlotProbe(tuple(job.reports), f"{num_proc} slots were placed together")
         reason = reason_of_error(job.error)
         if _REFUSED in str(job.error):
-            return SlotProbe((), took, f"barrier mode is refused: {reason}")
-        raise NotEnoughSlotsError(have=0, need=num_proc, waited_s=took, setting="start_timeout", detail=reason)
+            return SlotProbe((), f"barrier mode is refused: {reason}")
+        waited = clock.monotonic() - start
+        raise NotEnoughSlotsError(have=0, need=num_proc, waited_s=waited, setting="start_timeout", detail=reason)
 
     def _shape(self, count: SlotCount) -> str:
         cpus = self._sc.getConf().get("spark.task.cpus", "1")
