@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -109,8 +110,8 @@ def _prepare_output(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-        for pattern in ("rank.*/std*", "slot.*/std*"):
-            for file in folder.glob(pattern):
+        for process, stream in itertools.product(("rank", "slot"), ("stdout", "stderr")):
+            for file in folder.glob(f"{process}.*/{stream}"):
                 file.unlink()
     except OSError as error:
         raise UsageError(f"cannot write to --output-filename {folder}: {error.strerror or error}") from None

@@ -23,7 +23,7 @@ from spark_elastic.driver.peers import Peers
 from spark_elastic.errors import JobCancelledError, JobError, SessionLostError, SparkElasticError, UserFunctionError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
-from spark_elastic.membership.deadlines import Attention
+from spark_elastic.membership.deadlines import MachineClock
 from spark_elastic.membership.machine import Membership
 from spark_elastic.membership.reasons import Wait, reported
 from spark_elastic.membership.states import Phase
@@ -120,8 +120,8 @@ class ElasticDriver:
         self._launched: set[SlotId] = set()
         """Slots whose launch has not ended."""
         self._results = WorkerResults()
-        self._attention = Attention(settings.heartbeat_interval_s)
-        self._attention_timer: asyncio.TimerHandle | None = None
+        self._machine_clock = MachineClock(settings.heartbeat_interval_s)
+        self._clock_timer: asyncio.TimerHandle | None = None
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._announce_timer: asyncio.TimerHandle | None = None
         self._ending = False
@@ -233,7 +233,7 @@ class ElasticDriver:
             await self._ended.wait()
             return await self._outcome()
         finally:
-            for timer in (self._deadline_timer, self._announce_timer, self._attention_timer):
+            for timer in (self._deadline_timer, self._announce_timer, self._clock_timer):
                 if timer is not None:
                     timer.cancel()
             self._announcer.print_changes(clock.monotonic(), last=True)
@@ -280,7 +280,7 @@ class ElasticDriver:
 
     def _now(self) -> float:
         """Return the machine's time. Tells the machine first if this process was suspended since the last call."""
-        now, paused_s = self._attention.look(clock.monotonic(), clock.wall())
+        now, paused_s = self._machine_clock.read(clock.monotonic(), clock.wall())
         if paused_s:
             self._handle(seen.DriverPaused(paused_s))
         return now
@@ -288,7 +288,7 @@ class ElasticDriver:
     def _keep_looking(self) -> None:
         assert self._loop is not None
         self._now()
-        self._attention_timer = self._loop.call_later(self._settings.heartbeat_interval_s, self._keep_looking)
+        self._clock_timer = self._loop.call_later(self._settings.heartbeat_interval_s, self._keep_looking)
 
     def _set_deadline_timer(self, now: float) -> None:
         if self._deadline_timer is not None:
@@ -330,7 +330,7 @@ class ElasticDriver:
             case do.Announce(JobEnded()) if self._has_failed:
                 pass  # announced already, with its cause
             case do.Announce(record):
-                self._announcer.announce(_in_process_time(record, self._attention.away_s))
+                self._announcer.announce(_in_process_time(record, self._machine_clock.paused_s))
             case _:
                 self._peers.send(command)
 

@@ -15,36 +15,36 @@ about as long as it was away, its peers may not be heard even though it is back.
 _PAUSES_REMEMBERED = 100
 
 
-class Attention:
+class MachineClock:
     """Turns readings of the clocks into the machine's time, which stands still while the driver does.
 
     A suspended machine, a debugger, a call that holds the GIL: the driver hears nobody then, so no deadline may expire
     in the meantime.
 
     Args:
-        look_every_s: how often the clocks are read while all is well. A gap of more than twice that is a pause.
+        read_every_s: how often the clocks are read while all is well. A gap of more than twice that is a pause.
     """
 
-    def __init__(self, look_every_s: float) -> None:
-        self._look_every_s = look_every_s
+    def __init__(self, read_every_s: float) -> None:
+        self._read_every_s = read_every_s
         self._last: tuple[float, float] | None = None
-        self.away_s = 0.0
+        self.paused_s = 0.0
         """Seconds by which the machine's time is behind the clock."""
 
-    def look(self, monotonic: float, wall: float) -> tuple[float, float]:
+    def read(self, monotonic: float, wall: float) -> tuple[float, float]:
         """Return the machine's time, and for how long the driver has just stood still (0: it has not)."""
         last, self._last = self._last, (monotonic, wall)
         paused = 0.0
         if last is not None:
             gap = monotonic - last[0]
-            if gap > 2 * self._look_every_s:
-                paused = gap - self._look_every_s
-                self.away_s += paused
+            if gap > 2 * self._read_every_s:
+                paused = gap - self._read_every_s
+                self.paused_s += paused
             # a machine that sleeps stops the monotonic clock on some systems
             asleep = (wall - last[1]) - gap
-            if asleep > max(_CLOCK_STEP_S, 2 * self._look_every_s):
+            if asleep > max(_CLOCK_STEP_S, 2 * self._read_every_s):
                 paused += asleep
-        return monotonic - self.away_s, paused
+        return monotonic - self.paused_s, paused
 
 
 class DriverPauses:

@@ -88,7 +88,7 @@ class WorldChangeKind(enum.Enum):
     """The reasons to build another world. In brackets: the fields of `WorldChange` that are set."""
 
     JOB_STARTS = enum.auto()
-    STARTED_OVER = enum.auto()  # nobody holds a state, and no step was applied yet [before]
+    STARTED_OVER = enum.auto()  # no worker holds a state, and no step was applied yet [before]
     GATHERED = enum.auto()  # enough workers are ready [before; have, want, need; seconds: the grace, if not all came]
     NEWCOMERS = enum.auto()  # [have: how many]
     LEAVING = enum.auto()  # a member's slot is not to be used any more [cause]
@@ -121,8 +121,7 @@ class WaitKind(enum.Enum):
     MINIMUM = enum.auto()  # workers for the first world [have, want, need; missing]
     GRACE = enum.auto()  # enough workers are ready; the wanted others may still come [have, want; missing]
     REPLACEMENTS = enum.auto()  # the survivors are too few and keep their state [have, need; missing]
-    RETRY = enum.auto()
-    """A pause, because worlds in a row broke before a step with no worker lost [have: how many; missing]."""
+    RETRY = enum.auto()  # a pause: worlds in a row broke before a step, no worker lost [have: how many; missing]
     AGREEMENT = enum.auto()  # the members train on until they agree on a step to stop at [have: how many; change]
     STOP = enum.auto()  # the other members stop at the agreed step [have: how many; change]
     SURVIVORS = enum.auto()  # survivors of a broken world come back [have: how many; round, ranks, finishing]

@@ -160,20 +160,18 @@ TimerKey = tuple[TimerKind, int]
 
 @dataclass(slots=True)
 class MachineContext:
-    """The values that `Membership`, `WorldLifecycle` and `SlotScheduler` share while an event is handled.
-
-    Each value has one owner, which alone changes it; the others read.
-    """
+    """The values that `Membership`, `WorldLifecycle` and `SlotScheduler` share while an event is handled."""
 
     settings: ElasticSettings
     registry: WorkerRegistry
-    """Slots and agents change in the scheduler, states of workers in the lifecycle."""
+    """The scheduler adds and removes agents and adds workers, the lifecycle moves workers from state to state, and
+    `Membership` stores what workers report of themselves."""
     timers: Timers[TimerKey]
-    """Who sets a timer also cancels it; only `Membership` takes those that are due."""
+    """Set and cancelled by all; only `Membership` takes those that are due."""
     workers_heard: Silence[WorkerId]
     """A worker is in it from its first message until it is DONE or GONE."""
     crashes: CrashLoopDetector
-    """Fed by `Membership`."""
+    """Fed by `Membership`, read by the lifecycle."""
     commands: list[Command]
     """The answer to the present event, in order. All append; only `Membership` empties it."""
 
