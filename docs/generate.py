@@ -7,6 +7,7 @@ settings in the code, or from the measurements in `benchmarks/results`. A test c
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import json
 import re
@@ -99,28 +100,16 @@ def error_tree() -> str:
 
 
 def run_settings() -> str:
-    """The arguments of `spark_elastic.run`, as its docstring tells them."""
-    from spark_elastic.jobs.run import run
+    """Return the table of the arguments of `spark_elastic.run`."""
+    from spark_elastic.jobs.settings import RunCall
+    from spark_elastic.settings import declarations
 
-    told = _arguments(inspect.getdoc(run) or "")
     rows = []
-    for name, parameter in inspect.signature(run).parameters.items():
-        if name in ("args", "kwargs"):
-            continue
-        group = next(names for names in told if name in names)
-        default = "" if parameter.default in (inspect.Parameter.empty, None) else f"`{parameter.default!r}`"
-        rows.append(f"| `{name}` | {default} | {_cell(told[group])} |")
+    for each in declarations(RunCall):
+        if each.name not in ("args", "kwargs"):
+            default = "" if each.default in (dataclasses.MISSING, None) else f"`{each.default!r}`"
+            rows.append(f"| `{each.name}` | {default} | {_cell(each.setting.doc)} |")
     return "\n".join(["| name | default | meaning |", "|---|---|---|", *rows, ""])
-
-
-def _arguments(doc: str) -> dict[tuple[str, ...], str]:
-    """What a docstring says under Args: (name, ...) -> its words."""
-    told: dict[tuple[str, ...], str] = {}
-    section = doc.partition("Args:\n")[2].partition("\n\n")[0]
-    for entry in re.split(r"\n(?= {4}\S)", section):
-        names, _, words = entry.strip().partition(": ")
-        told[tuple(name.strip() for name in names.split(","))] = " ".join(words.split())
-    return told
 
 
 def common_settings() -> str:

@@ -1,7 +1,8 @@
 """Elastic data-parallel training of PyTorch, TensorFlow and Keras models inside Apache Spark.
 
-`ElasticTorchEstimator` and `ElasticKerasEstimator` train on a DataFrame. `run` and `run_async` start a job of your own;
-`spark_elastic.torch`, `spark_elastic.tensorflow` and `spark_elastic.keras` are what the function in it uses.
+`ElasticTorchEstimator` and `ElasticKerasEstimator` train on a DataFrame. `run` and `run_async` run a function in
+elastic workers; inside it, use `spark_elastic.torch`, `spark_elastic.tensorflow` or `spark_elastic.keras`. All errors
+are in `spark_elastic.errors`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from spark_elastic import moved
 
 if TYPE_CHECKING:
+    from spark_elastic import errors
     from spark_elastic.data.materialization import materialize
     from spark_elastic.data.reader import BatchReader
     from spark_elastic.data.store import Store
@@ -28,25 +30,6 @@ __version__ = "0.1.0"
 
 moved.install()
 
-# Resolved on first use: a worker imports this package too, and needs none of the driver's side.
-_HOMES = {
-    "run": "spark_elastic.jobs.run",
-    "run_async": "spark_elastic.jobs.run",
-    "BatchReader": "spark_elastic.data.reader",
-    "ElasticJob": "spark_elastic.jobs.job",
-    "ElasticKerasEstimator": "spark_elastic.ml.keras.estimator",
-    "ElasticKerasModel": "spark_elastic.ml.keras.model",
-    "ElasticTorchEstimator": "spark_elastic.ml.torch.estimator",
-    "ElasticTorchModel": "spark_elastic.ml.torch.model",
-    "LocalLauncher": "spark_elastic.driver.local_launcher",
-    "FixedHosts": "spark_elastic.driver.hosts",
-    "HostDiscovery": "spark_elastic.driver.hosts",
-    "HostDiscoveryScript": "spark_elastic.driver.hosts",
-    "Store": "spark_elastic.data.store",
-    "doctor": "spark_elastic.diagnostics",
-    "materialize": "spark_elastic.data.materialization",
-}
-
 __all__ = [
     "BatchReader",
     "ElasticJob",
@@ -60,17 +43,44 @@ __all__ = [
     "LocalLauncher",
     "Store",
     "doctor",
+    "errors",
     "materialize",
     "run",
     "run_async",
 ]
 
 
+# Imported on first use: workers import this package too, and need nothing of the driver's side.
+_MODULES = {
+    "BatchReader": "spark_elastic.data.reader",
+    "ElasticJob": "spark_elastic.jobs.job",
+    "ElasticKerasEstimator": "spark_elastic.ml.keras.estimator",
+    "ElasticKerasModel": "spark_elastic.ml.keras.model",
+    "ElasticTorchEstimator": "spark_elastic.ml.torch.estimator",
+    "ElasticTorchModel": "spark_elastic.ml.torch.model",
+    "FixedHosts": "spark_elastic.driver.hosts",
+    "HostDiscovery": "spark_elastic.driver.hosts",
+    "HostDiscoveryScript": "spark_elastic.driver.hosts",
+    "LocalLauncher": "spark_elastic.driver.local_launcher",
+    "Store": "spark_elastic.data.store",
+    "doctor": "spark_elastic.diagnostics",
+    "materialize": "spark_elastic.data.materialization",
+    "run": "spark_elastic.jobs.run",
+    "run_async": "spark_elastic.jobs.run",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "errors":
+        return importlib.import_module("spark_elastic.errors")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,22 +1,15 @@
-"""The one place that reads a clock, so that everything else can be given the time."""
+"""The clocks: monotonic for deadlines and durations, wall for times that are shown to people."""
 
 from __future__ import annotations
 
 import time
-from typing import Protocol
-
-
-class Clock(Protocol):
-    """Monotonic seconds, for deadlines and durations; never for dates."""
-
-    def __call__(self) -> float: ...
 
 
 def monotonic() -> float:
-    """Seconds since an arbitrary point; never goes back."""
+    """Return seconds since an arbitrary point; never decreases."""
     return time.monotonic()
 
 
 def wall() -> float:
-    """Seconds since the epoch, for the stamps that people read."""
+    """Return seconds since the epoch."""
     return time.time()

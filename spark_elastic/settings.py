@@ -1,95 +1,106 @@
-"""Settings of an elastic job: frozen, in seconds, validated once at the door."""
+"""Declaring settings; the settings for the size and the timeouts of a job; what the membership machine gets of them.
+
+To add a setting of `run`: declare it in `ScalingSettings` (or in `jobs.settings.RunSettings`, if the membership machine
+does not read it). The signatures of `run` and `run_async`, the validation, the command line, the `run_options` of the
+estimators and the table in the docs follow. What the machine reads needs a field of `ElasticSettings` as well.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import numbers
 import operator
-from collections.abc import Sequence
+import typing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from spark_elastic.errors import InvalidSettingsError
 
 DEVICE_SETTING = "SPARK_ELASTIC_DEVICE"
-"""The environment variable that tells workers what `run(device=...)` asked for."""
+"""The environment variable that tells workers the device of `run(device=...)`."""
 LONGEST_S = 1e8
-"""Three years. Without a bound, "never" would be infinity, and no socket and no thread can wait that long."""
+"""Three years. Longer timeouts are refused because no socket and no thread can wait for an infinite time."""
+
+Check = Callable[[str, Any], Any]
+"""Takes a setting's name and value. Returns the value in its plain type, or raises InvalidSettingsError."""
+
+# --- declaring settings ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class ElasticSettings:
-    """How many workers, and how long anything may wait.
+class Setting:
+    """The declaration of a setting: `name: Annotated[type, Setting(...)] = default`, in a subclass of `Settings`."""
 
-    Raises:
-        InvalidSettingsError: with the offending values and what to change.
-    """
+    doc: str
+    check: Check
+    """Validates values. None is accepted without it if the type allows None."""
+    unit: str = ""
+    on_command_line: bool = False
+    horovod_name: str = ""
+    """Horovod's name of this argument: accepted by `run` with a warning, and by the command line."""
 
-    num_proc: int
-    """Workers that the first world waits for."""
-    min_num_proc: int
-    """Below this the job waits, and fails after `elastic_timeout_s`."""
-    max_num_proc: int
-    """Never more workers than this; it is also the demand shown to dynamic allocation."""
-    start_timeout_s: float = 600.0
-    """How long the first world may take to gather `min_num_proc` ready workers."""
-    elastic_timeout_s: float = 600.0
-    """How long a job that fell below `min_num_proc` keeps its survivors' state and waits."""
-    start_grace_s: float = 10.0
-    """With `min_num_proc` ready, how long the first world still waits for `num_proc`."""
-    heartbeat_timeout_s: float = 30.0
-    """Silence after which an agent or a worker counts as lost. Deaths are seen in milliseconds without it."""
-    stall_timeout_s: float = 600.0
-    """How long a live worker may keep the others waiting, in a collective or on the way to the next world; then it is
-    removed."""
-    reset_limit: int | None = None
-    """Worlds after the first that may be built; None: no limit."""
-    cooldown_range_s: tuple[float, float] | None = (0.5, 60.0)
-    """First and longest pause before a failed place is used again; None: no pause."""
-    boot_failure_limit: int = 3
-    """Worker processes in a row that may exit before any ever joined; then the job fails."""
 
-    crash_limit: int | None = 3
-    """Worlds in a row that may lose a crashed process before one more step is applied; then the job fails. None: no
-    limit."""
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """A setting with its name, type and default, as read from a class."""
+
+    name: str
+    type: Any
+    default: Any
+    """`dataclasses.MISSING` if the setting must be given."""
+    setting: Setting
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Its options of the command line; empty if it has none."""
+        if not self.setting.on_command_line:
+            return ()
+        other = self.setting.horovod_name.replace("_", "-")
+        return (
+            *([f"--{other}" if len(other) > 2 else f"-{other}"] if other else []),
+            f"--{self.name.replace('_', '-')}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base of dataclasses whose fields are settings. Validates them when an object is made."""
 
     def __post_init__(self) -> None:
-        for name in ("num_proc", "min_num_proc", "max_num_proc", "boot_failure_limit"):
-            self._become(name, whole_number(name, getattr(self, name), at_least=1))
-        if self.reset_limit is not None:
-            self._become("reset_limit", whole_number("reset_limit", self.reset_limit, at_least=0))
-        if self.crash_limit is not None:
-            self._become("crash_limit", whole_number("crash_limit", self.crash_limit, at_least=1))
-        for name in ("start_timeout_s", "elastic_timeout_s", "heartbeat_timeout_s", "stall_timeout_s"):
-            self._become(name, _seconds(name, getattr(self, name), or_zero=False))
-        self._become("start_grace_s", _seconds("start_grace_s", self.start_grace_s, or_zero=True))
-        if self.cooldown_range_s is not None:
-            self._become("cooldown_range_s", _cooldown_range(self.cooldown_range_s))
+        for each in declarations(type(self)):
+            value = getattr(self, each.name)
+            if value is not None or type(None) not in typing.get_args(each.type):
+                # frozen, but the checked value replaces the given one: a plain int instead of NumPy's
+                object.__setattr__(self, each.name, each.setting.check(each.name, value))
 
-        if self.num_proc > self.max_num_proc:
-            raise InvalidSettingsError(f"num_proc={self.num_proc} is larger than max_num_proc={self.max_num_proc}")
-        if self.min_num_proc > self.num_proc:
-            raise InvalidSettingsError(f"min_num_proc={self.min_num_proc} is larger than num_proc={self.num_proc}")
 
-    def _become(self, name: str, value: object) -> None:
-        """Put a checked value in its plain type: NumPy's numbers are welcome at the door, not behind it."""
-        object.__setattr__(self, name, value)
+def declarations(cls: type[Settings]) -> tuple[Declaration, ...]:
+    """Return the settings of a class, in the order of its constructor."""
+    annotations = typing.get_type_hints(cls, include_extras=True)
+    found = []
+    for field in sorted(dataclasses.fields(cls), key=lambda field: bool(field.kw_only)):
+        type_, setting = typing.get_args(annotations[field.name])
+        found.append(Declaration(field.name, type_, field.default, setting))
+    return tuple(found)
 
-    @property
-    def driver_silence_s(self) -> float:
-        """How long agents and workers go on although nothing is heard of a driver whose connection is open."""
-        return max(self.elastic_timeout_s, self.heartbeat_timeout_s)
 
-    @property
-    def heartbeat_interval_s(self) -> float:
-        """How often a worker or agent says it is alive: five chances within the timeout, at most every 2 s."""
-        return min(self.heartbeat_timeout_s / 5, 2.0)
+def count(doc: str, at_least: int, unit: str = "workers", horovod_name: str = "") -> Setting:
+    """Declare a whole number."""
+    return Setting(doc, functools.partial(whole_number, at_least=at_least), unit, True, horovod_name)
+
+
+def seconds(doc: str) -> Setting:
+    """Declare a positive number of seconds."""
+    return Setting(doc, _seconds, "seconds", True)
 
 
 def whole_number(name: str, value: Any, at_least: int) -> int:
-    """`value` as an int.
+    """Return `value` as an int.
 
     Raises:
-        InvalidSettingsError: it is none (True and 2.0 are none either), or too small.
+        InvalidSettingsError: The value is not a whole number (True and 2.0 are not either), or is too small.
     """
     try:
         if isinstance(value, bool):
@@ -102,23 +113,159 @@ def whole_number(name: str, value: Any, at_least: int) -> int:
     return number
 
 
-def _seconds(name: str, value: Any, or_zero: bool) -> float:
-    what = name.removesuffix("_s")
+def _seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidSettingsError(f"{what} must be a number of seconds, not {value!r} ({type(value).__name__})")
-    seconds = float(value)
-    if not (0 < seconds <= LONGEST_S or (or_zero and seconds == 0)):
-        sign = "not negative" if or_zero else "positive"
+        raise InvalidSettingsError(f"{name} must be a number of seconds, not {value!r} ({type(value).__name__})")
+    if not 0 < float(value) <= LONGEST_S:
         raise InvalidSettingsError(
-            f"{what} must be a {sign} number of seconds and at most {LONGEST_S:.0f} (three years), not {value}"
+            f"{name} must be a positive number of seconds and at most {LONGEST_S:.0f} (three years), not {value}"
         )
-    return seconds
+    return float(value)
 
 
-def _cooldown_range(value: Any) -> tuple[float, float]:
+def _range_of_seconds(name: str, value: Any) -> tuple[float, float]:
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
-        raise InvalidSettingsError(f"cooldown_range must be (shortest, longest) seconds or None, not {value!r}")
-    low, high = (_seconds("cooldown_range", each, or_zero=False) for each in value)
+        raise InvalidSettingsError(f"{name} must be (shortest, longest) seconds or None, not {value!r}")
+    low, high = (_seconds(name, each) for each in value)
     if low > high:
-        raise InvalidSettingsError(f"cooldown_range must be (shortest, longest) seconds, not {(low, high)}")
+        raise InvalidSettingsError(f"{name} must be (shortest, longest) seconds, not {(low, high)}")
     return low, high
+
+
+# --- how many workers, and how long to wait for them ----------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingSettings(Settings):
+    """How many workers a job has, and how long it waits for them.
+
+    Raises:
+        InvalidSettingsError: A value is invalid, or two contradict each other.
+    """
+
+    num_proc: Annotated[
+        int | None, count("workers to start with. Default: the task slots of the cluster.", 1, horovod_name="np")
+    ] = None
+    min_num_proc: Annotated[
+        int | None,
+        count(
+            "with fewer workers than this the job waits up to `elastic_timeout`, then fails. Default: `num_proc`.",
+            1,
+            horovod_name="min_np",
+        ),
+    ] = None
+    max_num_proc: Annotated[
+        int | None,
+        count(
+            "the most workers to use; it is also the demand shown to dynamic allocation. Default: `num_proc`.",
+            1,
+            horovod_name="max_np",
+        ),
+    ] = None
+    start_timeout: Annotated[float, seconds("seconds that the first `min_num_proc` workers may take to be ready.")] = (
+        600.0
+    )
+    elastic_timeout: Annotated[
+        float, seconds("seconds that the job waits for workers when it has too few, keeping the state.")
+    ] = 600.0
+    reset_limit: Annotated[
+        int | None, count("number of times that the world may be rebuilt. Default: no limit.", 0, "worlds")
+    ] = None
+    crash_limit: Annotated[
+        int | None,
+        count(
+            "number of worlds in a row that may lose a crashed process before one more step is applied; then the job "
+            "fails instead of starting it again. None: no limit.",
+            1,
+            "worlds",
+        ),
+    ] = 3
+    cooldown_range: Annotated[
+        tuple[float, float] | None,
+        Setting(
+            "shortest and longest pause, in seconds, before a slot that failed is used again. None (on the command "
+            "line, 0 0): no pause.",
+            _range_of_seconds,
+            "seconds",
+            True,
+            "blacklist_cooldown_range",
+        ),
+    ] = (0.5, 60.0)
+    heartbeat_timeout: Annotated[
+        float,
+        seconds(
+            "seconds of silence after which a worker counts as hung or cut off. The death of a process is noticed "
+            "without it, in milliseconds."
+        ),
+    ] = 30.0
+    stall_timeout: Annotated[
+        float,
+        seconds(
+            "seconds that a live worker may keep the others waiting, in a collective or on the way to the next world, "
+            "before it is removed; raise it if one rank works alone for longer (a long evaluation, a slow checkpoint)."
+        ),
+    ] = 600.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        order = ("num_proc", "max_num_proc"), ("min_num_proc", "num_proc"), ("min_num_proc", "max_num_proc")
+        for small, large in order:
+            low, high = getattr(self, small), getattr(self, large)
+            if low is not None and high is not None and low > high:
+                raise InvalidSettingsError(f"{small}={low} is larger than {large}={high}")
+
+    def resolve(self, count_slots: Callable[[], int]) -> ElasticSettings:
+        """Return the settings of the membership machine.
+
+        Args:
+            count_slots: Counts the task slots. Called if the number of workers is not given.
+        """
+        low, start, high = self.min_num_proc, self.num_proc, self.max_num_proc
+        if start is None and low is not None and low == high:
+            start = low
+        if start is None:
+            slots = count_slots()
+            start = max(slots if high is None else min(slots, high), low or 1)
+        return ElasticSettings(
+            num_proc=start,
+            min_num_proc=start if low is None else low,
+            max_num_proc=start if high is None else high,
+            start_timeout_s=self.start_timeout,
+            elastic_timeout_s=self.elastic_timeout,
+            heartbeat_timeout_s=self.heartbeat_timeout,
+            stall_timeout_s=self.stall_timeout,
+            reset_limit=self.reset_limit,
+            cooldown_range_s=self.cooldown_range,
+            crash_limit=self.crash_limit,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticSettings:
+    """The settings that the membership machine reads: `ScalingSettings` with the numbers of workers resolved."""
+
+    num_proc: int
+    """Workers that the first world waits for."""
+    min_num_proc: int
+    max_num_proc: int
+    start_timeout_s: float = ScalingSettings.start_timeout
+    elastic_timeout_s: float = ScalingSettings.elastic_timeout
+    start_grace_s: float = 10.0
+    """How long the first world waits for `num_proc` workers once `min_num_proc` are ready."""
+    heartbeat_timeout_s: float = ScalingSettings.heartbeat_timeout
+    stall_timeout_s: float = ScalingSettings.stall_timeout
+    reset_limit: int | None = ScalingSettings.reset_limit
+    cooldown_range_s: tuple[float, float] | None = ScalingSettings.cooldown_range
+    boot_failure_limit: int = 3
+    """Worker processes in a row that may exit before any worker ever joined; then the job fails."""
+    crash_limit: int | None = ScalingSettings.crash_limit
+
+    @property
+    def driver_silence_s(self) -> float:
+        """How long agents and workers continue without a message from the driver while its connection is open."""
+        return max(self.elastic_timeout_s, self.heartbeat_timeout_s)
+
+    @property
+    def heartbeat_interval_s(self) -> float:
+        """Seconds between two heartbeats of a worker or agent: five within the timeout, at most 2 s apart."""
+        return min(self.heartbeat_timeout_s / 5, 2.0)

@@ -9,6 +9,8 @@ from typing import Any
 
 from spark_elastic import __version__
 from spark_elastic.errors import nearest
+from spark_elastic.jobs.settings import RunSettings
+from spark_elastic.settings import Declaration, declarations
 
 DESCRIPTION = """\
 Run a training script elastically inside Spark: on --master, or in the application that spark-submit started.
@@ -72,35 +74,19 @@ def parser() -> _Parser:
         allow_abbrev=False,
     )
     workers = made.add_argument_group("workers")
-    count: dict[str, Any] = {"type": int, "metavar": "N", "default": None}
-    workers.add_argument("-np", "--num-proc", help="workers to start with (default: the task slots there are)", **count)
-    workers.add_argument("--min-np", "--min-num-proc", dest="min_num_proc", help="fewest to go on with", **count)
-    workers.add_argument("--max-np", "--max-num-proc", dest="max_num_proc", help="most to grow to", **count)
-    workers.add_argument("--reset-limit", help="how often the world may be rebuilt before the job fails", **count)
-    workers.add_argument("--env", type=pair, action="append", default=[], metavar="K=V", help="for every worker")
-
-    hosts = made.add_argument_group("hosts")
-    hosts.add_argument("--host-discovery-script", metavar="FILE", help="prints the hosts to use: host or host:slots")
-    hosts.add_argument("--slots-per-host", help="for hosts that the discovery script names without a number", **count)
-    hosts.add_argument(
-        "--nics", "--network-interfaces", type=_names, default=None, metavar="A,B", help="interfaces for collectives"
-    )
-
-    waiting = made.add_argument_group("timeouts, in seconds")
-    seconds: dict[str, Any] = {"type": float, "metavar": "S", "default": None}
-    waiting.add_argument("--start-timeout", help="for the first workers to be ready", **seconds)
-    waiting.add_argument("--elastic-timeout", help="for new workers when too few are left", **seconds)
-    waiting.add_argument("--stall-timeout", help="how long a live worker may keep the others waiting", **seconds)
-    waiting.add_argument("--heartbeat-timeout", help="silence after which a worker counts as lost", **seconds)
-    waiting.add_argument(
-        "--cooldown-range",
-        "--blacklist-cooldown-range",
-        nargs=2,
-        type=float,
+    places = made.add_argument_group("hosts")
+    places.add_argument("--host-discovery-script", metavar="FILE", help="prints the hosts to use: host or host:slots")
+    places.add_argument(
+        "--slots-per-host",
+        type=int,
+        metavar="N",
         default=None,
-        metavar=("MIN", "MAX"),
-        help="pause before a place that failed is used again; 0 0: none",
+        help="for hosts that the discovery script names without a number",
     )
+    waiting = made.add_argument_group("timeouts, in seconds")
+    for each in _settings_with_flags():
+        group = places if each.name == "nics" else waiting if each.setting.unit == "seconds" else workers
+        _add_setting(group, each)
 
     spark = made.add_argument_group("where to run")
     spark.add_argument("--master", default=None, metavar="URL", help="default: local[*]; under spark-submit, its own")
@@ -127,14 +113,33 @@ def parser() -> _Parser:
     return made
 
 
+def _settings_with_flags() -> list[Declaration]:
+    """Return the settings of `run` that have options of the same name."""
+    return [each for each in declarations(RunSettings) if each.flags]
+
+
+def _add_setting(group: Any, each: Declaration) -> None:
+    form: dict[str, Any] = {"type": int, "metavar": "N"}
+    if each.setting.unit == "seconds":
+        form = {"type": float, "metavar": "S"}
+    match each.name:
+        case "cooldown_range":
+            form = {"type": float, "nargs": 2, "metavar": ("MIN", "MAX")}
+        case "nics":
+            form = {"type": _names, "metavar": "A,B"}
+        case "env":
+            form = {"type": pair, "action": "append", "metavar": "K=V"}
+    words = each.setting.doc.replace("`", "").replace("%", "%%")
+    group.add_argument(*each.flags, dest=each.name, default=None, help=words, **form)
+
+
 def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Return the keyword arguments for `spark_elastic.run`: those that were given; it has the defaults."""
-    plain = ["num_proc", "min_num_proc", "max_num_proc", "reset_limit", "nics"]
-    plain += ["start_timeout", "elastic_timeout", "heartbeat_timeout", "stall_timeout"]
-    given = {name: getattr(options, name) for name in plain if getattr(options, name) is not None}
+    names = [each.name for each in _settings_with_flags()]
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.cooldown_range is not None:
         given["cooldown_range"] = tuple(options.cooldown_range) if any(options.cooldown_range) else None
-    if options.env:
+    if options.env is not None:
         given["env"] = dict(options.env)
     given["verbose"] = 1 + options.verbose
     return given

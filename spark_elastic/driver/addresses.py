@@ -1,4 +1,4 @@
-"""Which address each worker's collectives use: the interfaces that the agents have, and which reach one another."""
+"""AddressBook: chooses the address at which each worker's collectives listen, among its host's interfaces."""
 
 from __future__ import annotations
 
@@ -11,45 +11,59 @@ from spark_elastic.membership.topology import AgentId
 from spark_elastic.wire.messages import AgentHello
 
 PROBES_PER_NEWCOMER = 3
-"""Agents on other hosts that a newcomer is checked against; one bad route shows with any of them."""
+"""Agents on other hosts that a new agent exchanges probes with. A bad route shows with any of them."""
 
 
 @dataclass(frozen=True)
-class _Known:
+class _AgentAddresses:
     host: str
     candidates: tuple[str, ...]
-    """Addresses it may use, best first."""
+    """Addresses that the agent's workers may use, best first."""
     probe_port: int
+    """The port at which the agent answers probes; 0 if it does not."""
 
 
 class AddressBook:
-    """Addresses of the agents, best first, minus those that an actual connection attempt did not reach."""
+    """The addresses of the agents, and which of them other agents could connect to.
+
+    Args:
+        nics: Names of the interfaces that may be used. Default: all.
+    """
 
     def __init__(self, nics: Sequence[str] | None = None) -> None:
         self._nics = tuple(nics) if nics else None
-        self._agents: dict[AgentId, _Known] = {}
+        self._agents: dict[AgentId, _AgentAddresses] = {}
         self._reached: set[str] = set()
+        """Addresses that another agent could connect to."""
         self._unreached: set[str] = set()
+        """Addresses that another agent could not connect to."""
         self._asked: dict[AgentId, tuple[str, ...]] = {}
+        """Targets ("address:port") that each agent was asked to try and has not answered."""
 
     def joined(self, agent: AgentId, hello: AgentHello, channel_address: str) -> None:
-        """Note an agent's interfaces.
+        """Add an agent.
 
         Args:
-            channel_address: the address by which its connection came in; tried first, since it provably works.
+            agent: The agent.
+            hello: Its first message, which names its interfaces.
+            channel_address: Its address on the connection to the driver. Preferred, because it is known to work.
+
         Raises:
-            UnknownInterfaceError: none of `nics` exists there.
+            UnknownInterfaceError: Its host has none of the interfaces in `nics`.
         """
         allowed = check_interfaces(hello.place.host, hello.addresses, self._nics)
         candidates = sorted(allowed.values(), key=lambda a: (a != channel_address, _is_loopback(a), a))
-        self._agents[agent] = _Known(hello.place.host, tuple(dict.fromkeys(candidates)), hello.probe_port)
+        self._agents[agent] = _AgentAddresses(hello.place.host, tuple(dict.fromkeys(candidates)), hello.probe_port)
 
     def gone(self, agent: AgentId) -> None:
         self._agents.pop(agent, None)
         self._asked.pop(agent, None)
 
     def probes_for(self, agent: AgentId) -> list[tuple[AgentId, tuple[str, ...]]]:
-        """Who should try which "address:port" now that `agent` is here: it some others, one other it."""
+        """Return the probes that a new agent requires: agents, and the targets ("address:port") each has to try.
+
+        The new agent tries some others, and one of those tries the new agent.
+        """
         mine = self._agents[agent]
         others = [a for a, known in self._agents.items() if a != agent and known.host != mine.host]
         others = others[:PROBES_PER_NEWCOMER]
@@ -62,21 +76,21 @@ class AddressBook:
         return asked
 
     def answered(self, prober: AgentId, reachable: Iterable[str]) -> None:
-        """An agent's answer to everything it was asked so far and has not answered."""
+        """Record which of the targets that an agent was asked to try it could connect to."""
         reached = {target.rpartition(":")[0] for target in reachable}
         asked = {target.rpartition(":")[0] for target in self._asked.pop(prober, ())}
         self._reached |= reached
         self._unreached |= asked - reached
 
     def choose(self, agents: Sequence[AgentId]) -> dict[AgentId, str]:
-        """One address for each agent of a world.
+        """Return one address for each agent of a world.
 
-        Loopback only if all are on one host, or where it is all a host has.
+        A loopback address is chosen only if all agents are on one host, or if a host has no other.
         """
         one_host = len({self._agents[agent].host for agent in agents}) <= 1
         return {agent: self._best(self._agents[agent], one_host) for agent in agents}
 
-    def _best(self, known: _Known, one_host: bool) -> str:
+    def _best(self, known: _AgentAddresses, one_host: bool) -> str:
         if one_host:
             return known.candidates[0]
         usable = [a for a in known.candidates if a not in self._unreached] or list(known.candidates)
@@ -88,10 +102,15 @@ class AddressBook:
 
 
 def check_interfaces(host: str, addresses: dict[str, str], nics: Sequence[str] | None) -> dict[str, str]:
-    """The addresses that may carry collectives, by interface.
+    """Return the addresses of a host that collectives may use, by the name of their interface.
+
+    Args:
+        host: The host, for the error.
+        addresses: The addresses of all its interfaces, by name.
+        nics: Names of the interfaces that may be used. None: all.
 
     Raises:
-        UnknownInterfaceError: none of `nics` exists there; says which do. Or the host has no IPv4 address at all.
+        UnknownInterfaceError: The host has none of `nics`, or no IPv4 address at all.
     """
     if not addresses:
         raise UnknownInterfaceError(

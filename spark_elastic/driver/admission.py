@@ -1,4 +1,4 @@
-"""Admission: accepts connections without letting strangers take the process's descriptors, or fill its log."""
+"""Admission: accepts connections so that unauthenticated peers cannot use up the process's descriptors or its log."""
 
 from __future__ import annotations
 
@@ -16,53 +16,55 @@ from spark_elastic.wire.stream import MessageStream
 logger = logging.getLogger(__name__)
 
 MAX_UNAUTHENTICATED = 256
-"""Connections that may be in their handshake at a time: a whole gang may come at once. Further ones wait in the
+"""Connections that may be in their handshake at a time; all agents of a job may come at once. Further ones wait in the
 listening socket's queue, which costs no descriptor."""
 IDLE_S = 0.25
-"""A connection that is in its handshake for so long gives its place to a waiting one. A real peer needs milliseconds,
-and tries again if that happened to it on a busy machine."""
+"""A connection that has been in its handshake for longer is closed if another waits. A real peer needs milliseconds,
+and tries again if this happens to it on a busy machine."""
 RESERVED = 128
-"""Descriptors that connections in their handshake leave to the rest of the process, if the limit is that low."""
+"""Descriptors that are kept for the rest of the process if its limit is low."""
 LOG_INTERVAL_S = 60.0
 _BACKLOG = 1024
 _AT_ONCE = 32
-"""Connections that are accepted before the others are served again."""
+"""Connections that are accepted before the event loop serves other sockets again."""
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Admission:
-    """The door of a server: connections from `accept` until they are authenticated or closed.
+    """The connections of a server from `accept` until they are authenticated or closed.
 
-    At the limit it stops accepting. It goes on when a connection has proved itself or was closed, or when the oldest
-    one has idled for `IDLE_S` and gives its place away: so connections that are held open cost the others at most
-    the time that the queue before them takes.
+    At the limit it stops accepting, until a connection is authenticated or closed, or until the oldest one has been
+    idle for `IDLE_S` and is closed. So connections that are held open delay the others only by the time that the queue
+    before them takes.
 
-    All calls on the loop's thread.
+    All methods must be called on the event loop's thread.
 
     Args:
-        make: makes the stream of a connection; it has to tell `settle` when the stream is authenticated or closed.
-        most: connections in their handshake at a time. Fewer if the process may open few descriptors.
+        make_stream: Makes the stream of a connection. The stream's owner must call `settle` when the stream is
+            authenticated or closed.
+        most: Connections in their handshake at a time; fewer if the process may open few descriptors.
     """
 
-    def __init__(self, make: Callable[[], MessageStream], most: int = MAX_UNAUTHENTICATED) -> None:
-        self._make = make
+    def __init__(self, make_stream: Callable[[], MessageStream], most: int = MAX_UNAUTHENTICATED) -> None:
+        self._make_stream = make_stream
         self._most = min(most, max(1, (_descriptors_left() - RESERVED) // 2))
         self._sock: socket.socket | None = None
         self._listening = False
-        self._since: dict[MessageStream, float] = {}  # oldest first
+        self._since: dict[MessageStream, float] = {}
+        """Connections in their handshake and when they were accepted; the oldest first."""
         self._opening: set[asyncio.Task[None]] = set()
         self._resume: asyncio.TimerHandle | None = None
         self._refusals = RefusalLog()
 
     def start(self, sock: socket.socket) -> None:
-        """Listen on a bound socket, which belongs to this object from now on."""
+        """Listen on a bound socket and take ownership of it."""
         sock.setblocking(False)
         sock.listen(_BACKLOG)
         self._sock = sock
         self._listen()
 
     def close(self) -> list[MessageStream]:
-        """Stop listening. Returns: the streams that are in their handshake."""
+        """Stop listening. Returns the streams that are in their handshake."""
         self._pause(None)
         if self._sock is not None:
             self._sock.close()
@@ -75,7 +77,12 @@ class Admission:
         return streams
 
     def settle(self, stream: MessageStream, refused: str = "") -> None:
-        """The stream is authenticated, or closed; refused: why it was closed by this side."""
+        """Record that a stream is authenticated or closed.
+
+        Args:
+            stream: The stream.
+            refused: The reason if this side has closed it; empty otherwise.
+        """
         if refused:
             self._refusals.add(refused, stream.peer_address)
         if self._since.pop(stream, None) is not None and not self._listening:
@@ -116,14 +123,14 @@ class Admission:
                 self._shed(error)
                 return
             connection.setblocking(False)
-            stream = self._make()
+            stream = self._make_stream()
             self._since[stream] = clock.monotonic()
             task = asyncio.get_running_loop().create_task(self._open(stream, connection))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
 
     def _make_room(self) -> bool:
-        """Have a place for one more connection; False: there is none yet, and accepting is paused until then."""
+        """Make room for one more connection. Returns False if there is none yet; accepting is paused until then."""
         if len(self._since) < self._most:
             return True
         oldest, since = next(iter(self._since.items()))
@@ -140,7 +147,7 @@ class Admission:
         stream.abort("the peer did not authenticate while others waited")
 
     def _shed(self, error: OSError) -> None:
-        """The process has no descriptor left: give back those of half of the connections in their handshake."""
+        """Close half of the connections in their handshake, because the process has no descriptor left."""
         self._refusals.add(f"the process has no descriptors left ({error.strerror})", "")
         for stream in list(self._since)[: (len(self._since) + 1) // 2]:
             self._displace(stream)
@@ -157,7 +164,7 @@ class Admission:
 
 
 class RefusalLog:
-    """Logs refused connections: the first at once, and then one line for each `LOG_INTERVAL_S` that has any."""
+    """Logs refused connections: the first at once, the others in one line per `LOG_INTERVAL_S`."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
@@ -168,7 +175,7 @@ class RefusalLog:
         self._counts[why] = self._counts.get(why, 0) + 1
         self._last = address or self._last
         if self._timer is None:
-            self._tell()
+            self._log()
 
     def close(self) -> None:
         if self._timer is not None:
@@ -177,11 +184,11 @@ class RefusalLog:
         if self._counts:
             self._write()
 
-    def _tell(self) -> None:
+    def _log(self) -> None:
         self._timer = None
         if self._counts:
             self._write()
-            self._timer = asyncio.get_running_loop().call_later(LOG_INTERVAL_S, self._tell)
+            self._timer = asyncio.get_running_loop().call_later(LOG_INTERVAL_S, self._log)
 
     def _write(self) -> None:
         counts, self._counts = self._counts, {}
@@ -195,7 +202,7 @@ class RefusalLog:
 
 
 def _descriptors_left() -> int:
-    """Return how many files and connections this process may open from here on."""
+    """Return the number of files and connections that this process may still open."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return 1 << 20

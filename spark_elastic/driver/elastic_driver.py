@@ -1,8 +1,8 @@
-"""ElasticDriver: runs one job. One thread, one event loop as its inbox, one membership machine that decides.
+"""ElasticDriver: runs one job. One thread with an event loop, and one membership machine that decides.
 
 Everything that happens (a connection, a closed socket, a launch that ended, a deadline) becomes an event for the
-machine on this thread; every command of the machine becomes a message, a launch or a log line. No decision is taken
-here.
+machine on this thread; each command of the machine becomes a message (`peers`), a launch or a line for people. The
+driver itself decides nothing.
 """
 
 from __future__ import annotations
@@ -17,106 +17,87 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from spark_elastic import clock
-from spark_elastic.driver.addresses import AddressBook
-from spark_elastic.driver.launcher import Launcher, LoopResults, OnEnded, Results
+from spark_elastic.driver.launcher import LaunchEnd, Launcher, OnEnded, WorkerResults
 from spark_elastic.driver.output import OutputPrinter
-from spark_elastic.driver.registry import WorkerStateRegistry
-from spark_elastic.driver.rendezvous_server import RendezvousServer
-from spark_elastic.errors import (
-    JobCancelledError,
-    JobError,
-    SessionLostError,
-    SparkElasticError,
-    UnknownInterfaceError,
-    UserFunctionError,
-)
+from spark_elastic.driver.peers import Peers
+from spark_elastic.errors import JobCancelledError, JobError, SessionLostError, SparkElasticError, UserFunctionError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.deadlines import MachineClock
 from spark_elastic.membership.machine import Membership
-from spark_elastic.membership.reasons import LossCause, LossKind, Wait, reported
-from spark_elastic.membership.states import AgentOutcome, Phase
+from spark_elastic.membership.reasons import Wait, reported
+from spark_elastic.membership.states import Phase
 from spark_elastic.membership.timeline import JobEnded, Record, Waiting
-from spark_elastic.membership.topology import AgentId, SlotId, WorkerId, World
-from spark_elastic.membership.wording import change_in_words, loss_in_words
+from spark_elastic.membership.topology import SlotId
 from spark_elastic.reporting.announcer import Announcer
 from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.settings import ElasticSettings
-from spark_elastic.wire import messages as wire
-from spark_elastic.wire.launch_spec import AgentOrder
-
-# Closing several things at once, without executors: at the interpreter's exit those start no threads any more.
+from spark_elastic.wire.launch_spec import LaunchSpec
 
 logger = logging.getLogger(__name__)
 
-
-async def close_side_by_side(closings: Sequence[Callable[[], None]]) -> None:
-    """Call all of them, each on a thread of its own; returns when all have returned. What one raises is logged."""
-    loop = asyncio.get_running_loop()
-    left = [loop.create_future() for _ in closings]
-
-    def close(number: int) -> None:
-        try:
-            closings[number]()
-        except Exception:
-            logger.exception("could not close %r", closings[number])
-        finally:
-            loop.call_soon_threadsafe(left[number].set_result, None)
-
-    threads = [
-        threading.Thread(target=close, args=(number,), name="spark_elastic-close", daemon=True)
-        for number in range(len(closings))
-    ]
-    for thread in threads:
-        thread.start()
-    await asyncio.gather(*left)
-    for thread in threads:
-        thread.join()  # it has said all it had to say
-
-
 RESULTS_TIMEOUT_S = 300.0
-"""How long the finished workers' results may take to arrive through the launcher."""
+"""How long the results of the finished workers may take to arrive through the launcher."""
 FAREWELL_TIMEOUT_S = 2.0
-"""How long agents get to end by themselves before their launches are ended for them."""
+"""How long agents get to end by themselves before their launches are ended."""
 CLOSE_TIMEOUT_S = 3.0
-LAST_WORDS_S = 5.0
-"""How long what a worker had sent is still listened to after its process is gone."""
+
+
+class PostEvent(Protocol):
+    """Takes an event for the membership machine, from any thread."""
+
+    def __call__(self, event: seen.Event) -> None: ...
 
 
 class EventSource(Protocol):
-    """A discovery that feeds the machine: listeners, pollers."""
+    """Feeds events into the machine from outside: `hosts.HostManager`, `spark.executors.ExecutorWatch`."""
 
     def start(self, post: PostEvent) -> None: ...
 
     def close(self) -> None: ...
 
 
-class PostEvent(Protocol):
-    def __call__(self, event: seen.Event) -> None: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class JobStatus:
-    """What a job is doing."""
+    """The state of a job at one moment."""
 
     phase: str
     round: int
-    """The current world's number; 0: none yet."""
+    """Number of the current world; 0 before the first."""
     size: int
-    """The current world's size; 0: none."""
+    """Size of the current world; 0 before the first."""
     progress: int | None
     """The most optimizer steps known to be applied."""
     waiting_for: str
-    """In words, empty when it waits for nothing."""
+    """The reason of the current wait, in words; empty if the job waits for nothing."""
+    ready: int = 0
+    """Workers that wait for a world or are members of one."""
+    succeeded: int = 0
+    """Workers whose function has returned."""
+    failed: int = 0
+    """Workers that were lost or removed since the job began."""
+    resets: int = 0
+    """Worlds that were built after the first."""
 
 
 class ElasticDriver:
-    """Runs a job on the calling thread until it finishes, fails or is cancelled."""
+    """Runs a job on the calling thread until it finishes, fails or is cancelled.
+
+    Args:
+        spec: What each agent is given.
+        settings: The job's settings.
+        make_launcher: Makes the launcher, from the `on_ended` that it has to call.
+        listening: The bound socket for agents and workers.
+        sources: Other sources of events for the machine.
+        printer: Prints the workers' output and lines about the job.
+        verbose: See `run`.
+        progress: The model of the progress bar; None for no bar.
+    """
 
     def __init__(
         self,
-        order: AgentOrder,
+        spec: LaunchSpec,
         settings: ElasticSettings,
         make_launcher: Callable[[OnEnded], Launcher],
         listening: socket.socket,
@@ -126,57 +107,41 @@ class ElasticDriver:
         verbose: int = 1,
         progress: ProgressModel | None = None,
     ) -> None:
-        self._order = order
         self._settings = settings
-        self._launcher = make_launcher(self._slot_ended_anywhere)
+        self._launcher = make_launcher(self._on_launch_ended)
         self._listening = listening
         self._sources = sources
-        self._printer = printer
         self._machine = Membership(settings)
-        self.registry = WorkerStateRegistry(settings.reset_limit)
-        self._server = RendezvousServer(
-            order.key,
-            self,
-            heartbeat_interval_s=settings.heartbeat_interval_s,
-            silence_limit_s=settings.driver_silence_s,
-            stall_timeout_s=settings.stall_timeout_s,
+
+        self._announcer = Announcer(spec.job, printer.say, verbose, progress)
+        self._peers = Peers(
+            spec, settings, self._launcher, self._announcer, printer, handle=self._handle, fail=self._fail
         )
-        self._addresses = AddressBook(order.nics)
-        self._agent_of: dict[WorkerId, AgentId] = {}
-        self._agents: set[AgentId] = set()
         self._launched: set[SlotId] = set()
-        self._slot_of: dict[AgentId, SlotId] = {}
-        self._without_interface: set[SlotId] = set()
-        """Slots whose last agent had no interface that may be used."""
-        self._results = Results()
-        self._loop_results = LoopResults()
-        self._world: World | None = None
-        self._announcer = Announcer(order.job, printer.say, verbose, progress)
+        """Slots whose launch has not ended."""
+        self._results = WorkerResults()
         self._machine_clock = MachineClock(settings.heartbeat_interval_s)
-        self._looking: asyncio.TimerHandle | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._telling: asyncio.TimerHandle | None = None
+        self._clock_timer: asyncio.TimerHandle | None = None
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._announce_timer: asyncio.TimerHandle | None = None
         self._ending = False
         self._failure: SparkElasticError | None = None
+        self._has_failed = False
+        """True once the failure is announced. It may be one that the machine knows nothing of."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Event
         self._slots_over: asyncio.Event
         self._cancelled: str | None = None
-        self._has_failed = False
+        """The reason of a cancellation before `run`."""
         self._cancel_lock = threading.Lock()
         self.stop_requested = threading.Event()
-        """Set by `cancel`, for what is waited for before `run`."""
+        """Set by `cancel`, for waits before `run`."""
 
     # --- from any thread ----------------------------------------------------------------------------
 
     def post(self, event: seen.Event) -> None:
-        """Hand an event to the machine; harmless before the start and after the end."""
-        loop = self._loop
-        if loop is not None:
-            try:
-                loop.call_soon_threadsafe(self._handle, event)
-            except RuntimeError:
-                pass  # the loop has closed: the job is over
+        """Hand an event to the machine. No effect before `run` and after its end."""
+        self._call(self._handle, event)
 
     def cancel(self, why: str) -> None:
         """End the job; `run` raises JobCancelledError."""
@@ -185,18 +150,15 @@ class ElasticDriver:
                 self._cancelled = why
         self.stop_requested.set()
         self.post(seen.CancelRequested(why))
-        loop = self._loop
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has closed: the job is over
-                loop.call_soon_threadsafe(self._collect_no_more, why)
+        self._call(self._stop_collecting, why)
 
     def note_waiting(self, wait: Wait, until: float | None = None) -> None:
-        """Show what is waited for before `run`. until: on this process's monotonic clock."""
+        """Show a wait before `run`, with its deadline on this process's monotonic clock."""
         self._announcer.announce(Waiting(clock.monotonic(), wait, until))
-        self._tell()
+        self._announce()
 
     def never_ran(self, error: BaseException) -> BaseException:
-        """Note that the job ended before `run` was called. Returns: what to raise; a cancellation has its own words."""
+        """Record that the job ended before `run` was called. Returns the error to raise."""
         with self._cancel_lock:
             cancelled = self._cancelled
         if cancelled is not None and isinstance(error, JobCancelledError):
@@ -205,42 +167,52 @@ class ElasticDriver:
         return error
 
     def events(self) -> list[Record]:
-        """The membership timeline so far; `at` and other times are seconds since the epoch."""
+        """Return the membership timeline so far; `at` and other times are seconds since the epoch."""
         return self._announcer.timeline
 
     def changes(self) -> list[MembershipChange]:
-        """What became of the world so far; `at` in seconds since the epoch."""
+        """Return the changes of the world so far; `at` in seconds since the epoch."""
         return self._announcer.changes
 
     @property
     def tasks_pending(self) -> int:
-        """Slots that were asked for and whose agents are not there yet."""
-        return max(0, len(self._launched) - len(self._agents))
+        """The number of launched slots whose agents have not connected yet."""
+        return max(0, len(self._launched) - len(self._peers.agents))
 
     def status(self) -> JobStatus:
-        known = self._machine.status()
+        known, registry = self._machine.status(), self._machine.registry
         return JobStatus(
             phase=(Phase.FAILED if self._has_failed else known.phase).value,
-            round=known.round,
+            round=registry.round,
             size=known.size,
             progress=known.progress,
             waiting_for=self._announcer.waiting,
+            ready=registry.ready,
+            succeeded=registry.succeeded,
+            failed=registry.failed,
+            resets=registry.resets,
         )
+
+    def _call(self, function: Callable[..., None], *args: object) -> None:
+        """Call `function` on the job's thread. No effect before `run` and after its end."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
+                loop.call_soon_threadsafe(function, *args)
 
     # --- the job's thread ---------------------------------------------------------------------------
 
     def run(self) -> list[bytes]:
-        """Run the job.
+        """Run the job. Returns what each worker of the last world returned, pickled, in rank order.
 
-        Returns: what each worker of the last world returned, pickled, in rank order.
         Raises:
-            JobError: why it could not go on.
-            UnknownInterfaceError: a host has none of the interfaces asked for.
+            JobError: The job failed.
+            UnknownInterfaceError: A host has none of the interfaces in `nics`.
         """
         return asyncio.run(self._main())
 
     def close(self) -> None:
-        """Give back what is held if `run` was never called; harmless afterwards."""
+        """Release what a driver holds whose `run` was never called. No effect afterwards."""
         self._listening.close()
         self._launcher.close(CLOSE_TIMEOUT_S)
 
@@ -251,7 +223,7 @@ class ElasticDriver:
             self._loop = asyncio.get_running_loop()
             cancelled = self._cancelled
         try:
-            await self._server.start(self._listening)
+            await self._peers.server.start(self._listening)
             for source in self._sources:
                 source.start(self.post)
             self._keep_looking()
@@ -261,23 +233,20 @@ class ElasticDriver:
             await self._ended.wait()
             return await self._outcome()
         finally:
-            for timer in (self._timer, self._telling, self._looking):
+            for timer in (self._deadline_timer, self._announce_timer, self._clock_timer):
                 if timer is not None:
                     timer.cancel()
             self._announcer.print_changes(clock.monotonic(), last=True)
-            await self._close_all()
-            await self._server.close()
+            closings = [source.close for source in self._sources]
+            await close_side_by_side([*closings, lambda: self._launcher.close(CLOSE_TIMEOUT_S)])
+            await self._peers.server.close()
 
-    def _collect_no_more(self, why: str) -> None:
-        """Cancelled while finished workers' results were on their way: the machine has nothing to cancel any more."""
+    def _stop_collecting(self, why: str) -> None:
+        """End a job that is cancelled while results arrive. For the machine it has finished already."""
         if self._results.expected is not None and self._failure is None and not self._slots_over.is_set():
             self._failure = JobCancelledError(why)
             self._announce_failure(self._failure)
             self._slots_over.set()
-
-    async def _close_all(self) -> None:
-        closings = [source.close for source in self._sources]
-        await close_side_by_side([*closings, lambda: self._launcher.close(CLOSE_TIMEOUT_S)])
 
     async def _outcome(self) -> list[bytes]:
         timeout = FAREWELL_TIMEOUT_S if self._results.expected is None else RESULTS_TIMEOUT_S
@@ -294,23 +263,23 @@ class ElasticDriver:
 
     def _handle(self, event: seen.Event) -> None:
         if self._has_failed:
-            return  # for a reason that the machine may know nothing of
+            return
         now = self._now()
         try:
             commands = self._machine.handle(event, now)
-            self.registry.observe(event, commands)
+
             self._announcer.observe(event, commands, clock.monotonic())
             for command in commands:
                 self._carry_out(command)
-        except Exception as error:  # a bug in here must end the job, not leave it waiting
+        except Exception as error:  # a bug in here must end the job, not let it wait for ever
             logger.exception("the driver failed on %r", event)
             self._fail(JobError(f"internal error in the driver on {event!r}: {error!r}"))
-        if self._telling is not None or not isinstance(event, (seen.WorkerAlive, seen.AgentAlive)):
-            self._tell()
-        self._set_timer(now)
+        if self._announce_timer is not None or not isinstance(event, (seen.WorkerAlive, seen.AgentAlive)):
+            self._announce()
+        self._set_deadline_timer(now)
 
     def _now(self) -> float:
-        """The machine's time. It is told first if the driver has stood still since anybody last looked."""
+        """Return the machine's time. Tells the machine first if this process was suspended since the last call."""
         now, paused_s = self._machine_clock.read(clock.monotonic(), clock.wall())
         if paused_s:
             self._handle(seen.DriverPaused(paused_s))
@@ -319,137 +288,28 @@ class ElasticDriver:
     def _keep_looking(self) -> None:
         assert self._loop is not None
         self._now()
-        self._looking = self._loop.call_later(self._settings.heartbeat_interval_s, self._keep_looking)
+        self._clock_timer = self._loop.call_later(self._settings.heartbeat_interval_s, self._keep_looking)
 
-    def _set_timer(self, now: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _set_deadline_timer(self, now: float) -> None:
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+            self._deadline_timer = None
         deadline = self._machine.next_deadline()
         if deadline is not None and not self._ending:
             assert self._loop is not None
-            self._timer = self._loop.call_later(max(deadline - now, 0.0), self._handle, seen.Tick())
+            self._deadline_timer = self._loop.call_later(max(deadline - now, 0.0), self._handle, seen.Tick())
 
-    def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None:
-        self._slot_of[agent] = hello.place.slot
-        if not self._ending and not self._launcher.admit(hello.place.slot, hello.launch):
-            self._server.to_agent(agent, wire.FinishAgent(False, "its launch is over"))
-            return  # what it says until it has gone is about nothing that the machine knows
-        self._agents.add(agent)
-        self._tell_launcher()
-        if self._ending:
-            self._server.to_agent(agent, wire.FinishAgent(False, "the job is over"))
-            return
-        try:
-            self._addresses.joined(agent, hello, address)
-        except UnknownInterfaceError as error:
-            self._unusable(agent, hello.place.slot, error)
-            return
-        self._without_interface.discard(hello.place.slot)
-        for prober, targets in self._addresses.probes_for(agent):
-            self._server.to_agent(prober, wire.ProbePeers(targets))
-        self._handle(seen.AgentJoined(agent, hello.place))
+    def _on_launch_ended(self, end: LaunchEnd) -> None:
+        """Called from the launcher's threads."""
+        gone = None if end.outcome is not None or self._ending else self._launcher.gone()
+        self._call(self._launch_ended, end, gone)
 
-    def _unusable(self, agent: AgentId, slot: SlotId, error: UnknownInterfaceError) -> None:
-        """Send home an agent that no other could reach. Its slot cools down, and keeps the reason."""
-        self._without_interface.add(slot)
-        logger.warning("an agent is sent away: %s", error)
-        usable = self._settings.max_num_proc - len(self._without_interface)
-        if self._world is None and usable < self._settings.min_num_proc:
-            self._fail(error)
-            return
-        self._agents.discard(agent)
-        self._tell_launcher()
-        self._server.to_agent(agent, wire.FinishAgent(False, str(error)))
-
-    def _tell_launcher(self) -> None:
-        if not self._ending:  # agents of a job that ends are not missed
-            self._launcher.agents_joined(frozenset(self._slot_of[agent] for agent in self._agents))
-
-    def agent_said(self, agent: AgentId, message: wire.Message) -> None:
-        match message:
-            case wire.AgentHeartbeat(running):
-                self._server.to_agent(agent, wire.Pong())
-                self._handle(seen.AgentAlive(agent, running))
-            case wire.WorkerExited(worker, exit_code, stderr_tail, oom_kills, memory):
-                if self._agent_of.get(worker) == agent:
-                    # its own channel closes by itself; what it said at the end may still be on the way
-                    asyncio.get_running_loop().call_later(LAST_WORDS_S, self._forget_worker, worker)
-                    cause = LossCause(LossKind.EXITED, code=exit_code)
-                    self._handle(seen.WorkerLost(worker, cause, stderr_tail, oom_kills, memory))
-            case wire.OutputLines(worker, stream, lines):
-                self._printer.worker_lines(self._name_of(worker, agent), stream, lines)
-            case wire.ResultStored(worker, _, in_loop, run):
-                self._handle(seen.WorkerDone(worker, in_loop, run))
-            case wire.PeersReachable(reachable):
-                self._addresses.answered(agent, reachable)
-            case _:
-                self._server.drop_agent(agent, f"an agent does not send {type(message).__name__}")
-
-    def agent_gone(self, agent: AgentId, why: str) -> None:
-        self._agents.discard(agent)
-        self._handle(seen.AgentLost(agent, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
-        del self._slot_of[agent]
-        self._tell_launcher()
-        for worker in [w for w, a in self._agent_of.items() if a == agent]:
-            del self._agent_of[worker]
-            self._server.drop_worker(worker, "its agent is gone")
-        self._addresses.gone(agent)
-
-    def _forget_worker(self, worker: WorkerId) -> None:
-        self._agent_of.pop(worker, None)
-        self._server.drop_worker(worker, "its process is gone")
-
-    def worker_expected(self, worker: WorkerId) -> bool:
-        return worker in self._agent_of
-
-    def worker_said(self, worker: WorkerId, message: wire.Message) -> None:
-        match message:
-            case wire.WorkerHello():
-                self._handle(seen.WorkerAlive(worker))
-            case wire.WorkerHeartbeat(version, blocked_s, after_loop, begun):
-                self._server.to_worker(worker, wire.Pong())
-                self._handle(seen.WorkerAlive(worker, version, blocked_s, after_loop, begun))
-            case wire.Ready(round, version, at_init, loop):
-                self._handle(seen.WorkerReady(worker, round, version, at_init, loop))
-            case wire.LoopResult():
-                for behind in self._loop_results.offered(message):
-                    self._server.to_worker(behind, message)
-            case wire.Raised(error_type, error, traceback, exit_code):
-                self._handle(seen.WorkerRaised(worker, error_type, error, traceback, exit_code))
-            case wire.LiveProgress():
-                if self._rank_0() == worker:
-                    self._announcer.live(message, clock.monotonic())
-            case wire.EpochEnded():
-                self._announcer.epoch(message, clock.monotonic())
-            case wire.Notice(text):
-                self._announcer.notice(worker, text, clock.monotonic())
-            case wire.Abandoned(why):
-                self._handle(seen.WorkerAbandoned(worker, why))
-            case _:
-                self._server.drop_worker(worker, f"a worker does not send {type(message).__name__}")
-                self._handle(seen.WorkerLost(worker, LossCause(LossKind.PROTOCOL_BROKEN)))
-
-    def worker_gone(self, worker: WorkerId, why: str) -> None:
-        self._handle(seen.WorkerLost(worker, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
-
-    def _slot_ended_anywhere(self, slot: SlotId, cause: LossCause, outcome: AgentOutcome | None) -> None:
-        assert self._loop is not None
-        gone = None if outcome is not None or self._ending else self._launcher.gone()
-        submitted = outcome is not None or not self._launcher.could_not_submit(slot)
-        try:
-            self._loop.call_soon_threadsafe(self._slot_ended, slot, cause, outcome, submitted, gone)
-        except RuntimeError:
-            pass  # the loop has closed: the job is over
-
-    def _slot_ended(
-        self, slot: SlotId, cause: LossCause, outcome: AgentOutcome | None, submitted: bool, gone: str | None
-    ) -> None:
-        self._launched.discard(slot)
-        self._results.slot_ended(slot, cause, outcome)
+    def _launch_ended(self, end: LaunchEnd, gone: str | None) -> None:
+        self._launched.discard(end.slot)
+        self._results.slot_ended(end)
         if gone is not None:
             self._fail(self._session_lost(gone))
-        self._handle(seen.SlotEnded(slot, cause, submitted))
+        self._handle(seen.SlotEnded(end.slot, end.cause, end.submitted))
         if not self._launched:
             self._slots_over.set()
 
@@ -462,55 +322,27 @@ class ElasticDriver:
                 self._launcher.launch(slot)
             case do.WithdrawSlot(slot, cause):
                 self._launcher.withdraw(slot, cause)
-            case do.StartWorker(agent, worker):
-                self._agent_of[worker] = agent
-                self._server.to_agent(agent, wire.StartWorkerProcess(worker))
-            case do.StopWorker(agent, worker, cause):
-                why = loss_in_words(cause)
-                self._server.to_agent(agent, wire.StopWorkerProcess(worker, why))
-                self._server.drop_worker(worker, why)
-            case do.AdmitProvisionally(worker, rank, size, loop):
-                for result in self._loop_results.for_newcomer(worker, loop):
-                    self._server.to_worker(worker, result)
-                self._server.to_worker(worker, wire.Provisional(rank, size, loop))
-            case do.PublishWorld(world):
-                self._publish(world)
-            case do.NotifyHostsUpdated(workers, sequence):
-                for worker in workers:
-                    self._server.to_worker(worker, wire.HostsUpdated(sequence))
-            case do.CutPeers(workers, round, change):
-                for worker in workers:
-                    self._server.to_worker(worker, wire.Cut(round, change_in_words(change)))
-            case do.RerunFunction(worker, run, change):
-                self._server.to_worker(worker, wire.RunAgain(run, change_in_words(change)))
-            case do.DismissAgent(agent, cause):
-                self._server.to_agent(agent, wire.FinishAgent(False, loss_in_words(cause)))
             case do.FinishJob(workers):
-                slots = {self._slot_of[self._agent_of[w]]: w for w in workers if w in self._agent_of}
-                self._results.expect(workers, slots)
+                self._results.expect(workers, self._peers.slots_of(workers))
                 self._end(keep_results=True, why="the job is done")
             case do.FailJob(error):
-                self._fail(self._behind(error))
+                self._fail(self._cause_of(error))
             case do.Announce(JobEnded()) if self._has_failed:
-                pass  # announced with what is behind it
+                pass  # announced already, with its cause
             case do.Announce(record):
-                self._announcer.announce(_later(record, self._machine_clock.paused_s))
-
-    def _publish(self, world: World) -> None:
-        self._world = world
-        self._loop_results.joined(world.workers)
-        agents = {member.worker: self._agent_of[member.worker] for member in world.members}
-        chosen = self._addresses.choose(tuple(agents.values()))
-        self._server.publish(world, {worker: chosen[agent] for worker, agent in agents.items()})
+                self._announcer.announce(_in_process_time(record, self._machine_clock.paused_s))
+            case _:
+                self._peers.send(command)
 
     def _fail(self, error: SparkElasticError) -> None:
         if self._failure is None and not self._ended.is_set():
             self._failure = error
-            self._end(keep_results=False, why="the job was cancelled" if _is_cancel(error) else "the job failed")
+            cancelled = isinstance(error, JobCancelledError)
+            self._end(keep_results=False, why="the job was cancelled" if cancelled else "the job failed")
             self._announce_failure(error)
 
-    def _behind(self, error: JobError) -> JobError:
-        """If Spark itself is gone, all workers are lost at once; that is what to say then."""
+    def _cause_of(self, error: JobError) -> JobError:
+        """Return SessionLostError instead of the machine's error if Spark itself is gone: all workers are lost then."""
         if isinstance(error, (UserFunctionError, JobCancelledError)):
             return error
         gone = self._launcher.gone()
@@ -521,10 +353,8 @@ class ElasticDriver:
 
     def _end(self, *, keep_results: bool, why: str) -> None:
         self._ending = True
-        for agent in self._agents:
-            self._server.to_agent(agent, wire.FinishAgent(keep_results, why))
-        with_agent = {self._slot_of[agent] for agent in self._agents}
-        for slot in self._launched - with_agent:
+        self._peers.finish(keep_results=keep_results, why=why)
+        for slot in self._launched - self._peers.slots():
             self._launcher.withdraw(slot, reported(why))
         self._ended.set()
 
@@ -534,32 +364,47 @@ class ElasticDriver:
         self._has_failed = True
         self._announcer.announce(JobEnded(clock.monotonic(), "failed", str(error) or type(error).__name__))
 
-    def _tell(self) -> None:
-        """Lines for people, now or as soon as enough is known."""
-        if self._telling is not None:
-            self._telling.cancel()
-            self._telling = None
+    def _announce(self) -> None:
+        """Print the lines that are due, and come back when the next one is."""
+        if self._announce_timer is not None:
+            self._announce_timer.cancel()
+            self._announce_timer = None
         now = clock.monotonic()
         due = self._announcer.print_changes(now)
         if due is not None and self._loop is not None:
-            self._telling = self._loop.call_later(due - now, self._tell)
-
-    def _rank_0(self) -> WorkerId | None:
-        return None if self._world is None else self._world.members[0].worker
-
-    def _name_of(self, worker: WorkerId, agent: AgentId) -> str:
-        if self._world is not None and worker in self._world.workers:
-            return str(self._world.member(worker).rank)
-        return f"slot {self._slot_of[agent]}"
+            self._announce_timer = self._loop.call_later(due - now, self._announce)
 
 
-def _later(record: Record, seconds: float) -> Record:
-    """A record of the machine in the time of this process's clock."""
-    if not seconds:
+def _in_process_time(record: Record, away_s: float) -> Record:
+    """Return a record of the machine with its times on this process's clock, which is `away_s` ahead."""
+    if not away_s:
         return record
     times = {name: getattr(record, name, None) for name in ("at", "deadline", "until")}
-    return dataclasses.replace(record, **{name: at + seconds for name, at in times.items() if at is not None})
+    return dataclasses.replace(record, **{name: at + away_s for name, at in times.items() if at is not None})
 
 
-def _is_cancel(error: SparkElasticError) -> bool:
-    return isinstance(error, JobCancelledError)
+async def close_side_by_side(closings: Sequence[Callable[[], None]]) -> None:
+    """Call all functions, each in its own thread, and wait until all have returned. Errors are logged.
+
+    Without an executor: at the interpreter's exit executors start no threads any more.
+    """
+    loop = asyncio.get_running_loop()
+    closed = [loop.create_future() for _ in closings]
+
+    def close(number: int) -> None:
+        try:
+            closings[number]()
+        except Exception:
+            logger.exception("could not close %r", closings[number])
+        finally:
+            loop.call_soon_threadsafe(closed[number].set_result, None)
+
+    threads = [
+        threading.Thread(target=close, args=(number,), name="spark_elastic-close", daemon=True)
+        for number in range(len(closings))
+    ]
+    for thread in threads:
+        thread.start()
+    await asyncio.gather(*closed)
+    for thread in threads:
+        thread.join()

@@ -1,4 +1,8 @@
-"""Which hosts may be used, and with how many slots each: asked of a script, a fixed list, or Spark."""
+"""Host discovery: the hosts that a job may use, and the slots of each.
+
+A discovery is any object with the method of `HostDiscovery`. To add one, write its class here (or in a program that
+passes it to `run`): `HostManager`, which polls it, needs nothing else.
+"""
 
 from __future__ import annotations
 
@@ -9,39 +13,46 @@ import shlex
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from spark_elastic import clock
 from spark_elastic.errors import DiscoveryScriptError, InvalidSettingsError
 from spark_elastic.membership.events import HostsObserved
 from spark_elastic.membership.topology import HostSet, HostUpdate
 from spark_elastic.wire.interfaces import address_of, is_address
 
+log = logging.getLogger(__name__)
+
 _HOST_LINE = re.compile(r"^([A-Za-z0-9._\-]+|\[[0-9A-Fa-f:.%]+\])(?::(\d+))?$")
 
 
 class HostDiscovery(Protocol):
-    """Answers, each time it is asked, what may be used now. Called from one thread; may take seconds."""
+    """Finds the hosts that may be used now.
+
+    It is called again and again, from one thread at a time, and may take seconds. It may have a method `interrupt()`,
+    which makes a call that runs in another thread end early; it is called when the job ends.
+    """
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Slots by host, preferred hosts first.
+        """Return the slots of each host, preferred hosts first.
 
         Raises:
-            DiscoveryScriptError: it could not find out. Before any good answer the job fails with it; afterwards the
-                last good answer stands and the question is repeated.
+            DiscoveryScriptError: The hosts could not be found. The first call of a job fails the job; after a later
+                one the last good answer remains valid and the call is repeated.
         """
         ...
 
 
 class FixedHosts:
-    """Always the same hosts.
+    """A discovery that always returns the same hosts.
 
     Args:
-        hosts: `{"h1": 2, "h2": 4}` or `"h1:2,h2:4"`; a host without a number has `default_slots`.
+        hosts: `{"h1": 2, "h2": 4}` or `"h1:2,h2:4"`.
+        default_slots: The slots of a host without a number.
 
     Raises:
-        InvalidSettingsError: naming the part that is no host or has no slots.
+        InvalidSettingsError: A part of `hosts` is not a host, or has no slots.
     """
 
     def __init__(self, hosts: Mapping[str, int] | str, *, default_slots: int = 1) -> None:
@@ -64,15 +75,15 @@ class FixedHosts:
 
 
 class HostDiscoveryScript:
-    """Runs a script that prints one `host` or `host:slots` a line.
+    """A discovery that runs a script, which prints one `host` or `host:slots` per line.
 
     Args:
-        script: path of an executable; it is run without a shell and without arguments.
-        default_slots: for lines that name no number.
-        timeout_s: a run that takes longer is killed, with everything it started.
+        script: Path of an executable. It is run without a shell and without arguments.
+        default_slots: The slots of a host without a number.
+        timeout_s: A run that takes longer is killed, with all processes that it started.
 
     Raises:
-        DiscoveryScriptError: the script is missing or not executable.
+        DiscoveryScriptError: The script is missing or not executable.
     """
 
     def __init__(self, script: str, *, default_slots: int = 1, timeout_s: float = 10.0) -> None:
@@ -94,7 +105,7 @@ class HostDiscoveryScript:
             raise DiscoveryScriptError(f"the host discovery script {self._script} printed {error}") from None
 
     def interrupt(self) -> None:
-        """Kill the run that another thread waits for, if there is one."""
+        """Kill the script if it is running."""
         process = self._running
         if process is not None:
             _signal_group(process)
@@ -110,7 +121,7 @@ class HostDiscoveryScript:
                 errors="replace",
                 start_new_session=True,  # so that what it started can be killed with it
             )
-        except OSError as error:  # no interpreter line, or a binary for another machine
+        except OSError as error:  # without an interpreter line, or a binary of another architecture
             raise DiscoveryScriptError(
                 f"the host discovery script {self._script} cannot be run: {error.strerror or error} (does its first "
                 "line name an interpreter, as in #!/bin/sh?)"
@@ -136,12 +147,12 @@ class HostDiscoveryScript:
 
 
 def parse_hosts(lines: list[str], default_slots: int) -> dict[str, int]:
-    """Slots by host from `host` or `host:slots` lines, in their order; a host named twice has the sum.
+    """Return the slots of each host from lines `host` or `host:slots`, in their order.
 
-    Empty lines and what follows a `#` are skipped.
+    The slots of a host that is named twice are added. Empty lines and comments (`# ...`) are skipped.
 
     Raises:
-        ValueError: quoting the line that is neither.
+        ValueError: A line is neither `host` nor `host:slots`, or has no slots.
     """
     found: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
@@ -160,7 +171,7 @@ def parse_hosts(lines: list[str], default_slots: int) -> dict[str, int]:
 
 
 def _signal_group(process: subprocess.Popen[str]) -> None:
-    """Kill what is left of the script and its children."""
+    """Kill the script and the processes that it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -174,36 +185,33 @@ def _reap(process: subprocess.Popen[str]) -> None:
             pipe.close()
 
 
-# Keeps what a host discovery says current, and reports it when it changes.
-
-log = logging.getLogger(__name__)
-
-
 class HostAddresses:
-    """Turns what a discovery says, in whatever names, into the addresses that agents report.
+    """Translates the host names of a discovery into the addresses that agents report.
 
     Args:
-        standing_for: the address that a name or an address stands for among the agents; the name itself if unknown.
+        address_of_host: Returns the address that the agents on a host report; the name itself if it is unknown.
     """
 
-    def __init__(self, standing_for: Callable[[str], str] = address_of) -> None:
-        self._standing_for = standing_for
+    def __init__(self, address_of_host: Callable[[str], str] = address_of) -> None:
+        self._address_of_host = address_of_host
         self._resolved: dict[str, str] = {}
 
     def __call__(self, found: Mapping[str, int]) -> dict[str, int]:
-        """Slots by address, in the same order; names of one address add up.
+        """Return the slots of each address, in the same order; the slots of two names of one address are added.
 
-        A name that cannot be resolved at the moment keeps its last address: nobody leaves because of a name server.
+        A name that cannot be resolved at the moment keeps its last address, so a failing name server removes no host.
 
         Raises:
-            InvalidSettingsError: `found` is not a mapping of names to numbers of slots.
+            InvalidSettingsError: `found` is not a mapping of host names to numbers of slots.
         """
         valid = isinstance(found, Mapping) and all(isinstance(host, str) for host in found)
         if not valid or not all(isinstance(slots, int) and slots >= 0 for slots in found.values()):
-            raise InvalidSettingsError(f"a host discovery has to answer with slots by host, {{'h1': 2}}, not {found!r}")
+            raise InvalidSettingsError(
+                f"a host discovery must return the slots by host, such as {{'h1': 2}}, not {found!r}"
+            )
         by_address: dict[str, int] = {}
         for host, slots in found.items():
-            address = self._standing_for(host)
+            address = self._address_of_host(host)
             if is_address(address):
                 self._resolved[host] = address
             else:
@@ -213,52 +221,53 @@ class HostAddresses:
 
 
 class HostManager:
-    """Polls a discovery on its own thread, so that a slow script delays nobody.
+    """Polls a discovery in its own thread, so that a slow script blocks nothing, and reports changed answers.
 
-    Failures are logged when they begin and change nothing; the last good answer stands.
+    A discovery that fails is logged once; its last good answer remains valid.
 
     Args:
-        on_observed: called from the manager's thread, each time the answer differs from the one before.
-        first: the answer that is known already.
-        addresses: applied to each later answer, in the same thread.
+        discovery: The discovery. Its first answer is fetched at once.
+        address_of_host: See `HostAddresses`.
+        interval_s: Seconds between two calls.
+
+    Raises:
+        DiscoveryScriptError: The first call failed.
+        InvalidSettingsError: The first answer is not a mapping of hosts to slots.
     """
 
     def __init__(
-        self,
-        discovery: HostDiscovery,
-        on_observed: Callable[[HostsObserved], None],
-        *,
-        first: HostsObserved,
-        interval_s: float = 1.0,
-        addresses: Callable[[Mapping[str, int]], dict[str, int]] = dict,
+        self, discovery: HostDiscovery, address_of_host: Callable[[str], str] = address_of, *, interval_s: float = 1.0
     ) -> None:
         self._discovery = discovery
-        self._on_observed = on_observed
+        self._addresses = HostAddresses(address_of_host)
         self._interval_s = interval_s
-        self._addresses = addresses
-        self._hosts, _ = HostSet().updated(first.hosts or {})
+        self._hosts, _ = HostSet().updated(self._addresses(discovery.find_available_hosts_and_slots()))
         self._failure: str | None = None
+        self._post: Callable[[HostsObserved], None]
         self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, post: Callable[[HostsObserved], None]) -> None:
+        """Call `post` with the first answer, then from the manager's thread with each answer that differs."""
+        self._post = post
+        post(HostsObserved(dict(self._hosts.slots)))
         self._thread = threading.Thread(target=self._run, name="spark_elastic hosts", daemon=True)
         self._thread.start()
 
-    def current_hosts(self) -> dict[str, int]:
-        """The last good answer: slots by host, in an order that survivors keep."""
-        return dict(self._hosts.slots)
-
     def close(self, deadline_s: float = 5.0) -> None:
-        """Stop asking, and end a script that is running. Repeats are harmless."""
+        """Stop polling, and interrupt a call that is running. May be called again."""
         self._stopping.set()
-        if self._thread is threading.current_thread():
+        if self._thread is None or self._thread is threading.current_thread():
             return
-        until = time.monotonic() + deadline_s
-        while self._thread.is_alive() and time.monotonic() < until:
-            if isinstance(self._discovery, HostDiscoveryScript):
-                self._discovery.interrupt()  # again, in case it had not begun yet
+        interrupt = getattr(self._discovery, "interrupt", None)
+        until = clock.monotonic() + deadline_s
+        while self._thread.is_alive() and clock.monotonic() < until:
+            if interrupt is not None:
+                interrupt()  # repeated, because the script may not have been started yet
             self._thread.join(0.05)
 
     def poll(self) -> HostUpdate:
-        """Ask once and report a change. The thread does this; tests do it without one."""
+        """Call the discovery once and report a change. Called by the manager's thread."""
         try:
             found = self._addresses(self._discovery.find_available_hosts_and_slots())
         except Exception as error:
@@ -276,7 +285,7 @@ class HostManager:
             names = ", ".join(f"{host}:{slots}" for host, slots in after.slots) or "none"
             log.info("hosts %s: %s", update.name, names)
             self._hosts = after
-            self._on_observed(HostsObserved(dict(after.slots)))
+            self._post(HostsObserved(dict(after.slots)))
         return update
 
     def _run(self) -> None:

@@ -1,8 +1,12 @@
-"""What the driver asks of whoever starts agents: Spark, or plain processes on this machine."""
+"""The interface to whatever starts agents (Spark, or processes of this machine), and the results that come back by it.
+
+`elastic_driver` uses it; `local_launcher` and `spark.launcher` implement it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from spark_elastic.errors import ResultError
@@ -12,36 +16,91 @@ from spark_elastic.membership.topology import LaunchId, SlotId, WorkerId
 from spark_elastic.membership.wording import loss_in_words
 from spark_elastic.wire.messages import LoopResult
 
-# What finished workers and finished loops returned.
-
 MAX_LOOP_RESULTS_BYTES = 64 << 20
 _NOT_IN_TIME = reported("its slot did not end in time")
 
 
-class Results:
-    """expected: the workers whose results are to come, in rank order; None: the job has not finished."""
+@dataclass(frozen=True, slots=True)
+class LaunchEnd:
+    """The end of one launch of a slot."""
+
+    slot: SlotId
+    cause: LossCause
+    outcome: AgentOutcome | None = None
+    """What the agent returned; None if it was lost, failed or never began."""
+    submitted: bool = True
+    """False: the launch failed in the driver itself, before any executor or process was involved."""
+
+
+OnEnded = Callable[[LaunchEnd], None]
+"""Called once for each `Launcher.launch` when that launch is over, from any thread. By then the slot can be launched
+again."""
+
+
+class Launcher(Protocol):
+    """Starts one agent per slot. No call blocks on a cluster; the end of each launch is reported to an `OnEnded`."""
+
+    def launch(self, slot: SlotId) -> None:
+        """Start the slot's agent.
+
+        Raises:
+            ValueError: The slot's previous launch is not over.
+        """
+        ...
+
+    def withdraw(self, slot: SlotId, cause: LossCause) -> None:
+        """End the slot's launch, pending or running. No effect if it is over."""
+        ...
+
+    def admit(self, slot: SlotId, launch: LaunchId) -> bool:
+        """Return True if an agent that has connected belongs to a current launch; False if it must be sent away."""
+        ...
+
+    def agents_joined(self, slots: frozenset[SlotId]) -> None:
+        """Take note of the slots that have a live agent now. Called after each change."""
+        ...
+
+    def gone(self) -> str | None:
+        """Return why nothing can ever be launched again, or None if nothing is known to prevent it.
+
+        Blocks for a second at most.
+        """
+        ...
+
+    def close(self, deadline_s: float) -> None:
+        """End all launches and wait for that up to `deadline_s`. Later launches end at once. May be called again."""
+        ...
+
+
+class WorkerResults:
+    """The results of the finished workers, collected as their slots end."""
 
     def __init__(self) -> None:
         self.expected: tuple[WorkerId, ...] | None = None
+        """The workers whose results the job returns, in rank order; None while the job is not finished."""
         self._by_worker: dict[WorkerId, bytes] = {}
         self._due_in: dict[SlotId, WorkerId] = {}
-        """Whose result each slot is to deliver, once the job is done."""
+        """The slots that still have to deliver a result of the finished job."""
         self._undelivered: dict[WorkerId, LossCause] = {}
-        """Why a result did not come."""
+        """Why the slots of these workers ended without delivering a result."""
 
     def expect(self, workers: tuple[WorkerId, ...], slots: Mapping[SlotId, WorkerId]) -> None:
         self.expected = workers
         self._due_in = dict(slots)
 
-    def slot_ended(self, slot: SlotId, cause: LossCause, outcome: AgentOutcome | None) -> None:
-        """Keep the result that came with the end of the slot, or why none came."""
-        if outcome is not None and outcome.worker is not None and outcome.result is not None:
-            self._by_worker[outcome.worker] = outcome.result
-        elif slot in self._due_in:
-            self._undelivered[self._due_in[slot]] = cause
+    def slot_ended(self, end: LaunchEnd) -> None:
+        """Keep the result that came with the end of a slot, or the cause if it should have come and did not."""
+        if end.outcome is not None and end.outcome.worker is not None and end.outcome.result is not None:
+            self._by_worker[end.outcome.worker] = end.outcome.result
+        elif end.slot in self._due_in:
+            self._undelivered[self._due_in[end.slot]] = end.cause
 
     def in_rank_order(self) -> list[bytes]:
-        """Raises: ResultError: some are missing, or one was larger than Spark takes."""
+        """Return one pickled result per rank.
+
+        Raises:
+            ResultError: Results are missing, or one was larger than Spark accepts.
+        """
         assert self.expected is not None
         missing = [worker for worker in self.expected if worker not in self._by_worker]
         if missing:
@@ -61,20 +120,20 @@ class Results:
         ranks = ", ".join(str(expected.index(worker)) for worker in missing)
         return ResultError(
             f"all {len(expected)} workers finished, but the results of ranks {ranks} were lost on their way: "
-            f"{'; '.join(reasons)}. Run the function again; let it keep what must not be lost in storage"
+            f"{'; '.join(reasons)}. Run the function again; save to storage what must not be lost"
         )
 
 
 class LoopResults:
-    """What rank 0 offered of the function's finished loops, for newcomers that are sent past them."""
+    """Results that rank 0 sent of the function's finished elastic loops, for newcomers that skip those loops."""
 
     def __init__(self) -> None:
         self._by_loop: dict[int, LoopResult] = {}
         self._behind: dict[WorkerId, int] = {}
-        """Workers on their way to the loop of that number, which may still need a result."""
+        """Newcomers that may still need results, with the loop that each of them is to join."""
 
     def offered(self, result: LoopResult) -> list[WorkerId]:
-        """Keep what a loop returned. Returns: who waits for it."""
+        """Keep the result of a loop. Returns the newcomers to send it to."""
         total = sum(len(kept.payload) for kept in self._by_loop.values()) + len(result.payload)
         if total > MAX_LOOP_RESULTS_BYTES:
             problem = f"the results of the function's loops are larger than {MAX_LOOP_RESULTS_BYTES >> 20} MiB together"
@@ -83,53 +142,12 @@ class LoopResults:
         return [worker for worker, loop in self._behind.items() if result.loop < loop]
 
     def for_newcomer(self, worker: WorkerId, loop: int) -> list[LoopResult]:
-        """What a worker needs that is sent on to the loop of that number."""
+        """Return the results of the loops before `loop`, which the worker is to join."""
         if loop > 1:
             self._behind[worker] = loop
         return [result for number, result in sorted(self._by_loop.items()) if number < loop]
 
     def joined(self, workers: Iterable[WorkerId]) -> None:
-        """These are members of a world, and need no more."""
+        """Stop collecting results for workers that are members of a world now."""
         for worker in workers:
             self._behind.pop(worker, None)
-
-
-OnEnded = Callable[[SlotId, LossCause, AgentOutcome | None], None]
-"""Called from any thread, exactly once for each `launch`, when it is over: the slot, why, and what the agent
-returned (None: it was lost, failed, or never began). By then the slot can be launched again."""
-
-
-class Launcher(Protocol):
-    """Starts one agent per slot. No call blocks on a cluster; everything comes back through `OnEnded`."""
-
-    def launch(self, slot: SlotId) -> None:
-        """Start the slot's agent.
-
-        Raises:
-            ValueError: if the slot's previous launch is not over.
-        """
-        ...
-
-    def withdraw(self, slot: SlotId, cause: LossCause) -> None:
-        """End the slot's launch, pending or running; nothing if it is over already."""
-        ...
-
-    def admit(self, slot: SlotId, launch: LaunchId) -> bool:
-        """An agent has come. Returns: whether it is awaited, or has to go: its launch is over, or told to end."""
-        ...
-
-    def agents_joined(self, slots: frozenset[SlotId]) -> None:
-        """Which slots have a live agent now; told at each change."""
-        ...
-
-    def gone(self) -> str | None:
-        """Why nothing can be launched any more, ever; None: it can, as far as is known. Takes a second at most."""
-        ...
-
-    def could_not_submit(self, slot: SlotId) -> bool:
-        """Whether the slot's last launch failed here, in the driver, before anybody else had a part in it."""
-        ...
-
-    def close(self, deadline_s: float) -> None:
-        """End everything and wait up to `deadline_s` for it. Later launches end at once. Repeats are harmless."""
-        ...

@@ -1,6 +1,6 @@
-"""LocalLauncher: agents as plain processes on this machine, without Spark.
+"""LocalLauncher: agents as plain processes of this machine, without Spark.
 
-For development, tests and benchmarks: the driver, the agents and the workers are the very same as in Spark.
+For development, tests and benchmarks. Driver, agents and workers run the same code as in Spark.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import threading
 from collections.abc import Sequence
 
 from spark_elastic import clock
-from spark_elastic.driver.launcher import OnEnded
+from spark_elastic.driver.launcher import LaunchEnd, OnEnded
 from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, SlotId
 from spark_elastic.wire.interfaces import address_of
-from spark_elastic.wire.launch_spec import AgentOrder
+from spark_elastic.wire.launch_spec import LaunchSpec
 
 logger = logging.getLogger(__name__)
 
 
 class LocalLauncher:
-    """What agents on this machine are like. Serves any number of jobs, also at the same time.
+    """Settings of the agents on this machine. One object serves any number of jobs, also at the same time.
 
     Args:
-        hosts: names that the agents report as their hosts, slot by slot in turn. Any address of this machine
-            (such as 127.0.0.2) makes a second host out of it.
-        cores: cores for each worker; its default number of threads.
-        preimport: modules that a worker imports while it waits for its order; None: torch or TensorFlow, whichever
-            the function speaks of.
+        hosts: Names that the agents report as their hosts; slots take them in turn. Another address of this machine
+            (such as 127.0.0.2) simulates a second host.
+        cores: Cores of each worker, which is its default number of threads.
+        preimport: Modules that a worker imports while it waits for its function. Default: torch or TensorFlow,
+            depending on the names in the function.
     """
 
     def __init__(
@@ -44,31 +44,29 @@ class LocalLauncher:
         preimport: Sequence[str] | None = None,
     ) -> None:
         self.hosts = tuple(address_of(host) for host in hosts)
-        """What the agents report."""
+        """The addresses that the agents report."""
         self.cores = cores
         self.preimport = None if preimport is None else tuple(preimport)
 
-    def bind(self, order: AgentOrder, on_ended: OnEnded) -> LocalAgents:
-        """The launcher of one job: what to launch, and whom to tell."""
+    def bind(self, spec: LaunchSpec, on_ended: OnEnded) -> LocalAgents:
+        """Return the launcher of one job."""
         if self.preimport is not None:
-            order = dataclasses.replace(order, preimport=self.preimport)
-        return LocalAgents(self.hosts, self.cores, order, on_ended)
+            spec = dataclasses.replace(spec, preimport=self.preimport)
+        return LocalAgents(self.hosts, self.cores, spec, on_ended)
 
 
 class LocalAgents:
-    """Implements `launcher.Launcher`. Made by `LocalLauncher.bind`, one for each job."""
+    """A `Launcher` of processes, for one job. Made by `LocalLauncher.bind`."""
 
-    def __init__(self, hosts: Sequence[str], cores: int, order: AgentOrder, on_ended: OnEnded) -> None:
+    def __init__(self, hosts: Sequence[str], cores: int, spec: LaunchSpec, on_ended: OnEnded) -> None:
         self._hosts = tuple(hosts)
         self._cores = cores
-        self._order = order
+        self._spec = spec
         self._on_ended = on_ended
         self._lock = threading.Lock()
         self._processes: dict[SlotId, subprocess.Popen[bytes]] = {}
         self._threads: set[threading.Thread] = set()
         self._closed = False
-        self._not_begun: set[SlotId] = set()
-        """Whose last process could not be started."""
 
     def launch(self, slot: SlotId) -> None:
         thread = threading.Thread(target=self._run, args=(slot,), name=f"spark_elastic-slot-{slot}", daemon=True)
@@ -83,22 +81,18 @@ class LocalAgents:
             _kill(process)
 
     def admit(self, slot: SlotId, launch: LaunchId) -> bool:
-        return True  # the process is gone before its launch is over
+        return True  # a launch ends after its process: no agent can outlive its launch
 
     def agents_joined(self, slots: frozenset[SlotId]) -> None:
-        pass  # the slots of this machine are nobody else's
+        pass  # jobs do not share the slots of this machine
 
     def agent_pids(self) -> dict[SlotId, int]:
-        """The process id of each slot's agent."""
+        """Return the process id of each slot's agent."""
         with self._lock:
             return {slot: process.pid for slot, process in self._processes.items()}
 
     def gone(self) -> str | None:
         return None
-
-    def could_not_submit(self, slot: SlotId) -> bool:
-        with self._lock:
-            return slot in self._not_begun
 
     def close(self, deadline_s: float) -> None:
         deadline = clock.monotonic() + deadline_s
@@ -114,24 +108,22 @@ class LocalAgents:
                 logger.warning("%s did not end within %.0f s", thread.name, deadline_s)
 
     def _run(self, slot: SlotId) -> None:
-        begun = True
         try:
-            cause, outcome = self._run_agent(slot)
+            end = self._run_agent(slot)
         except Exception as error:
-            cause, outcome, begun = reported(f"the local agent could not be run: {error}"), None, False
+            end = LaunchEnd(slot, reported(f"the local agent could not be run: {error}"), submitted=False)
         with self._lock:
-            (self._not_begun.discard if begun else self._not_begun.add)(slot)
             self._processes.pop(slot, None)
-        self._on_ended(slot, cause, outcome)
+        self._on_ended(end)
         with self._lock:
             self._threads.discard(threading.current_thread())
 
-    def _run_agent(self, slot: SlotId) -> tuple[LossCause, AgentOutcome | None]:
+    def _run_agent(self, slot: SlotId) -> LaunchEnd:
         host = self._hosts[slot % len(self._hosts)]
         env = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
         with self._lock:
             if self._closed:
-                return reported("the launcher was closed"), None
+                return LaunchEnd(slot, reported("the launcher was closed"))
             process = subprocess.Popen(
                 [sys.executable, "-m", "spark_elastic.task.local_agent", str(os.getpid())],
                 stdin=subprocess.PIPE,
@@ -139,11 +131,11 @@ class LocalAgents:
                 env=env,
             )
             self._processes[slot] = process
-        out, _ = process.communicate(pickle.dumps((self._order, slot, host, self._cores)))
+        out, _ = process.communicate(pickle.dumps((self._spec, slot, host, self._cores)))
         if process.returncode != 0:
-            return LossCause(LossKind.AGENT_EXITED, code=process.returncode), None
+            return LaunchEnd(slot, LossCause(LossKind.AGENT_EXITED, code=process.returncode))
         outcome: AgentOutcome = pickle.loads(out)
-        return outcome.cause, outcome
+        return LaunchEnd(slot, outcome.cause, outcome)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

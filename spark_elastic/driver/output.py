@@ -1,4 +1,8 @@
-"""Workers' output, the job's own lines and its bar, printed by one thread so that a slow terminal delays nobody."""
+"""The output of a job: the workers' lines, lines about the job, and the progress bar.
+
+One thread prints all of them, and another writes the workers' lines to files, so that a slow terminal or a slow store
+blocks neither the driver nor the workers.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +19,23 @@ from spark_elastic.data.store import Store
 from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.reporting.screens import PlainScreen, Screen, screen_for
 
-# What workers print, in files of a store: `rank.0/stdout`, `rank.0/stderr`, ...
+# --- files (run(output_dir=...)) -----------------------------------------------------------------
 
 log = logging.getLogger(__name__)
 
 FLUSH_S = 2.0
 MAX_WAITING_BYTES = 16 * 2**20
-"""Of lines that are not written yet: beyond this the newest are dropped, and that is said in the file."""
+"""The limit for lines that are not written yet. Further lines are dropped, and the file says how many."""
 CLOSE_S = 10.0
 
 File = tuple[str, str]
-"""Who, and the stream."""
+"""The process (a rank, or "slot 3" of a process without one), and the stream."""
 
 
 class OutputFiles:
-    """Appends on a thread of its own, so that a slow store delays nobody.
+    """The workers' output in a folder or a store: `rank.0/stdout`, `rank.0/stderr`, and so on.
 
-    Object storage cannot append: there each flush makes a file of its own, `rank.0/stdout.00001`, ....
+    Object storage cannot append to files; there each flush writes a new file, `rank.0/stdout.00001` and so on.
     """
 
     def __init__(self, folder: str | Path | Store) -> None:
@@ -47,7 +51,7 @@ class OutputFiles:
         self._thread.start()
 
     def take(self, who: str, stream: str, text: str) -> None:
-        """A line. who: a rank, or "slot 3" of a process that has none yet. Never blocks."""
+        """Add a line of a process (`who`: its rank, or "slot 3" before it has one). Never blocks."""
         with self._lock:
             if self._bytes > MAX_WAITING_BYTES:
                 self._dropped += 1
@@ -73,7 +77,7 @@ class OutputFiles:
         for file, lines in waiting.items():
             try:
                 self._write(file, "".join(f"{line}\n" for line in lines))
-            except Exception as error:  # each kind of storage has errors of its own; a job does not end for its logs
+            except Exception as error:  # each storage raises other errors, and none of them must end the job
                 if not self._failed:
                     self._failed = True
                     log.warning("what workers print cannot be written to %s: %s", self._store.url, error)
@@ -87,28 +91,35 @@ class OutputFiles:
             with path.open("a", encoding="utf-8") as target:
                 target.write(text)
             return
-        if file not in self._parts:  # a training that goes on in a second job adds to what the first has left
+        if file not in self._parts:  # a second job of the same training adds to the files of the first
             there = self._store.list(name.partition("/")[0])
             self._parts[file] = sum(entry.path.startswith(f"{name}.") for entry in there)
         self._parts[file] += 1
         self._store.write_bytes(f"{name}.{self._parts[file]:05d}", text.encode())
 
 
+# --- the terminal or notebook -----------------------------------------------------------------------
+
 MAX_QUEUED_LINES = 20_000
-"""Beyond this, lines are dropped and counted: a blocked terminal must not eat the driver's memory."""
+"""The limit for lines that are not printed yet. Further lines are dropped and counted, because a blocked terminal must
+not fill the driver's memory."""
 MAX_LINES_AT_ONCE = 200
-"""Between two looks at the bar."""
+"""The most lines that are printed before the bar is drawn again."""
 LOOK_S = 0.25
-"""How often the bar is looked at."""
+"""Seconds between two drawings of the bar."""
 
 Line = tuple[str, str]
-"""Stream and text."""
+"""The stream and the text."""
 
 
 class OutputPrinter:
-    """Prints `[rank]<stream>:line` as Horovod does. Lines are never torn, and the bar stays below them.
+    """Prints the workers' lines as `[rank]<stream>:line`, as Horovod does, above the progress bar.
 
-    progress: what the bar shows; None: there is none. copy: told of every line of a worker: who, stream, text.
+    Args:
+        stdout: The file for the workers' standard output. Default: this process's own.
+        stderr: The file for the workers' standard error and lines about the job. Default: this process's own.
+        progress: The model of the progress bar; None for no bar.
+        copy: Called with each line of a worker: process, stream, text.
     """
 
     def __init__(
@@ -125,34 +136,34 @@ class OutputPrinter:
         self._queue: queue.Queue[Line | None] = queue.Queue(MAX_QUEUED_LINES)
         self._dropped = 0
         self._failed: set[str] = set()
-        """Streams whose target has failed; said once for each."""
+        """What could not be written so far; each is reported once."""
         self._thread = threading.Thread(target=self._print, name="spark_elastic-output", daemon=True)
         self._thread.start()
 
     def line(self, text: str, stream: str = "stderr") -> None:
-        """Queue one line; from any thread, never blocks."""
+        """Queue one line. May be called from any thread; never blocks."""
         try:
             self._queue.put_nowait((stream, text))
         except queue.Full:
             self._dropped += 1
 
     def say(self, text: str) -> None:
-        """Queue a line about the job, where such lines are best read."""
+        """Queue a line about the job, for the stream that the bar is on."""
         self.line(text, "stdout" if self._screen.to_stdout else "stderr")
 
     def worker_lines(self, who: str, stream: str, lines: tuple[str, ...]) -> None:
-        """Queue a worker's lines. `who`: its rank, or its slot before it has one."""
+        """Queue lines of a worker (`who`: its rank, or "slot 3" before it has one)."""
         for text in lines:
             self.line(f"[{who}]<{stream}>:{text}", stream)
             if self._copy is not None:
                 self._copy(who, stream, text)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Print what is queued, take the bar away and end the thread."""
+        """Print the queued lines, remove the bar and end the thread."""
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:
-            return  # the terminal is blocked; the thread is a daemon and holds nothing
+            return  # the terminal is blocked; the thread is a daemon and holds no resources
         self._thread.join(timeout_s)
 
     def _print(self) -> None:
@@ -173,7 +184,7 @@ class OutputPrinter:
         self._guarded(self._screen.clear)
 
     def _next_lines(self) -> tuple[list[Line], bool]:
-        """Those that are there, after a wait for the first; and whether it was the end."""
+        """Wait for lines. Returns those that are queued, and True if they are the last."""
         lines: list[Line] = []
         try:
             item = self._queue.get(timeout=None if self._progress is None else LOOK_S)
@@ -197,8 +208,8 @@ class OutputPrinter:
     def _guarded(self, draw: Callable[[], None]) -> None:
         try:
             draw()
-        except Exception as error:  # a bar is never worth the lines
-            self._say_failed("the bar", error)
+        except Exception as error:  # whatever is wrong with the bar, lines must still be printed
+            self._report_failure("the bar", error)
             self._screen = PlainScreen()
 
     def _write(self, lines: list[Line]) -> None:
@@ -206,7 +217,7 @@ class OutputPrinter:
         try:
             self._screen.lines(lambda: self._write_lines(rest))
         except Exception as error:
-            self._say_failed("the bar", error)
+            self._report_failure("the bar", error)
             self._screen = PlainScreen()
             self._write_lines(rest)
 
@@ -214,25 +225,23 @@ class OutputPrinter:
         written: dict[str, TextIO] = {}
         for stream, text in lines:
             try:
-                # looked up at each line: notebooks swap sys.stdout from cell to cell
+                # looked up for each line: notebooks replace sys.stdout from cell to cell
                 target = self._targets[stream] or getattr(sys, stream)
                 target.write(text + "\n")
                 written[stream] = target
                 if self._dropped:
                     target.write(f"spark_elastic: {self._dropped} lines were dropped, the output is too slow\n")
                     self._dropped = 0
-            except (
-                Exception
-            ) as error:  # closed by its owner, a full disk, a notebook's stream: the next may get through
-                self._say_failed(f"lines for {stream}", error)
+            except Exception as error:  # a closed file, a full disk, a notebook's stream; the next line may succeed
+                self._report_failure(f"lines for {stream}", error)
         if self._queue.empty() or self._screen.live:
             for stream, target in written.items():
                 try:
                     target.flush()
                 except Exception as error:
-                    self._say_failed(f"lines for {stream}", error)
+                    self._report_failure(f"lines for {stream}", error)
 
-    def _say_failed(self, what: str, error: Exception) -> None:
+    def _report_failure(self, what: str, error: Exception) -> None:
         if what in self._failed or sys.__stderr__ is None:
             return
         self._failed.add(what)
@@ -240,4 +249,4 @@ class OutputPrinter:
             reason = f"{type(error).__name__}: {error}"
             print(f"spark_elastic: {what} cannot be written ({reason})", file=sys.__stderr__, flush=True)
         except Exception:
-            pass  # nowhere left to say so
+            pass  # there is no stream left to report it on

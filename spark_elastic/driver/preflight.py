@@ -1,150 +1,37 @@
-"""What can be known to be wrong before anything runs: no Spark, no Java, a function that cannot travel."""
+"""Checks before a job starts: the SparkContext, Java, and whether the function can be pickled."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import re
 import shutil
 import subprocess
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from spark_elastic.data.spark_jobs import connect_error, refuse_connect
 from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError, NoSparkContextError, NotPicklableError
-from spark_elastic.settings import whole_number
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-# The arguments of `run` that are no settings: whatever is wrong with them is said before anything starts.
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-_RENAMED = {
-    "np": "num_proc",
-    "min_np": "min_num_proc",
-    "max_np": "max_num_proc",
-    "output_filename": "output_dir",
-    "blacklist_cooldown_range": "cooldown_range",
-    "network_interfaces": "nics",
-}
-_WITHOUT_EFFECT = {
-    "use_gloo": "collectives always run over Gloo, and over NCCL where workers have GPUs of their own",
-    "use_mpi": "there is no MPI here; collectives run over Gloo",
-    "mpi_args": "there is no MPI here",
-    "extra_mpi_args": "there is no MPI here",
-    "executable": "workers run the Python of their executors (spark.pyspark.python)",
-    "prefix_output_with_timestamp": "each line has its rank in front",
-}
-
-
-def with_horovods_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have `run` take the names that Horovod has for its arguments, with a warning that says the right one."""
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        given: dict[str, Any] = dict(kwargs)
-        for old in [name for name in given if name in _RENAMED or name in _WITHOUT_EFFECT]:
-            value = given.pop(old)
-            if old in _WITHOUT_EFFECT:
-                warnings.warn(f"{old}= has no effect: {_WITHOUT_EFFECT[old]}", stacklevel=2)
-                continue
-            new = _RENAMED[old]
-            if new in given:
-                raise InvalidSettingsError(f"{old}={value!r} and {new}={given[new]!r} are the same setting; give {new}")
-            warnings.warn(f"{old}= is Horovod's name for this; it is called {new}= here", stacklevel=2)
-            given[new] = value
-        return function(*args, **given)
-
-    return call
-
-
-def check_call(fn: Any, args: Any, kwargs: Any) -> None:
-    """Raises: InvalidSettingsError: `fn(*args, **kwargs)` is no call."""
-    if not callable(fn):
-        raise InvalidSettingsError(
-            f"the first argument must be the function itself, not {_shown(fn)}; to call train(5), give train, args=(5,)"
-        )
-    if not isinstance(args, Sequence) or isinstance(args, (str, bytes)):
-        raise InvalidSettingsError(f"args must be a list or a tuple, not {_shown(args)}; one argument is args=(x,)")
-    if kwargs is None:
-        return
-    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
-        raise InvalidSettingsError(f"kwargs must be a dict with names as keys, not {_shown(kwargs)}")
-
-
-def environment(env: Any) -> dict[str, str]:
-    """Raises: InvalidSettingsError: naming the entry that no process can be given."""
-    if env is None:
-        return {}
-    if not isinstance(env, Mapping):
-        raise InvalidSettingsError(f"env must be a dict of variables, not {_shown(env)}")
-    for name, value in env.items():
-        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
-            raise InvalidSettingsError(f"env: {name!r} is no name of an environment variable")
-        if not isinstance(value, str) or "\0" in value:
-            raise InvalidSettingsError(f"env: the value of {name} must be a str without NUL, not {_shown(value)}")
-    return dict(env)
-
-
-def interface_names(nics: Any) -> tuple[str, ...] | None:
-    """Raises: InvalidSettingsError: not one name or several."""
-    if nics is None:
-        return None
-    names = (nics,) if isinstance(nics, str) else nics
-    if not isinstance(names, (Sequence, set, frozenset)) or not all(isinstance(n, str) and n.strip() for n in names):
-        raise InvalidSettingsError(f"nics must be names of network interfaces, such as 'eth0', not {_shown(nics)}")
-    return tuple(name.strip() for name in names) or None
-
-
-def check_discovery(discovery: Any) -> None:
-    """Raises: InvalidSettingsError: it cannot be asked for hosts."""
-    if discovery is None or callable(getattr(discovery, "find_available_hosts_and_slots", None)):
-        return
-    raise InvalidSettingsError(
-        f"discovery must be a HostDiscoveryScript, FixedHosts, or have their method, not {_shown(discovery)}; for a "
-        "script give HostDiscoveryScript(path), for a list FixedHosts(hosts)"
-    )
-
-
-def check_output(stdout: Any, stderr: Any, verbose: Any) -> None:
-    """Raises: InvalidSettingsError: a stream that cannot be written to, or a level that is no number."""
-    for name, stream in (("stdout", stdout), ("stderr", stderr)):
-        if stream is not None and not callable(getattr(stream, "write", None)):
-            raise InvalidSettingsError(f"{name} must be an open text file, not {_shown(stream)}")
-    if not isinstance(verbose, bool):  # False and True are 0 and 1 to everybody
-        whole_number("verbose", verbose, at_least=0)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
-
-
-def device(asked: object) -> str:
-    """Of a job. Raises: InvalidSettingsError."""
-    if not isinstance(asked, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", asked):
-        raise InvalidSettingsError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:0', not {asked!r}")
-    return asked
-
-
 _JAVA_MAJOR = 17
-_PARTS_LOOKED_AT = 200
+_MAX_PARTS = 200
+"""Parts of an object that are searched for one that cannot be pickled."""
+
+# --- Spark --------------------------------------------------------------------------------------
 
 
 def check_spark(spark: Any = None) -> SparkContext:
-    """The SparkContext to run in: that of `spark` (a SparkSession or SparkContext), or the active one.
+    """Return the SparkContext of `spark` (a SparkSession or SparkContext), or the active one.
 
     Raises:
-        NoSparkContextError: there is none, or it was stopped.
+        NoSparkContextError: There is none, or it was stopped.
         SparkConnectNotSupportedError: `spark`, or the active session, is a Spark Connect session.
-        JavaNotFoundError: there is no context, and no Java to start one with either.
-        InvalidSettingsError: the context has settings under which slots cannot be run.
+        JavaNotFoundError: There is no context, and no Java to start one with.
+        InvalidSettingsError: The context has settings under which workers cannot run.
     """
     try:
         from pyspark import SparkContext
@@ -182,15 +69,15 @@ def _connect_is_active() -> bool:
         return "SPARK_REMOTE" in os.environ
     try:
         return session_module.SparkSession.getActiveSession() is not None
-    except Exception:  # it raises in various ways where there is none
+    except Exception:  # there is none; which error that raises depends on Spark's version
         return False
 
 
 def _check_threads(sc: SparkContext) -> None:
     from py4j.clientserver import ClientServer
 
-    # Without pinned threads a job group set in one thread may land on another thread's job, so that stopping one slot
-    # would stop another one or none.
+    # Without pinned threads a job group that is set in one thread may apply to another thread's job: stopping one slot
+    # would stop another one, or none.
     if not isinstance(sc._gateway, ClientServer):
         raise InvalidSettingsError("PYSPARK_PIN_THREAD=false is not supported; unset it and start the session again")
 
@@ -209,10 +96,10 @@ def _check_speculation(sc: SparkContext) -> None:
 
 
 def check_java() -> str:
-    """The path of the `java` that Spark would use.
+    """Return the path of the `java` that Spark would use.
 
     Raises:
-        JavaNotFoundError: with the command that installs one.
+        JavaNotFoundError: There is none, or it is too old. The message has the command that installs one.
     """
     home = os.environ.get("JAVA_HOME")
     java = os.path.join(home, "bin", "java") if home else shutil.which("java")
@@ -230,7 +117,7 @@ def check_java() -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise JavaNotFoundError(f"{java} cannot be run ({error}). {_how_to_install_java(sys.platform)}") from None
     text = said.stderr + said.stdout
-    if said.returncode != 0:  # macOS has a `java` that only says that there is none
+    if said.returncode != 0:  # without Java, macOS has a `java` that prints how to get one
         raise JavaNotFoundError(f"{java} does not run: {text.strip()[:200]}. {_how_to_install_java(sys.platform)}")
     major = java_major_version(text)
     if major is not None and major < _JAVA_MAJOR:
@@ -241,7 +128,7 @@ def check_java() -> str:
 
 
 def java_major_version(said: str) -> int | None:
-    """The major version in what `java -version` prints; None if it is not there. "1.8.0_292" is 8."""
+    """Return the major version in the output of `java -version` ("1.8.0_292" is 8), or None if there is none."""
     found = re.search(r'version "(\d+)(?:\.(\d+))?', said)
     if found is None:
         return None
@@ -262,10 +149,11 @@ def _how_to_install_java(platform: str) -> str:
 
 
 def pickled(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> bytes:
-    """The call as bytes: cloudpickle of `(fn, args, kwargs)`.
+    """Return the call `(fn, args, kwargs)`, pickled by cloudpickle.
 
     Raises:
-        NotPicklableError: naming the object inside that cannot be pickled, by the path to it (`fn → model → lock`).
+        NotPicklableError: Names the object inside the call that cannot be pickled, and the path to it
+            (`fn → model → lock`).
     """
     import cloudpickle  # type: ignore[import-untyped, unused-ignore]
 
@@ -291,16 +179,16 @@ def _find_culprit(call: tuple[Any, Any, Any], error: Exception) -> tuple[str, An
     for path, root in roots:
         if (reason := _why_not(root)) is not None:
             return _deepest(path, root, reason)
-    return f"function {name}", fn, _short(error)  # only together
+    return f"function {name}", fn, _short(error)  # each of them can be pickled, but not all together
 
 
 def _deepest(path: str, culprit: Any, reason: str) -> tuple[str, Any, str]:
-    """Follow the part that cannot be pickled as far down as it goes."""
+    """Find the innermost part that cannot be pickled. Returns its path, the part, and the reason."""
     seen: set[int] = set()
     while True:
         seen.add(id(culprit))
         for count, (name, part) in enumerate(_parts(culprit)):
-            if count >= _PARTS_LOOKED_AT or id(part) in seen:
+            if count >= _MAX_PARTS or id(part) in seen:
                 continue
             if (why := _why_not(part)) is not None:
                 path, culprit, reason = f"{path} → {name}", part, why
@@ -320,7 +208,7 @@ def _why_not(value: Any) -> str | None:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value is made of, with the name that its author knows it by."""
+    """Yield the parts of a value, each with its name in the user's code."""
     if inspect.ismethod(value):
         yield "self", value.__self__
         value = value.__func__

@@ -1,7 +1,7 @@
-"""RendezvousServer: where agents and workers connect; serves worlds and the key-value store under Gloo.
+"""RendezvousServer: the driver's end of the connections to agents and workers, and the key-value store under Gloo.
 
-It authenticates peers, learns from their first message who they are, and hands the rest to its `Listener`. It lives
-on the driver's event loop; every method is called there.
+It authenticates peers, identifies them by their first message, and passes further messages to its `Listener`. It runs
+on the driver's event loop; every method must be called there.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from spark_elastic.wire.messages import (
 )
 from spark_elastic.wire.stream import MessageStream
 
-# The key-value store under Gloo's rendezvous: one space a round, gone with the round.
-
 MAX_ROUND_BYTES = 64 * 2**20
-"""Gloo needs some 200 bytes a pair of ranks; this bounds what a broken worker can pile up."""
+"""Gloo needs about 200 bytes for each pair of ranks. The limit is for broken workers, which could fill the memory."""
+
+logger = logging.getLogger(__name__)
 
 
 class RoundKeyValues:
-    """Values by key for the newest round; requests wait until all their keys are there."""
+    """The key-value store of Gloo's rendezvous, for the newest round. Requests wait until all their keys are set."""
 
     def __init__(self) -> None:
         self._round = 0
@@ -45,16 +45,20 @@ class RoundKeyValues:
         self._waiting: list[tuple[tuple[str, ...], Callable[[list[bytes]], None]]] = []
 
     def begin(self, round: int) -> None:
-        """Forget the round before, with everything that waited in it."""
+        """Drop the values and the waiting requests of the previous round."""
         self._round = round
         self._values.clear()
         self._waiting.clear()
         self._bytes = 0
 
     def set(self, round: int, key: str, value: bytes) -> None:
-        """Raises: ProtocolError: more than `MAX_ROUND_BYTES` in one round."""
+        """Store a value, and answer the requests that waited for it.
+
+        Raises:
+            ProtocolError: The round has stored more than `MAX_ROUND_BYTES`.
+        """
         if round != self._round:
-            return  # a late writer of a round that is over
+            return  # a late message of a round that is over
         self._bytes += len(key) + len(value) - len(self._values.get(key, b""))
         if self._bytes > MAX_ROUND_BYTES:
             raise ProtocolError(f"round {round} stored more than {MAX_ROUND_BYTES} bytes of rendezvous data")
@@ -68,7 +72,7 @@ class RoundKeyValues:
         self._waiting = still
 
     def get(self, round: int, keys: Sequence[str], answer: Callable[[list[bytes]], None]) -> None:
-        """Call `answer` with the values in order, now or when the last one arrives; never if the round ends first."""
+        """Call `answer` with the values in order, as soon as all are set; never if the round ends before."""
         if round != self._round:
             return
         if all(k in self._values for k in keys):
@@ -77,14 +81,11 @@ class RoundKeyValues:
             self._waiting.append((tuple(keys), answer))
 
 
-logger = logging.getLogger(__name__)
-
-
 class Listener(Protocol):
-    """What the server tells the driver."""
+    """Receives what happens on the server's connections."""
 
     def agent_joined(self, agent: AgentId, hello: AgentHello, address: str) -> None:
-        """`address`: the agent's own address, as the connection shows it."""
+        """Handle a new agent. `address` is the agent's own address on this connection."""
         ...
 
     def agent_said(self, agent: AgentId, message: Message) -> None: ...
@@ -92,7 +93,7 @@ class Listener(Protocol):
     def agent_gone(self, agent: AgentId, why: str) -> None: ...
 
     def worker_expected(self, worker: WorkerId) -> bool:
-        """Whether such a worker was started and is not gone; any other is turned away."""
+        """Return True if this worker was started and is not gone. The server turns away all others."""
         ...
 
     def worker_said(self, worker: WorkerId, message: Message) -> None: ...
@@ -101,7 +102,16 @@ class Listener(Protocol):
 
 
 class RendezvousServer:
-    """Start it, close it; send to agents and workers by their ids."""
+    """Accepts agents and workers, and sends messages to them by their ids.
+
+    Args:
+        key: The job's key, which peers must prove to have.
+        listener: Receives the peers' messages.
+        heartbeat_interval_s: Sent to peers in the welcome, like the next two.
+        silence_limit_s: Seconds without a message after which peers take the driver for lost.
+        stall_timeout_s: The setting `stall_timeout`.
+        max_unauthenticated: See `Admission`.
+    """
 
     def __init__(
         self,
@@ -133,7 +143,7 @@ class RendezvousServer:
         self._serving = True
 
     async def close(self) -> None:
-        """Stop listening and close every connection; nothing is reported for it."""
+        """Stop listening and close every connection. The listener is not called for it."""
         if not self._serving:
             return
         self._serving = False
@@ -142,19 +152,19 @@ class RendezvousServer:
         self._worker_of.clear()
         for stream in streams:
             stream.close()
-        await asyncio.sleep(0)  # lets the transports write what they hold
+        await asyncio.sleep(0)  # lets the transports write what they have buffered
         for stream in streams:
             stream.abort("the job is over")
 
     # --- to peers -----------------------------------------------------------------------------------
 
     def to_agent(self, agent: AgentId, message: Message) -> None:
-        """Send, or drop if the agent is gone (which has been reported)."""
+        """Send a message, or drop it if the agent is gone (which was reported)."""
         if agent in self._agents:
             self._agents[agent].send(message)
 
     def to_worker(self, worker: WorkerId, message: Message) -> None:
-        """Send, or drop if the worker is gone (which has been reported)."""
+        """Send a message, or drop it if the worker is gone (which was reported)."""
         if worker in self._workers:
             self._workers[worker].send(message)
 
@@ -166,12 +176,12 @@ class RendezvousServer:
             self.to_worker(member.worker, message)
 
     def drop_agent(self, agent: AgentId, why: str) -> None:
-        """Close an agent's connection without another word; it is reported as gone."""
+        """Close an agent's connection without a message to it. The listener is told that it is gone."""
         if agent in self._agents:
             self._agents[agent].abort(why)
 
     def drop_worker(self, worker: WorkerId, why: str) -> None:
-        """Say goodbye to a worker that is no longer wanted; nothing is reported for it."""
+        """Send a goodbye to a worker and close its connection. The listener is not called for it."""
         stream = self._workers.pop(worker, None)
         if stream is not None:
             del self._worker_of[stream]

@@ -23,13 +23,13 @@ EXIT_TIMEOUT_S = 5.0
 
 
 class ElasticJob:
-    """A job that runs on a thread of its own. Made by `spark_elastic.run_async`.
+    """A job that runs on its own thread. Made by `spark_elastic.run_async`.
 
-    If the interpreter exits while it runs, it is cancelled.
+    It is cancelled if the interpreter exits while it runs.
     """
 
     def __init__(self, name: str, driver: ElasticDriver, prepare: Callable[[], None], clean_up: Callable[[], None]):
-        """`prepare` runs before the driver (waits for slots), `clean_up` after it, both on the job's thread."""
+        """Start the job's thread, which calls `prepare` (waits for slots), the driver and `clean_up`."""
         self.name = name
         self._driver = driver
         self._prepare = prepare
@@ -43,14 +43,17 @@ class ElasticJob:
         self._thread.start()
 
     def result(self, timeout: float | None = None) -> list[Any]:
-        """Wait for the end.
+        """Wait for the end of the job.
 
         Args:
-            timeout: seconds; None: as long as it takes.
-        Returns: what the function returned in each worker, by rank.
+            timeout: The longest wait in seconds. None: no limit.
+
+        Returns:
+            What the function returned in each worker, by rank.
+
         Raises:
-            TimeoutError: it still runs after `timeout`; the job goes on.
-            SparkElasticError: why it failed; `UserFunctionError` carries the traceback of the function.
+            TimeoutError: The job still runs after `timeout`. It is not cancelled.
+            SparkElasticError: The job failed. A `UserFunctionError` carries the traceback of the function.
         """
         if not self._over.wait(timeout):
             raise TimeoutError(f"{self.name} still runs after {timeout} s: {self.status().phase}")
@@ -60,35 +63,40 @@ class ElasticJob:
         return self._results
 
     def cancel(self, why: str = "cancelled by the caller", timeout: float = 5.0) -> None:
-        """End the job and wait until its tasks, processes, sockets and threads are gone, at most `timeout` seconds.
+        """End the job, and wait up to `timeout` seconds until its tasks, processes, sockets and threads are gone.
 
-        `result` then raises JobCancelledError. No effect on a job that is over.
+        `result` raises JobCancelledError afterwards. No effect on a job that is over.
         """
         self._driver.cancel(why)
         self._over.wait(timeout)
 
     def done(self) -> bool:
-        """Whether it is over, in whatever way."""
+        """Return True if the job has finished, failed or was cancelled."""
         return self._over.is_set()
 
     def status(self) -> JobStatus:
-        """What it is doing now."""
+        """Return the state of the job at this moment."""
         return self._driver.status()
 
     def events(self) -> list[Record]:
-        """The membership timeline so far: typed records, times in seconds since the epoch."""
+        """Return the membership timeline so far: typed records, with times in seconds since the epoch."""
         return self._driver.events()
 
     def changes(self) -> list[MembershipChange]:
-        """What became of the workers so far, in words and numbers; times in seconds since the epoch."""
+        """Return the changes of the workers so far, in words and numbers, with times in seconds since the epoch."""
         return self._driver.changes()
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """The number of workers over time, with the faults.
+        """Draw the number of workers over time, with the faults.
 
-        path: a file to write it to as well; its ending (.png, .svg, .pdf) says how.
-        Returns: a matplotlib Figure.
-        Raises: MissingExtraError: matplotlib is not installed (extra `plot`).
+        Args:
+            path: A file to write the figure to as well. Its suffix (.png, .svg, .pdf) selects the format.
+
+        Returns:
+            A matplotlib Figure.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed (extra `plot`).
         """
         return draw_job(event_rows(self.changes(), self._began), self.name, path)
 
@@ -120,13 +128,13 @@ def _load(result: bytes, rank: int) -> Any:
     except Exception as error:
         raise ResultError(
             f"the result of rank {rank} cannot be loaded in the driver: {type(error).__name__}: {error}; return plain "
-            "values, or install what it is made of here too"
+            "values, or install the packages of its classes in the driver too"
         ) from error
 
 
 @atexit.register
 def _cancel_all() -> None:
-    """At the interpreter's exit: no job may outlive the driver that decides for it."""
+    """Cancel all jobs at the interpreter's exit, because a job cannot run without its driver."""
     for job in list(_running):
         job._driver.cancel("the driver program is exiting")
     for job in list(_running):

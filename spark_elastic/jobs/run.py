@@ -1,229 +1,195 @@
-"""`run` and `run_async`: an elastic job from a function. The composition root: everything is put together here."""
+"""`run` and `run_async`: start a function as an elastic job. All parts of a job are put together here."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import itertools
 import os
 import socket
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TextIO
+import textwrap
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
-from spark_elastic.data.store import Store
 from spark_elastic.driver import preflight
 from spark_elastic.driver.elastic_driver import ElasticDriver
-from spark_elastic.driver.hosts import HostDiscovery
-from spark_elastic.driver.local_launcher import LocalLauncher
+from spark_elastic.driver.hosts import HostManager
 from spark_elastic.driver.output import OutputFiles, OutputPrinter
-from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.jobs.backends import Backend, HostEvents, LocalBackend, SparkBackend
+from spark_elastic.errors import InvalidSettingsError, nearest
+from spark_elastic.jobs.backends import Backend, LocalBackend, SparkBackend
 from spark_elastic.jobs.job import ElasticJob
+from spark_elastic.jobs.settings import RunCall
 from spark_elastic.reporting.progress import ProgressModel
-from spark_elastic.settings import ElasticSettings, whole_number
+from spark_elastic.settings import ElasticSettings, declarations
 from spark_elastic.wire.framing import new_key
-from spark_elastic.wire.launch_spec import AgentOrder, interpreter, modules_of
+from spark_elastic.wire.launch_spec import LaunchSpec, interpreter, modules_of
 
 CONNECT_TIMEOUT_S = 60.0
 
 _job_numbers = itertools.count(1)
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-@preflight.with_horovods_names
-def run(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    num_proc: int | None = None,
-    min_num_proc: int | None = None,
-    max_num_proc: int | None = None,
-    spark: Any = None,
-    start_timeout: float = 600.0,
-    elastic_timeout: float = 600.0,
-    reset_limit: int | None = None,
-    crash_limit: int | None = 3,
-    cooldown_range: tuple[float, float] | None = (0.5, 60.0),
-    heartbeat_timeout: float = 30.0,
-    stall_timeout: float = 600.0,
-    discovery: HostDiscovery | None = None,
-    env: Mapping[str, str] | None = None,
-    nics: Sequence[str] | str | None = None,
-    device: str = "auto",
-    stdout: TextIO | None = None,
-    stderr: TextIO | None = None,
-    output_dir: str | Path | Store | None = None,
-    verbose: int = 1,
-    launcher: LocalLauncher | None = None,
-) -> list[Any]:
+_WITHOUT_EFFECT = {
+    "use_gloo": "collectives always run over Gloo, and over NCCL where each worker has its own GPU",
+    "use_mpi": "there is no MPI here; collectives run over Gloo",
+    "mpi_args": "there is no MPI here",
+    "extra_mpi_args": "there is no MPI here",
+    "executable": "workers run the Python of their executors (spark.pyspark.python)",
+    "prefix_output_with_timestamp": "each line has its rank in front",
+}
+"""Arguments of Horovod's `run` that are accepted, and why they are ignored."""
+
+
+def _takes_arguments_of(make_call: Callable[_P, RunCall]) -> Callable[[Callable[[RunCall], _R]], Callable[_P, _R]]:
+    """Give a function of a `RunCall` the arguments of `RunCall`, for callers, `help()` and type checkers."""
+
+    def decorate(function: Callable[[RunCall], _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            given: dict[str, Any] = _current_names(function.__name__, kwargs)
+            return function(make_call(*args, **given))
+
+        called.__signature__ = _signature(function)  # type: ignore[attr-defined]
+        called.__doc__ = _with_arguments(inspect.getdoc(function) or "")
+        return called
+
+    return decorate
+
+
+def _current_names(function: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Replace Horovod's names of arguments. Called from the wrapper that the user calls."""
+    known = declarations(RunCall)
+    renamed = {each.setting.horovod_name: each.name for each in known if each.setting.horovod_name}
+    names = [each.name for each in known]
+    current: dict[str, Any] = {name: value for name, value in given.items() if name in names}
+    for old, value in given.items():
+        new = renamed.get(old)
+        if old in names:
+            continue
+        if old in _WITHOUT_EFFECT:
+            warnings.warn(f"{old}= has no effect: {_WITHOUT_EFFECT[old]}", stacklevel=3)
+        elif new is None:
+            close = nearest(old, names)
+            hint = f"; did you mean {close!r}?" if close else ""
+            raise TypeError(f"{function}() got an unexpected keyword argument {old!r}{hint}")
+        elif new in current:
+            raise InvalidSettingsError(f"{old}={value!r} and {new}={current[new]!r} are the same setting; give {new}")
+        else:
+            warnings.warn(f"{old}= is Horovod's name for this; it is called {new}= here", stacklevel=3)
+            current[new] = value
+    return current
+
+
+def _signature(function: Callable[[RunCall], Any]) -> inspect.Signature:
+    parameters = [
+        inspect.Parameter(
+            each.name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD
+            if each.name in ("fn", "args", "kwargs")
+            else inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default,
+            annotation=each.type,
+        )
+        for each in declarations(RunCall)
+    ]
+    return inspect.Signature(parameters, return_annotation=inspect.signature(function).return_annotation)
+
+
+def _with_arguments(doc: str) -> str:
+    """Insert the section on the arguments into a docstring, before `Returns:`."""
+    arguments = [
+        textwrap.fill(f"{each.name}: {each.setting.doc}", 110, initial_indent="    ", subsequent_indent=" " * 8)
+        for each in declarations(RunCall)
+    ]
+    head, returns, tail = doc.partition("Returns:")
+    return "\n".join([f"{head}Args:", *arguments, "", f"{returns}{tail}"])
+
+
+@_takes_arguments_of(RunCall)
+def run(call: RunCall) -> list[Any]:
     """Run `fn(*args, **kwargs)` in `num_proc` workers and keep it running while executors come and go.
 
-    Args:
-        fn: the function; it and its arguments travel by cloudpickle.
-        num_proc: workers to start with. Default: the task slots of the cluster.
-        min_num_proc: fewer than these, and the job waits up to `elastic_timeout`, then fails. Default: `num_proc`.
-        max_num_proc: more are not used. Default: `num_proc`.
-        spark: a SparkSession or SparkContext. Default: the active one.
-        start_timeout: seconds that the first `min_num_proc` workers may take to be ready.
-        elastic_timeout: seconds that the job waits for workers when it has too few, keeping the state.
-        reset_limit: how often the world may be rebuilt. Default: without limit.
-        crash_limit: how many worlds in a row may lose a crashed process before one more step is applied; then the job
-            fails instead of starting it again. None: without limit.
-        cooldown_range: shortest and longest pause, in seconds, before a place that failed is used again; None: none.
-        heartbeat_timeout: seconds of silence after which a worker counts as hung or cut off. Deaths do not wait for it.
-        stall_timeout: seconds that a live worker may keep the others waiting, in a collective or on the way to the
-            next world; raise it if one rank works alone for longer (a long evaluation, a slow checkpoint).
-        discovery: narrows the hosts and slots to use: `HostDiscoveryScript`, `FixedHosts`, or your own.
-        env: added to the workers' environment.
-        nics: names of the network interfaces that may carry collectives. Default: those that reach one another.
-        device: what the workers compute on, `hvd.device()` in them. "auto": a GPU where they have one; "cpu": GPUs are
-            hidden from them; "cuda": a worker without a GPU fails at once. Gradients on GPUs are reduced by NCCL where
-            each worker has a GPU of its own.
-        stdout, stderr: where the workers' output goes, each line with its rank in front. Default: this process's own.
-        output_dir: path, URI or Store to write it to as well: `rank.0/stdout`, `rank.0/stderr`, and so on.
-        verbose: 0: only the workers' output; 1: a bar (in a terminal or a notebook, few lines elsewhere) and a line for
-            each change of the workers; 2: each step of them.
-        launcher: a `LocalLauncher` runs the workers as plain processes of this machine, without Spark.
+    Returns:
+        What `fn` returned in each worker, by rank.
 
-    Returns: what `fn` returned in each worker, by rank; without the results that were lost with their executors after
-        the function had returned, of which a line is printed.
     Raises:
-        UsageError: the call has to be changed; nothing was run.
+        UsageError: The call has to be changed; nothing was run.
         UserFunctionError: `fn` raised; carries rank, host and traceback.
-        JobError: the job could not go on (NotEnoughSlotsError, StateLostError, ResetLimitError, ...).
+        JobError: The job could not continue (NotEnoughSlotsError, StateLostError, ResetLimitError, ...).
     """
-    job = run_async(
-        fn,
-        args,
-        kwargs,
-        num_proc=num_proc,
-        min_num_proc=min_num_proc,
-        max_num_proc=max_num_proc,
-        spark=spark,
-        start_timeout=start_timeout,
-        elastic_timeout=elastic_timeout,
-        reset_limit=reset_limit,
-        crash_limit=crash_limit,
-        cooldown_range=cooldown_range,
-        heartbeat_timeout=heartbeat_timeout,
-        stall_timeout=stall_timeout,
-        discovery=discovery,
-        env=env,
-        nics=nics,
-        device=device,
-        stdout=stdout,
-        stderr=stderr,
-        output_dir=output_dir,
-        verbose=verbose,
-        launcher=launcher,
-    )
+    job = _start(call)
     try:
         return job.result()
     except BaseException as error:
-        if not job.done():  # Ctrl-C, or the notebook's Cancel, while it was waited for
+        if not job.done():  # Ctrl-C, or the notebook's Cancel
             job.cancel(f"interrupted by {type(error).__name__}")
         raise
 
 
-@preflight.with_horovods_names
-def run_async(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    num_proc: int | None = None,
-    min_num_proc: int | None = None,
-    max_num_proc: int | None = None,
-    spark: Any = None,
-    start_timeout: float = 600.0,
-    elastic_timeout: float = 600.0,
-    reset_limit: int | None = None,
-    crash_limit: int | None = 3,
-    cooldown_range: tuple[float, float] | None = (0.5, 60.0),
-    heartbeat_timeout: float = 30.0,
-    stall_timeout: float = 600.0,
-    discovery: HostDiscovery | None = None,
-    env: Mapping[str, str] | None = None,
-    nics: Sequence[str] | str | None = None,
-    device: str = "auto",
-    stdout: TextIO | None = None,
-    stderr: TextIO | None = None,
-    output_dir: str | Path | Store | None = None,
-    verbose: int = 1,
-    launcher: LocalLauncher | None = None,
-) -> ElasticJob:
-    """Start a job and return its handle at once. Arguments as for `run`.
+@_takes_arguments_of(RunCall)
+def run_async(call: RunCall) -> ElasticJob:
+    """Start `fn(*args, **kwargs)` in `num_proc` workers, as `run` does, and return at once.
 
-    Returns: an `ElasticJob` with `result()`, `cancel()`, `status()` and `events()`.
+    Returns:
+        The handle of the job, with `result()`, `cancel()`, `status()`, `events()` and `changes()`.
+
     Raises:
-        UsageError: the call has to be changed; nothing was run.
+        UsageError: The call has to be changed; nothing was run.
     """
-    preflight.check_call(fn, args, kwargs)
-    environment, interfaces = preflight.environment(env), preflight.interface_names(nics)
-    preflight.check_discovery(discovery)
-    preflight.check_output(stdout, stderr, verbose)
-    if launcher is not None and not isinstance(launcher, LocalLauncher):
-        raise InvalidSettingsError(f"launcher must be a LocalLauncher, not {launcher!r}; without one, Spark is used")
-    function = preflight.pickled(fn, tuple(args), kwargs)
-    backend: Backend = SparkBackend(spark) if launcher is None else LocalBackend(launcher)
-    settings = _settings(
-        backend,
-        num_proc,
-        min_num_proc,
-        max_num_proc,
-        start_timeout_s=start_timeout,
-        elastic_timeout_s=elastic_timeout,
-        reset_limit=reset_limit,
-        crash_limit=crash_limit,
-        cooldown_range_s=cooldown_range,
-        heartbeat_timeout_s=heartbeat_timeout,
-        stall_timeout_s=stall_timeout,
-    )
-    settings, fewer = _within(backend.most_slots(), settings)
+    return _start(call)
+
+
+def _start(call: RunCall) -> ElasticJob:
+    function = preflight.pickled(call.fn, tuple(call.args), call.kwargs)
+    backend: Backend = SparkBackend(call.spark) if call.launcher is None else LocalBackend(call.launcher)
+    settings, fewer = _within(backend.most_slots(), call.resolve(backend.slots))
     sources = backend.sources()
-    if discovery is not None:
-        sources.append(HostEvents(discovery, backend.host_of))
+    if call.discovery is not None:
+        sources.append(HostManager(call.discovery, backend.host_of))
     bind, advertise = backend.listen_at()
     listening = _listen(bind)
-    order = AgentOrder(
+    spec = LaunchSpec(
         job=f"{os.getpid()}-{next(_job_numbers)}",
         driver_addresses=((advertise, listening.getsockname()[1]),),
         key=new_key(),
         function=function,
-        connect_timeout_s=min(start_timeout, CONNECT_TIMEOUT_S),
+        connect_timeout_s=min(call.start_timeout, CONNECT_TIMEOUT_S),
         made_by=interpreter(),
-        env=environment,
-        nics=interfaces,
-        device=preflight.device(device),
+        env=dict(call.env or {}),
+        nics=None if call.nics is None else tuple(call.nics),
+        device=call.device,
         preimport=modules_of(function),
     )
-    with contextlib.ExitStack() as undo:  # until the job takes over, what is held is given back here
+    with contextlib.ExitStack() as undo:  # releases everything if the job cannot be started
         undo.callback(listening.close)
-        progress = ProgressModel() if verbose else None
-        files = None if output_dir is None else OutputFiles(output_dir)
+        progress = ProgressModel() if call.verbose else None
+        files = None if call.output_dir is None else OutputFiles(call.output_dir)
         if files is not None:
             undo.callback(files.close)
-        printer = OutputPrinter(stdout, stderr, progress, None if files is None else files.take)
+        printer = OutputPrinter(call.stdout, call.stderr, progress, None if files is None else files.take)
         undo.callback(printer.close)
-        if fewer and verbose:
+        if fewer and call.verbose:
             printer.line(f"spark_elastic: {fewer}")
         driver = ElasticDriver(
-            order,
+            spec,
             settings,
-            lambda on_ended: backend.make_launcher(order, settings, on_ended),
+            lambda on_ended: backend.make_launcher(spec, settings, on_ended),
             listening,
             sources=sources,
             printer=printer,
-            verbose=verbose,
+            verbose=call.verbose,
             progress=progress,
         )
         undo.callback(driver.close)
         if progress is not None:
-            progress.describe_cluster = lambda: backend.around(driver.tasks_pending)
+            progress.describe_cluster = lambda: backend.load(driver.tasks_pending)
         clean_up = undo.pop_all()
-    return ElasticJob(order.job, driver, lambda: backend.gather(order, settings, driver), clean_up.close)
+    return ElasticJob(spec.job, driver, lambda: backend.gather(spec, settings, driver), clean_up.close)
 
 
 def _listen(bind: str) -> socket.socket:
@@ -237,38 +203,20 @@ def _listen(bind: str) -> socket.socket:
 
 
 def _within(most: tuple[int, str] | None, settings: ElasticSettings) -> tuple[ElasticSettings, str]:
-    """Ask for no more workers than there can ever be slots, if those are enough. Returns: also what to say of it."""
+    """Limit the workers to the slots that there can ever be, if those are enough for the minimum.
+
+    Args:
+        most: The number of slots that can never be exceeded, and what sets this limit; None if it is not known.
+        settings: The settings as the user gave them.
+
+    Returns:
+        The settings, and a line about a smaller number of workers to start with; empty if it is the same.
+    """
     if most is None or not settings.min_num_proc <= most[0] < settings.max_num_proc:
         return settings, ""
     slots, where = most
     start = min(settings.num_proc, slots)
-    fewer = (
-        ""
-        if start == settings.num_proc
-        else (f"starting with {start} workers instead of num_proc={settings.num_proc}: {where} has no more slots")
-    )
+    fewer = ""
+    if start != settings.num_proc:
+        fewer = f"starting with {start} workers instead of num_proc={settings.num_proc}: {where} has no more slots"
     return dataclasses.replace(settings, num_proc=start, max_num_proc=slots), fewer
-
-
-def _settings(
-    backend: Backend, num_proc: int | None, min_num_proc: int | None, max_num_proc: int | None, **others: Any
-) -> ElasticSettings:
-    """With what the caller left out: as many workers as there are slots, within the bounds that were given."""
-    given = {"num_proc": num_proc, "min_num_proc": min_num_proc, "max_num_proc": max_num_proc}
-    for name, value in given.items():
-        if value is not None:
-            whole_number(name, value, at_least=1)
-    if min_num_proc is not None and max_num_proc is not None and min_num_proc > max_num_proc:
-        raise InvalidSettingsError(f"min_num_proc={min_num_proc} is larger than max_num_proc={max_num_proc}")
-    if num_proc is None:
-        if min_num_proc is not None and min_num_proc == max_num_proc:
-            num_proc = min_num_proc
-        else:
-            num_proc = min(backend.slots(), max_num_proc or sys.maxsize)
-            num_proc = max(num_proc, min_num_proc or 1)
-    return ElasticSettings(
-        num_proc=num_proc,
-        min_num_proc=num_proc if min_num_proc is None else min_num_proc,
-        max_num_proc=num_proc if max_num_proc is None else max_num_proc,
-        **others,
-    )

@@ -9,7 +9,7 @@ from spark_elastic.membership import decisions
 from spark_elastic.membership.backoff import RegroupBackoff
 from spark_elastic.membership.decisions import Decision
 from spark_elastic.membership.reasons import Wait, WaitKind, WorldChange, WorldChangeKind
-from spark_elastic.membership.roster import ADMITTED, BOOTING, MachineContext
+from spark_elastic.membership.registry import ADMITTED, BOOTING, MachineContext
 from spark_elastic.membership.slots import SlotScheduler
 from spark_elastic.membership.wording import change_in_words, counted, loss_in_words, missing_in_words, worlds_in_words
 
@@ -17,11 +17,11 @@ _MOST_CAUSES_NAMED = 5
 
 
 class Gathering:
-    """Decides when enough workers are ready for the next world. It reads the roster and changes nothing in it."""
+    """Decides when enough workers are ready for the next world. It reads the registry and changes nothing in it."""
 
     def __init__(self, context: MachineContext, scheduler: SlotScheduler) -> None:
         self._settings = context.settings
-        self._roster = context.roster
+        self._registry = context.registry
         self._timers = context.timers
         self._scheduler = scheduler
         #: Since when the job waits, until when, and the setting that says how long.
@@ -87,15 +87,15 @@ class Gathering:
 
     def not_enough(self, have: int, last_loss: str, now: float) -> NotEnoughSlotsError:
         """Return the error for too few workers in time."""
-        roster, booting = self._roster, self._roster.count(BOOTING)
+        registry, booting = self._registry, self._registry.count(BOOTING)
         detail = (
-            f"{counted(len(roster.agents), 'agent')} had joined, {counted(booting, 'worker')} "
-            f"{'was' if booting == 1 else 'were'} still booting, {roster.count(ADMITTED)} building their model; "
+            f"{counted(len(registry.agents), 'agent')} had joined, {counted(booting, 'worker')} "
+            f"{'was' if booting == 1 else 'were'} still booting, {registry.count(ADMITTED)} building their model; "
             f"last loss: {last_loss}"
         )
         if missing := missing_in_words(self._scheduler.causes_of_missing()):
             detail += f"; {missing}"
-        unused = sorted({loss_in_words(agent.leaving) for agent in roster.agents.values() if agent.leaving})
+        unused = sorted({loss_in_words(agent.leaving) for agent in registry.agents.values() if agent.leaving})
         if unused:
             detail += f"; agents that are not used: {'; '.join(unused[:_MOST_CAUSES_NAMED])}"
         return NotEnoughSlotsError(

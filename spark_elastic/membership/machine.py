@@ -35,7 +35,7 @@ from spark_elastic.membership.events import (
     WorkerReady,
 )
 from spark_elastic.membership.reasons import LossCause, LossKind
-from spark_elastic.membership.roster import (
+from spark_elastic.membership.registry import (
     ADMITTED,
     AT_INIT,
     BOOTING,
@@ -44,9 +44,9 @@ from spark_elastic.membership.roster import (
     TRAINING,
     Agent,
     MachineContext,
-    Roster,
     TimerKind,
     Worker,
+    WorkerRegistry,
 )
 from spark_elastic.membership.slots import SlotScheduler
 from spark_elastic.membership.states import ENDED, Phase
@@ -81,13 +81,13 @@ class Membership:
         interval_s = settings.heartbeat_interval_s
         self._context = MachineContext(
             settings,
-            roster=Roster(),
+            registry=WorkerRegistry(settings.reset_limit),
             timers=Timers(),
             workers_heard=Silence(settings.heartbeat_timeout_s, interval_s),
             crashes=CrashLoopDetector(settings.crash_limit, REPORT_GRACE_S),
             commands=[],
         )
-        self._roster = self._context.roster
+        self._registry = self._context.registry
         self._timers = self._context.timers
         self._workers_heard = self._context.workers_heard
         self._crashes = self._context.crashes
@@ -102,6 +102,11 @@ class Membership:
     # --- views ------------------------------------------------------------------------------------
 
     @property
+    def registry(self) -> WorkerRegistry:
+        """The record of the job's workers and worlds. For reading only."""
+        return self._registry
+
+    @property
     def phase(self) -> Phase:
         """The phase of the job."""
         return self._worlds.phase
@@ -114,7 +119,7 @@ class Membership:
     def status(self) -> MembershipStatus:
         """Return what the job is doing."""
         size = 0 if self.world is None else self.world.size
-        return MembershipStatus(self.phase, self._worlds.round, size, self._worlds.furthest.steps)
+        return MembershipStatus(self.phase, self._registry.round, size, self._worlds.furthest.steps)
 
     def next_deadline(self) -> float | None:
         """Return when to send a Tick if nothing else happens; None: never (before the start, after the end)."""
@@ -163,7 +168,7 @@ class Membership:
             case WorkerLost():
                 self._on_worker_lost(event, now)
             case WorkerDone(worker, in_loop, run):
-                record = self._roster.workers.get(worker)
+                record = self._registry.workers.get(worker)
                 current = record is not None and run == record.run
                 if record is not None and current and record.state in (BOOTING, ADMITTED, TRAINING):  # else: a repeat
                     self._workers_can_start()
@@ -197,7 +202,7 @@ class Membership:
     # --- workers ----------------------------------------------------------------------------------
 
     def _on_worker_alive(self, event: WorkerAlive, now: float) -> None:
-        worker = self._roster.workers.get(event.worker)
+        worker = self._registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
         self._workers_heard.heard(worker.id, now)
@@ -211,7 +216,7 @@ class Membership:
         if event.version is None:
             return
         self._crashes.note_version(event.version)
-        if event.begun == self._worlds.round:
+        if event.begun == self._registry.round:
             self._crashes.note_training(event.begun)
             self._judge_crashes(now)
         self._worlds.note_version(event.version, now)
@@ -224,14 +229,14 @@ class Membership:
     def _on_blocked(self, now: float) -> None:
         """End a collective that lasts too long: remove the members that are alive but not in it."""
         limit_s = self.settings.stall_timeout_s
-        idle = [worker for worker in self._roster.in_state(TRAINING) if worker.blocked_s is None]
+        idle = [worker for worker in self._registry.in_state(TRAINING) if worker.blocked_s is None]
         for worker in idle:
             self._evict(worker.id, LossCause(LossKind.BLOCKED_OTHERS, seconds=limit_s), now)
         if not idle:
             self._worlds.stalled(limit_s, now)
 
     def _on_worker_ready(self, event: WorkerReady, now: float) -> None:
-        worker = self._roster.workers.get(event.worker)
+        worker = self._registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
         self._workers_heard.heard(worker.id, now)
@@ -254,7 +259,7 @@ class Membership:
         self._timers.cancel(("verdict", 0))
 
     def _on_worker_lost(self, event: WorkerLost, now: float) -> None:
-        worker = self._roster.workers.get(event.worker)
+        worker = self._registry.workers.get(event.worker)
         if event.exit_code is not None:
             exit = ProcessExit(event.exit_code, event.stderr_tail, event.oom_kills, event.memory)
             self._crashes.note_exit(event.worker, exit)
@@ -325,15 +330,15 @@ class Membership:
         self._worlds.fail(self._crashes.error(self._worlds.furthest, now), now)
 
     def _on_worker_abandoned(self, event: WorkerAbandoned, now: float) -> None:
-        worker = self._roster.workers.get(event.worker)
+        worker = self._registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
         if worker.state is not TRAINING:  # it was in no world: without a pause this would be a busy loop
-            self._scheduler.count_failure(self._roster.agent_of(worker), now)
+            self._scheduler.count_failure(self._registry.agent_of(worker), now)
         self._worlds.end_worker(worker, LossCause(LossKind.ABANDONED, detail=event.why), now, stop=True)
 
     def _on_worker_raised(self, event: WorkerRaised, now: float) -> None:
-        worker = self._roster.workers.get(event.worker)
+        worker = self._registry.workers.get(event.worker)
         if worker is not None and worker.state is not DONE:
             self._remember_exited(worker)
         elif event.worker not in self._exited:
@@ -357,18 +362,18 @@ class Membership:
 
     def _evict(self, worker_id: WorkerId, cause: LossCause, now: float) -> None:
         """Remove a worker that is alive but of no use, and have it killed."""
-        worker = self._roster.workers.get(worker_id)
+        worker = self._registry.workers.get(worker_id)
         if worker is not None:
             self._worlds.end_worker(worker, cause, now, stop=True, failure=True)
 
     # --- agents and slots -------------------------------------------------------------------------
 
     def _on_agent_alive(self, event: AgentAlive, now: float) -> None:
-        agent = self._roster.agents.get(event.agent)
+        agent = self._registry.agents.get(event.agent)
         if agent is None:
             return
         self._agents_heard.heard(agent.id, now)
-        worker = self._roster.worker_of(agent)
+        worker = self._registry.worker_of(agent)
         if worker is None or worker.id != event.running or worker.id not in self._workers_heard:
             return
         # a worker whose own heartbeats are late may be in a long call that holds its interpreter's lock
@@ -376,12 +381,12 @@ class Membership:
             self._workers_heard.heard(worker.id, now)
 
     def _on_agent_joined(self, event: AgentJoined, now: float) -> None:
-        slot = self._roster.slots.get(event.place.slot)
+        slot = self._registry.slots.get(event.place.slot)
         if slot is not None and event.agent <= slot.newest:
             return  # a repeat, or an agent that was lost or replaced already
         if slot is not None and slot.agent is not None:
             # Spark ran the task again before the first attempt's channel was seen to close
-            self._send_home(self._roster.agents[slot.agent], LossCause(LossKind.AGENT_REPLACED), now)
+            self._send_home(self._registry.agents[slot.agent], LossCause(LossKind.AGENT_REPLACED), now)
         agent = self._scheduler.join(event.agent, event.place, now)
         if agent is not None:
             self._agents_heard.heard(agent.id, now)
@@ -389,19 +394,19 @@ class Membership:
             self._scheduler.fill(agent, now)
 
     def _on_slot_ended(self, event: SlotEnded, now: float) -> None:
-        slot = self._roster.slots.get(event.slot)
+        slot = self._registry.slots.get(event.slot)
         if slot is None or not slot.launched:
             return
         if slot.agent is not None:
             ended = LossCause(LossKind.TASK_ENDED, because=event.cause)
-            self._lose_agent(self._roster.agents[slot.agent], ended, now)
+            self._lose_agent(self._registry.agents[slot.agent], ended, now)
         self._scheduler.slot_ended(slot, event.cause, event.submitted, now)
         refusal = self._scheduler.refusal()
         if refusal is not None:
             self._worlds.fail(LaunchError(reason=loss_in_words(refusal)), now)
 
     def _on_agent_lost(self, event: AgentLost, now: float) -> None:
-        agent = self._roster.agents.get(event.agent)
+        agent = self._registry.agents.get(event.agent)
         if agent is not None:
             self._lose_agent(agent, event.cause, now)
             # Spark may take a second to see it, and would then run the task once more by itself
@@ -413,7 +418,7 @@ class Membership:
         self._agents_heard.forget(agent.id)
         self._crashes.forget_agent(agent.id)
         self._scheduler.count_failure(agent, now)
-        worker = self._roster.worker_of(agent)
+        worker = self._registry.worker_of(agent)
         if worker is not None:
             self._worlds.remove(worker, LossCause(LossKind.AGENT_LOST, because=cause), now)
         self._scheduler.remove(agent, now)
@@ -434,7 +439,7 @@ class Membership:
     def _vacate(self, agents: list[Agent], now: float) -> None:
         """Empty slots that are not to be used any more. Members stay until their world can spare them."""
         for agent in agents:
-            worker = self._roster.worker_of(agent)
+            worker = self._registry.worker_of(agent)
             if worker is not None and worker.round == 0 and worker.state is not DONE:
                 self._worlds.release(worker, now)
             elif worker is None and agent.retiring:
@@ -455,14 +460,14 @@ class Membership:
     def _on_tick(self, now: float) -> None:
         silent = LossCause(LossKind.SILENT, seconds=self.settings.heartbeat_timeout_s)
         for agent_id in self._agents_heard.expired(now):
-            agent = self._roster.agents.get(agent_id)
+            agent = self._registry.agents.get(agent_id)
             if agent is None:
                 continue  # dismissed meanwhile
             self._send_home(agent, silent, now)
             self._scheduler.withdraw(agent.place.slot, LossCause(LossKind.AGENT_LOST, because=silent), now)
         for worker_id in self._workers_heard.expired(now):
             cause = silent
-            silent_s = now - self._roster.workers[worker_id].heard_at
+            silent_s = now - self._registry.workers[worker_id].heard_at
             if silent_s >= self.settings.stall_timeout_s:
                 cause = LossCause(LossKind.UNRESPONSIVE, seconds=silent_s)
             self._evict(worker_id, cause, now)
@@ -477,16 +482,16 @@ class Membership:
                 if not self._worlds.waits_longer(number, now):
                     self._evict(number, LossCause(LossKind.NOT_BACK, seconds=self.settings.stall_timeout_s), now)
             case "exit":
-                self._lose_worker(self._roster.workers[number], LossCause(LossKind.EXITED, code=0), "", now)
+                self._lose_worker(self._registry.workers[number], LossCause(LossKind.EXITED, code=0), "", now)
             case "launch":
-                self._scheduler.launch(self._roster.slots[number])
+                self._scheduler.launch(self._registry.slots[number])
             case "crash":
                 self._judge_crashes(now)
             case "exclusion":
                 self._scheduler.end_exclusion(number)
                 self._review(None, now)
             case "fill":
-                self._scheduler.fill(self._roster.agents[number], now)
+                self._scheduler.fill(self._registry.agents[number], now)
             case "end":
                 self._scheduler.withdraw(number, LossCause(LossKind.TASK_REMAINS), now)
             case "notice":

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from spark_elastic.membership.backoff import DEFAULT_PAUSES_S, Cooldown, CoolingDown
 from spark_elastic.membership.commands import DismissAgent, LaunchSlot, StartWorker, WithdrawSlot
 from spark_elastic.membership.reasons import LossCause, LossKind
-from spark_elastic.membership.roster import DONE, READY, TRAINING, Agent, MachineContext, Slot, Worker
+from spark_elastic.membership.registry import DONE, READY, TRAINING, Agent, MachineContext, Slot, Worker
 from spark_elastic.membership.timeline import HostExcluded, PlaceCooledDown
 from spark_elastic.membership.topology import AgentId, HostSet, HostUpdate, Place, SlotId
 
@@ -28,7 +28,7 @@ class SlotScheduler:
     def __init__(self, context: MachineContext) -> None:
         self._context = context
         self._settings = context.settings
-        self._roster = context.roster
+        self._registry = context.registry
         self._timers = context.timers
         self._commands = context.commands
         self._cooldown = Cooldown(context.settings.cooldown_range_s)
@@ -46,7 +46,7 @@ class SlotScheduler:
     def launch_all(self) -> None:
         """Launch every slot for the first time."""
         for slot in range(self._settings.max_num_proc):
-            self._roster.slots[slot] = Slot(slot)
+            self._registry.slots[slot] = Slot(slot)
             self._commands.append(LaunchSlot(slot))
 
     def slot_ended(self, slot: Slot, cause: LossCause, submitted: bool, now: float) -> None:
@@ -71,9 +71,9 @@ class SlotScheduler:
 
     def refusal(self) -> LossCause | None:
         """Return why no slot can be launched, if each was refused twice and there is no agent; None: one may be."""
-        if self._roster.agents or len(self._failed_launches) < len(self._roster.slots):
+        if self._registry.agents or len(self._failed_launches) < len(self._registry.slots):
             return None
-        refused = all(self._roster.slots[slot].refusals > 1 for slot in self._failed_launches)
+        refused = all(self._registry.slots[slot].refusals > 1 for slot in self._failed_launches)
         return next(iter(self._failed_launches.values())) if refused else None
 
     def launch(self, slot: Slot) -> None:
@@ -92,7 +92,7 @@ class SlotScheduler:
 
     def join(self, agent_id: AgentId, place: Place, now: float) -> Agent | None:
         """Add an agent. Returns None if it was sent away instead."""
-        slot = self._roster.slots.get(place.slot)
+        slot = self._registry.slots.get(place.slot)
         if slot is None or not slot.launched:
             self._commands.append(DismissAgent(agent_id, LossCause(LossKind.NOT_LAUNCHED, name=str(place.slot))))
             return None
@@ -100,7 +100,7 @@ class SlotScheduler:
         slot.joined = True
         self._failed_launches.pop(slot.id, None)
         agent = Agent(agent_id, place)
-        self._roster.agents[agent_id] = agent
+        self._registry.agents[agent_id] = agent
         slot.agent = agent_id
         if place.executor in self._decommissioned:
             # counts against the slot alone: without a pause, a scheduler that insists would make this a busy loop
@@ -113,9 +113,9 @@ class SlotScheduler:
     def remove(self, agent: Agent, now: float) -> None:
         """Remove a lost agent, whose worker was removed before."""
         self._timers.cancel(("fill", agent.id))
-        del self._roster.agents[agent.id]
+        del self._registry.agents[agent.id]
         self.leaving.discard(agent.id)
-        slot = self._roster.slots[agent.place.slot]
+        slot = self._registry.slots[agent.place.slot]
         slot.agent = None
         # Spark ends the task of a dead agent by itself; where it does not notice, we do
         self._timers.set(("end", slot.id), now + self._settings.heartbeat_timeout_s)
@@ -123,7 +123,7 @@ class SlotScheduler:
     def dismiss(self, agent: Agent, cause: LossCause, now: float) -> None:
         """Send an agent without a worker home. Its slot is launched again when its task has ended."""
         self._commands.append(DismissAgent(agent.id, cause))
-        self._roster.slots[agent.place.slot].excused = True
+        self._registry.slots[agent.place.slot].excused = True
         self.remove(agent, now)
 
     def refill(self, agent: Agent, now: float) -> None:
@@ -144,15 +144,15 @@ class SlotScheduler:
             return
         self._timers.cancel(("fill", agent.id))
         self._workers_started += 1
-        self._roster.slots[agent.place.slot].excused = False
+        self._registry.slots[agent.place.slot].excused = False
         worker = Worker(self._workers_started, agent.id, agent.place)
-        self._roster.add(worker)
+        self._registry.add(worker)
         self._timers.set(("boot", worker.id), now + self._settings.start_timeout_s)
         self._commands.append(StartWorker(agent.id, worker.id))
 
     def count_failure(self, agent: Agent, now: float) -> None:
         """Count a failure of the agent's place: one for all that happens to a worker and its agent together."""
-        slot = self._roster.slots[agent.place.slot]
+        slot = self._registry.slots[agent.place.slot]
         if slot.excused or agent.retiring:
             return
         slot.excused = True
@@ -173,18 +173,18 @@ class SlotScheduler:
     def decommission(self, executor: str) -> list[Agent]:
         """Retire an executor. Returns its agents that were not retiring yet."""
         self._decommissioned.add(executor)
-        retired = [agent for agent in self._roster.on_executor(executor) if not agent.retiring]
+        retired = [agent for agent in self._registry.on_executor(executor) if not agent.retiring]
         for agent in retired:
             agent.retiring = True
             agent.leaving = LossCause(LossKind.DECOMMISSIONED, name=executor)
             self.leaving.add(agent.id)
-            self._roster.slots[agent.place.slot].excused = True
+            self._registry.slots[agent.place.slot].excused = True
             self._timers.cancel(("fill", agent.id))
         return retired
 
     def executor_lost(self, executor: str) -> list[Agent]:
         """Start nothing on a lost executor any more. Returns its agents, which the caller has to remove."""
-        agents = self._roster.on_executor(executor)
+        agents = self._registry.on_executor(executor)
         for agent in agents:
             agent.doomed = True
         self._decommissioned.discard(executor)
@@ -192,7 +192,7 @@ class SlotScheduler:
 
     def can_do_without(self, host: str) -> bool:
         """Return True if the host is in use and enough agents are on other hosts."""
-        usable = [agent for agent in self._roster.agents.values() if not (agent.leaving or agent.doomed)]
+        usable = [agent for agent in self._registry.agents.values() if not (agent.leaving or agent.doomed)]
         others = sum(1 for agent in usable if agent.place.host != host)
         return host not in self._excluded and others >= self._settings.min_num_proc
 
@@ -214,10 +214,10 @@ class SlotScheduler:
         if self._allowed is None:
             if not self._excluded and not self.leaving:
                 return []
-            agents = [agent for agent in self._roster.agents.values() if not (agent.retiring or agent.doomed)]
+            agents = [agent for agent in self._registry.agents.values() if not (agent.retiring or agent.doomed)]
             return [agent for agent in agents if self._set_leaving(agent, self._excluded.get(agent.place.host))]
         by_host: dict[str, list[Agent]] = {}
-        for agent in self._roster.agents.values():
+        for agent in self._registry.agents.values():
             if not agent.doomed and (host is None or agent.place.host == host):
                 by_host.setdefault(agent.place.host, []).append(agent)
         return [agent for name, agents in by_host.items() for agent in self._review_host(name, agents, self._allowed)]
@@ -245,7 +245,7 @@ class SlotScheduler:
 
     def _claim(self, agent: Agent) -> tuple[bool, float, bool, AgentId]:
         """Return the sort key for a host's slots: members by rank, then agents with a worker, then the oldest."""
-        worker = self._roster.worker_of(agent)
+        worker = self._registry.worker_of(agent)
         member = worker is not None and worker.state in (TRAINING, READY, DONE)
         rank = worker.rank if worker is not None and worker.rank is not None else float("inf")
         return not member, rank, worker is None, agent.id

@@ -18,7 +18,7 @@ from spark_elastic.membership.crashes import REPORT_GRACE_S
 from spark_elastic.membership.decisions import Candidate, Decision
 from spark_elastic.membership.gathering import Gathering
 from spark_elastic.membership.reasons import LossCause, LossKind, Wait, WaitKind, WorldChange, WorldChangeKind
-from spark_elastic.membership.roster import (
+from spark_elastic.membership.registry import (
     ADMITTED,
     AT_INIT,
     DONE,
@@ -51,7 +51,7 @@ class WorldLifecycle:
     def __init__(self, context: MachineContext, scheduler: SlotScheduler) -> None:
         self._context = context
         self._settings = context.settings
-        self._roster = context.roster
+        self._registry = context.registry
         self._timers = context.timers
         self._heard = context.workers_heard
         self._crashes = context.crashes
@@ -61,8 +61,7 @@ class WorldLifecycle:
         self.phase = Phase.CREATED
         #: The newest world, also after it broke; None before the first.
         self.world: World | None = None
-        #: Its number; 0: none yet.
-        self.round = 0
+
         #: The most advanced version that any worker ever reported.
         self.furthest = BEGINNING
         #: What the job waits for; None: nothing.
@@ -116,12 +115,12 @@ class WorldLifecycle:
         next_loop = version.loop > self.furthest.loop
         self.furthest = max(self.furthest, version)
         if next_loop:
-            for worker in list(self._roster.in_state(READY)):
+            for worker in list(self._registry.in_state(READY)):
                 self._skip_to_the_loop(worker, now)
         if not self._elastic:
             self._elastic = True
             if self.phase in _WITH_WORLD:
-                for worker in list(self._roster.in_state(AT_INIT)):
+                for worker in list(self._registry.in_state(AT_INIT)):
                     self._admit(worker, now)
 
     def on_at_init(self, worker: Worker, now: float) -> None:
@@ -130,7 +129,7 @@ class WorldLifecycle:
         As long as no worker has shown a state, the function may be a plain one, which needs a world: it keeps waiting.
         """
         self._introduce(worker, now)
-        self._roster.enter(worker, AT_INIT)
+        self._registry.enter(worker, AT_INIT)
         if self._elastic and self.phase in _WITH_WORLD:
             self._admit(worker, now)
 
@@ -146,7 +145,7 @@ class WorldLifecycle:
 
     def waits_longer(self, worker_id: WorkerId, now: float) -> bool:
         """Extend the wait for a survivor that is alive and runs the code after its loop. Returns True if it is one."""
-        worker = self._roster.workers[worker_id]
+        worker = self._registry.workers[worker_id]
         if not worker.after_loop:
             return False
         self._set_stall_timer(worker_id, now)
@@ -163,8 +162,8 @@ class WorldLifecycle:
             self._admit(worker, now)
 
     def _admit(self, worker: Worker, now: float) -> None:
-        self._roster.enter(worker, ADMITTED)
-        members = self._roster.count(TRAINING) + self._roster.count(READY) + self._roster.count(ADMITTED) - 1
+        self._registry.enter(worker, ADMITTED)
+        members = self._registry.count(TRAINING) + self._registry.count(READY) + self._registry.count(ADMITTED) - 1
         self._timers.set(("boot", worker.id), now + self._settings.start_timeout_s)
         self._commands.append(AdmitProvisionally(worker.id, members, members + 1, self.furthest.loop))
 
@@ -172,7 +171,7 @@ class WorldLifecycle:
         """Take in that the worker waits for the next world in the elastic loop of that number."""
         self._introduce(worker, now)
         member = worker.state is TRAINING
-        self._roster.enter(worker, READY)
+        self._registry.enter(worker, READY)
         worker.version, worker.loop, worker.after_loop = version, loop, False
         self._timers.cancel(("stall", worker.id))
         if not member:
@@ -194,12 +193,12 @@ class WorldLifecycle:
         if worker.state is TRAINING and not in_loop and self.phase is Phase.BROKEN:
             self.end_worker(worker, _PLAIN_AGAIN, now, stop=True)
             return
-        if worker.state is TRAINING and self.phase is Phase.BROKEN and worker.run_again_in != self.round:
+        if worker.state is TRAINING and self.phase is Phase.BROKEN and worker.run_again_in != self._registry.round:
             self._run_again(worker, now)
             return
-        self._roster.enter(worker, DONE)
+        self._registry.enter(worker, DONE)
         self._heard.forget(worker.id)
-        if worker.round == 0 and self.round > 0:
+        if worker.round == 0 and self._registry.round > 0:
             return  # a newcomer that never trained adds no result
         self._done[worker.id] = (worker.rank or 0, worker.round)
         if not in_loop:
@@ -214,9 +213,9 @@ class WorldLifecycle:
         else:
             if worker.state is DONE:
                 del self._done[worker.id]
-                self._roster.enter(worker, TRAINING)
+                self._registry.enter(worker, TRAINING)
             worker.run += 1
-            worker.run_again_in, worker.after_loop = self.round, False
+            worker.run_again_in, worker.after_loop = self._registry.round, False
             self._heard.heard(worker.id, now)
             worker.heard_at = now
             self._set_stall_timer(worker.id, now)
@@ -229,7 +228,7 @@ class WorldLifecycle:
 
         `stop`: its process runs and has to be killed. `failure`: it counts as a failure of its place.
         """
-        agent = self._roster.agent_of(worker)
+        agent = self._registry.agent_of(worker)
         if stop:
             self._commands.append(StopWorker(agent.id, worker.id, cause))
         if failure:
@@ -239,24 +238,25 @@ class WorldLifecycle:
 
     def release(self, worker: Worker, now: float) -> None:
         """Remove a worker whose slot is not to be used any more, and that no world needs."""
-        agent = self._roster.agent_of(worker)
+        agent = self._registry.agent_of(worker)
         assert agent.leaving is not None
         self.end_worker(worker, agent.leaving, now, stop=not agent.retiring)
 
     def remove(self, worker: Worker, cause: LossCause, now: float, *, graceful: bool = False) -> None:
-        """Remove the worker from the roster; a world that needed it breaks."""
+        """Remove the worker from the registry; a world that needed it breaks."""
         # a result is lost with its worker, and the others have to compute again what led to it
         needed = worker.state is TRAINING or worker.id in self._done
-        self._roster.enter(worker, GONE)
+        self._registry.enter(worker, GONE)
+        self._registry.failed += not graceful
         self._heard.forget(worker.id)
         for kind in _WORKER_TIMERS:
             self._timers.cancel((kind, worker.id))
         self._done.pop(worker.id, None)
         self._plain.discard(worker.id)
-        rank = worker.rank if worker.round == self.round else None
+        rank = worker.rank if worker.round == self._registry.round else None
         self._context.announce(WorkerLeft(now, worker.id, worker.place, rank, cause, graceful))
         if not graceful and worker.round > 0:
-            if worker.round == self.round:
+            if worker.round == self._registry.round:
                 self._backoff.member_lost()
             self._last_loss = f"worker {worker.id} on {worker.place.host}: {loss_in_words(cause)}"
         if needed:
@@ -277,12 +277,11 @@ class WorldLifecycle:
             return  # once a member is done, the job is about to end, and nobody joins any more
         if not self._elastic:
             return  # a plain function has no step to stop at
-        if any(worker.after_loop for worker in self._roster.in_state(TRAINING)):
+        if any(worker.after_loop for worker in self._registry.in_state(TRAINING)):
             return  # after the loop there is no step to stop at; newcomers wait for the next loop, or the end
-        limit = self._settings.reset_limit
-        if limit is not None and self.round > limit:
+        if not self._registry.may_reset():
             return  # the next world would exceed the limit: only a loss is worth that
-        newcomers = self._roster.count(READY)
+        newcomers = self._registry.count(READY)
         if not newcomers and not self._scheduler.leaving:
             return
         candidates = self._candidates(TRAINING, READY)
@@ -290,7 +289,7 @@ class WorldLifecycle:
         if newcomers:
             self._change = WorldChange(WorldChangeKind.NEWCOMERS, have=newcomers)
         elif leaving and decisions.can_leave(candidates, self._settings.min_num_proc):
-            agent = self._roster.agent_of(self._roster.workers[leaving[0].worker])
+            agent = self._registry.agent_of(self._registry.workers[leaving[0].worker])
             self._change = WorldChange(WorldChangeKind.LEAVING, cause=agent.leaving)
         else:
             return
@@ -299,12 +298,12 @@ class WorldLifecycle:
         self._notices += 1
         self._noticed_at = self.furthest
         self._timers.set(("notice", 0), now + self._settings.stall_timeout_s)
-        self._commands.append(NotifyHostsUpdated(tuple(self._roster.states[TRAINING]), self._notices))
-        self._announce_interrupted(self._roster.count(TRAINING), now)
+        self._commands.append(NotifyHostsUpdated(tuple(self._registry.states[TRAINING]), self._notices))
+        self._announce_interrupted(self._registry.count(TRAINING), now)
 
     def stalled(self, seconds: float, now: float) -> None:
         """Break a running world in which all members wait for one another, and no single one is to blame."""
-        members = list(self._roster.in_state(TRAINING))
+        members = list(self._registry.in_state(TRAINING))
         for worker in members:
             worker.blocked_s = None
         self._break(WorldChange(WorldChangeKind.ALL_BLOCKED, have=len(members), seconds=seconds), now)
@@ -319,14 +318,14 @@ class WorldLifecycle:
         self._change = change
         self._backoff.world_broke(self.furthest, now)
         self._timers.cancel(("notice", 0))
-        training = tuple(self._roster.states[TRAINING])
+        training = tuple(self._registry.states[TRAINING])
         if training:
-            self._commands.append(CutPeers(training, self.round, change))
+            self._commands.append(CutPeers(training, self._registry.round, change))
         self._stall_due = now + self._settings.stall_timeout_s
         for survivor in training:
             self._timers.set(("stall", survivor), self._stall_due)
-        self._context.announce(WorldBroken(now, self.round, self.world.size, change))
-        for worker in [self._roster.workers[worker] for worker in sorted(self._done)]:
+        self._context.announce(WorldBroken(now, self._registry.round, self.world.size, change))
+        for worker in [self._registry.workers[worker] for worker in sorted(self._done)]:
             self._run_again(worker, now)
 
     def on_notice_due(self, now: float) -> None:
@@ -334,7 +333,7 @@ class WorldLifecycle:
         if self.phase is not Phase.INTERRUPTED:
             return
         limit_s = self._settings.stall_timeout_s
-        after_loop = any(worker.after_loop for worker in self._roster.in_state(TRAINING))
+        after_loop = any(worker.after_loop for worker in self._registry.in_state(TRAINING))
         if self._paused_at is None and (self.furthest > self._noticed_at or after_loop):
             # no member reached a commit, but they train on: only newcomers wait for them
             self._noticed_at = self.furthest
@@ -342,13 +341,13 @@ class WorldLifecycle:
         elif self._paused_at is None:
             self._break(WorldChange(WorldChangeKind.NO_STEP, seconds=limit_s), now)
         else:
-            self._break(WorldChange(WorldChangeKind.NOT_STOPPED, have=self._roster.count(TRAINING)), now)
+            self._break(WorldChange(WorldChangeKind.NOT_STOPPED, have=self._registry.count(TRAINING)), now)
 
     # --- the beginning of a world -----------------------------------------------------------------
 
     def evaluate(self, now: float) -> None:
         """Go on to the next phase if all that it waits for is there; otherwise announce what is missing."""
-        training = self._roster.count(TRAINING)
+        training = self._registry.count(TRAINING)
         if self.phase is Phase.STARTING:
             self._evaluate_start(now)
         elif self.phase is Phase.INTERRUPTED and training:
@@ -359,12 +358,12 @@ class WorldLifecycle:
             self._settle(now)
 
     def _evaluate_start(self, now: float) -> None:
-        waiting = list(self._roster.in_state(AT_INIT, READY))
+        waiting = list(self._registry.in_state(AT_INIT, READY))
         if any(worker.loop for worker in waiting):  # a worker in the loop takes no part in collectives before it
             for worker in waiting:
                 if not worker.loop:
                     self._admit(worker, now)
-        ready = self._roster.count(AT_INIT) + self._roster.count(READY)
+        ready = self._registry.count(AT_INIT) + self._registry.count(READY)
         have = ready or len(self._done)  # some functions return without ever asking for a world
         decision = self._gathering.first_world(have, now)
         if ready:
@@ -388,7 +387,7 @@ class WorldLifecycle:
         if self.phase is Phase.RUNNING:
             self._break(WorldChange(WorldChangeKind.RESULTS_GONE), now)
         held = any(self._holds(candidate.version) for candidate in ready)
-        behind = not held and any(self._holds(worker.version) for worker in self._roster.in_state(ADMITTED))
+        behind = not held and any(self._holds(worker.version) for worker in self._registry.in_state(ADMITTED))
         if not held and not behind:
             if self.furthest.trained:
                 self._on_state_lost(now)
@@ -433,31 +432,34 @@ class WorldLifecycle:
         return version is not None and version.is_current_at(self.furthest)
 
     def _candidates(self, *states: WorkerState) -> list[Candidate]:
-        agents = self._roster.agents
+        agents = self._registry.agents
         return [
             Candidate(worker.id, worker.place, worker.rank, worker.version, bool(agents[worker.agent].leaving))
-            for worker in self._roster.in_state(*states)
+            for worker in self._registry.in_state(*states)
         ]
 
     def _publish(self, members: list[Candidate], now: float) -> None:
-        limit = self._settings.reset_limit
-        if limit is not None and self.round > limit:
-            self.fail(ResetLimitError(resets=self.round, limit=limit, last_reason=change_in_words(self._change)), now)
+        limit = self._registry.reset_limit
+        if limit is not None and not self._registry.may_reset():
+            self.fail(
+                ResetLimitError(resets=self._registry.round, limit=limit, last_reason=change_in_words(self._change)),
+                now,
+            )
             return
         if self._backoff.is_hopeless(now):
             self.fail(self._gathering.unreachable_peers(self._change), now)
             return
-        self.round += 1
-        world = decisions.build_world(self.round, members)
+        self._registry.round += 1
+        world = decisions.build_world(self._registry.round, members)
         # a worker that returned without `init()` while others asked for a world adds no result
         self._done = {worker: position for worker, position in self._done.items() if position[1] > 0}
-        for worker in list(self._roster.in_state(READY)):
+        for worker in list(self._registry.in_state(READY)):
             if worker.id not in world.workers:
                 self.release(worker, now)
         for member in world.members:
-            worker = self._roster.workers[member.worker]
-            self._roster.enter(worker, TRAINING)
-            worker.round, worker.rank = self.round, member.rank
+            worker = self._registry.workers[member.worker]
+            self._registry.enter(worker, TRAINING)
+            worker.round, worker.rank = self._registry.round, member.rank
         self._gathering.end()
         self._timers.cancel(("notice", 0))
         pause = None if self._paused_at is None else now - self._paused_at
@@ -466,7 +468,9 @@ class WorldLifecycle:
         self._enter(Phase.RUNNING)
         self._commands.append(PublishWorld(world))
         self._context.announce(
-            WorldStarted(now, self.round, world.size, world.root, world.progress, world.sync, pause, self._change)
+            WorldStarted(
+                now, self._registry.round, world.size, world.root, world.progress, world.sync, pause, self._change
+            )
         )
         self.consider_interrupt(now)  # some members should leave and were only needed to pass on the state
 
@@ -481,13 +485,13 @@ class WorldLifecycle:
         self._announce_wait(wait, self._timers.get(("notice", 0)), now)
 
     def _announce_broken(self, now: float) -> None:
-        survivors = list(self._roster.in_state(TRAINING))
+        survivors = list(self._registry.in_state(TRAINING))
         ranks = sorted(worker.rank or 0 for worker in survivors) if len(survivors) <= _MOST_RANKS_NAMED else []
         wait = Wait(
             WaitKind.SURVIVORS,
             have=len(survivors),
             left_s=self._stall_due - now,
-            round=self.round,
+            round=self._registry.round,
             ranks=tuple(ranks),
             finishing=sum(worker.after_loop for worker in survivors),
         )

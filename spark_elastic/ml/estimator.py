@@ -32,6 +32,7 @@ from spark_elastic.errors import (
     RunTakenError,
     StateLostError,
 )
+from spark_elastic.jobs.settings import RunSettings
 from spark_elastic.ml import preparation
 from spark_elastic.ml.datasets import (
     ParallelFits,
@@ -62,7 +63,6 @@ from spark_elastic.ml.shared_params import (
 from spark_elastic.ml.training.dry_run import DryRunResult
 from spark_elastic.ml.training.spec import CheckpointPlan
 from spark_elastic.reporting.plot import event_rows
-from spark_elastic.settings import ElasticSettings
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -234,15 +234,7 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         self._check_framework()
         options = self._given("run_options") or {}
         low, first, high = (self._given(name) for name in ("min_num_proc", "num_proc", "max_num_proc"))
-        start = first or low or high or 1
-        timeouts = ("start_timeout", "elastic_timeout", "heartbeat_timeout", "stall_timeout", "cooldown_range")
-        ElasticSettings(
-            num_proc=start,
-            min_num_proc=low or start,
-            max_num_proc=high or max(start, low or 1),
-            **{f"{name}_s": options[name] for name in timeouts if name in options},
-            **{name: options[name] for name in ("reset_limit", "crash_limit") if name in options},
-        )
+        RunSettings(num_proc=first, min_num_proc=low, max_num_proc=high, **options)
         if self._launcher() is not None and (first or (low if low == high else None)) is None:
             raise InvalidSettingsError("a LocalLauncher has no slots to count; set num_proc")
 

@@ -15,8 +15,10 @@ from pyspark.ml.param import Param
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.jobs.settings import RunSettings
 from spark_elastic.ml import params as to
 from spark_elastic.ml.params import ElasticParams, accessors, setting
+from spark_elastic.settings import declarations
 
 Shapes: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 DType: TypeAlias = str | type | np.dtype[Any]
@@ -29,23 +31,9 @@ PredictionRule: TypeAlias = Literal[
     "auto", "argmax", "value", "binary_logit", "binary_probability", "argmax_probability"
 ]
 
-RUN_OPTIONS = (
-    "start_timeout",
-    "elastic_timeout",
-    "reset_limit",
-    "crash_limit",
-    "cooldown_range",
-    "heartbeat_timeout",
-    "stall_timeout",
-    "discovery",
-    "env",
-    "nics",
-    "stdout",
-    "stderr",
-    "output_dir",
-    "launcher",
-)
-"""Arguments of `spark_elastic.run` that are not settings of the estimators themselves."""
+_OWN_SETTINGS = ("num_proc", "min_num_proc", "max_num_proc", "verbose", "device", "spark")
+RUN_OPTIONS = tuple(each.name for each in declarations(RunSettings) if each.name not in _OWN_SETTINGS)
+"""The arguments of `spark_elastic.run` that are not settings of the estimators themselves."""
 
 WRITE_OPTIONS = ("pad_to", "variable", "sparse", "allow_nan", "shard_bytes", "pre_shuffle")
 _OF_CHECKPOINTS = (

@@ -20,7 +20,7 @@ from spark_elastic.membership.topology import LaunchId, Place, SlotId, SlotRepor
 from spark_elastic.task.memory import describe_kills, memory_kills
 from spark_elastic.task.worker_process import WorkerProcess, worker_environment
 from spark_elastic.wire.channel import retry_pause_s
-from spark_elastic.wire.launch_spec import AgentOrder
+from spark_elastic.wire.launch_spec import LaunchSpec
 from spark_elastic.wire.messages import (
     AgentHeartbeat,
     AgentHello,
@@ -127,7 +127,7 @@ def _bound(addresses: list[str]) -> list[socket.socket]:
 
 
 def run_agent(
-    order: AgentOrder, slot: SlotId, launch: LaunchId, report: SlotReport, guardian: int | None = None
+    order: LaunchSpec, slot: SlotId, launch: LaunchId, report: SlotReport, guardian: int | None = None
 ) -> AgentOutcome:
     """Run one agent to its end, on the calling (main) thread.
 
@@ -145,7 +145,7 @@ def run_agent(
 
 class _Agent:
     def __init__(
-        self, order: AgentOrder, slot: SlotId, launch: LaunchId, report: SlotReport, guardian: int | None
+        self, order: LaunchSpec, slot: SlotId, launch: LaunchId, report: SlotReport, guardian: int | None
     ) -> None:
         self._order = order
         self._slot = slot

@@ -25,7 +25,7 @@ from spark_elastic.wire.interfaces import address_of, interface_addresses
 
 if TYPE_CHECKING:
     from spark_elastic.membership.states import AgentOutcome
-    from spark_elastic.wire.launch_spec import AgentOrder
+    from spark_elastic.wire.launch_spec import LaunchSpec
 
 
 def slot_report() -> SlotReport:
@@ -53,12 +53,12 @@ def run_in_task(slot: SlotId, launch: LaunchId, payload: bytes, function: bytes 
     Args:
         slot: the slot that the task occupies.
         launch: number of the slot's launch.
-        payload: a pickled `AgentOrder`; it has come in Spark's own serialisation.
+        payload: a pickled `LaunchSpec`; it has come in Spark's own serialisation.
         function: the user's function, if it was broadcast because it is large.
     """
     from spark_elastic.task.agent import run_agent  # here: discovery imports this module for `slot_report` alone
 
-    order: AgentOrder = pickle.loads(payload)
+    order: LaunchSpec = pickle.loads(payload)
     if function is not None:
         order = dataclasses.replace(order, function=function)
     with hangups_ignored():

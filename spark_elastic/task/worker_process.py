@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.settings import DEVICE_SETTING
 from spark_elastic.task.memory import memory_kills
-from spark_elastic.wire.launch_spec import AgentOrder
+from spark_elastic.wire.launch_spec import LaunchSpec
 
 STDERR_TAIL_LINES = 40
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
@@ -57,7 +57,7 @@ class WorkerProcess:
     It starts before its id is known, so that the slow imports overlap with connecting to the driver.
     """
 
-    def __init__(self, order: AgentOrder, env: dict[str, str], observer: WorkerObserver) -> None:
+    def __init__(self, order: LaunchSpec, env: dict[str, str], observer: WorkerObserver) -> None:
         self._observer = observer
         self._loop = asyncio.get_running_loop()
         result_read, result_write = os.pipe()
@@ -124,7 +124,7 @@ class WorkerProcess:
         """True if the process exists and is not stopped; False if the system does not show its state."""
         return not self._exited and process_state(self._process.pid) not in _NOT_RUNNING
 
-    def assign(self, worker: WorkerId, order: AgentOrder) -> None:
+    def assign(self, worker: WorkerId, order: LaunchSpec) -> None:
         """Send the process its id and the function; it then connects to the driver and runs the function."""
         self.worker = worker
         head = {
@@ -303,7 +303,7 @@ def process_state(pid: int) -> str:
 
 
 def worker_environment(
-    order: AgentOrder, base: dict[str, str], sys_path: Sequence[str], cores: int, accelerators: Sequence[str]
+    order: LaunchSpec, base: dict[str, str], sys_path: Sequence[str], cores: int, accelerators: Sequence[str]
 ) -> dict[str, str]:
     """Return a worker's environment: the task's own, limited to the cores and GPUs of this slot."""
     env = {name: value for name, value in base.items() if not name.startswith("PYTHON_WORKER_FACTORY")}

@@ -13,7 +13,7 @@ import cloudpickle
 
 
 @dataclass(frozen=True)
-class AgentOrder:
+class LaunchSpec:
     """Everything an agent needs; the same for each slot of a job."""
 
     job: str

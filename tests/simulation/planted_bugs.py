@@ -18,7 +18,7 @@ _MODULES = (
     "backoff",
     "crashes",
     "deadlines",
-    "roster",
+    "registry",
     "decisions",
     "slots",
     "gathering",
@@ -93,15 +93,15 @@ BUGS = (
     Bug(
         "only one member is notified",
         "worlds",
-        "(tuple(self._roster.states[TRAINING]), self",
-        "(tuple(self._roster.states[TRAINING])[:1], self",
+        "(tuple(self._registry.states[TRAINING]), self",
+        "(tuple(self._registry.states[TRAINING])[:1], self",
     ),
     Bug("a lost state goes unnoticed", "worlds", "if self.furthest.trained:", "if self.furthest.loop < 0:"),
     Bug(
         "one world too many",
         "worlds",
-        "if limit is not None and self.round > limit:\n            self.fail",
-        "if limit is not None and self.round > limit + 1:\n            self.fail",
+        "not self._registry.may_reset():\n            self.fail",
+        "self._registry.round > limit + 1:\n            self.fail",
     ),
     Bug(
         "a plain function is not run again",
@@ -122,7 +122,7 @@ BUGS = (
     Bug(
         "a worker that finishes in a broken world is not run again",
         "worlds",
-        "worker.run_again_in != self.round",
+        "worker.run_again_in != self._registry.round",
         "worker.run_again_in < 0",
     ),
     Bug("an old result counts", "machine", "run == record.run", "run <= record.run"),
@@ -131,7 +131,7 @@ BUGS = (
         "a newcomer of an earlier loop is put into the world",
         "worlds",
         "if 0 < worker.loop < self",
-        "if self.round < 0 < self",
+        "if self._registry.round < 0 < self",
     ),
     Bug(
         "one that came before the next loop began is put into its world",

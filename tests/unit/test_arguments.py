@@ -1,9 +1,11 @@
-"""What is wrong with a call is said at the door: nothing hangs, and nothing fails late."""
+"""The arguments of `run`: validation, defaults, names, and how they reach the membership machine."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
+import typing
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ import pytest
 import spark_elastic
 from spark_elastic import LocalLauncher, run_async
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.settings import ElasticSettings
+from spark_elastic.jobs.settings import RunCall
+from spark_elastic.settings import ElasticSettings, ScalingSettings, declarations
 from tests.leftovers import no_threads_left
 
 
@@ -68,27 +71,75 @@ def nothing():
         ({"launcher": "local"}, "launcher must be a LocalLauncher"),
     ],
 )
-def test_a_wrong_argument_is_named_with_its_value_and_nothing_is_started(given, says):
+def test_invalid_argument_is_reported_with_its_value_and_nothing_is_started(given, says):
     call = {"fn": nothing, "num_proc": 1, "launcher": LocalLauncher(), **given}
     with no_threads_left(), pytest.raises(InvalidSettingsError, match=says):
         run_async(call.pop("fn"), call.pop("args", ()), call.pop("kwargs", None), **call)
 
 
-def test_numbers_of_numpy_become_plain_ones():
-    settings = ElasticSettings(
-        np.int64(2), np.int32(1), np.int16(3), heartbeat_timeout_s=np.float32(5), cooldown_range_s=[np.float64(1), 2]
+def test_numpy_numbers_become_plain_ones():
+    given = ScalingSettings(
+        num_proc=np.int64(2),
+        min_num_proc=np.int32(1),
+        max_num_proc=np.int16(3),
+        heartbeat_timeout=np.float32(5),
+        cooldown_range=[np.float64(1), 2],
     )
+    settings = given.resolve(lambda: 9)
     assert settings == ElasticSettings(2, 1, 3, heartbeat_timeout_s=5.0, cooldown_range_s=(1.0, 2.0))
     assert {type(settings.num_proc), type(settings.min_num_proc), type(settings.max_num_proc)} == {int}
     assert type(settings.heartbeat_timeout_s) is float
 
 
-def test_run_and_run_async_take_the_same_arguments_with_the_same_defaults():
-    one, other = inspect.signature(spark_elastic.run), inspect.signature(spark_elastic.run_async)
-    assert list(one.parameters.values()) == list(other.parameters.values())
+@pytest.mark.parametrize("function", [spark_elastic.run, spark_elastic.run_async])
+def test_run_takes_the_declared_settings_with_their_types_and_defaults(function):
+    made, types = inspect.signature(RunCall).parameters, typing.get_type_hints(RunCall)
+    shown = inspect.signature(function).parameters
+    assert list(shown) == list(made)
+    for name, parameter in made.items():
+        assert (shown[name].kind, shown[name].default) == (parameter.kind, parameter.default)
+        assert shown[name].annotation == types[name]
 
 
-def test_horovods_names_of_arguments_are_taken_with_a_hint() -> None:
+def test_help_of_run_explains_every_setting():
+    for each in declarations(RunCall):
+        assert f"    {each.name}: {each.setting.doc[:30]}" in spark_elastic.run.__doc__
+
+
+def test_every_scaling_setting_reaches_the_membership_machine():
+    given = {each.name: default(each) for each in declarations(ScalingSettings)}
+    assert len(given) == 10
+    resolved = dataclasses.asdict(ScalingSettings(**given).resolve(lambda: 9))
+    assert {name.removesuffix("_s"): value for name, value in resolved.items()}.items() >= given.items()
+
+
+def default(declaration):
+    """A value that differs from the setting's default."""
+    others = {"num_proc": 3, "min_num_proc": 2, "max_num_proc": 4, "cooldown_range": (1.5, 2.5), "reset_limit": 7}
+    return others[declaration.name] if declaration.name in others else declaration.default + 1
+
+
+@pytest.mark.parametrize(
+    ("given", "resolved"),
+    [
+        ({}, (4, 4, 4)),
+        ({"min_num_proc": 2}, (4, 2, 4)),
+        ({"max_num_proc": 3}, (3, 3, 3)),
+        ({"max_num_proc": 9}, (4, 4, 9)),
+        ({"min_num_proc": 6}, (6, 6, 6)),
+        ({"num_proc": 2, "max_num_proc": 3}, (2, 2, 3)),
+    ],
+)
+def test_number_of_workers_defaults_to_the_slots_within_the_bounds(given, resolved):
+    settings = ScalingSettings(**given).resolve(lambda: 4)
+    assert (settings.num_proc, settings.min_num_proc, settings.max_num_proc) == resolved
+
+
+def test_slots_are_not_counted_if_the_number_of_workers_is_fixed():
+    assert ScalingSettings(min_num_proc=3, max_num_proc=3).resolve(lambda: 1 // 0).num_proc == 3
+
+
+def test_horovods_argument_names_are_accepted_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="np= is Horovod's name for this; it is called num_proc= here"):
         assert spark_elastic.run(nothing, np=1, launcher=LocalLauncher(), verbose=0) == [None]
     with (
@@ -98,5 +149,7 @@ def test_horovods_names_of_arguments_are_taken_with_a_hint() -> None:
         run_async(nothing, num_proc=2, min_num_proc=3, use_mpi=True, launcher=LocalLauncher())
     with pytest.raises(InvalidSettingsError, match="min_np=1 and min_num_proc=2 are the same setting"):
         run_async(nothing, min_np=1, min_num_proc=2, launcher=LocalLauncher())
+    with pytest.raises(TypeError, match=r"run_async\(\) .* 'start_timout'; did you mean 'start_timeout'"):
+        run_async(nothing, start_timout=1, launcher=LocalLauncher())
     with pytest.raises(TypeError, match="unknown"):
         run_async(nothing, unknown=1, launcher=LocalLauncher())

@@ -3,10 +3,10 @@
 import pytest
 
 from spark_elastic.collective.devices import DeviceInfo, MemberDevice, choose_backend, choose_device, may_use_gpu
-from spark_elastic.driver import preflight
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.jobs.settings import RunSettings
 from spark_elastic.task.worker_process import worker_environment
-from spark_elastic.wire.launch_spec import AgentOrder
+from spark_elastic.wire.launch_spec import LaunchSpec
 
 NONE = DeviceInfo("2.7.0+cpu", None, 0)
 BLIND = DeviceInfo("2.7.0", "12.6", 0)
@@ -76,9 +76,9 @@ def test_gloo_is_chosen_with_a_reason_if_nccl_cannot_be_used(those, wanted, reas
 
 
 def test_a_job_on_cpus_hides_the_gpus_from_its_workers_and_one_task_sees_its_own_alone():
-    order = AgentOrder("job", (), b"", b"", 1.0, "", device="cpu")
+    order = LaunchSpec("job", (), b"", b"", 1.0, "", device="cpu")
     assert worker_environment(order, {}, [], 1, ["2"])["CUDA_VISIBLE_DEVICES"] == ""
-    order = AgentOrder("job", (), b"", b"", 1.0, "")
+    order = LaunchSpec("job", (), b"", b"", 1.0, "")
     made = worker_environment(order, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, [], 1, ["2"])
     assert made["CUDA_VISIBLE_DEVICES"] == "2"
     assert made["SPARK_ELASTIC_DEVICE"] == "auto"
@@ -86,11 +86,16 @@ def test_a_job_on_cpus_hides_the_gpus_from_its_workers_and_one_task_sees_its_own
     assert "CUDA_VISIBLE_DEVICES" not in worker_environment(order, {}, [], 1, [])
 
 
-def test_a_job_asks_for_a_device_by_a_known_name():
-    assert [preflight.device(name) for name in ("auto", "cpu", "cuda", "cuda:1")] == ["auto", "cpu", "cuda", "cuda:1"]
+def test_device_setting_is_validated():
+    assert [RunSettings(device=name).device for name in ("auto", "cpu", "cuda", "cuda:1")] == [
+        "auto",
+        "cpu",
+        "cuda",
+        "cuda:1",
+    ]
     for wrong in ("gpu", "cuda:", 0, None, True):
         with pytest.raises(InvalidSettingsError, match="device must be"):
-            preflight.device(wrong)
+            RunSettings(device=wrong)
 
 
 def test_a_process_without_gpus_or_set_to_cpu_may_not_use_a_gpu():

@@ -4,21 +4,21 @@ import socket
 
 import pytest
 
-from spark_elastic.driver.hosts import FixedHosts, HostAddresses
+from spark_elastic.driver.hosts import FixedHosts, HostAddresses, HostManager
 from spark_elastic.driver.local_launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.jobs.backends import HostEvents, LocalBackend
+from spark_elastic.jobs.backends import LocalBackend
 from spark_elastic.membership.events import HostsObserved
 from spark_elastic.wire.interfaces import interface_addresses
 
 
-def test_what_people_write_as_names_counts_as_the_addresses_that_agents_report():
+def test_host_names_are_translated_to_the_addresses_that_agents_report():
     addresses = HostAddresses({"node1": "10.0.0.7", "alias": "10.0.0.7", "10.0.0.8": "10.0.0.8"}.__getitem__)
     found = addresses({"10.0.0.8": 1, "node1": 2, "alias": 1})
     assert list(found.items()) == [("10.0.0.8", 1), ("10.0.0.7", 3)]
 
 
-def test_a_name_server_that_fails_takes_no_host_away():
+def test_failing_name_server_removes_no_host():
     names = {"node1": "10.0.0.7"}
     addresses = HostAddresses(lambda name: names.get(name, name))
     assert addresses({"node1": 2}) == {"10.0.0.7": 2}
@@ -27,13 +27,13 @@ def test_a_name_server_that_fails_takes_no_host_away():
 
 
 @pytest.mark.parametrize("found", [["h1"], None, {"h1": "2"}, {1: 2}, {"h1": -1}])
-def test_an_answer_that_is_no_answer_is_refused_at_the_door(found):
+def test_invalid_answer_of_a_discovery_is_refused(found):
     class Odd:
         def find_available_hosts_and_slots(self):
             return found
 
     with pytest.raises(InvalidSettingsError, match="slots by host"):
-        HostEvents(Odd(), str)
+        HostManager(Odd(), str)
 
 
 def test_any_name_of_this_machine_is_the_host_of_local_agents():
@@ -45,7 +45,7 @@ def test_any_name_of_this_machine_is_the_host_of_local_agents():
 
 
 def test_the_first_answer_reaches_the_machine_by_address():
-    events = HostEvents(FixedHosts("localhost:2"), LocalBackend(LocalLauncher()).host_of)
+    events = HostManager(FixedHosts("localhost:2"), LocalBackend(LocalLauncher()).host_of)
     posted = []
     events.start(posted.append)
     events.close()

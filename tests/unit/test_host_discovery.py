@@ -55,7 +55,7 @@ def test_fixed_hosts_come_from_a_mapping_or_a_text():
 
 
 @pytest.mark.parametrize("hosts", ["", {}, "h1:x", {"h1": 0}, {"h1": "2"}])
-def test_fixed_hosts_that_are_none_are_refused(hosts):
+def test_invalid_fixed_hosts_are_refused(hosts):
     with pytest.raises(InvalidSettingsError):
         FixedHosts(hosts)
 
@@ -85,7 +85,7 @@ def test_script_without_an_interpreter_is_explained(tmp_path):
         discovery.find_available_hosts_and_slots()
 
 
-def test_exit_code_comes_with_the_last_thing_that_was_said(tmp_path):
+def test_exit_code_is_reported_with_the_last_line_of_stderr(tmp_path):
     discovery = HostDiscoveryScript(script(tmp_path, "echo a >&2; echo no token >&2; exit 7"))
     with pytest.raises(DiscoveryScriptError, match="exited with 7: no token"):
         discovery.find_available_hosts_and_slots()
@@ -137,19 +137,20 @@ class Scripted:
 
 
 def manager(discovery, seen):
-    first = HostsObserved(discovery.find_available_hosts_and_slots())
-    return HostManager(discovery, seen.append, first=first, interval_s=3600.0)
+    made = HostManager(discovery, str, interval_s=3600.0)
+    made.start(seen.append)
+    return made
 
 
 def test_only_changes_are_reported_and_known_hosts_keep_their_order():
     seen: list[HostsObserved] = []
     hosts = manager(Scripted({"a": 1}, {"a": 1}, {"b": 1, "a": 1}, {"b": 1}), seen)
     assert [hosts.poll() for _ in range(3)] == [HostUpdate.NO_UPDATE, HostUpdate.ADDED, HostUpdate.REMOVED]
-    assert seen == [HostsObserved({"a": 1, "b": 1}), HostsObserved({"b": 1})]
+    assert seen == [HostsObserved({"a": 1}), HostsObserved({"a": 1, "b": 1}), HostsObserved({"b": 1})]
     hosts.close()
 
 
-def test_later_failures_are_logged_once_and_the_last_answer_stands(caplog):
+def test_later_failures_are_logged_once_and_the_last_answer_remains_valid(caplog):
     seen: list[HostsObserved] = []
     down = DiscoveryScriptError("exited with 1")
     hosts = manager(Scripted({"a": 1}, down, down, {"a": 1}), seen)
@@ -159,8 +160,7 @@ def test_later_failures_are_logged_once_and_the_last_answer_stands(caplog):
         "host discovery failed",
         "host discovery works again",
     ]
-    assert hosts.current_hosts() == {"a": 1}
-    assert seen == []
+    assert seen == [HostsObserved({"a": 1})]
     hosts.close()
 
 
@@ -169,7 +169,8 @@ def test_close_ends_a_script_that_hangs_and_the_thread_that_waits_for_it(tmp_pat
     pid = tmp_path / "pid"
     body = f"echo h1; if [ -e {flag} ]; then echo $$ > {pid}; exec sleep 600; fi"
     discovery, before = HostDiscoveryScript(script(tmp_path, body)), Before()
-    hosts = HostManager(discovery, lambda event: None, first=HostsObserved({"h1": 1}), interval_s=0.01)
+    hosts = HostManager(discovery, str, interval_s=0.01)
+    hosts.start(lambda event: None)
     flag.touch()
     until = time.monotonic() + 60.0
     while not (pid.exists() and pid.read_text().strip()) and time.monotonic() < until:

@@ -36,12 +36,12 @@ def test_without_a_context_and_without_java_the_missing_java_is_what_is_reported
         preflight.check_spark()
 
 
-def test_something_that_is_no_session_is_named():
+def test_spark_argument_that_is_not_a_session_is_reported():
     with pytest.raises(NoSparkContextError, match="not str"):
         preflight.check_spark("local[4]")
 
 
-def test_connect_session_is_refused_with_the_way_out():
+def test_connect_session_is_refused_with_a_remedy():
     session = type("SparkSession", (), {"__module__": "pyspark.sql.connect.session"})()
     with pytest.raises(SparkConnectNotSupportedError, match=r"Spark Connect session.*spark-submit"):
         preflight.check_spark(session)

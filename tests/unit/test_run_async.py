@@ -8,9 +8,9 @@ from spark_elastic.jobs import run
 from tests.leftovers import nothing_left
 
 
-def test_a_launcher_that_cannot_be_made_leaves_no_thread_and_no_socket():
+def test_failing_launcher_leaves_no_thread_and_no_socket():
     class Refusing(LocalLauncher):
-        def bind(self, order, on_ended):
+        def bind(self, spec, on_ended):
             raise RuntimeError("no place today")
 
     with nothing_left(), pytest.raises(RuntimeError, match="no place today"):
@@ -18,6 +18,6 @@ def test_a_launcher_that_cannot_be_made_leaves_no_thread_and_no_socket():
 
 
 @pytest.mark.parametrize("bind", ["::1", "192.0.2.1", "no-such-host.invalid"])
-def test_an_address_to_listen_at_that_is_none_is_named(bind):
+def test_invalid_listen_address_is_reported(bind):
     with pytest.raises(InvalidSettingsError, match=f"the driver cannot listen at {bind}: .*IPv4"):
         run._listen(bind)

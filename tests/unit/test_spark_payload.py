@@ -12,7 +12,7 @@ from spark_elastic.driver.spark import launcher
 from spark_elastic.jobs import backends
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.task import agent, spark_agent
-from spark_elastic.wire.launch_spec import AgentOrder
+from spark_elastic.wire.launch_spec import LaunchSpec
 
 
 @pytest.fixture
@@ -29,10 +29,10 @@ def sent(monkeypatch):
         monkeypatch.setattr(launcher, "SparkLauncher", Launcher)
         backend = backends.SparkBackend.__new__(backends.SparkBackend)
         backend._context = None
-        monkeypatch.setattr("spark_elastic.driver.spark.slot_queue.arbiter_of", lambda sc: None)
+        monkeypatch.setattr("spark_elastic.driver.spark.slot_queue.queue_of", lambda sc: None)
         monkeypatch.setattr(
-            "spark_elastic.driver.spark.slot_queue.AdmittedLauncher",
-            lambda arbiter, job, need, build, ended: build(ended),
+            "spark_elastic.driver.spark.slot_queue.QueuedLauncher",
+            lambda queue, job, need, build, ended: build(ended),
         )
         backend.make_launcher(order, ElasticSettings(1, 1, 1), lambda *ended: None)
         return kept[0]
@@ -41,7 +41,7 @@ def sent(monkeypatch):
 
 
 def order(function):
-    return AgentOrder("job", (("10.0.0.1", 1),), b"k" * 32, function, 60.0, "this test")
+    return LaunchSpec("job", (("10.0.0.1", 1),), b"k" * 32, function, 60.0, "this test")
 
 
 def test_a_large_function_is_shared_and_the_key_stays_in_the_small_task(sent):
@@ -60,7 +60,7 @@ def test_a_small_function_travels_in_the_task(sent):
     assert pickle.loads(payload) == small
 
 
-def test_the_task_puts_the_order_together_again(monkeypatch):
+def test_task_reassembles_the_launch_spec(monkeypatch):
     monkeypatch.setattr(agent, "run_agent", lambda order, *rest: order)
     assert spark_agent.run_in_task(0, 1, pickle.dumps(order(b"")), b"large") == order(b"large")
     assert spark_agent.run_in_task(0, 1, pickle.dumps(order(b"f"))) == order(b"f")

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import spark_elastic
 import spark_elastic.torch as hvd
 from spark_elastic import errors
 from spark_elastic.collective import surface
@@ -30,3 +33,17 @@ def test_a_framework_lists_only_names_of_its_own_beside_the_common_ones(framewor
 
 def _is_all(target: ast.expr) -> bool:
     return isinstance(target, ast.Name) and target.id == "__all__"
+
+
+def test_package_lists_its_public_names_and_nothing_else() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (declared,) = [node.body for node in tree.body if isinstance(node, ast.If)]
+    imported = {alias.name for node in declared if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert set(dir(spark_elastic)) == {*spark_elastic.__all__, "__version__"}
+    assert set(spark_elastic.__all__) == imported, "type checkers see other names than users"
+    assert all(getattr(spark_elastic, name) is not None for name in spark_elastic.__all__)
+
+
+def test_errors_are_found_from_the_package_alone() -> None:
+    code = "import spark_elastic; print(spark_elastic.errors.UsageError.__name__)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "UsageError\n"

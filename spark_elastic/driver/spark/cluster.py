@@ -1,4 +1,4 @@
-"""How many tasks Spark can run at once, and where."""
+"""What the driver asks Spark's JVM through Py4J: why a job failed, and how many tasks can run at once, and where."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from spark_elastic.membership.wording import loss_in_words
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-# One readable line out of what Spark and Py4J report when a slot's job fails.
-#
-# Spark's messages nest three deep (job aborted → task failed → the cause) and end with a driver stack trace. The
-# patterns below were taken from pyspark 3.5 to 4.3; an unknown message falls through to its first line.
+_JVM_GONE = "the connection to Spark's JVM is gone"
+
+# --- why a job failed ---------------------------------------------------------------------------
 
 _EXECUTOR_LOST = re.compile(r"ExecutorLostFailure \(executor (\S+) (.*?)\)(?: Reason: (.*))?$", re.MULTILINE)
 _MODULE_MISSING = re.compile(r"ModuleNotFoundError: No module named '([^']+)'")
@@ -29,15 +28,19 @@ _RESULT_SIZE = re.compile(
 )
 _EXIT_CODE = re.compile(r"(?:[Ee]xited with(?: code)?|exit code|Exit status:?) ?(-?\d+)")
 _SYMPTOM = re.compile(r"connection|channel|[Ww]orker lost|unreachable")
-"""Words of Spark's that tell how a loss was noticed; the cause often arrives a moment later."""
+"""Words of Spark that tell how a loss was noticed; the cause often arrives a moment later."""
 _CANCELLED = re.compile(r"Job \d+ cancelled(?: part of cancelled job group \S+| because (.*)|(.*))")
 
 
 def loss_of(message: str) -> LossCause:
-    """Return what happened, in words of at most 500 characters; with the remedy where there is a known one.
+    """Return what went wrong, with the remedy where one is known.
+
+    Spark nests its messages three deep (job aborted → task failed → cause) and ends them with a stack trace of the
+    driver. The patterns above were taken from pyspark 3.5 to 4.3; of an unknown message the first line is kept, at most
+    500 characters of it.
 
     Args:
-        message: a Java exception's message or stack trace, or a task's error message from the status store.
+        message: A Java exception's message or stack trace, or a task's error message from Spark's status store.
     """
     message = message.strip()
     if lost := _EXECUTOR_LOST.search(message):
@@ -95,7 +98,7 @@ def _module_missing(module: str) -> str:
 
 
 def _last_exception(message: str) -> str:
-    """The exception that the last Python traceback ends with: the first line after it that is not indented."""
+    """Return the exception of the last Python traceback: the first line below it that is not indented."""
     lines = message.rpartition("Traceback (most recent call last)")[2].splitlines()
     for line in lines[1:]:
         if line.strip() and not line[0].isspace():
@@ -109,64 +112,71 @@ def _one_line(text: str) -> str:
     return line if len(line) <= 500 else line[:497] + "..."
 
 
-# The driver's dealings with Spark's JVM through Py4J, where they need care.
-
-
 def loss_of_error(error: Exception) -> LossCause:
-    """Return what an exception of Py4J or PySpark means."""
+    """Return why a call of Spark failed."""
     from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
     from pyspark.errors import PySparkException
 
     if isinstance(error, Py4JJavaError):
-        try:
-            return loss_of(str(error.java_exception.getMessage()))
-        except Exception:
-            return _unexplained("the connection to Spark's JVM is gone")
+        message = _java_message(error)
+        return _unexplained(_JVM_GONE) if message is None else loss_of(message)
     if isinstance(error, (Py4JNetworkError, ConnectionError)):
-        return _unexplained("the connection to Spark's JVM is gone")
+        return _unexplained(_JVM_GONE)
     if isinstance(error, (Py4JError, PySparkException)):
         return loss_of(str(error))
     return reported(f"{type(error).__name__}: {loss_in_words(loss_of(str(error)))}")
 
 
 def reason_of_error(error: Exception) -> str:
-    """Return what an exception of Py4J or PySpark means, in words."""
+    """Return why a call of Spark failed, in words."""
     return loss_in_words(loss_of_error(error))
 
 
-def is_drivers_own(error: Exception) -> bool:
-    """Whether a job failed in the driver, before any executor had a part in it: a full disk, no descriptors."""
-    from py4j.protocol import Py4JJavaError
-
-    if isinstance(error, Py4JJavaError):
-        try:
-            return "Task serialization failed" in str(error.java_exception.getMessage())
-        except Exception:
-            return False  # its JVM is gone
+def failed_in_driver(error: Exception) -> bool:
+    """Return True if a job failed in the driver before any executor was involved: a full disk, no descriptors."""
+    if "Task serialization failed" in (_java_message(error) or ""):
+        return True
     return isinstance(error, (OSError, pickle.PicklingError)) and not isinstance(error, ConnectionError)
 
 
-def close_connection(sc: SparkContext) -> None:
-    """Close this thread's connection to the JVM; to be called before the thread ends.
+def _java_message(error: Exception) -> str | None:
+    """Return the message of a Java exception; None if `error` is not one, or if its JVM is gone."""
+    from py4j.protocol import Py4JError, Py4JJavaError
 
-    Py4J would do it from a finalizer after the thread's end, where its log call leaves a stale entry behind in
-    `threading.enumerate()`.
+    if not isinstance(error, Py4JJavaError):
+        return None
+    try:
+        return str(error.java_exception.getMessage())
+    except (Py4JError, OSError):  # the message is in the JVM; Py4J raises either, depending on how the JVM went
+        return None
+
+
+# --- the connection to the JVM ------------------------------------------------------------------
+
+
+def close_connection(sc: SparkContext) -> None:
+    """Close this thread's connection to the JVM. To be called before the thread ends.
+
+    Otherwise Py4J closes it from a finalizer after the thread's end, and the log call in there leaves a stale entry
+    behind in `threading.enumerate()`.
     """
+    from py4j.protocol import Py4JError
+
     client: Any = getattr(sc._gateway, "_gateway_client", None)
     connection = client.get_thread_connection() if hasattr(client, "get_thread_connection") else None
     if connection is None:
         return
     with contextlib.suppress(ValueError):
         client.deque.remove(connection)
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Py4JError, OSError):  # the JVM has closed it already
         connection.close()
 
 
 def jvm_context(sc: SparkContext) -> Any:
-    """The Scala SparkContext.
+    """Return the Scala SparkContext.
 
     Raises:
-        RuntimeError: after `sc.stop()`.
+        RuntimeError: `sc` was stopped.
     """
     java_context = sc._jsc
     if java_context is None:
@@ -175,7 +185,7 @@ def jvm_context(sc: SparkContext) -> Any:
 
 
 def why_gone(sc: SparkContext) -> str | None:
-    """Why this context will never run anything again; None: it may."""
+    """Return why this context will never run a job again, or None if it may."""
     from py4j.protocol import Py4JNetworkError
 
     try:
@@ -183,26 +193,28 @@ def why_gone(sc: SparkContext) -> str | None:
     except RuntimeError as error:
         return str(error)
     except (Py4JNetworkError, ConnectionError):
-        return "the connection to Spark's JVM is gone"
+        return _JVM_GONE
 
+
+# --- slots --------------------------------------------------------------------------------------
 
 _UNBOUNDED = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class SlotCount:
-    """Task slots of an application."""
+    """The task slots of an application."""
 
     now: int
-    """With the executors registered at this moment, busy or not; cores, spark.task.cpus and GPUs considered."""
+    """Slots of the executors that are registered now, busy or not; limited by cores, spark.task.cpus and GPUs."""
     most: int | None
-    """What dynamic allocation may grow to; the same as `now` without it; None: no bound is set."""
+    """Slots that dynamic allocation may grow to; the same as `now` without it; None if no limit is set."""
     executors: int
-    """Executors registered now; 1 in local mode."""
+    """Executors that are registered now; 1 in local mode."""
 
 
 def count_slots(sc: SparkContext) -> SlotCount:
-    """Some milliseconds; nothing is run."""
+    """Count the task slots, now and at most. Asks the scheduler, which takes milliseconds; runs no job."""
     context = jvm_context(sc)
     profile = context.resourceProfileManager().defaultResourceProfile()
     now = int(context.maxNumConcurrentTasks(profile))
@@ -217,7 +229,7 @@ def count_slots(sc: SparkContext) -> SlotCount:
 
 
 def most_slots(sc: SparkContext) -> int | None:
-    """How many slots there can ever be where that is fixed: in local mode and on `local-cluster`. None: not known."""
+    """Return the number of slots that can never be exceeded (local mode, `local-cluster`); None if not known."""
     context = jvm_context(sc)
     if is_local(sc):
         return count_slots(sc).now
@@ -229,7 +241,7 @@ def most_slots(sc: SparkContext) -> int | None:
 
 
 def hosts_and_slots(sc: SparkContext) -> dict[str, int]:
-    """Slots by host, in Spark's order, without executors that are excluded or on their way out."""
+    """Return the slots of each host, in Spark's order, without executors that are excluded or decommissioned."""
     context = jvm_context(sc)
     if is_local(sc):
         return {"127.0.0.1": count_slots(sc).now}
@@ -243,21 +255,21 @@ def hosts_and_slots(sc: SparkContext) -> dict[str, int]:
         if executor == "driver" or summary.isExcluded() or not backend.isExecutorActive(executor):
             continue
         host = str(summary.hostPort() or "").rpartition(":")[0]
-        if not host:  # registered this moment; its block manager, which brings the address, has not
+        if not host:  # just registered: the address comes later, with its block manager
             continue
-        # maxTasks knows the cores that the executor really has; the profile knows its GPUs.
+        # maxTasks is computed from the executor's actual cores, the profile's number from its GPUs as well.
         found[host] = found.get(host, 0) + min(int(summary.maxTasks()), max(per_executor, 1))
     return found
 
 
 def executor_ids(sc: SparkContext) -> list[str]:
-    """Registered executors. Not for local mode, where Spark would log a warning at each call."""
+    """Return the registered executors. Not for local mode, where Spark logs a warning at each call."""
     ids = jvm_context(sc).getExecutorIds()
     return [str(ids.apply(index)) for index in range(ids.size())]
 
 
 def is_local(sc: SparkContext) -> bool:
-    """Whether tasks run inside the driver's own JVM (`local[N]`, not `local-cluster`)."""
+    """Return True if tasks run inside the driver's own JVM (`local[N]`, but not `local-cluster`)."""
     return bool(jvm_context(sc).isLocal())
 
 

@@ -1,15 +1,15 @@
-"""Finds out what Spark can run: waits for slots, and places a gang of tasks once to see where they land."""
+"""SparkHostDiscovery: the slots of a SparkContext. Waits for them, and places tasks together once to see where."""
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spark_elastic import clock
 from spark_elastic.driver.spark.cluster import (
     SlotCount,
     close_connection,
@@ -20,7 +20,6 @@ from spark_elastic.driver.spark.cluster import (
     most_slots,
     reason_of_error,
 )
-from spark_elastic.driver.spark.executors import ExecutorWatch, OnExecutorEvent
 from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError
 from spark_elastic.membership.reasons import Wait, WaitKind
 from spark_elastic.membership.topology import SlotReport
@@ -31,12 +30,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_REFUSED = "SPARK-24942"  # barrier mode with dynamic allocation
+_REFUSED = "SPARK-24942"
+"""Spark's error condition for barrier mode under dynamic allocation."""
 _POLL_S = 0.1
-_WORTH_A_WORD_S = 2.0
+_REPORT_AFTER_S = 2.0
+"""Shorter waits for free slots are not reported."""
 
 OnWait = Callable[[Wait, float], None]
-"""Told what is waited for, and until when on this process's monotonic clock."""
+"""Called with a wait and its deadline on this process's monotonic clock."""
 
 
 def _log_wait(wait: Wait, _until: float) -> None:
@@ -44,12 +45,13 @@ def _log_wait(wait: Wait, _until: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    """The barrier probe's outcome. `reports` is empty when Spark refuses barrier mode; `why` then says so."""
+class SlotProbe:
+    """The outcome of the barrier probe."""
 
     reports: tuple[SlotReport, ...]
-    took_s: float
+    """One for each task; empty if Spark refused barrier mode."""
     why: str
+    """The outcome in words; the reason if Spark refused."""
 
     @property
     def refused(self) -> bool:
@@ -60,15 +62,13 @@ class SparkHostDiscovery:
     """A `HostDiscovery` of a SparkContext's executors.
 
     Args:
-        report_slot: picklable by reference; runs in each task of the probe.
+        sc: The SparkContext.
+        report_slot: Function that runs in each task of the probe. It must be picklable by reference.
     """
 
-    def __init__(
-        self, sc: SparkContext, report_slot: Callable[[], SlotReport], *, description: str = "spark_elastic"
-    ) -> None:
+    def __init__(self, sc: SparkContext, report_slot: Callable[[], SlotReport]) -> None:
         self._sc = sc
         self._report_slot = report_slot
-        self._description = description
 
     def slots(self) -> SlotCount:
         return count_slots(self._sc)
@@ -77,17 +77,13 @@ class SparkHostDiscovery:
         return hosts_and_slots(self._sc)
 
     def most_slots(self) -> int | None:
-        """How many there can ever be, where that is fixed; None: not known."""
+        """Return the number of slots that can never be exceeded, or None if it is not known."""
         return most_slots(self._sc)
 
     def slots_free(self) -> int:
-        """Slots in which no task runs now, of this application."""
+        """Return the number of this application's slots in which no task runs now."""
         infos = jvm_context(self._sc).statusTracker().getExecutorInfos()
         return max(0, self.slots().now - sum(int(info.numRunningTasks()) for info in infos))
-
-    def watch(self, on_event: OnExecutorEvent) -> ExecutorWatch:
-        """Have executors that are decommissioned or lost reported from now on, until the watch is closed."""
-        return ExecutorWatch(self._sc, on_event)
 
     def wait_for_slots(
         self,
@@ -98,20 +94,27 @@ class SparkHostDiscovery:
         stop: threading.Event | None = None,
         on_wait: OnWait = _log_wait,
     ) -> SlotCount:
-        """Block until `need` slots exist (they may be busy); says what it waits for when that changes.
+        """Wait until `need` slots exist, busy or not.
 
-        With dynamic allocation there is nothing to wait for: executors come once jobs ask for them.
+        Returns at once under dynamic allocation: executors come only when jobs ask for them.
+
+        Args:
+            need: The number of slots.
+            timeout_s: The longest wait.
+            setting: The setting that `timeout_s` comes from, for the error.
+            stop: Ends the wait when it is set.
+            on_wait: Called when the reason of the wait changes.
 
         Raises:
-            NotEnoughSlotsError: after `timeout_s`; at once if the cluster can never have so many.
+            NotEnoughSlotsError: After `timeout_s`; at once if the cluster can never have that many slots.
             JobCancelledError: `stop` was set.
         """
-        start = time.monotonic()
+        start = clock.monotonic()
         said: Wait | None = None
         most = self.most_slots()
         while True:
             count = self.slots()
-            waited = time.monotonic() - start
+            waited = clock.monotonic() - start
             if count.now >= need:
                 return count
             if most is not None and most < need:
@@ -143,31 +146,37 @@ class SparkHostDiscovery:
         *,
         stop: threading.Event | None = None,
         on_wait: OnWait = _log_wait,
-    ) -> Probe:
-        """Place `num_proc` tasks together, or none, and let each report where it is.
+    ) -> SlotProbe:
+        """Run `num_proc` tasks at the same time (a barrier job) and return the report of each.
 
-        Needs `num_proc` slots that are free at the same time; first waits until they exist, because Spark is silent
-        for ten minutes about a barrier job that is too wide for the cluster.
+        First waits until `num_proc` slots exist, because Spark says nothing for ten minutes about a barrier job that
+        is too wide for the cluster; then until they are free at the same time.
+
+        Args:
+            num_proc: The number of tasks.
+            timeout_s: The longest wait.
+            stop: Ends the wait when it is set.
+            on_wait: Called with the reason of the wait.
 
         Raises:
-            NotEnoughSlotsError: not within `timeout_s`, with what there was.
+            NotEnoughSlotsError: After `timeout_s`.
             JobCancelledError: `stop` was set.
         """
         if dynamic_allocation(self._sc):
-            return Probe((), 0.0, f"barrier mode is refused under dynamic allocation ([{_REFUSED}])")
-        start = time.monotonic()
+            return SlotProbe((), f"barrier mode is refused under dynamic allocation ([{_REFUSED}])")
+        start = clock.monotonic()
         self.wait_for_slots(num_proc, timeout_s, stop=stop, on_wait=on_wait)
-        attempt = _Attempt(self._sc, self._report_slot, num_proc, f"{self._description}: discovery of {num_proc} slots")
-        attempt.thread.start()
+        job = _BarrierJob(self._sc, self._report_slot, num_proc, f"spark_elastic: discovery of {num_proc} slots")
+        job.thread.start()
         said = False
-        while not attempt.over.wait(_POLL_S):
-            waited = time.monotonic() - start
-            if waited >= _WORTH_A_WORD_S and not said:
+        while not job.over.wait(_POLL_S):
+            waited = clock.monotonic() - start
+            if waited >= _REPORT_AFTER_S and not said:
                 said = True
                 on_wait(Wait(WaitKind.FREE_SLOTS, need=num_proc, left_s=timeout_s), start + timeout_s)
             cancelled = stop is not None and stop.is_set()
             if cancelled or waited > timeout_s:
-                attempt.cancel()
+                job.cancel()
                 if cancelled:
                     raise JobCancelledError("cancelled while looking for slots")
                 raise NotEnoughSlotsError(
@@ -177,13 +186,13 @@ class SparkHostDiscovery:
                     setting="start_timeout",
                     detail=f"{self._shape(self.slots())}, but never {num_proc} free at the same time",
                 )
-        took = time.monotonic() - start
-        if attempt.error is None:
-            return Probe(tuple(attempt.reports), took, f"{num_proc} slots were placed together")
-        reason = reason_of_error(attempt.error)
-        if _REFUSED in str(attempt.error):
-            return Probe((), took, f"barrier mode is refused: {reason}")
-        raise NotEnoughSlotsError(have=0, need=num_proc, waited_s=took, setting="start_timeout", detail=reason)
+        if job.error is None:
+            return SlotProbe(tuple(job.reports), f"{num_proc} slots were placed together")
+        reason = reason_of_error(job.error)
+        if _REFUSED in str(job.error):
+            return SlotProbe((), f"barrier mode is refused: {reason}")
+        waited = clock.monotonic() - start
+        raise NotEnoughSlotsError(have=0, need=num_proc, waited_s=waited, setting="start_timeout", detail=reason)
 
     def _shape(self, count: SlotCount) -> str:
         cpus = self._sc.getConf().get("spark.task.cpus", "1")
@@ -191,8 +200,8 @@ class SparkHostDiscovery:
         return f"{count.executors} {noun} with {count.now} slots in all (spark.task.cpus={cpus})"
 
 
-class _Attempt:
-    """The barrier job, in its own thread and job group."""
+class _BarrierJob:
+    """The job of the probe, in its own thread and job group."""
 
     def __init__(self, sc: SparkContext, report_slot: Callable[[], SlotReport], width: int, description: str) -> None:
         self._sc = sc
@@ -208,10 +217,10 @@ class _Attempt:
         self.thread = threading.Thread(target=self._run, name="spark_elastic discovery", daemon=True)
 
     def cancel(self) -> None:
-        """End the job, also one that is only about to be submitted; waits for the thread, but not for ever."""
+        """End the job, also if it is not submitted yet, and wait up to 4 s for its thread."""
         self._cancelled = True
-        until = time.monotonic() + 4.0
-        while not self.over.is_set() and time.monotonic() < until:
+        until = clock.monotonic() + 4.0
+        while not self.over.is_set() and clock.monotonic() < until:
             jvm_context(self._sc).cancelJobGroup(self._group)
             self.over.wait(_POLL_S)
 
@@ -231,8 +240,8 @@ class _Attempt:
     def _task(self) -> Callable[[Any], Any]:
         report_slot = self._report_slot
 
-        # Pickled by value. No barrier() or allGather(), each of which would cost a second, and no getTaskInfos(): its
-        # addresses are what the driver's sockets saw, which on local-cluster is not what the executors listen on.
+        # Pickled by value. No barrier() and no allGather(): each would take a second. No getTaskInfos(): its addresses
+        # are those that the driver's sockets saw, and on local-cluster executors listen on others.
         def task(_rows: Any) -> Any:
             return [report_slot()]
 

@@ -1,4 +1,4 @@
-"""Starts agents in Spark: one ordinary job with one task per slot, so that a lost executor takes one slot with it."""
+"""SparkLauncher: agents in Spark tasks. Each slot is a job with one task, so a lost executor ends only its slots."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import contextlib
 import logging
 import re
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from spark_elastic.driver.launcher import OnEnded
+from spark_elastic import clock
+from spark_elastic.driver.launcher import LaunchEnd, OnEnded
 from spark_elastic.driver.spark.cluster import (
     close_connection,
-    is_drivers_own,
+    failed_in_driver,
     jvm_context,
     loss_of,
     loss_of_error,
@@ -32,38 +32,41 @@ AgentEntry = Callable[..., AgentOutcome]
 
 log = logging.getLogger(__name__)
 
-_FIRST_RUN_LOST = reported("the slot's task was lost")
+_TASK_LOST = reported("the slot's task was lost")
 
 
 @dataclass(slots=True, eq=False)
 class _Launch:
-    """One job of one slot, from `launch` to `on_ended`. Guarded by the launcher's lock."""
+    """One Spark job of one slot, from `launch` to `on_ended`. Guarded by the launcher's lock."""
 
     slot: SlotId
     id: LaunchId
     group: str
-    """Spark's job group; a new one for each launch, because Spark can remember a cancelled group."""
+    """Spark's job group. New for each launch, because Spark may remember a cancelled group."""
     stop_cause: LossCause | None = None
-    """Set once the job has to end. A thread may not have submitted its job yet, so this is looked at before, and the
-    watcher repeats the cancellation until the thread has ended."""
+    """Set once the job has to end. The slot's thread may not have submitted its job yet, so it checks this first, and
+    the watcher repeats the cancellation until the thread has ended."""
 
 
 class SparkLauncher:
     """A `Launcher` whose agents run in Spark tasks.
 
-    Build it in the thread that called `run`: the jobs inherit that thread's local properties (its scheduler pool).
+    Must be created in the thread that called `run`: the jobs inherit that thread's local properties, such as its
+    scheduler pool.
 
     Args:
-        agent_entry: runs in the task as `agent_entry(slot, launch, payload)`. Pickled by reference, so its module must
-            be importable on the executors.
-        payload_for_slot: what the slot's agent is given, called at each launch. It travels in Spark's own task
-            serialisation, and has to be small: from 1 MiB on PySpark would put it into a file.
-        shared: the same for every slot and perhaps large: a broadcast variable, which is a file on the driver and in
-            the executors' block managers. Given as the fourth argument of `agent_entry`, unless it is None.
-        on_ended: see `launcher.OnEnded`.
-        description: what people see in Spark's UI, before ": slot 3".
-        apart: agents get Python workers of their own, each for one task; None: where Spark may kill reused ones.
-        watch_interval_s: how often running jobs are looked at for a task that failed and that Spark would run again.
+        sc: The SparkContext.
+        agent_entry: Function that runs in the task, called with `(slot, launch, payload)`. It is pickled by reference,
+            so its module must be importable on the executors.
+        payload_for_slot: Returns the payload of a slot; called at each launch. The payload travels in Spark's own task
+            serialisation and must be small: from 1 MiB on PySpark would write it to a file.
+        on_ended: Called at the end of each launch.
+        shared: Data for all slots, which may be large. Sent as a broadcast variable, which is a file on the driver and
+            in the executors' block managers, and passed to `agent_entry` as the fourth argument.
+        description: Text in Spark's UI before ": worker slot 3".
+        apart: True: agents run in Python workers that no other task uses. Default: True where Spark may kill a Python
+            worker that it has reused.
+        watch_interval_s: Seconds between two checks for a failed task that Spark would run again.
     """
 
     def __init__(
@@ -93,9 +96,7 @@ class SparkLauncher:
         self._changed = threading.Condition()
         self._running: dict[SlotId, _Launch] = {}
         self._threads: set[threading.Thread] = set()
-        """Of slots; a thread outlives its launch by the call of `on_ended`."""
-        self._not_submitted: set[SlotId] = set()
-        """Whose last job could not be handed to Spark."""
+        """One for each launch; it ends after `on_ended` has returned."""
         self._launches = 0
         self._closed = False
         self._watcher: threading.Thread | None = None
@@ -124,34 +125,30 @@ class SparkLauncher:
                 self._changed.notify_all()
 
     def admit(self, slot: SlotId, launch: LaunchId) -> bool:
-        # Spark reports a job's end when it is cancelled, not when its task has ended: that goes on, or only begins, and
-        # has 2-4 s until the executor kills its process. By then the slot may be launched again.
+        # Spark reports the end of a cancelled job before its task has ended. The task may still run, or even start,
+        # until the executor kills its process 2-4 s later. By then the slot may have been launched again.
         with self._changed:
             running = self._running.get(slot)
             return running is not None and running.id == launch and running.stop_cause is None
 
     def agents_joined(self, slots: frozenset[SlotId]) -> None:
-        pass  # `slot_arbiter.AdmittedLauncher` makes something of it
+        pass  # only `QueuedLauncher` needs it
 
     def gone(self) -> str | None:
-        # asked from a thread of its own: a JVM that hangs must not hold up the driver, nor keep a connection to it
+        # A JVM that hangs must not block the driver: ask in another thread and wait for it a second at most.
         answer: list[str | None] = []
 
         def ask() -> None:
             answer.append(why_gone(self._sc))
             close_connection(self._sc)
 
-        thread = threading.Thread(target=ask, name="spark_elastic is Spark there", daemon=True)
+        thread = threading.Thread(target=ask, name="spark_elastic context check", daemon=True)
         thread.start()
         thread.join(1.0)
         return answer[0] if answer else None
 
-    def could_not_submit(self, slot: SlotId) -> bool:
-        with self._changed:
-            return slot in self._not_submitted
-
     def close(self, deadline_s: float) -> None:
-        until = time.monotonic() + deadline_s
+        until = clock.monotonic() + deadline_s
         with self._changed:
             self._closed = True
             for launch in self._running.values():
@@ -162,7 +159,7 @@ class SparkLauncher:
             self._changed.notify_all()
         for thread in threads:
             if thread is not threading.current_thread():  # on_ended may close
-                thread.join(max(until - time.monotonic(), 0.0))
+                thread.join(max(until - clock.monotonic(), 0.0))
         left = [thread.name for thread in threads if thread.is_alive() and thread is not threading.current_thread()]
         if left:
             log.warning("still running %.0f s after they were told to end: %s", deadline_s, ", ".join(left))
@@ -171,34 +168,30 @@ class SparkLauncher:
 
     def _run(self, launch: _Launch) -> None:
         try:
-            cause, outcome = self._outcome(launch)
+            end = self._run_job(launch)
             with self._changed:
                 del self._running[launch.slot]
                 self._changed.notify_all()
-            self._on_ended(launch.slot, cause, outcome)
+            self._on_ended(end)
         finally:
             close_connection(self._sc)
             with self._changed:
                 self._threads.discard(threading.current_thread())
 
-    def _outcome(self, launch: _Launch) -> tuple[LossCause, AgentOutcome | None]:
-        if (told := self._stop_cause(launch)) is not None:
-            return told, None
-        with self._changed:
-            self._not_submitted.discard(launch.slot)
+    def _run_job(self, launch: _Launch) -> LaunchEnd:
+        slot = launch.slot
+        if (stop_cause := self._stop_cause(launch)) is not None:
+            return LaunchEnd(slot, stop_cause)
         try:
             outcome = self._submit(launch)
-            cause = outcome.cause if outcome is not None else self._why_lost(launch)
+            end = LaunchEnd(slot, self._why_lost(launch) if outcome is None else outcome.cause, outcome)
         except Exception as error:
-            outcome, cause = None, loss_of_error(error)
-            if is_drivers_own(error):
-                with self._changed:
-                    self._not_submitted.add(launch.slot)
-        if outcome is None or outcome.result is None:
-            # What it was told to stop for; "cancelled" is only how it was done.
-            told = self._stop_cause(launch)
-            return (cause, outcome) if told is None else (told, None)
-        return cause, outcome
+            end = LaunchEnd(slot, loss_of_error(error), submitted=not failed_in_driver(error))
+        delivered = end.outcome is not None and end.outcome.result is not None
+        stop_cause = self._stop_cause(launch)
+        if delivered or stop_cause is None:
+            return end
+        return LaunchEnd(slot, stop_cause, submitted=end.submitted)  # Spark only knows that the job was cancelled
 
     def _stop_cause(self, launch: _Launch) -> LossCause | None:
         with self._changed:
@@ -206,45 +199,48 @@ class SparkLauncher:
 
     def _why_lost(self, launch: _Launch) -> LossCause:
         try:
-            return _first_failure(self._sc, launch.group) or _FIRST_RUN_LOST
-        except Exception:  # Spark forgets old jobs
-            return _FIRST_RUN_LOST
+            return _first_failure(self._sc, launch.group) or _TASK_LOST
+        except Exception as error:  # Spark has forgotten the job or its stage; which error that gives depends on Spark
+            log.debug("no failure of %s is known: %s", launch.group, error)
+            return _TASK_LOST
 
     def _submit(self, launch: _Launch) -> AgentOutcome | None:
-        """Run the slot's job to its end. None: its task was lost, and Spark ran it again."""
+        """Run the slot's job to its end. Returns None if its task was lost and Spark ran it again."""
         sc = self._sc
         payload = self._payload_for_slot(launch.slot)
-        # Local properties belong to the JVM thread that pinned mode gives this thread; a fresh one has none.
+        # Local properties belong to a JVM thread. In pinned mode this Python thread has a new one, without any.
         jvm_context(sc).setLocalProperties(self._properties.clone())
-        # Not interruptOnCancel: an interrupt does not reach the Python process any sooner. Either way the executor
-        # kills it 2-4 s after the cancellation (spark.python.task.killTimeout), so agents are told to end first.
+        # No interruptOnCancel: an interrupt does not reach the Python process any sooner. With or without it the
+        # executor kills the process 2-4 s after the cancellation (spark.python.task.killTimeout), so agents are asked
+        # to end before that.
         name = f"{self._description}: worker slot {launch.slot}"
         sc.setJobGroup(launch.group, name)
-        sc.setLocalProperty("callSite.short", name)  # which `collect` would replace, and `runJob` does not
-        task = _task_of(self._agent_entry, launch.slot, launch.id, payload, self._shared_by_all(), self._apart)
+        sc.setLocalProperty("callSite.short", name)  # `runJob` keeps it; `collect` would replace it
+        task = _task_of(self._agent_entry, launch.slot, launch.id, payload, self._shared_variable(), self._apart)
         rdd = sc.parallelize([0], 1)
         if self._apart:
-            rdd.ctx = cast("SparkContext", _OwnWorkers(sc))
+            rdd.ctx = cast("SparkContext", _SeparateWorkers(sc))
         rows = sc.runJob(rdd, task)
         return AgentOutcome(*rows[0]) if rows[0] is not None else None
 
-    def _shared_by_all(self) -> Any:
-        """The broadcast variable, made by the first slot that needs it; None if nothing is shared."""
+    def _shared_variable(self) -> Any:
+        """Return the broadcast variable, created by the first slot that needs it; None if nothing is shared."""
         with self._broadcasting:
             if self._broadcast is None and self._shared is not None:
                 self._broadcast = self._sc.broadcast(self._shared)
             return self._broadcast
 
     def _destroy_broadcast(self) -> None:
-        with self._broadcasting, contextlib.suppress(Exception):  # with the context it is gone anyway
+        with self._broadcasting:
             broadcast, self._broadcast = self._broadcast, None
-            if broadcast is not None:
+        if broadcast is not None:
+            with contextlib.suppress(Exception):  # a stopped context has destroyed it, and raises errors of many kinds
                 broadcast.destroy()
 
     # --- the watcher's thread -------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Cancels what has to stop until it has stopped, and stops what Spark would silently run again."""
+        """Cancel jobs that have to stop until they have, and stop jobs whose task Spark would run again."""
         try:
             self._watch_until_closed()
             self._destroy_broadcast()
@@ -252,29 +248,30 @@ class SparkLauncher:
             close_connection(self._sc)
 
     def _watch_until_closed(self) -> None:
-        next_look = time.monotonic() + self._watch_interval_s
+        next_look = clock.monotonic() + self._watch_interval_s
         while True:
             with self._changed:
                 stopping = any(launch.stop_cause is not None for launch in self._running.values())
                 if self._closed and not self._running:
                     return
-                self._changed.wait(0.05 if stopping else max(next_look - time.monotonic(), 0.0))
+                self._changed.wait(0.05 if stopping else max(next_look - clock.monotonic(), 0.0))
                 launches = list(self._running.values())
             try:
                 for launch in launches:
                     if launch.stop_cause is not None:
                         jvm_context(self._sc).cancelJobGroup(launch.group)
-                if time.monotonic() >= next_look:
-                    next_look = time.monotonic() + self._watch_interval_s
+                if clock.monotonic() >= next_look:
+                    next_look = clock.monotonic() + self._watch_interval_s
                     for launch in launches:
                         self._stop_if_failed(launch)
-            except Exception as error:  # the context is stopping, or its JVM is gone: the jobs end by that
-                log.debug("could not look at the slots' jobs: %s", error)
+            except Exception as error:  # the context is being stopped or its JVM is gone, which ends the jobs as well
+                log.debug("could not check the slots' jobs: %s", error)
 
     def _stop_if_failed(self, launch: _Launch) -> None:
-        """Spark runs a failed task again, up to spark.task.maxFailures times, perhaps only when a slot is free.
+        """End the job at the first failure of its task.
 
-        A second run would be an agent that nobody asked for, so the first failure ends the job.
+        Spark would run the task again, up to spark.task.maxFailures times and whenever a slot is free: an agent that
+        the driver did not ask for.
         """
         if launch.stop_cause is not None:
             return
@@ -283,10 +280,11 @@ class SparkLauncher:
             self.withdraw(launch.slot, cause)
 
 
-class _OwnWorkers:
-    """A SparkContext whose Python functions run in worker processes that no other functions use.
+class _SeparateWorkers:
+    """A SparkContext whose Python functions run in worker processes that no other function uses.
 
-    Spark keeps its Python workers by the environment that a function asks for.
+    Spark keeps its idle Python workers by the environment variables that a function asks for, so one variable more is
+    enough.
     """
 
     def __init__(self, sc: SparkContext) -> None:
@@ -298,7 +296,7 @@ class _OwnWorkers:
 
 
 def kills_reused_workers(pyspark_version: str) -> bool:
-    """Whether the monitor of a cancelled task may kill a Python worker that runs another one by now (SPARK-54217)."""
+    """Return True if the monitor of a cancelled task may kill a Python worker that runs another task (SPARK-54217)."""
     numbers = re.findall(r"\d+", pyspark_version)[:2]
     return tuple(map(int, numbers)) < (4, 3)
 
@@ -306,17 +304,18 @@ def kills_reused_workers(pyspark_version: str) -> bool:
 def _task_of(
     agent_entry: AgentEntry, slot: SlotId, launch: LaunchId, payload: bytes, shared: Any, once: bool
 ) -> Callable[[Any], Any]:
-    """The function that Spark runs. It is pickled by value, so it may use nothing of this module."""
+    """Return the function that Spark runs. It is pickled by value, so it must not use names of this module."""
 
     def task(_rows: Any) -> Any:
         from pyspark import TaskContext
 
         context = TaskContext.get()
         if context is not None and context.attemptNumber() > 0:
-            # Spark's own second try: the driver starts the slot again itself. Returning ends the job without a third.
+            # Spark's own second attempt. The driver starts the slot again itself, so return, which ends the job.
             return [None]
         if once:
-            # What a worker says at the end of its task lets Spark keep it for another one. Without that it is closed.
+            # The last number that a Python worker writes after a task lets Spark keep it for another one. With this
+            # other number Spark closes it.
             from pyspark import worker
 
             write_int, lengths = worker.write_int, worker.SpecialLengths

@@ -1,21 +1,21 @@
-"""Keeps jobs that share a SparkContext from holding slots that only together would be enough for one of them.
+"""The queue of the jobs that share a SparkContext: one job at a time gathers its minimum of slots.
 
-Two jobs of three workers each on four slots: with two slots each, both would wait until their timeouts. So one job
-gathers its minimum at a time, in order of arrival; a job that has trained and fell below its minimum goes first, and a
-job that has not begun gives back what it has gathered so far for it.
+Two jobs of three workers each on four slots: with two slots each, both would wait until their timeouts. So jobs gather
+their minimum one after the other, in order of arrival. A job that has trained and fell below its minimum goes first: a
+job that has not begun to train gives back the slots that it has gathered so far.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import logging
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from spark_elastic.driver.launcher import Launcher, OnEnded
+from spark_elastic.driver.launcher import LaunchEnd, Launcher, OnEnded
 from spark_elastic.membership.reasons import LossCause, reported
-from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, SlotId
 
 if TYPE_CHECKING:
@@ -25,147 +25,158 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Turn(enum.Enum):
+class QueueState(enum.Enum):
+    """The position of a job in the queue."""
+
     WAITING = "another job is gathering its workers"
     GATHERING = "gathering its minimum"
     HOLDING = "has its minimum"
 
 
-class Ticket:
-    """One job's place in the queue. Made by `SlotArbiter.enter`."""
+class Reservation:
+    """One job's entry in the queue. Made by `SlotQueue.enter`."""
 
-    def __init__(self, arbiter: SlotArbiter, job: str, on_change: Callable[[], None]) -> None:
-        self._arbiter = arbiter
+    def __init__(self, queue: SlotQueue, job: str, on_change: Callable[[], None]) -> None:
+        self._queue = queue
         self.job = job
         self.on_change = on_change
-        self.turn = Turn.WAITING
+        self.state = QueueState.WAITING
         self.has_begun = False
-        """Whether it ever held its minimum: then its agents hold a training state and are not taken from it."""
+        """True once the job has held its minimum: its agents may hold a training state and are not taken from it."""
 
     def gathered(self) -> None:
-        """The job has its minimum; the next one may gather."""
-        self._arbiter._move(self, Turn.HOLDING)
+        """Report that the job has its minimum; the next job may gather."""
+        self._queue._move(self, QueueState.HOLDING)
 
     def short(self) -> None:
-        """The job fell below its minimum and has to gather again."""
-        self._arbiter._move(self, Turn.WAITING)
+        """Report that the job fell below its minimum and has to gather again."""
+        self._queue._move(self, QueueState.WAITING)
 
     def leave(self) -> None:
-        """The job is over, however it ended. Repeats are harmless."""
-        self._arbiter._leave(self)
+        """Leave the queue at the end of the job. May be called again."""
+        self._queue._leave(self)
 
     def is_contended(self) -> bool:
-        """Whether another job waits for its minimum."""
-        return self._arbiter._others_wait(self)
+        """Return True if another job waits for its minimum."""
+        return self._queue._others_wait(self)
 
     def waits_for(self) -> str | None:
-        """The job that gathers now, if it is another one; for the reason of a wait."""
-        return self._arbiter._who_gathers_before(self)
+        """Return the name of the job that gathers now, if it is another one."""
+        return self._queue._other_gathering(self)
 
 
-class SlotArbiter:
-    """The queue of the jobs of one SparkContext. Any thread may call; `on_change` is called without the lock."""
+class SlotQueue:
+    """The queue of the jobs of one SparkContext.
+
+    Any thread may call it. `on_change` is called without the lock.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tickets: list[Ticket] = []  # in order of arrival
+        self._reservations: list[Reservation] = []
+        """In order of arrival."""
 
-    def enter(self, job: str, on_change: Callable[[], None]) -> Ticket:
-        """Queue up. `on_change` is called, from any thread, whenever a ticket of this arbiter moves: look again."""
-        ticket = Ticket(self, job, on_change)
+    def enter(self, job: str, on_change: Callable[[], None]) -> Reservation:
+        """Add a job. `on_change` is called, from any thread, whenever the state of any reservation may have changed."""
+        reservation = Reservation(self, job, on_change)
         with self._lock:
-            self._tickets.append(ticket)
+            self._reservations.append(reservation)
             others = self._settle()
-        _tell(others)
-        return ticket
+        _notify(others)
+        return reservation
 
-    def _move(self, ticket: Ticket, turn: Turn) -> None:
+    def _move(self, reservation: Reservation, state: QueueState) -> None:
         with self._lock:
-            if ticket not in self._tickets or ticket.turn is turn:
+            if reservation not in self._reservations or reservation.state is state:
                 return
-            if turn is Turn.WAITING and ticket.turn is Turn.GATHERING:
-                return  # it is gathering already
-            ticket.turn = turn
-            ticket.has_begun = ticket.has_begun or turn is Turn.HOLDING
-            others = self._settle()
-        _tell(others)
-
-    def _leave(self, ticket: Ticket) -> None:
-        with self._lock:
-            if ticket not in self._tickets:
+            if state is QueueState.WAITING and reservation.state is QueueState.GATHERING:
                 return
-            self._tickets.remove(ticket)
+            reservation.state = state
+            reservation.has_begun = reservation.has_begun or state is QueueState.HOLDING
             others = self._settle()
-        _tell(others)
+        _notify(others)
 
-    def _settle(self) -> list[Ticket]:
-        """Give the turn to whoever is next; returns whom to tell."""
-        gathering = next((t for t in self._tickets if t.turn is Turn.GATHERING), None)
-        waiting = [t for t in self._tickets if t.turn is Turn.WAITING]
-        urgent = next((t for t in waiting if t.has_begun), None)
+    def _leave(self, reservation: Reservation) -> None:
+        with self._lock:
+            if reservation not in self._reservations:
+                return
+            self._reservations.remove(reservation)
+            others = self._settle()
+        _notify(others)
+
+    def _settle(self) -> list[Reservation]:
+        """Let the next job gather if none does. Returns the reservations to notify."""
+        gathering = next((each for each in self._reservations if each.state is QueueState.GATHERING), None)
+        waiting = [each for each in self._reservations if each.state is QueueState.WAITING]
+        urgent = next((each for each in waiting if each.has_begun), None)
         if gathering is not None and not gathering.has_begun and urgent is not None:
-            gathering.turn = Turn.WAITING
+            gathering.state = QueueState.WAITING
             gathering = None
         if gathering is None and waiting:
-            (urgent or waiting[0]).turn = Turn.GATHERING
-        return list(self._tickets)
+            (urgent or waiting[0]).state = QueueState.GATHERING
+        return list(self._reservations)
 
-    def _others_wait(self, ticket: Ticket) -> bool:
+    def _others_wait(self, mine: Reservation) -> bool:
         with self._lock:
-            return any(other.turn is not Turn.HOLDING for other in self._tickets if other is not ticket)
+            return any(each.state is not QueueState.HOLDING for each in self._reservations if each is not mine)
 
-    def _who_gathers_before(self, ticket: Ticket) -> str | None:
+    def _other_gathering(self, mine: Reservation) -> str | None:
         with self._lock:
-            return next((t.job for t in self._tickets if t.turn is Turn.GATHERING and t is not ticket), None)
+            gathering = (each for each in self._reservations if each.state is QueueState.GATHERING)
+            return next((each.job for each in gathering if each is not mine), None)
 
 
-def _tell(tickets: list[Ticket]) -> None:
-    for ticket in tickets:
-        ticket.on_change()
+def _notify(reservations: list[Reservation]) -> None:
+    for reservation in reservations:
+        reservation.on_change()
 
 
-_arbiters: dict[str, SlotArbiter] = {}
-_arbiters_lock = threading.Lock()
+_queues: dict[str, SlotQueue] = {}
+_queues_lock = threading.Lock()
 
 
-def arbiter_of(sc: SparkContext) -> SlotArbiter:
-    """The one arbiter of this SparkContext."""
-    with _arbiters_lock:
-        return _arbiters.setdefault(str(sc.applicationId), SlotArbiter())
+def queue_of(sc: SparkContext) -> SlotQueue:
+    """Return the queue of this SparkContext; there is one for each."""
+    with _queues_lock:
+        return _queues.setdefault(str(sc.applicationId), SlotQueue())
 
 
-class AdmittedLauncher:
-    """A `Launcher` that passes launches on when it is the job's turn, and holds them until then.
+class QueuedLauncher:
+    """A `Launcher` that holds launches back until the queue lets the job gather, then passes them on to another one.
 
-    While another job waits for its minimum, this one is held to its own: launches beyond it stay held, and those that
-    no agent has answered yet are taken back. A slot taken back counts as launched all along; its end is not reported.
+    While another job waits for its minimum, this job is limited to its own: further launches are held back, and
+    launches beyond it that no agent has answered yet are withdrawn and held again. To the driver a slot that is held
+    again is still launched; the end of the withdrawn launch is not reported.
 
     Args:
-        need: the job's min_num_proc.
-        build: makes the launcher that does the work, given the `on_ended` it has to call.
-        on_ended: the driver's; called for held slots that are withdrawn, too.
+        queue: The queue of the SparkContext.
+        job: The job's name.
+        need: The job's min_num_proc.
+        build: Makes the launcher that does the work, from the `on_ended` that it has to call.
+        on_ended: The driver's. It is also called for held slots that are withdrawn.
     """
 
     def __init__(
-        self, arbiter: SlotArbiter, job: str, need: int, build: Callable[[OnEnded], Launcher], on_ended: OnEnded
+        self, queue: SlotQueue, job: str, need: int, build: Callable[[OnEnded], Launcher], on_ended: OnEnded
     ) -> None:
         self._need = need
         self._on_ended = on_ended
         self._lock = threading.RLock()
         self._held: set[SlotId] = set()
         self._launched: set[SlotId] = set()
-        self._taken_back: dict[SlotId, LossCause | None] = {}  # the reason of a withdrawal that came meanwhile
+        self._taken_back: dict[SlotId, LossCause | None] = {}
+        """Slots whose launch is being withdrawn, to be held again; with the reason if the driver withdrew them too."""
         self._joined: frozenset[SlotId] = frozenset()
         self._closed = False
         self._launcher = build(self._ended)
-        self._arbiter = arbiter
+        self._queue = queue
         self._job = job
-        self._ticket: Ticket | None = None
-        self._said: str | None = None
+        self._reservation: Reservation | None = None
+        self._logged: str | None = None
 
     def launch(self, slot: SlotId) -> None:
-        if self._ticket is None:  # not before: a job that cannot be placed yet keeps nobody waiting
-            self._ticket = self._arbiter.enter(self._job, self._look_again)
+        if self._reservation is None:  # entered now and not before: a job that cannot be placed yet blocks no other
+            self._reservation = self._queue.enter(self._job, self._look_again)
         with self._lock:
             if slot in self._held or slot in self._launched or slot in self._taken_back:
                 raise ValueError(f"slot {slot} is still running; wait for its end before the next launch")
@@ -175,7 +186,7 @@ class AdmittedLauncher:
     def withdraw(self, slot: SlotId, cause: LossCause) -> None:
         with self._lock:
             if slot in self._taken_back:
-                self._taken_back[slot] = cause  # its end will be reported after all
+                self._taken_back[slot] = cause
                 return
             if slot in self._launched:
                 self._launcher.withdraw(slot, cause)
@@ -183,32 +194,28 @@ class AdmittedLauncher:
             if slot not in self._held:
                 return
             self._held.remove(slot)
-        self._on_ended(slot, cause, None)
+        self._on_ended(LaunchEnd(slot, cause))
 
     def admit(self, slot: SlotId, launch: LaunchId) -> bool:
         with self._lock:
             if slot not in self._launched or not self._launcher.admit(slot, launch):
                 return False
-            self._joined |= {slot}  # from here on it is not taken back as one that no agent has answered
+            self._joined |= {slot}  # from now on its launch is not taken back as one without an agent
             return True
 
     def agents_joined(self, slots: frozenset[SlotId]) -> None:
-        """The slots that have a live agent now; to be told at each change."""
         with self._lock:
             had, self._joined = len(self._joined), slots
-        if self._ticket is None:
+        if self._reservation is None:
             return
         if len(slots) >= self._need:
-            self._ticket.gathered()
+            self._reservation.gathered()
         elif had >= self._need:
-            self._ticket.short()
+            self._reservation.short()
         self._look_again()
 
     def gone(self) -> str | None:
         return self._launcher.gone()
-
-    def could_not_submit(self, slot: SlotId) -> bool:
-        return self._launcher.could_not_submit(slot)
 
     def close(self, deadline_s: float) -> None:
         with self._lock:
@@ -217,18 +224,19 @@ class AdmittedLauncher:
         try:
             self._launcher.close(deadline_s)
         finally:
-            if self._ticket is not None:
-                self._ticket.leave()
+            if self._reservation is not None:
+                self._reservation.leave()
         for slot in sorted(held):
-            self._on_ended(slot, reported("the job is over"), None)
+            self._on_ended(LaunchEnd(slot, reported("the job is over")))
 
     def _look_again(self) -> None:
+        """Take back launches above the limit, and pass on held ones below it."""
         with self._lock:
-            ticket = self._ticket
-            if self._closed or ticket is None:  # the arbiter's first call comes from within `enter`
+            reservation = self._reservation
+            if self._closed or reservation is None:  # None: the queue's first call comes from within `enter`
                 return
-            limit = self._limit(ticket)
-            spare = sorted(self._launched - self._keepable(ticket), reverse=True)
+            limit = self._limit(reservation)
+            spare = sorted(self._launched - self._keepable(reservation), reverse=True)
             while len(self._launched) > limit and spare:
                 slot = spare.pop(0)
                 self._launched.remove(slot)
@@ -238,36 +246,38 @@ class AdmittedLauncher:
                 self._held.remove(slot)
                 self._launched.add(slot)
                 self._launcher.launch(slot)
-            self._say(ticket.waits_for() if self._held else None)
+            self._log_wait(reservation.waits_for() if self._held else None)
 
-    def _say(self, before: str | None) -> None:
-        if before is not None and before != self._said:
+    def _log_wait(self, before: str | None) -> None:
+        if before is not None and before != self._logged:
             log.info("%s holds %d launches back until job %s has its workers", self._job, len(self._held), before)
-        self._said = before
+        self._logged = before
 
-    def _limit(self, ticket: Ticket) -> int:
-        """How many slots may be launched now."""
-        if ticket.turn is Turn.WAITING:
-            return len(self._joined) if ticket.has_begun else 0
-        if ticket.is_contended():
+    def _limit(self, reservation: Reservation) -> int:
+        """Return the number of slots that may be launched now."""
+        if reservation.state is QueueState.WAITING:
+            return len(self._joined) if reservation.has_begun else 0
+        if reservation.is_contended():
             return max(self._need, len(self._joined))
         return len(self._launched) + len(self._held)
 
-    def _keepable(self, ticket: Ticket) -> frozenset[SlotId]:
-        """Slots that are not taken back: those whose agents may hold a state."""
-        return frozenset() if ticket.turn is Turn.WAITING and not ticket.has_begun else self._joined
+    def _keepable(self, reservation: Reservation) -> frozenset[SlotId]:
+        """Return the slots that are not taken back because their agents may hold a state."""
+        not_begun = reservation.state is QueueState.WAITING and not reservation.has_begun
+        return frozenset() if not_begun else self._joined
 
-    def _ended(self, slot: SlotId, cause: LossCause, outcome: AgentOutcome | None) -> None:
+    def _ended(self, end: LaunchEnd) -> None:
+        slot = end.slot
         with self._lock:
             if slot in self._taken_back:
                 withdrawn = self._taken_back.pop(slot)
-                report = withdrawn is not None or outcome is not None or self._closed
-                cause = withdrawn or cause
+                report = withdrawn is not None or end.outcome is not None or self._closed
+                end = dataclasses.replace(end, cause=withdrawn or end.cause)
                 if not report:
                     self._held.add(slot)
             else:
                 self._launched.discard(slot)
                 report = True
         if report:
-            self._on_ended(slot, cause, outcome)
+            self._on_ended(end)
         self._look_again()

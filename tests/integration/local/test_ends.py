@@ -112,9 +112,9 @@ def test_a_finished_workers_result_that_is_lost_with_its_agent_is_made_again(sta
         preimport=PREIMPORT,
         cooldown_range=None,
     )
-    wait_until(lambda: 2 in job._driver._machine._roster.states[WorkerState.DONE], WAIT_S, "worker 2 is done")
+    wait_until(lambda: 2 in job._driver._machine.registry.states[WorkerState.DONE], WAIT_S, "worker 2 is done")
     pids = job._driver._launcher.agent_pids()
-    os.kill(pids[job._driver._machine._roster.workers[2].place.slot], signal.SIGKILL)
+    os.kill(pids[job._driver._machine.registry.workers[2].place.slot], signal.SIGKILL)
     wait_until(lambda: "round 1 broke" in job.status().waiting_for, WAIT_S, "the loss is seen")
     assert "after the loop" in job.status().waiting_for
     (tmp_path / "go").touch()
@@ -134,7 +134,7 @@ def test_a_finished_worker_is_run_again_in_its_process_when_another_dies(start_j
         preimport=PREIMPORT,
         cooldown_range=None,
     )
-    wait_until(lambda: 2 in job._driver._machine._roster.states[WorkerState.DONE], WAIT_S, "worker 2 is done")
+    wait_until(lambda: 2 in job._driver._machine.registry.states[WorkerState.DONE], WAIT_S, "worker 2 is done")
     wait_until(lambda: len(ends.diary(tmp_path)) >= 2, WAIT_S, "both have come behind the loop")
     entries = dict(line.split(" process ") for line in ends.diary(tmp_path))
     first, second = (int(entries[f"rank {rank}"].split()[0]) for rank in range(2))

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from spark_elastic import LocalLauncher
+from spark_elastic.driver.launcher import LaunchEnd
 from spark_elastic.errors import LaunchError, NotEnoughSlotsError, UnknownInterfaceError
 from spark_elastic.membership.reasons import reported
 from tests.integration.local import loops
@@ -24,8 +25,8 @@ class Launcher(LocalLauncher):
         super().__init__(preimport=())
         self._run = run_agent
 
-    def bind(self, order, on_ended):
-        agents = super().bind(order, on_ended)
+    def bind(self, spec, on_ended):
+        agents = super().bind(spec, on_ended)
         agents._run_agent = functools.partial(self._run, agents._run_agent, agents)
         return agents
 
@@ -33,11 +34,11 @@ class Launcher(LocalLauncher):
 def without_interface(agents, slot):
     process = subprocess.run(
         [sys.executable, "-m", "tests.integration.local.bare_agent"],
-        input=pickle.dumps((agents._order, slot, "127.0.0.1", 1)),
+        input=pickle.dumps((agents._spec, slot, "127.0.0.1", 1)),
         capture_output=True,
     )
     outcome = pickle.loads(process.stdout)
-    return outcome.cause, outcome
+    return LaunchEnd(slot, outcome.cause, outcome)
 
 
 def test_an_agent_that_nobody_reaches_is_sent_away_and_the_job_goes_on(start_job, tmp_path):
@@ -53,7 +54,7 @@ def test_an_agent_that_nobody_reaches_is_sent_away_and_the_job_goes_on(start_job
         loops.steps, (str(tmp_path), 100_000), num_proc=2, min_num_proc=1, launcher=Launcher(run_agent), verbose=0
     )
     wait_until(lambda: job.status().size == 2, WAIT_S, "the slot gets a usable agent")
-    assert ["has no interface with an IPv4 address" in cause.detail for cause, _ in told] == [True, True]
+    assert ["has no interface with an IPv4 address" in end.cause.detail for end in told] == [True, True]
     job.cancel()
 
 
@@ -82,7 +83,7 @@ def test_a_driver_that_can_launch_nothing_says_so_at_once(start_job, tmp_path):
 
 def test_why_an_agent_never_joined_is_told_in_the_wait_and_in_the_error(start_job, tmp_path):
     def run_agent(real, agents, slot):
-        return real(slot) if slot == 0 else (reported("No space left on device"), None)
+        return real(slot) if slot == 0 else LaunchEnd(slot, reported("No space left on device"))
 
     job = start_job(loops.steps, (str(tmp_path), 10), num_proc=2, launcher=Launcher(run_agent), start_timeout=8)
     wait_until(lambda: "No space left on device" in job.status().waiting_for, WAIT_S, "the reason is told")

@@ -23,7 +23,7 @@ def cluster():
 def test_hosts_with_addresses_of_their_own_train_and_recover(jobs, cluster):
     job, diary = jobs.train(2)
     world = diary.wait_for_world(2)
-    assert {member.place.host for member in job._driver._world.members} == set(cluster.worker_hosts())
+    assert {member.place.host for member in job._driver._peers.world.members} == set(cluster.worker_hosts())
     cluster.kill_executor(executor_of(cluster, world[0]["pid"]))
     diary.wait_for_world(2, after=world[0]["round"])
     assert len(finished(job, diary)) == 2
@@ -33,7 +33,7 @@ def test_a_host_whose_link_is_down_is_left_behind_and_ends_its_worker_itself(job
     job, diary = jobs.train(2, heartbeat_timeout=4, elastic_timeout=12)  # the latter for a driver that may be paused
     world = diary.wait_for_world(2)
     cut_off = world[0]
-    host = next(m.place.host for m in job._driver._world.members if m.rank == 0)
+    host = next(m.place.host for m in job._driver._peers.world.members if m.rank == 0)
     cluster.link_down(host)
     try:
         alone = diary.wait_for_world(1, after=cut_off["round"])

@@ -62,8 +62,8 @@ def host_of(job, entry):
     """The host of a worker, found by the driver's account of who was where."""
     return next(
         member.place.host
-        for member in job._driver._world.members
-        if job._driver._world.round == entry["round"] and member.rank == entry["rank"]
+        for member in job._driver._peers.world.members
+        if job._driver._peers.world.round == entry["round"] and member.rank == entry["rank"]
     )
 
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spark_elastic.membership.reasons import LossCause
+from spark_elastic.driver.launcher import LaunchEnd
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.wording import loss_in_words
 from tests.integration.processes import wait_until
@@ -47,9 +47,9 @@ class Ends:
     seen: list[tuple[int, str, AgentOutcome | None, float]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __call__(self, slot: int, cause: LossCause, outcome: AgentOutcome | None) -> None:
+    def __call__(self, end: LaunchEnd) -> None:
         with self.lock:
-            self.seen.append((slot, loss_in_words(cause), outcome, time.monotonic()))
+            self.seen.append((end.slot, loss_in_words(end.cause), end.outcome, time.monotonic()))
 
     def wait_for(self, count: int, timeout_s: float = WAIT_S) -> list[tuple[int, str, AgentOutcome | None, float]]:
         wait_until(lambda: len(self.seen) >= count, timeout_s, f"{count} ends (had {self.seen})")

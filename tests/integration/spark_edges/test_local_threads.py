@@ -11,6 +11,7 @@ import pytest
 
 from spark_elastic.driver.preflight import check_spark
 from spark_elastic.driver.spark.discovery import SparkHostDiscovery
+from spark_elastic.driver.spark.executors import ExecutorWatch
 from spark_elastic.driver.spark.launcher import SparkLauncher, kills_reused_workers
 from spark_elastic.errors import JobCancelledError, NoSparkContextError, NotEnoughSlotsError, NotPicklableError
 from spark_elastic.membership.reasons import Wait, WaitKind, reported
@@ -131,11 +132,11 @@ def test_slot_can_be_launched_again_from_its_end_but_not_before(launch):
     again = threading.Event()
     ends = Ends()
 
-    def relaunch(slot, why, outcome):
-        ends(slot, why, outcome)
+    def relaunch(end):
+        ends(end)
         if not again.is_set():
             again.set()
-            launcher.launch(slot)
+            launcher.launch(end.slot)
 
     launcher, _ = launch("return x", relaunch)
     launcher.launch(0)
@@ -226,7 +227,7 @@ def test_too_few_slots_are_reported_with_the_numbers_after_the_timeout(cluster):
     with pytest.raises(NotEnoughSlotsError, match="4 of 5 slots were available after 0 s") as caught:
         discovery.wait_for_slots(5, 0.3, on_wait=lambda wait, until: said.append(wait))
     assert "1 executor with 4 slots in all (spark.task.cpus=1)" in str(caught.value)
-    assert said == [Wait(WaitKind.SLOTS, have=4, need=5)]
+    assert said == [Wait(WaitKind.SLOTS, have=4, need=5, left_s=0.3)]
 
 
 def test_probe_of_busy_slots_ends_at_its_deadline_and_leaves_no_job(cluster, launch, tmp_path):
@@ -247,7 +248,8 @@ def test_waits_end_when_told_to_stop(cluster):
 
 def test_watch_of_local_mode_starts_no_thread(cluster):
     before = Before()
-    watch = SparkHostDiscovery(cluster.sc, slot_report).watch(lambda event: None)
+    watch = ExecutorWatch(cluster.sc)
+    watch.start(lambda event: None)
     assert before.threads() == []
     watch.close()
 

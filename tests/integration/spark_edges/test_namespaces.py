@@ -7,6 +7,7 @@ import queue
 import pytest
 
 from spark_elastic.driver.spark.discovery import SparkHostDiscovery
+from spark_elastic.driver.spark.executors import ExecutorWatch
 from spark_elastic.driver.spark.launcher import SparkLauncher
 from spark_elastic.membership.events import ExecutorLost
 from spark_elastic.task.spark_agent import slot_report
@@ -37,9 +38,9 @@ def test_each_slot_has_its_own_host_with_its_own_interface(cluster):
 def test_silent_host_is_lost_after_sparks_own_timeout_and_close_does_not_wait_for_it(cluster, tmp_path):
     events: queue.Queue[object] = queue.Queue()
     ends, before = Ends(), Before()
-    discovery = SparkHostDiscovery(cluster.sc, slot_report)
     launcher = SparkLauncher(cluster.sc, fake_agent, lambda slot: f"stay {tmp_path}".encode(), ends, description="test")
-    watch = discovery.watch(events.put)
+    watch = ExecutorWatch(cluster.sc)
+    watch.start(events.put)
     host = cluster.worker_hosts()[0]
     try:
         launcher.launch(0)

@@ -65,19 +65,20 @@ def test_listeners_come_and_go_without_a_trace_in_either_process(cluster):
 
 
 def test_killed_executor_is_reported_once_with_its_exit_code_and_its_successor_is_added(cluster):
-    events, facts = queue.Queue(), queue.Queue()
-    watch = ExecutorWatch(cluster.sc, events.put, on_fact=facts.put)
+    events = queue.Queue()
+    watch, listener = ExecutorWatch(cluster.sc), ExecutorListener(cluster.sc)
+    watch.start(events.put)
     try:
         victim = sorted(cluster.executors())[0]
         cluster.kill_executor(victim)
         assert events.get(timeout=WAIT_S) == ExecutorLost(victim, loss_of_executor("Command exited with code 137"))
-        added = facts.get(timeout=WAIT_S)
-        while not isinstance(added, ExecutorAdded):
-            added = facts.get(timeout=WAIT_S)
+        seen = [listener.poll(WAIT_S), listener.poll(WAIT_S)]
+        (added,) = (event for event in seen if isinstance(event, ExecutorAdded))
         assert added.host in cluster.worker_hosts()
         assert added.cores == 1
         assert events.empty()
     finally:
+        listener.close()
         watch.close()
 
 
@@ -92,7 +93,8 @@ def test_decommissioned_executor_is_announced_while_its_agent_still_runs(cluster
     events, before = queue.Queue(), Before()
     ends = Ends()
     launcher = SparkLauncher(cluster.sc, fake_agent, lambda slot: f"stay {tmp_path}".encode(), ends, description="test")
-    watch = ExecutorWatch(cluster.sc, events.put)
+    watch = ExecutorWatch(cluster.sc)
+    watch.start(events.put)
     try:
         for slot in range(3):
             launcher.launch(slot)

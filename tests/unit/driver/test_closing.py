@@ -12,7 +12,7 @@ def test_closings_run_beside_one_another():
     assert not together.broken
 
 
-def test_a_closing_that_raises_keeps_no_other_from_being_called(caplog):
+def test_closing_that_raises_does_not_prevent_the_others(caplog):
     closed = threading.Event()
 
     def broken():

@@ -15,7 +15,7 @@ class Moody(io.StringIO):
         return super().write(text)
 
 
-def test_a_target_that_raises_costs_its_line_alone_and_is_said_once(monkeypatch):
+def test_target_that_raises_loses_only_that_line_and_is_reported_once(monkeypatch):
     last_resort = io.StringIO()
     monkeypatch.setattr(sys, "__stderr__", last_resort)
     target = Moody()
@@ -28,7 +28,7 @@ def test_a_target_that_raises_costs_its_line_alone_and_is_said_once(monkeypatch)
     )
 
 
-def test_without_a_stdout_the_printer_goes_on_with_stderr(monkeypatch):
+def test_printer_without_stdout_still_writes_to_stderr(monkeypatch):
     errors = io.StringIO()
     monkeypatch.setattr(sys, "stdout", None)
     printer = OutputPrinter(None, errors)

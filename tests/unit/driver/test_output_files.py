@@ -8,7 +8,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.output import OutputFiles, OutputPrinter
 
 
-def test_each_rank_has_files_of_its_own_beside_what_is_printed(tmp_path: Path, capsys) -> None:
+def test_each_rank_has_its_own_files_besides_the_printed_lines(tmp_path: Path, capsys) -> None:
     files = OutputFiles(tmp_path)
     printer = OutputPrinter(copy=files.take)
     printer.worker_lines("0", "stdout", ("one", "two"))
@@ -29,7 +29,7 @@ def test_a_second_job_adds_to_the_first_ones_files(tmp_path: Path) -> None:
     assert (tmp_path / "rank.0" / "stdout").read_text() == "first\nsecond\n"
 
 
-def test_where_nothing_can_be_appended_each_flush_is_a_file(tmp_path: Path) -> None:
+def test_storage_without_append_gets_one_file_per_flush(tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     store = Store.create("memory://logs")
     for text in ("first", "second"):
@@ -40,7 +40,7 @@ def test_where_nothing_can_be_appended_each_flush_is_a_file(tmp_path: Path) -> N
     fsspec.filesystem("memory").store.clear()
 
 
-def test_a_store_that_fails_costs_the_job_nothing(tmp_path: Path, caplog) -> None:
+def test_failing_store_does_not_fail_the_job(tmp_path: Path, caplog) -> None:
     (tmp_path / "rank.0").write_text("in the way of the folder")
     files = OutputFiles(tmp_path)
     files.take("0", "stdout", "lost")

@@ -163,7 +163,7 @@ def test_a_peer_without_the_key_gets_nothing_but_the_greeting(served):
     assert served.listener.told == []
 
 
-def test_connections_over_the_budget_wait_for_the_place_of_the_oldest(served):
+def test_connections_over_the_limit_wait_until_the_oldest_is_closed(served):
     strangers = [socket.create_connection(served.address) for _ in range(LIMIT + 1)]
     strangers[0].settimeout(4)  # less than the handshake's own deadline
     assert is_closed(strangers[0])
@@ -174,7 +174,7 @@ def test_connections_over_the_budget_wait_for_the_place_of_the_oldest(served):
         stranger.close()
 
 
-def test_nobody_is_locked_out_by_connections_that_idle(served):
+def test_idle_connections_do_not_lock_out_others(served):
     strangers = [socket.create_connection(served.address) for _ in range(LIMIT)]
     _, inbox = served.client(HELLO)  # tries again until one of them counts as idle
     inbox.wait_for("message", wire.AgentWelcome(1.0, 5.0))
@@ -191,7 +191,7 @@ def is_closed(sock):
         return True
 
 
-def test_more_peers_at_once_than_the_budget_all_get_in_by_trying_again(served):
+def test_more_peers_at_once_than_the_limit_all_connect_by_retrying(served):
     inboxes = []
 
     def join():
@@ -207,7 +207,7 @@ def test_more_peers_at_once_than_the_budget_all_get_in_by_trying_again(served):
         inbox.wait_for("message", wire.AgentWelcome(1.0, 5.0))
 
 
-def test_a_stranger_who_sends_half_a_greeting_costs_the_server_nothing(served):
+def test_half_a_greeting_does_not_harm_the_server(served):
     stranger = socket.create_connection(served.address)
     stranger.sendall(MAGIC)
     _, inbox = served.client(HELLO)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.driver.launcher import LoopResults, Results
+from spark_elastic.driver.launcher import LaunchEnd, LoopResults, WorkerResults
 from spark_elastic.errors import ResultError
 from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.states import AgentOutcome
@@ -13,14 +13,14 @@ from spark_elastic.wire.messages import LoopResult
 KILLED = reported("executor 3 was killed")
 
 
-def arrived(of: dict[int, bytes], lost: dict[int, LossCause]) -> Results:
+def arrived(of: dict[int, bytes], lost: dict[int, LossCause]) -> WorkerResults:
     """Workers 5, 6, 7 of slots 0, 1, 2 had finished, with ranks in that order."""
-    out = Results()
+    out = WorkerResults()
     out.expect((5, 6, 7), {0: 5, 1: 6, 2: 7})
     for slot, result in of.items():
-        out.slot_ended(slot, reported("returned"), AgentOutcome(5 + slot, result, "returned"))
+        out.slot_ended(LaunchEnd(slot, reported("returned"), AgentOutcome(5 + slot, result, "returned")))
     for slot, cause in lost.items():
-        out.slot_ended(slot, cause, None)
+        out.slot_ended(LaunchEnd(slot, cause))
     return out
 
 
@@ -28,7 +28,7 @@ def test_results_come_by_rank():
     assert arrived({2: b"c", 0: b"a", 1: b"b"}, {}).in_rank_order() == [b"a", b"b", b"c"]
 
 
-def test_a_result_that_is_lost_on_its_way_is_an_error_and_not_a_shorter_list():
+def test_lost_result_is_an_error_and_not_a_shorter_list():
     with pytest.raises(ResultError, match="the results of ranks 0, 2 were lost on their way: executor 3 was killed"):
         arrived({1: b"b"}, {0: KILLED, 2: KILLED}).in_rank_order()
 
@@ -38,13 +38,13 @@ def test_results_that_are_all_lost_are_an_error():
         arrived({}, {}).in_rank_order()
 
 
-def test_result_that_spark_refuses_is_reported_with_the_remedy():
+def test_result_that_spark_refused_for_its_size_is_reported_with_the_remedy():
     refused = LossCause(LossKind.RESULT_TOO_BIG, detail="a result is too big for Spark; raise the limit")
     with pytest.raises(ResultError, match="2 of 3 results did not arrive: a result is too big for Spark; raise"):
         arrived({1: b"b"}, {0: refused, 2: KILLED}).in_rank_order()
 
 
-def test_who_is_sent_on_gets_the_results_of_the_loops_before_also_of_one_that_comes_late():
+def test_newcomer_that_skips_loops_gets_their_results_also_late_ones():
     loops = LoopResults()
     first, second, third = (LoopResult(number, "", b"r%d" % number) for number in (1, 2, 3))
     assert loops.offered(first) == []
@@ -56,7 +56,7 @@ def test_who_is_sent_on_gets_the_results_of_the_loops_before_also_of_one_that_co
     assert loops.offered(second) == []
 
 
-def test_results_of_loops_do_not_fill_the_driver():
+def test_size_of_loop_results_is_limited():
     loops = LoopResults()
     loops.offered(LoopResult(1, "", bytes(40 << 20)))
     loops.offered(LoopResult(2, "", bytes(40 << 20)))

@@ -11,7 +11,7 @@ import pytest
 from spark_elastic.membership.topology import SlotReport
 from spark_elastic.task import agent as agents
 from spark_elastic.task.agent import ProbePort
-from spark_elastic.wire.launch_spec import AgentOrder
+from spark_elastic.wire.launch_spec import LaunchSpec
 
 WAIT_S = 20.0
 
@@ -76,7 +76,7 @@ def test_agent_listens_on_the_chosen_interfaces_only(nics, listens, monkeypatch)
             found.update(sock.getsockname()[0] for sock in self._sockets)
 
     monkeypatch.setattr(agents, "ProbePort", Noting)
-    order = AgentOrder("job", (), b"k" * 32, b"", 0.1, "", nics=nics, preimport=())
+    order = LaunchSpec("job", (), b"k" * 32, b"", 0.1, "", nics=nics, preimport=())
     report = SlotReport("host", "1", {"a": "127.0.0.2", "b": "127.0.0.3"}, 1, {}, "3.11")
     agents.run_agent(order, 0, 1, report)
     assert found == listens

@@ -7,7 +7,7 @@ import os
 import signal
 
 from spark_elastic.task.worker_process import WorkerProcess, process_state, worker_environment
-from spark_elastic.wire.launch_spec import AgentOrder
+from spark_elastic.wire.launch_spec import LaunchSpec
 
 WAIT_S = 20.0
 
@@ -40,7 +40,7 @@ sys.stdout.flush()
 def kill_worker_with_endlessly_writing_child(tmp_path, own_group):
     """Kill such a worker; return its exit code as the agent sees it, and the child's process id."""
     (tmp_path / "chatterbox.py").write_text(CHATTERBOX.format(own_group=own_group))
-    order = AgentOrder("job", (), b"", b"", 1.0, "", preimport=("chatterbox",))
+    order = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=("chatterbox",))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ".")])}
 
     async def live():
@@ -68,7 +68,7 @@ def test_writing_child_outside_of_the_process_group_does_not_delay_it_either(tmp
 
 
 def test_stopped_process_is_not_seen_running():
-    order = AgentOrder("job", (), b"", b"", 1.0, "", preimport=())
+    order = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=())
 
     async def live():
         watcher = Watcher()
@@ -86,7 +86,7 @@ def test_stopped_process_is_not_seen_running():
 
 
 def test_openmp_threads_wait_passively_unless_the_user_sets_otherwise():
-    order = AgentOrder("job", (), b"", b"", 1.0, "")
+    order = LaunchSpec("job", (), b"", b"", 1.0, "")
     assert worker_environment(order, {}, [], 2, ())["OMP_WAIT_POLICY"] == "passive"
     assert worker_environment(order, {"OMP_WAIT_POLICY": "active"}, [], 2, ())["OMP_WAIT_POLICY"] == "active"
 
@@ -102,7 +102,7 @@ for run, data in ((1, first), (2, second)):
         data = data[os.write(fd, data[:70_000]):]
 os._exit(0)
 """)
-    order = AgentOrder("job", (), b"", b"", 1.0, "", preimport=("twice",))
+    order = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=("twice",))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ".")])}
 
     async def live():

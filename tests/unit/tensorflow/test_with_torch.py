@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from spark_elastic.task.worker_process import worker_environment
-from spark_elastic.wire.launch_spec import AgentOrder, modules_of
+from spark_elastic.wire.launch_spec import LaunchSpec, modules_of
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -47,8 +47,8 @@ def test_both_work_in_one_process_whichever_is_imported_first(first, second):
     assert few < 40 + many  # what the libraries have besides; a pool for each core would be many on a large host
 
 
-def _order(**others) -> AgentOrder:
-    return AgentOrder("job", (("127.0.0.1", 1),), b"key", b"", 1.0, "", **others)
+def _order(**others) -> LaunchSpec:
+    return LaunchSpec("job", (("127.0.0.1", 1),), b"key", b"", 1.0, "", **others)
 
 
 def test_threads_of_a_worker_are_the_cores_of_its_task_unless_they_are_given():

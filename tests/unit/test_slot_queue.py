@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.driver.spark.slot_queue import AdmittedLauncher, SlotArbiter
+from spark_elastic.driver.launcher import LaunchEnd
+from spark_elastic.driver.spark.slot_queue import QueuedLauncher, SlotQueue
 from spark_elastic.membership.reasons import reported
 from spark_elastic.membership.states import AgentOutcome
 
@@ -44,18 +45,18 @@ class FakeLauncher:
         for queue in (self.cluster.pending, self.cluster.running):
             if (self, slot) in queue:
                 queue.remove((self, slot))
-        self.on_ended(slot, why, outcome)
+        self.on_ended(LaunchEnd(slot, why, outcome))
 
 
 class Job:
-    def __init__(self, cluster: Cluster, arbiter: SlotArbiter, name: str, need: int, most: int) -> None:
+    def __init__(self, cluster: Cluster, queue: SlotQueue, name: str, need: int, most: int) -> None:
         self.cluster, self.ended = cluster, []
 
         def build(on_ended):
             self.inner = FakeLauncher(cluster, on_ended)
             return self.inner
 
-        self.launcher = AdmittedLauncher(arbiter, name, need, build, lambda *end: self.ended.append(end[:2]))
+        self.launcher = QueuedLauncher(queue, name, need, build, lambda end: self.ended.append((end.slot, end.cause)))
         for slot in range(most):
             self.launcher.launch(slot)
 
@@ -75,29 +76,29 @@ def settle(cluster: Cluster, *jobs: Job) -> None:
 
 
 @pytest.fixture
-def arbiter():
-    return SlotArbiter()
+def queue():
+    return SlotQueue()
 
 
-def test_job_alone_launches_everything_at_once(arbiter):
+def test_job_alone_launches_everything_at_once(queue):
     cluster = Cluster(4)
-    job = Job(cluster, arbiter, "a", need=2, most=8)
+    job = Job(cluster, queue, "a", need=2, most=8)
     settle(cluster, job)
     assert len(job.running) == 4
     assert len(cluster.pending) == 4  # the demand that dynamic allocation sees
 
 
-def test_job_that_has_launched_nothing_keeps_nobody_waiting(arbiter):
+def test_job_that_has_launched_nothing_blocks_no_other(queue):
     cluster = Cluster(4)
-    Job(cluster, arbiter, "cannot be placed yet", need=8, most=0)
-    job = Job(cluster, arbiter, "b", need=2, most=2)
+    Job(cluster, queue, "cannot be placed yet", need=8, most=0)
+    job = Job(cluster, queue, "b", need=2, most=2)
     settle(cluster, job)
     assert len(job.running) == 2
 
 
-def test_two_jobs_of_three_on_four_slots_run_one_after_the_other(arbiter):
+def test_two_jobs_of_three_on_four_slots_run_one_after_the_other(queue):
     cluster = Cluster(4)
-    a, b = Job(cluster, arbiter, "a", 3, 3), Job(cluster, arbiter, "b", 3, 3)
+    a, b = Job(cluster, queue, "a", 3, 3), Job(cluster, queue, "b", 3, 3)
     assert (a.inner, 2) in cluster.pending
     assert not any(launcher is b.inner for launcher, _ in cluster.pending)
     settle(cluster, a, b)
@@ -108,12 +109,12 @@ def test_two_jobs_of_three_on_four_slots_run_one_after_the_other(arbiter):
     assert len(b.running) == 3
 
 
-def test_extras_that_nobody_answered_are_taken_back_when_another_job_comes(arbiter):
+def test_launches_beyond_the_minimum_without_an_agent_are_taken_back_for_another_job(queue):
     cluster = Cluster(4)
-    a = Job(cluster, arbiter, "a", need=2, most=6)
+    a = Job(cluster, queue, "a", need=2, most=6)
     settle(cluster, a)
     assert len(cluster.pending) == 2
-    b = Job(cluster, arbiter, "b", need=1, most=1)
+    b = Job(cluster, queue, "b", need=1, most=1)
     settle(cluster, a, b)
     assert [launcher is b.inner for launcher, _ in cluster.pending] == [True]
     a.inner.end(3, "its executor was lost")
@@ -124,10 +125,10 @@ def test_extras_that_nobody_answered_are_taken_back_when_another_job_comes(arbit
     assert len(a.running) == 4  # with one that had been held back
 
 
-def test_agent_of_a_launch_that_was_taken_back_is_not_admitted(arbiter):
+def test_agent_of_a_launch_that_was_taken_back_is_not_admitted(queue):
     cluster = Cluster(2)
-    a = Job(cluster, arbiter, "a", need=1, most=2)
-    b = Job(cluster, arbiter, "b", need=1, most=1)
+    a = Job(cluster, queue, "a", need=1, most=2)
+    b = Job(cluster, queue, "b", need=1, most=1)
     assert not a.launcher.admit(1, 1)
     settle(cluster, a, b)
     b.launcher.close(5.0)
@@ -136,26 +137,26 @@ def test_agent_of_a_launch_that_was_taken_back_is_not_admitted(arbiter):
     assert a.launcher.admit(1, 2)
 
 
-def test_slot_whose_agent_was_admitted_is_not_taken_back(arbiter):
+def test_slot_whose_agent_was_admitted_is_not_taken_back(queue):
     cluster = Cluster(2)
-    a = Job(cluster, arbiter, "a", need=1, most=2)
+    a = Job(cluster, queue, "a", need=1, most=2)
     assert a.launcher.admit(1, 1)
-    Job(cluster, arbiter, "b", need=1, most=1)
+    Job(cluster, queue, "b", need=1, most=1)
     assert a.launcher.admit(1, 1)
     assert not a.launcher.admit(0, 1)
 
 
-def test_slots_that_are_taken_back_do_not_end_for_the_driver(arbiter):
+def test_slots_that_are_taken_back_do_not_end_for_the_driver(queue):
     cluster = Cluster(1)
-    a = Job(cluster, arbiter, "a", need=1, most=3)
+    a = Job(cluster, queue, "a", need=1, most=3)
     settle(cluster, a)
-    Job(cluster, arbiter, "b", need=1, most=1)
+    Job(cluster, queue, "b", need=1, most=1)
     assert a.ended == []
 
 
-def test_job_that_trained_and_fell_short_takes_the_slots_of_one_that_has_not_begun(arbiter):
+def test_job_that_trained_and_fell_short_takes_the_slots_of_one_that_has_not_begun(queue):
     cluster = Cluster(4)
-    a, b = Job(cluster, arbiter, "a", 3, 3), Job(cluster, arbiter, "b", 3, 3)
+    a, b = Job(cluster, queue, "a", 3, 3), Job(cluster, queue, "b", 3, 3)
     settle(cluster, a, b)
     cluster.capacity = 3  # an executor goes, and with it one of a's slots
     a.inner.end(0, "its executor was lost")
@@ -168,9 +169,9 @@ def test_job_that_trained_and_fell_short_takes_the_slots_of_one_that_has_not_beg
     assert b.ended == []
 
 
-def test_job_that_leaves_lets_the_next_one_gather(arbiter):
+def test_job_that_leaves_lets_the_next_one_gather(queue):
     cluster = Cluster(2)
-    a, b, c = (Job(cluster, arbiter, name, 2, 2) for name in "abc")
+    a, b, c = (Job(cluster, queue, name, 2, 2) for name in "abc")
     cluster.settle()
     a.launcher.close(5.0)
     settle(cluster, b, c)
@@ -181,10 +182,10 @@ def test_job_that_leaves_lets_the_next_one_gather(arbiter):
     assert len(c.running) == 2
 
 
-def test_held_slot_that_is_withdrawn_ends_with_its_reason(arbiter):
+def test_held_slot_that_is_withdrawn_ends_with_its_reason(queue):
     cluster = Cluster(2)
-    Job(cluster, arbiter, "a", 2, 2)
-    b = Job(cluster, arbiter, "b", 2, 2)
+    Job(cluster, queue, "a", 2, 2)
+    b = Job(cluster, queue, "b", 2, 2)
     b.launcher.withdraw(1, "not allowed by the discovery")
     assert b.ended == [(1, "not allowed by the discovery")]
     b.launcher.launch(1)
@@ -192,27 +193,27 @@ def test_held_slot_that_is_withdrawn_ends_with_its_reason(arbiter):
         b.launcher.launch(1)
 
 
-def test_closing_reports_held_slots_too(arbiter):
+def test_closing_reports_held_slots_too(queue):
     cluster = Cluster(1)
-    Job(cluster, arbiter, "a", 1, 1)
-    b = Job(cluster, arbiter, "b", 1, 2)
+    Job(cluster, queue, "a", 1, 1)
+    b = Job(cluster, queue, "b", 1, 2)
     b.launcher.close(5.0)
     assert sorted(b.ended) == [(slot, reported("the job is over")) for slot in (0, 1)]
 
 
-def test_random_arrivals_losses_and_ends_never_leave_everybody_waiting():
+def test_random_arrivals_losses_and_ends_never_deadlock():
     """Whatever happens, as long as the cluster could hold some job's minimum, one job holds its own."""
     import random
 
     for seed in range(300):
         dice = random.Random(seed)
-        cluster, arbiter = Cluster(dice.randint(2, 6)), SlotArbiter()
+        cluster, queue = Cluster(dice.randint(2, 6)), SlotQueue()
         jobs: list[Job] = []
         for step in range(30):
             kind = dice.random()
             if kind < 0.25 and len(jobs) < 4:
                 need = dice.randint(1, cluster.capacity)
-                jobs.append(Job(cluster, arbiter, f"j{step}", need, need + dice.randint(0, 3)))
+                jobs.append(Job(cluster, queue, f"j{step}", need, need + dice.randint(0, 3)))
             elif kind < 0.4 and jobs:
                 jobs.pop(dice.randrange(len(jobs))).launcher.close(5.0)
             elif kind < 0.7 and cluster.running:
@@ -230,4 +231,4 @@ def test_random_arrivals_losses_and_ends_never_leave_everybody_waiting():
             assert any(len(job.running) >= job.launcher._need for job in jobs), seed
         for job in jobs:
             job.launcher.close(5.0)
-        assert (cluster.running, cluster.pending, arbiter._tickets) == ([], [], [])
+        assert (cluster.running, cluster.pending, queue._reservations) == ([], [], [])

@@ -1,4 +1,7 @@
-"""The record of what exists: slots, agents and workers; and the context that the parts of the machine share."""
+"""WorkerRegistry: the record of the job's slots, agents and workers, their states, and the worlds built so far.
+
+Also the context that the parts of the machine share.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +72,19 @@ class Worker:
 
 
 @dataclass(slots=True)
-class Roster:
-    """The slots, and the agents and workers that are alive. The dead are removed, so that a long job does not grow."""
+class WorkerRegistry:
+    """The slots, agents and workers of a job, and the number of its worlds.
 
+    The membership machine decides by it; `ElasticJob.status()` and the reset limit read it. Agents and workers that are
+    gone are removed, and only counted, so that a long job does not grow.
+    """
+
+    reset_limit: int | None = None
+    """Worlds that may be built after the first; None: no limit."""
+    round: int = 0
+    """Number of the newest world; 0 before the first."""
+    failed: int = 0
+    """Workers that were lost or removed so far. Those that left gracefully are not counted."""
     slots: dict[SlotId, Slot] = field(default_factory=dict)
     agents: dict[AgentId, Agent] = field(default_factory=dict)
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
@@ -79,6 +92,25 @@ class Roster:
         default_factory=lambda: {state: {} for state in WorkerState}
     )
     """The workers by state, in the order in which they entered it."""
+
+    @property
+    def resets(self) -> int:
+        """Worlds that were built after the first."""
+        return max(0, self.round - 1)
+
+    @property
+    def ready(self) -> int:
+        """Workers that wait for a world or are members of one."""
+        return self.count(AT_INIT) + self.count(READY) + self.count(TRAINING)
+
+    @property
+    def succeeded(self) -> int:
+        """Workers whose function has returned."""
+        return self.count(DONE)
+
+    def may_reset(self) -> bool:
+        """Return True if one more world may be built."""
+        return self.reset_limit is None or self.round <= self.reset_limit
 
     def add(self, worker: Worker) -> None:
         """Add a worker that is being started."""
@@ -131,7 +163,7 @@ class MachineContext:
     """The values that `Membership`, `WorldLifecycle` and `SlotScheduler` share while an event is handled."""
 
     settings: ElasticSettings
-    roster: Roster
+    registry: WorkerRegistry
     """The scheduler adds and removes agents and adds workers, the lifecycle moves workers from state to state, and
     `Membership` stores what workers report of themselves."""
     timers: Timers[TimerKey]

@@ -1,0 +1,250 @@
+"""Peers: the driver's conversation with the agents and workers of a job.
+
+Messages from them become events of the membership machine; its commands become messages to them. Runs on the driver's
+event loop, like the `RendezvousServer` below it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from spark_elastic import clock
+from spark_elastic.driver.addresses import AddressBook
+from spark_elastic.driver.launcher import Launcher, LoopResults
+from spark_elastic.driver.output import OutputPrinter
+from spark_elastic.driver.rendezvous_server import RendezvousServer
+from spark_elastic.errors import SparkElasticError, UnknownInterfaceError
+from spark_elastic.membership import commands as do
+from spark_elastic.membership import events as seen
+from spark_elastic.membership.reasons import LossCause, LossKind
+from spark_elastic.membership.topology import AgentId, SlotId, WorkerId, World
+from spark_elastic.membership.wording import change_in_words, loss_in_words
+from spark_elastic.reporting.announcer import Announcer
+from spark_elastic.settings import ElasticSettings
+from spark_elastic.wire import messages as wire
+from spark_elastic.wire.launch_spec import LaunchSpec
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS_S = 5.0
+"""How long messages of a worker are still read after its process has ended."""
+
+
+class Peers:
+    """The agents and workers that are connected to the driver. Implements `rendezvous_server.Listener`.
+
+    Args:
+        spec: The job's launch specification.
+        settings: The job's settings.
+        launcher: Starts the agents; is asked whether an agent that connects belongs to a current launch.
+        announcer: Shows what workers report about the training.
+        printer: Prints the workers' output.
+        handle: Called with each event for the membership machine.
+        fail: Called with an error that ends the job.
+    """
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        settings: ElasticSettings,
+        launcher: Launcher,
+        announcer: Announcer,
+        printer: OutputPrinter,
+        *,
+        handle: Callable[[seen.Event], None],
+        fail: Callable[[SparkElasticError], None],
+    ) -> None:
+        self._settings = settings
+        self._launcher = launcher
+        self._announcer = announcer
+        self._printer = printer
+        self._handle = handle
+        self._fail = fail
+        self.server = RendezvousServer(
+            spec.key,
+            self,
+            heartbeat_interval_s=settings.heartbeat_interval_s,
+            silence_limit_s=settings.driver_silence_s,
+            stall_timeout_s=settings.stall_timeout_s,
+        )
+        self.agents: set[AgentId] = set()
+        """Agents that are connected and usable."""
+        self._slot_of: dict[AgentId, SlotId] = {}
+        """Slots of all connected agents, also of those that were sent away."""
+        self._agent_of: dict[WorkerId, AgentId] = {}
+        """Agents of the workers that were started and are not gone."""
+        self._addresses = AddressBook(spec.nics)
+        self._without_interface: set[SlotId] = set()
+        """Slots whose last agent had no usable interface."""
+        self._loop_results = LoopResults()
+        self.world: World | None = None
+        """The newest world; None before the first."""
+        self._ending = False
+        """True once the job is over: agents that still come are sent away."""
+
+    # --- the driver's side ----------------------------------------------------------------------------
+
+    def slots(self) -> frozenset[SlotId]:
+        """Return the slots that have a usable agent."""
+        return frozenset(self._slot_of[agent] for agent in self.agents)
+
+    def slots_of(self, workers: Iterable[WorkerId]) -> dict[SlotId, WorkerId]:
+        """Return the slots in which these workers run."""
+        return {self._slot_of[self._agent_of[w]]: w for w in workers if w in self._agent_of}
+
+    def finish(self, *, keep_results: bool, why: str) -> None:
+        """Tell all agents that the job is over. With `keep_results` they deliver their workers' results first."""
+        self._ending = True
+        for agent in self.agents:
+            self.server.to_agent(agent, wire.FinishAgent(keep_results, why))
+
+    def send(self, command: do.Command) -> None:
+        """Send the messages that a command of the machine consists of."""
+        match command:
+            case do.StartWorker(agent, worker):
+                self._agent_of[worker] = agent
+                self.server.to_agent(agent, wire.StartWorkerProcess(worker))
+            case do.StopWorker(agent, worker, cause):
+                why = loss_in_words(cause)
+                self.server.to_agent(agent, wire.StopWorkerProcess(worker, why))
+                self.server.drop_worker(worker, why)
+            case do.AdmitProvisionally(worker, rank, size, loop):
+                for result in self._loop_results.for_newcomer(worker, loop):
+                    self.server.to_worker(worker, result)
+                self.server.to_worker(worker, wire.Provisional(rank, size, loop))
+            case do.PublishWorld(world):
+                self._publish(world)
+            case do.NotifyHostsUpdated(workers, sequence):
+                for worker in workers:
+                    self.server.to_worker(worker, wire.HostsUpdated(sequence))
+            case do.CutPeers(workers, round, change):
+                for worker in workers:
+                    self.server.to_worker(worker, wire.Cut(round, change_in_words(change)))
+            case do.RerunFunction(worker, run, change):
+                self.server.to_worker(worker, wire.RunAgain(run, change_in_words(change)))
+            case do.DismissAgent(agent, cause):
+                self.server.to_agent(agent, wire.FinishAgent(False, loss_in_words(cause)))
+            case _:
+                raise TypeError(f"{type(command).__name__} is not a message to an agent or a worker")
+
+    def _publish(self, world: World) -> None:
+        self.world = world
+        self._loop_results.joined(world.workers)
+        agents = {member.worker: self._agent_of[member.worker] for member in world.members}
+        chosen = self._addresses.choose(tuple(agents.values()))
+        self.server.publish(world, {worker: chosen[agent] for worker, agent in agents.items()})
+
+    # --- agents -----------------------------------------------------------------------------------------
+
+    def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None:
+        self._slot_of[agent] = hello.place.slot
+        if not self._ending and not self._launcher.admit(hello.place.slot, hello.launch):
+            self.server.to_agent(agent, wire.FinishAgent(False, "its launch is over"))
+            return  # the machine does not know it: its messages until it has gone have no effect
+        self.agents.add(agent)
+        self._tell_launcher()
+        if self._ending:
+            self.server.to_agent(agent, wire.FinishAgent(False, "the job is over"))
+            return
+        try:
+            self._addresses.joined(agent, hello, address)
+        except UnknownInterfaceError as error:
+            self._dismiss_unusable(agent, hello.place.slot, error)
+            return
+        self._without_interface.discard(hello.place.slot)
+        for prober, targets in self._addresses.probes_for(agent):
+            self.server.to_agent(prober, wire.ProbePeers(targets))
+        self._handle(seen.AgentJoined(agent, hello.place))
+
+    def _dismiss_unusable(self, agent: AgentId, slot: SlotId, error: UnknownInterfaceError) -> None:
+        """Dismiss an agent that no other could reach. Its slot cools down, and keeps the reason."""
+        self._without_interface.add(slot)
+        logger.warning("an agent is sent away: %s", error)
+        usable = self._settings.max_num_proc - len(self._without_interface)
+        if self.world is None and usable < self._settings.min_num_proc:
+            self._fail(error)
+            return
+        self.agents.discard(agent)
+        self._tell_launcher()
+        self.server.to_agent(agent, wire.FinishAgent(False, str(error)))
+
+    def _tell_launcher(self) -> None:
+        if not self._ending:  # a job that ends needs no agents: the launcher shall not gather new ones
+            self._launcher.agents_joined(self.slots())
+
+    def agent_said(self, agent: AgentId, message: wire.Message) -> None:
+        match message:
+            case wire.AgentHeartbeat(running):
+                self.server.to_agent(agent, wire.Pong())
+                self._handle(seen.AgentAlive(agent, running))
+            case wire.WorkerExited(worker, exit_code, stderr_tail, oom_kills, memory):
+                if self._agent_of.get(worker) == agent:
+                    # its own connection closes by itself; its last messages may still be on the way
+                    asyncio.get_running_loop().call_later(LAST_WORDS_S, self._forget_worker, worker)
+                    cause = LossCause(LossKind.EXITED, code=exit_code)
+                    self._handle(seen.WorkerLost(worker, cause, stderr_tail, oom_kills, memory))
+            case wire.OutputLines(worker, stream, lines):
+                self._printer.worker_lines(self._name_of(worker, agent), stream, lines)
+            case wire.ResultStored(worker, _, in_loop, run):
+                self._handle(seen.WorkerDone(worker, in_loop, run))
+            case wire.PeersReachable(reachable):
+                self._addresses.answered(agent, reachable)
+            case _:
+                self.server.drop_agent(agent, f"an agent does not send {type(message).__name__}")
+
+    def agent_gone(self, agent: AgentId, why: str) -> None:
+        self.agents.discard(agent)
+        self._handle(seen.AgentLost(agent, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
+        del self._slot_of[agent]
+        self._tell_launcher()
+        for worker in [w for w, a in self._agent_of.items() if a == agent]:
+            del self._agent_of[worker]
+            self.server.drop_worker(worker, "its agent is gone")
+        self._addresses.gone(agent)
+
+    # --- workers ----------------------------------------------------------------------------------------
+
+    def worker_expected(self, worker: WorkerId) -> bool:
+        return worker in self._agent_of
+
+    def worker_said(self, worker: WorkerId, message: wire.Message) -> None:
+        match message:
+            case wire.WorkerHello():
+                self._handle(seen.WorkerAlive(worker))
+            case wire.WorkerHeartbeat(version, blocked_s, after_loop, begun):
+                self.server.to_worker(worker, wire.Pong())
+                self._handle(seen.WorkerAlive(worker, version, blocked_s, after_loop, begun))
+            case wire.Ready(round, version, at_init, loop):
+                self._handle(seen.WorkerReady(worker, round, version, at_init, loop))
+            case wire.LoopResult():
+                for behind in self._loop_results.offered(message):
+                    self.server.to_worker(behind, message)
+            case wire.Raised(error_type, error, traceback, exit_code):
+                self._handle(seen.WorkerRaised(worker, error_type, error, traceback, exit_code))
+            case wire.LiveProgress():
+                if self.world is not None and self.world.members[0].worker == worker:
+                    self._announcer.live(message, clock.monotonic())
+            case wire.EpochEnded():
+                self._announcer.epoch(message, clock.monotonic())
+            case wire.Notice(text):
+                self._announcer.notice(worker, text, clock.monotonic())
+            case wire.Abandoned(why):
+                self._handle(seen.WorkerAbandoned(worker, why))
+            case _:
+                self.server.drop_worker(worker, f"a worker does not send {type(message).__name__}")
+                self._handle(seen.WorkerLost(worker, LossCause(LossKind.PROTOCOL_BROKEN)))
+
+    def worker_gone(self, worker: WorkerId, why: str) -> None:
+        self._handle(seen.WorkerLost(worker, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
+
+    def _forget_worker(self, worker: WorkerId) -> None:
+        self._agent_of.pop(worker, None)
+        self.server.drop_worker(worker, "its process is gone")
+
+    def _name_of(self, worker: WorkerId, agent: AgentId) -> str:
+        """Return what output lines are labelled with: the worker's rank, or its slot before it has one."""
+        if self.world is not None and worker in self.world.workers:
+            return str(self.world.member(worker).rank)
+        return f"slot {self._slot_of[agent]}"

@@ -1,0 +1,175 @@
+"""RunSettings: every argument of `run` and `run_async`, declared once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+from spark_elastic.data.store import Store
+from spark_elastic.driver.hosts import HostDiscovery
+from spark_elastic.driver.local_launcher import LocalLauncher
+from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.settings import ScalingSettings, Setting, whole_number
+
+# --- checks: return the value in its plain type, or raise InvalidSettingsError -----------------------
+
+
+def _anything(name: str, value: Any) -> Any:
+    return value
+
+
+def _discovery(name: str, value: Any) -> Any:
+    if callable(getattr(value, "find_available_hosts_and_slots", None)):
+        return value
+    raise InvalidSettingsError(
+        f"{name} must be a HostDiscoveryScript, FixedHosts, or have their method, not {_shown(value)}; for a "
+        "script give HostDiscoveryScript(path), for a list FixedHosts(hosts)"
+    )
+
+
+def _environment(name: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise InvalidSettingsError(f"{name} must be a dict of variables, not {_shown(value)}")
+    for variable, text in value.items():
+        if not isinstance(variable, str) or not variable or "=" in variable or "\0" in variable:
+            raise InvalidSettingsError(f"{name}: {variable!r} is no name of an environment variable")
+        if not isinstance(text, str) or "\0" in text:
+            raise InvalidSettingsError(f"{name}: the value of {variable} must be a str without NUL, not {_shown(text)}")
+    return dict(value)
+
+
+def _interface_names(name: str, value: Any) -> tuple[str, ...] | None:
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, (Sequence, set, frozenset)) or not all(isinstance(n, str) and n.strip() for n in names):
+        raise InvalidSettingsError(f"{name} must be names of network interfaces, such as 'eth0', not {_shown(value)}")
+    return tuple(each.strip() for each in names) or None
+
+
+def _device(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        raise InvalidSettingsError(f"{name} must be 'auto', 'cpu', 'cuda' or 'cuda:0', not {value!r}")
+    return value
+
+
+def _stream(name: str, value: Any) -> Any:
+    if not callable(getattr(value, "write", None)):
+        raise InvalidSettingsError(f"{name} must be an open text file, not {_shown(value)}")
+    return value
+
+
+def _verbosity(name: str, value: Any) -> int:
+    return int(value) if isinstance(value, bool) else whole_number(name, value, at_least=0)
+
+
+def _launcher(name: str, value: Any) -> Any:
+    if not isinstance(value, LocalLauncher):
+        raise InvalidSettingsError(f"{name} must be a LocalLauncher, not {value!r}; without one, Spark is used")
+    return value
+
+
+def _function(name: str, value: Any) -> Any:
+    if not callable(value):
+        raise InvalidSettingsError(
+            f"the first argument must be the function itself, not {_shown(value)}; to call train(5), give train, "
+            "args=(5,)"
+        )
+    return value
+
+
+def _arguments(name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise InvalidSettingsError(
+            f"{name} must be a list or a tuple, not {_shown(value)}; one argument is {name}=(x,)"
+        )
+    return tuple(value)
+
+
+def _keyword_arguments(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise InvalidSettingsError(f"{name} must be a dict with names as keys, not {_shown(value)}")
+    return dict(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
+
+
+# --- the settings -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(ScalingSettings):
+    """The keyword arguments of `run`: `ScalingSettings`, and where and how the workers run.
+
+    Raises:
+        InvalidSettingsError: A value is invalid, or two contradict each other.
+    """
+
+    spark: Annotated[Any, Setting("a SparkSession or SparkContext. Default: the active one.", _anything)] = None
+    discovery: Annotated[
+        HostDiscovery | None,
+        Setting("limits the hosts and slots to use: `HostDiscoveryScript`, `FixedHosts`, or your own.", _discovery),
+    ] = None
+    env: Annotated[
+        Mapping[str, str] | None,
+        Setting("environment variables to add to those of the workers.", _environment, on_command_line=True),
+    ] = None
+    nics: Annotated[
+        Sequence[str] | str | None,
+        Setting(
+            "names of the network interfaces that may carry collectives. Default: those that reach one another.",
+            _interface_names,
+            on_command_line=True,
+            horovod_name="network_interfaces",
+        ),
+    ] = None
+    device: Annotated[
+        str,
+        Setting(
+            'device that the workers compute on, there `hvd.device()`. "auto": a GPU where they have one; "cpu": GPUs '
+            'are hidden from them; "cuda": a worker without a GPU fails at once. Gradients on GPUs are reduced by NCCL '
+            "where each worker has its own GPU.",
+            _device,
+        ),
+    ] = "auto"
+    stdout: Annotated[
+        TextIO | None,
+        Setting(
+            "file for the workers' standard output, each line with its rank in front. Default: this process's own.",
+            _stream,
+        ),
+    ] = None
+    stderr: Annotated[TextIO | None, Setting("the same for their standard error.", _stream)] = None
+    output_dir: Annotated[
+        str | Path | Store | None,
+        Setting(
+            "path, URI or Store to write the output to as well: `rank.0/stdout`, `rank.0/stderr`, and so on.",
+            _anything,
+            horovod_name="output_filename",
+        ),
+    ] = None
+    verbose: Annotated[
+        int,
+        Setting(
+            "0: only the workers' output; 1: a bar (in a terminal or a notebook, few lines elsewhere) and a line for "
+            "each change of the workers; 2: each step of them.",
+            _verbosity,
+        ),
+    ] = 1
+    launcher: Annotated[
+        LocalLauncher | None,
+        Setting("a `LocalLauncher` runs the workers as plain processes of this machine, without Spark.", _launcher),
+    ] = None
+
+
+@dataclass(frozen=True)
+class RunCall(RunSettings):
+    """A call of `run`: the function, its arguments, and the settings as keywords."""
+
+    fn: Annotated[Callable[..., Any], Setting("the function; it and its arguments travel by cloudpickle.", _function)]
+    args: Annotated[Sequence[Any], Setting("its positional arguments.", _arguments)] = ()
+    kwargs: Annotated[Mapping[str, Any] | None, Setting("its keyword arguments.", _keyword_arguments)] = None
