@@ -11,9 +11,9 @@ from typing import Any
 import keras
 
 from spark_elastic.errors import UsageError
+from spark_elastic.keras.callback_state import FitResumePoint, set_resume_point
 from spark_elastic.keras.elastic.fit_callbacks import go_on_with
 from spark_elastic.keras.elastic.state import KerasState
-from spark_elastic.keras.fit_place import Before, note
 
 
 class FitProgress:
@@ -50,7 +50,7 @@ class FitProgress:
         elif self._ended is not None:
             self._before = 0
         self._ended = self._last = None
-        note(model, Before(self._offset, self._before))
+        set_resume_point(model, FitResumePoint(self._offset, self._before))
         if self.counts_batches:
             self.state.note_batch()
 

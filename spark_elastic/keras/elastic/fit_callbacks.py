@@ -16,7 +16,7 @@ from typing import Any
 import keras
 
 from spark_elastic.errors import UsageError
-from spark_elastic.keras.kept_values import plain_values, put_values, same_value
+from spark_elastic.keras.callback_state import plain_values, put_values, same_value
 
 _ABOVE = 6
 """Frames between `CallbackList.set_model` and a callback's own, at most."""

@@ -12,7 +12,7 @@ import tensorflow as tf
 import spark_elastic.tensorflow as hvd
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.tensorflow.gradients import GradientReducer
-from spark_elastic.tensorflow.host import lost_peer, marked, translated
+from spark_elastic.tensorflow.host import original_error, translated, with_token
 from tests.unit.tensorflow.test_operations import both_ways, together
 from tests.unit.worlds import WorldDriver
 
@@ -190,7 +190,7 @@ def test_errors_of_other_origin_are_left_alone():
 
     with pytest.raises(tf.errors.UnknownError, match="sells sockets") as caught, translated():
         graph()
-    assert lost_peer(caught.value) is None
+    assert original_error(caught.value) is None
     with pytest.raises(tf.errors.CancelledError), translated():
         raise tf.errors.CancelledError(None, None, "the iterator was closed")
     with pytest.raises(ZeroDivisionError), translated():
@@ -208,7 +208,7 @@ def test_settings_that_contradict_each_other_are_refused():
 
 def fails_while_a_lost_peer_is_handled():
     try:
-        raise marked(HorovodInternalError("a peer is gone"))
+        raise with_token(HorovodInternalError("a peer is gone"))
     except HorovodInternalError:
         return 1 / 0
 
