@@ -25,7 +25,7 @@ def accept_keras2_names() -> None:
         if _ARGUMENT in kwargs:
             del kwargs[_ARGUMENT]
             warnings.warn(
-                f"compile({_ARGUMENT}=...) has no effect: Keras 3 has no such argument; remove it",
+                "compile(experimental_run_tf_function=...) has no effect: Keras 3 has no such argument; remove it",
                 UserWarning,
                 stacklevel=2,
             )
@@ -51,7 +51,7 @@ def _set_rate(optimizer: Any, value: Any) -> None:
 
 def _warn_of_lr() -> None:
     warnings.warn(
-        "optimizer.lr is called learning_rate in Keras 3; lr is accepted for programs that were written for Horovod",
+        "optimizer.lr is learning_rate in Keras 3; lr is accepted for programs that were written for Horovod",
         UserWarning,
         stacklevel=3,
     )

@@ -1,4 +1,4 @@
-"""The fused reduction of a step's gradients, and what a lost peer looks like through TensorFlow."""
+"""The fused reduction of a step's gradients, and the errors of a lost peer through TensorFlow."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def tapes():
     return checks
 
 
-def test_a_tape_gives_averages():
+def test_distributed_tape_returns_averaged_gradients():
     for checks in together(tapes, 2):
         assert [name for name, right in checks.items() if not right] == []
 
@@ -156,7 +156,7 @@ def lose_a_peer(report):
     return {"no error": False}
 
 
-def test_a_lost_peer_is_the_same_error_as_in_torch_and_nothing_has_changed():
+def test_lost_peer_in_a_graph_raises_horovod_internal_error_and_changes_no_variable():
     with WorldDriver(start_with=2) as driver:
         driver.start(lose_a_peer, None, count=2)
         (checks,) = driver.results(1)
@@ -174,13 +174,13 @@ def lose_a_peer_eagerly():
     return False
 
 
-def test_a_lost_peer_is_the_same_error_eagerly():
+def test_lost_peer_raises_horovod_internal_error_eagerly():
     with WorldDriver(start_with=2) as driver:
         driver.start(lose_a_peer_eagerly, count=2)
         assert driver.results(1) == [True]
 
 
-def test_errors_of_other_origin_are_left_alone():
+def test_errors_with_other_causes_are_not_translated():
     def raises():
         raise ConnectionError("connection reset by peer: a shop that sells sockets")
 
@@ -197,7 +197,7 @@ def test_errors_of_other_origin_are_left_alone():
         _ = 1 / 0
 
 
-def test_settings_that_contradict_each_other_are_refused():
+def test_contradictory_settings_are_refused():
     with pytest.raises(UsageError, match="Average or op"):
         GradientReducer(op=hvd.Max)
     with pytest.raises(UsageError, match="predivide"):
@@ -213,6 +213,6 @@ def fails_while_a_lost_peer_is_handled():
         return 1 / 0
 
 
-def test_what_is_raised_while_a_lost_peer_is_handled_is_not_taken_for_it():
+def test_error_raised_while_a_lost_peer_is_handled_is_not_translated():
     with pytest.raises(ZeroDivisionError), translated():
         fails_while_a_lost_peer_is_handled()
