@@ -20,7 +20,7 @@ _PROCESS_ATTRIBUTES = frozenset(
 sign Keras flips in each process when it first looks up whether the monitored metric improves upwards or downwards."""
 
 
-class NotPlainError(Exception):
+class NotPlain(Exception):
     """A value is neither plain nor an array, and is not kept."""
 
 
@@ -101,7 +101,7 @@ def plain_values(callback: Any, longest: int | None = None, instead: Any = None)
             continue
         try:
             values[name] = _copied(value)
-        except NotPlainError:
+        except NotPlain:
             continue
     return values
 
@@ -135,7 +135,7 @@ def _copied(value: Any) -> Any:
     """Copy a plain value.
 
     Raises:
-        NotPlainError: it is another value.
+        NotPlain: it is another value.
     """
     if type(value) in _ATOMS:
         return value
@@ -147,7 +147,7 @@ def _copied(value: Any) -> Any:
         return type(value)(_copied(one) for one in value)
     if type(value) is dict:
         return {_copied(key): _copied(one) for key, one in value.items()}
-    raise NotPlainError
+    raise NotPlain
 
 
 # --- where an epoch resumes -----------------------------------------------------------------------

@@ -96,7 +96,7 @@ class GradientReducer:
             try:
                 return self._on_host(arrays, len(dense), len(sparse))
             except HorovodInternalError as error:
-                error.in_reduction = True  # type: ignore[attr-defined]  # also if the gathering of sparse gradients failed
+                error.in_reduction = True  # type: ignore[attr-defined]  # in the gathering of sparse ones, too
                 raise
 
         returned = call_host(on_host, inputs, [tensor.dtype for tensor in inputs], shapes)

@@ -140,7 +140,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__  # type: ignore[assignment]  # not __context__: an error raised while another is handled is a separate one
+        # not __context__: an error raised while another is handled is a separate one
+        error = error.__cause__  # type: ignore[assignment]
 
 
 def _first_line(error: BaseException) -> str:
