@@ -1,23 +1,28 @@
-"""Data-parallel Keras 3, on TensorFlow or PyTorch: ``import spark_elastic.keras as hvd``."""
+"""Data-parallel training with Keras 3 on TensorFlow or PyTorch: ``import spark_elastic.keras as hvd``.
+
+Start reading at `optimizer` (gradients are reduced), `callbacks` (for `model.fit`) and `elastic` (training that
+continues when the world changes). `tensorflow_backend` and `torch_backend` hold the code of one backend each; neither
+needs the other's package.
+"""
 
 from __future__ import annotations
 
-# Before anything imports Keras: it says what to do if the backend is none of ours.
+# Checks the backend, so it must come before any other import of Keras.
 import spark_elastic.keras.backend  # noqa: F401
 
 # isort: split
 from spark_elastic.collective import surface
+from spark_elastic.collective.reduction import Compression
 from spark_elastic.collective.surface import *  # noqa: F403
 from spark_elastic.keras import callbacks, elastic
 from spark_elastic.keras.callbacks import BestModelCheckpoint
-from spark_elastic.keras.compression import Compression
-from spark_elastic.keras.old_names import accept_old_names
+from spark_elastic.keras.keras2_names import accept_keras2_names
 from spark_elastic.keras.operations import allgather, allreduce, broadcast, broadcast_global_variables, reducescatter
 from spark_elastic.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from spark_elastic.keras.saving import load_model
 from spark_elastic.keras.sync_batch_normalization import SyncBatchNormalization
 
-accept_old_names()
+accept_keras2_names()
 
 __all__ = [
     "BestModelCheckpoint",

@@ -1,4 +1,4 @@
-"""Which backend Keras runs on here: TensorFlow or torch, whose tensors can be reduced; told before it is imported."""
+"""Check that Keras runs on TensorFlow or torch, before Keras is imported; `BACKEND` is the name of its backend."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ SUPPORTED = ("tensorflow", "torch")
 
 
 def _configured() -> str:
-    """What Keras would choose: the environment first, then its file."""
-    named = os.environ.get("KERAS_BACKEND")
-    if named:
+    """Return the backend that Keras would choose: from the environment first, then from its file."""
+    if named := os.environ.get("KERAS_BACKEND"):
         return named
     home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
     try:
@@ -25,11 +24,8 @@ def _configured() -> str:
 
 def _checked() -> str:
     configured = _configured()
-    if configured not in SUPPORTED:  # before Keras is imported, which needs that backend to be installed
-        raise UsageError(
-            f"Keras is set to the {configured} backend here, and spark_elastic.keras reduces gradients of TensorFlow "
-            "and of PyTorch; set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before Keras is imported"
-        )
+    if configured not in SUPPORTED:  # checked before the import of Keras, which fails if that backend is not installed
+        raise _unsupported(f"is set to the {configured} backend")
     try:
         import keras
     except ImportError as error:
@@ -37,12 +33,16 @@ def _checked() -> str:
         raise MissingExtraError(what="spark_elastic.keras", package=package, extra="tensorflow") from error
     backend = str(keras.backend.backend())
     if backend not in SUPPORTED:
-        raise UsageError(
-            f"Keras runs on the {backend} backend in this process, and spark_elastic.keras reduces gradients of "
-            "TensorFlow and of PyTorch; set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before Keras is imported"
-        )
+        raise _unsupported(f"runs on the {backend} backend")
     return backend
 
 
+def _unsupported(state: str) -> UsageError:
+    return UsageError(
+        f"Keras {state} in this process, but spark_elastic.keras supports only TensorFlow and PyTorch; set "
+        "KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before Keras is imported"
+    )
+
+
 BACKEND = _checked()
-"""tensorflow or torch."""
+"""The backend of Keras in this process: "tensorflow" or "torch"."""

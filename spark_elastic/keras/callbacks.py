@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, MutableMapping
 from numbers import Real
 from typing import Any
@@ -15,16 +16,17 @@ from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.elastic.handlers import take_over
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.backend import BACKEND
-from spark_elastic.keras.elastic.fit_session import FitResumePoint
+from spark_elastic.keras.callback_state import resume_point
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Has all members start from the model and the optimizer of one: after a random start, or a loaded checkpoint.
+    """Broadcasts the model and the optimizer of one member to all, once, when training begins.
 
     Args:
-        root_rank: of the member whose variables everybody takes over, once, when training begins.
-        device: accepted for Horovod's sake.
-        local_variables: variables of the model that each member keeps its own of.
+        root_rank: rank of that member.
+        device: has no effect; for compatibility with Horovod.
+        process_set: the processes to broadcast to.
+        local_variables: variables of the model that are not broadcast.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self.broadcast_done = False
 
     def register_local_var(self, var: Any) -> None:
-        """Have each member keep its own of this variable."""
+        """Exclude a variable from the broadcast."""
         self._local.add(id(var))
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -53,7 +55,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._broadcast()  # a model that is built with its first batch
+        self._broadcast()  # a model may be built by its first batch
 
     def _broadcast(self) -> None:
         from spark_elastic.keras.elastic.handlers import ListHandler, ModelHandler, OptimizerHandler
@@ -61,7 +63,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if self.broadcast_done:
             return
         self.broadcast_done = True
-        if outside_world():  # the elastic loop brings a newcomer the state
+        if outside_world():  # a new worker receives the state from the elastic loop
             return
         model = self.model
         shared = [variable for variable in model.variables if id(variable) not in self._local]
@@ -72,9 +74,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Has the metrics of an epoch be their averages over the members, for the callbacks that come after this one.
+    """Replaces the metrics of an epoch by their averages over the members, for the callbacks after this one.
 
-    A metric that only some members have, such as those of a validation on rank 0, is averaged over these.
+    A metric that only some members have, such as one of a validation on rank 0, is averaged over those members.
+
+    Args:
+        device: has no effect; for compatibility with Horovod.
+        process_set: the processes to average over.
     """
 
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set) -> None:
@@ -83,10 +89,10 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
         own = {name: float(value) for name, value in (logs or {}).items() if isinstance(value, Real)}
-        everyone = allgather_object(own, process_set=self._process_set)
+        gathered = allgather_object(own, process_set=self._process_set)
         if logs is not None:
             for name in own:
-                found = [metrics[name] for metrics in everyone if name in metrics]
+                found = [metrics[name] for metrics in gathered if name in metrics]
                 logs[name] = sum(found) / len(found)
 
 
@@ -94,12 +100,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
     """Sets the learning rate to `initial_lr * multiplier(epoch)` while epochs are in [start_epoch, end_epoch).
 
     Args:
-        initial_lr: what is multiplied.
-        multiplier: a number, or a function of the epoch, which is a fraction if not `staircase`.
-        staircase: change the rate at the beginning of an epoch only.
-        momentum_correction: scale the momentum with the rate for the one step in which the rate has changed. Keras
-            fixes momentum when it compiles a step, so this has an effect only with `run_eagerly=True` or on PyTorch.
-        steps_per_epoch: default: what `fit` knows.
+        initial_lr: the learning rate to multiply.
+        multiplier: a number, or a function of the epoch, which has a fraction unless `staircase`.
+        start_epoch: the first epoch in which the rate is set.
+        end_epoch: the epoch after the last one; None: no end.
+        staircase: change the rate only at the beginning of an epoch.
+        momentum_correction: scale the momentum with the rate during the step after a change of the rate. Keras fixes
+            the momentum when it compiles a step, so this has an effect only with `run_eagerly=True` or on PyTorch.
+        steps_per_epoch: default: the number that `fit` determines.
     """
 
     def __init__(
@@ -114,7 +122,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
     ) -> None:
         super().__init__()
         if initial_lr is None:
-            raise UsageError("initial_lr is needed: the learning rate that the multiplier is applied to")
+            raise UsageError("initial_lr must be a number, the learning rate to multiply; got None")
         self.initial_lr = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
@@ -130,20 +138,20 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._steps = self.steps_per_epoch or (self.params or {}).get("steps") or 0
         if not self.staircase and not self._steps:
             raise UsageError(
-                f"{type(self).__name__} changes the learning rate within epochs and fit does not know how long they "
-                "are; give steps_per_epoch"
+                f"{type(self).__name__} changes the learning rate within epochs, and fit does not know the number of "
+                "steps of an epoch; set steps_per_epoch"
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        earlier = FitResumePoint.of(self.model)
-        epoch = self._epoch + earlier.epochs
+        resumed = resume_point(self.model)
+        epoch = self._epoch + resumed.epochs
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
         if not self.staircase:
-            self._set(epoch + (earlier.batches + batch) / self._steps)
+            self._set(epoch + (resumed.batches + batch) / self._steps)
         elif batch == 0:
             self._set(epoch)
 
@@ -156,14 +164,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             logs["lr"] = self._rate()
 
     def _set(self, epoch: float) -> None:
-        present, after = self._rate(), float(self.initial_lr * self.multiplier(epoch))
-        self.model.optimizer.learning_rate = after
+        old, new = self._rate(), float(self.initial_lr * self.multiplier(epoch))
+        self.model.optimizer.learning_rate = new
         optimizer = self._optimizer()
         momentum = getattr(optimizer, "momentum", None)
-        at_run_time = BACKEND == "torch" or bool(self.model.run_eagerly)
-        if self.momentum_correction and momentum and present and present != after and at_run_time:
+        is_variable = BACKEND == "torch" or bool(self.model.run_eagerly)
+        if self.momentum_correction and momentum and old and old != new and is_variable:
             self._momentum = momentum
-            optimizer.momentum = momentum * after / present
+            optimizer.momentum = momentum * new / old
 
     def _rate(self) -> float:
         return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
@@ -173,10 +181,16 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate over the first epochs from `initial_lr / size` to `initial_lr`.
+    """Increases the learning rate over the first epochs from `initial_lr / size` to `initial_lr` (Goyal et al. 2017).
 
-    Give `initial_lr` as it is to be afterwards, scaled with the number of members (Goyal et al. 2017). The size is
-    looked up at every step, so the ramp follows a world that changes.
+    The size is looked up at every step, so the ramp follows a world that changes.
+
+    Args:
+        initial_lr: the learning rate after the warm-up, already scaled with the number of members.
+        warmup_epochs: length of the warm-up; it may be a fraction.
+        momentum_correction: as for `LearningRateScheduleCallback`.
+        steps_per_epoch: as for `LearningRateScheduleCallback`.
+        verbose: 1: print a line at the end of the warm-up.
     """
 
     def __init__(
@@ -188,14 +202,14 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # one step ahead, so that the last step of the warm-up has the full rate
+            # counted one step ahead, so that the last step of the warm-up has the full rate
             done = min(1.0, (epoch + 1.0 / self._steps) / warmup_epochs) if warmup_epochs else 1.0
             return (1.0 + done * (size() - 1)) / size()
 
         super().__init__(
             initial_lr,
             multiplier,
-            end_epoch=_whole(warmup_epochs),
+            end_epoch=math.ceil(warmup_epochs),
             staircase=False,
             momentum_correction=momentum_correction,
             steps_per_epoch=steps_per_epoch,
@@ -204,21 +218,20 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        number = epoch + FitResumePoint.of(self.model).epochs + 1
+        number = epoch + resume_point(self.model).epochs + 1
         if self.verbose and number == self.end_epoch:
             print(f"epoch {number}: the learning rate has reached {self._rate():g}")
 
 
-def _whole(epochs: float) -> int:
-    return int(-(-epochs // 1))
-
-
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
-    """ModelCheckpoint of the best model, which rank 0 alone writes; all members remember which was the best.
+    """A ModelCheckpoint of the best model; only rank 0 writes it, and all members keep track of the best value.
 
     Args:
-        filepath: where the model goes; Horovod's is set by its estimators.
-        monitor, verbose, mode, save_freq: as in Keras.
+        monitor: as for `keras.callbacks.ModelCheckpoint`.
+        verbose: as for `keras.callbacks.ModelCheckpoint`.
+        mode: as for `keras.callbacks.ModelCheckpoint`.
+        save_freq: as for `keras.callbacks.ModelCheckpoint`.
+        filepath: the file of the model.
     """
 
     def __init__(
@@ -238,7 +251,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
 
 
 class _WrittenByRank0:
-    """A model whose `save` does something on rank 0 only."""
+    """A proxy of a model whose `save` has an effect only on rank 0."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""Compression of what a `DistributedOptimizer` sends."""
+"""The compressors of gradients that a `DistributedOptimizer` sends."""
 
 from spark_elastic.collective.reduction import Compression
 

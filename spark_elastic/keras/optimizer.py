@@ -1,54 +1,57 @@
-"""DistributedOptimizer: gradients are averaged over the world before each step of a Keras optimizer."""
+"""DistributedOptimizer: a Keras optimizer that averages gradients over the world before each step."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import keras
 
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, ReduceOp
+from spark_elastic.collective.reduction import Average, Compression, ReduceOp
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.backend import BACKEND
-from spark_elastic.keras.compression import Compression
-from spark_elastic.keras.variables import has_value, outside_of_graphs
+from spark_elastic.keras.variables import has_value, native, outside_of_graphs
 
-_ABOVE = 12
-"""Frames between an attribute's setter and the function that sets it, at most: Keras and TensorFlow track both."""
+_MAX_FRAMES = 12
+"""Frames to search upwards from an attribute's setter: Keras and TensorFlow put their tracking in between."""
 
 
-class DistributedOptimizerMixin:
-    """What `DistributedOptimizer` puts in front of an optimizer's own class."""
+class ReducingOptimizer:
+    """The first base class of a distributed optimizer; the second is the plain optimizer's class."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The optimizer's own class, so that Keras saves it under that name and loads it without this package."""
+        """The plain optimizer's class, so that Keras saves that name and loads the file without this package."""
         return type(self).__mro__[2]
 
     _wrap: Callable[[Any], Any]
-    """Makes a plain optimizer distributed in the same way."""
+    """Makes a plain optimizer distributed, with the same arguments."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **more: Any) -> Any:
-        """An optimizer of this configuration, distributed in the same way."""
+        """Create an optimizer of this configuration and distribute it with the same arguments."""
         plain = cls.__mro__[2]
         return cls._wrap(plain.from_config(config, **more))  # type: ignore[attr-defined]
 
     @property
     def _steps(self) -> Any:
-        """Reduces the gradients; None if an optimizer around this one does."""
+        """The object that reduces gradients; None if a `LossScaleOptimizer` around this one reduces them."""
         return self.__dict__.get("_distributed_steps")
 
     @property
     def backward_passes_per_step(self) -> int:
-        """Calls whose gradients are added up before they are reduced."""
+        """The number of calls whose gradients are accumulated before they are reduced."""
         return 1 if self._steps is None else int(self._steps.passes)
 
     def steps_applied(self) -> Any:
-        """Steps reduced in this process, with those that a `LossScaleOptimizer` has skipped; a tensor in a graph."""
+        """Return the steps reduced in this process, including skipped ones of a `LossScaleOptimizer`.
+
+        Inside a `tf.function` it is a tensor.
+        """
         return self._steps.applied()
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -57,22 +60,25 @@ class DistributedOptimizerMixin:
             self._steps.build(variables)
 
     def register_local_var(self, var: Any) -> None:
-        """Have the gradient of this variable stay this worker's own; before the first step."""
-        self.__dict__.setdefault("_local_variables", []).append(_backends_own(var))
+        """Exclude a variable's gradient from the reduction; call it before the first step."""
+        self.__dict__.setdefault("_local_variables", []).append(native(var))
 
-    def _places_of_local(self, variables: Sequence[Any]) -> list[int]:
+    def _local_indices(self, variables: Sequence[Any]) -> list[int]:
         local = {id(variable) for variable in self.__dict__.get("_local_variables", ())}
-        return [at for at, variable in enumerate(variables) if id(_backends_own(variable)) in local] if local else []
+        return [at for at, variable in enumerate(variables) if id(native(variable)) in local] if local else []
 
     def compute_gradients(self, loss: Any, var_list: Sequence[Any], tape: Any = None) -> list[tuple[Any, Any]]:
-        """Pairs of (gradient, variable), reduced over the members; `apply_gradients` does not reduce them again.
+        """Return pairs of (reduced gradient, variable), for `apply_gradients`, which does not reduce them again.
 
-        With `backward_passes_per_step` they are this member's own, and `apply_gradients` reduces them when it is time.
+        With `backward_passes_per_step` > 1 the gradients are not reduced here: `apply_gradients` accumulates them.
 
         Args:
-            loss: a function without arguments, or a tensor that `tape`, a `tf.GradientTape`, has seen.
+            loss: a function without arguments, or a tensor recorded by `tape`.
+            var_list: the variables.
+            tape: the `tf.GradientTape` that recorded `loss`; None: `loss` is a function.
 
-        Raises: HorovodInternalError: a peer is gone.
+        Raises:
+            HorovodInternalError: a peer is gone.
         """
         import tensorflow as tf
 
@@ -80,10 +86,9 @@ class DistributedOptimizerMixin:
             with tf.GradientTape() as tape:
                 loss = loss()
         variables = list(var_list)
-        own = [_backends_own(variable) for variable in variables]
-        grads = tape.gradient(loss, own)
+        grads = tape.gradient(loss, [native(variable) for variable in variables])
         if self._steps is not None and self.backward_passes_per_step == 1:
-            grads = self._steps.reduced(grads, self._places_of_local(variables))
+            grads = self._steps.reduced(grads, self._local_indices(variables))
             self.__dict__["_reduced_already"] = grads
         return list(zip(grads, variables, strict=True))
 
@@ -94,8 +99,8 @@ class DistributedOptimizerMixin:
         """Reduce the gradients, then update the variables with them.
 
         Raises:
-            HorovodInternalError: a peer is gone; no variable has been touched. Out of a `tf.function` it comes as one
-                of TensorFlow's errors; `elastic.run` knows it.
+            HorovodInternalError: a peer is gone; no variable was changed. From a `tf.function` TensorFlow raises an
+                error of its own class instead, which `elastic.run` recognises.
         """
         grads = list(grads)
         plain = super().apply  # type: ignore[misc]
@@ -110,20 +115,20 @@ class DistributedOptimizerMixin:
         if len(already) == len(grads) and all(one is other for one, other in zip(already, grads, strict=True)):
             self._steps.applies(lambda reduced: plain(reduced, variables), grads)
             return
-        local = own._places_of_local(own._trainable_variables if variables is None else variables)
+        local = own._local_indices(own._trainable_variables if variables is None else variables)
         numbers = list(range(len(grads)))
         if variables is not None and self._steps.passes > 1:
             own._check_variables_are_known(variables)
             numbers = [own._get_variable_index(variable) for variable in variables]
         self._steps.step(grads, numbers, lambda reduced: plain(reduced, variables), local)
 
-    # A LossScaleOptimizer that is put around this one takes its scaling away; `compile` does that on its own under
-    # mixed_float16. It skips steps whose gradients are not finite, and whether they are it must look at after the
-    # reduction: otherwise one member skips a step and the others wait for it. So it does the reducing from now on.
+    # A LossScaleOptimizer around this one (`compile` adds it under mixed_float16) clears `loss_scale_factor` of its
+    # inner optimizer, and skips steps whose gradients are not finite. It must check gradients after the reduction:
+    # otherwise one member skips a step while the others wait for it. So the setter moves the reduction outwards to it.
 
     @property
     def loss_scale_factor(self) -> Any:
-        # TensorFlow's tracking asks for the old value first, and sets none that is the same
+        # TensorFlow's tracking reads the old value first, and does not call the setter for an equal one
         if sys._getframe(1).f_code.co_name == "__setattr__":
             self._yield_to_loss_scaling(sys._getframe(2))
         return self.__dict__.get("loss_scale_factor")
@@ -136,14 +141,14 @@ class DistributedOptimizerMixin:
     def _yield_to_loss_scaling(self, caller: Any) -> None:
         around = _loss_scaling_around(self, caller) if self._steps is not None else None
         if around is not None:
-            if not isinstance(around, DistributedOptimizerMixin):
+            if not isinstance(around, ReducingOptimizer):
                 _become_distributed(around, self._steps)
             self.__dict__["_distributed_steps"] = None
 
 
 def _loss_scaling_around(inner: Any, caller: Any) -> Any:
-    """The `LossScaleOptimizer` that is being made around `inner`, if that is what its attribute is set for."""
-    for _ in range(_ABOVE):
+    """Return the `LossScaleOptimizer` whose `__init__` sets an attribute of `inner` now; None if there is none."""
+    for _ in range(_MAX_FRAMES):
         if caller is None:
             return None
         owner = caller.f_locals.get("self")
@@ -155,13 +160,7 @@ def _loss_scaling_around(inner: Any, caller: Any) -> Any:
 
 def _distributed_class(kind: type, wrap: Callable[[Any], Any]) -> type:
     names = {"__module__": kind.__module__, "_wrap": staticmethod(wrap)}
-    return type(kind.__name__, (DistributedOptimizerMixin, kind), names)
-
-
-def _backends_own(variable: Any) -> Any:
-    """The variable of TensorFlow or parameter of torch that a Keras variable stands for."""
-    value = getattr(variable, "value", variable)
-    return variable if callable(value) else value
+    return type(kind.__name__, (ReducingOptimizer, kind), names)
 
 
 def _become_distributed(optimizer: Any, steps: Any) -> None:
@@ -173,22 +172,22 @@ def _become_distributed(optimizer: Any, steps: Any) -> None:
 
 
 def build_for(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Build an optimizer that is about to step. Also where that is traced, its variables have their values at once."""
-    made_here = not all(map(has_value, variables))  # by the same function
-    with nullcontext() if made_here else outside_of_graphs(), keras.name_scope(optimizer.name):
+    """Build an optimizer before its first step, with its variables initialised even where a function is traced."""
+    made_in_this_trace = not all(map(has_value, variables))
+    with nullcontext() if made_in_this_trace else outside_of_graphs(), keras.name_scope(optimizer.name):
         optimizer.build(variables)
     optimizer.built = True
 
 
 def reduces(optimizer: Any) -> bool:
-    """Whether this optimizer itself reduces gradients."""
-    return isinstance(optimizer, DistributedOptimizerMixin) and optimizer._steps is not None
+    """Return True if this optimizer itself reduces gradients."""
+    return isinstance(optimizer, ReducingOptimizer) and optimizer._steps is not None
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether this optimizer, or one inside of it, reduces gradients."""
+    """Return True if this optimizer, or its inner optimizer, reduces gradients."""
     inner = getattr(optimizer, "inner_optimizer", None)
-    return isinstance(optimizer, DistributedOptimizerMixin) or isinstance(inner, DistributedOptimizerMixin)
+    return isinstance(optimizer, ReducingOptimizer) or isinstance(inner, ReducingOptimizer)
 
 
 def DistributedOptimizer(
@@ -207,35 +206,39 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """The same optimizer, stepping with the gradients of all members; for `compile`, or for a loop of one's own.
+    """Return the optimizer, made to step with the gradients of all members; for `compile` or a custom loop.
 
-    The result is an instance of a subclass of the optimizer's class and shares its variables. It is saved as what it
-    was, and `load_model` makes it distributed again. What an optimizer does with gradients (clipping, loss scaling,
-    weight decay, averages of the weights, `gradient_accumulation_steps`) it does with the reduced ones.
+    The result is an instance of a subclass of the optimizer's class and shares its variables. It is saved as the plain
+    optimizer, and `load_model` makes it distributed again. Clipping, loss scaling, weight decay, averages of the
+    weights and `gradient_accumulation_steps` work on the reduced gradients.
 
     Args:
         optimizer: a Keras optimizer, built or not; or its name.
-        name: replaces the optimizer's name.
-        device_dense, device_sparse, num_groups, groups: accepted for Horovod's sake; one message is as large as pays.
-        compression: of what is sent.
+        name: the new name of the optimizer; None: it keeps its name.
+        device_dense: has no effect; for compatibility with Horovod.
+        device_sparse: has no effect.
+        compression: the compressor of the sent gradients.
         sparse_as_dense: reduce sparse gradients as dense ones instead of gathering them.
-        gradient_predivide_factor: gradients are divided by this before the sum and by size / factor after it.
+        gradient_predivide_factor: divisor of gradients before the sum; sums are divided by size / factor.
         op: Average or Sum.
-        backward_passes_per_step: calls whose gradients are added up here before they are reduced and applied. The
-            optimizer's `iterations` count what is applied.
-        average_aggregated_gradients: divide what was added up by their number.
+        backward_passes_per_step: calls whose gradients are accumulated before they are reduced and applied. The
+            optimizer's `iterations` count applied steps.
+        average_aggregated_gradients: divide accumulated gradients by `backward_passes_per_step`.
+        num_groups: has no effect: message sizes are chosen automatically.
+        groups: has no effect.
         process_set: the processes to reduce over.
-        scale_local_gradients: gradients of variables that were given to `register_local_var` are divided by the size.
+        scale_local_gradients: divide gradients of variables given to `register_local_var` by the size.
 
-    Raises: UsageError: arguments that contradict each other.
+    Raises:
+        UsageError: the arguments contradict each other.
     """
-    kept = keras.optimizers.get(optimizer)
-    if is_distributed(kept):
-        raise UsageError("this optimizer is a DistributedOptimizer already; wrap the plain one, once")
+    plain = keras.optimizers.get(optimizer)
+    if is_distributed(plain):
+        raise UsageError("the optimizer is already a DistributedOptimizer; wrap the plain optimizer, once")
     if backward_passes_per_step < 1:
         raise UsageError(f"backward_passes_per_step must be at least 1, not {backward_passes_per_step}")
     if BACKEND == "tensorflow":
-        from spark_elastic.keras.tensorflow_steps import Steps
+        from spark_elastic.keras.tensorflow_backend import TensorFlowSteps
         from spark_elastic.tensorflow.gradients import GradientReducer
 
         reducer: Any = GradientReducer(
@@ -245,10 +248,10 @@ def DistributedOptimizer(
             sparse_as_dense=sparse_as_dense,
             process_set=process_set,
         )
-        steps: Any = Steps(reducer, backward_passes_per_step, average_aggregated_gradients)
+        steps: Any = TensorFlowSteps(reducer, backward_passes_per_step, average_aggregated_gradients)
     else:
         from spark_elastic.collective.fused import FusedReduction
-        from spark_elastic.keras.torch_steps import Steps as TorchSteps
+        from spark_elastic.keras.torch_backend import TorchSteps
 
         fused = FusedReduction(
             op=op, compression=compression, predivide=gradient_predivide_factor, process_set=process_set
@@ -256,23 +259,20 @@ def DistributedOptimizer(
         steps = TorchSteps(fused, backward_passes_per_step, average_aggregated_gradients)
     if scale_local_gradients:
         steps.divide_local = _size_of(process_set)
-
-    def wrap(plain: Any) -> Any:
-        return DistributedOptimizer(
-            plain,
-            compression=compression,
-            sparse_as_dense=sparse_as_dense,
-            gradient_predivide_factor=gradient_predivide_factor,
-            op=op,
-            backward_passes_per_step=backward_passes_per_step,
-            average_aggregated_gradients=average_aggregated_gradients,
-            process_set=process_set,
-            scale_local_gradients=scale_local_gradients,
-        )
-
-    wrapped: Any = _distributed_class(type(kept), wrap)
+    wrap = partial(
+        DistributedOptimizer,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    wrapped: Any = _distributed_class(type(plain), wrap)
     instance = object.__new__(wrapped)
-    instance.__dict__.update(kept.__dict__)
+    instance.__dict__.update(plain.__dict__)
     instance.__dict__["_distributed_steps"] = steps
     if name is not None:
         instance.__dict__["name"] = name
@@ -305,14 +305,30 @@ def PartialDistributedOptimizer(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """As `DistributedOptimizer`, without reducing the gradients of some layers.
+    """Return a `DistributedOptimizer` that does not reduce the gradients of some layers.
 
-    Each worker has these layers for itself. A `KerasState` keeps one model for all: do not put it together with them.
+    Each worker trains these layers by itself. Do not use it with a `KerasState`, which keeps one model for all workers.
 
     Args:
-        local_layers: a layer or several. scale_local_gradients: their gradients are divided by the size.
+        optimizer: as for `DistributedOptimizer`.
+        name: as for `DistributedOptimizer`.
+        device_dense: has no effect; for compatibility with Horovod.
+        device_sparse: has no effect.
+        compression: as for `DistributedOptimizer`.
+        sparse_as_dense: as for `DistributedOptimizer`.
+        gradient_predivide_factor: as for `DistributedOptimizer`.
+        op: as for `DistributedOptimizer`.
+        backward_passes_per_step: as for `DistributedOptimizer`.
+        average_aggregated_gradients: as for `DistributedOptimizer`.
+        groups: has no effect.
+        process_set: as for `DistributedOptimizer`.
+        local_layers: the layer or layers whose gradients are not reduced.
+        scale_local_gradients: divide their gradients by the size.
+
+    Raises:
+        UsageError: the arguments contradict each other, or a local layer is not a Keras layer.
     """
-    made = DistributedOptimizer(
+    distributed = DistributedOptimizer(
         optimizer,
         name,
         compression=compression,
@@ -327,7 +343,7 @@ def PartialDistributedOptimizer(
     layers: Iterable[Any] = local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]
     for layer in layers:
         if layer is not None and not isinstance(layer, keras.layers.Layer):
-            raise UsageError(f"local_layers must be Keras layers, and {layer!r} is none")
+            raise UsageError(f"local_layers must be Keras layers; got {layer!r}")
         for variable in [] if layer is None else layer.trainable_variables:
-            made.register_local_var(variable)
-    return made
+            distributed.register_local_var(variable)
+    return distributed

@@ -1,4 +1,4 @@
-"""Saved models, loaded so that training goes on on all members."""
+"""Load saved models for distributed training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from spark_elastic.keras.compression import Compression
+from spark_elastic.collective.reduction import Compression
 from spark_elastic.keras.optimizer import DistributedOptimizer
 
 
@@ -18,13 +18,14 @@ def load_model(
     compression: Any = Compression.none,
     **distributed: Any,
 ) -> Any:
-    """As `keras.saving.load_model`, with the optimizer made a `DistributedOptimizer`; its state is the saved one.
+    """Load a model with `keras.saving.load_model` and make its optimizer a `DistributedOptimizer`, with its state.
 
     Args:
         filepath: a file that `model.save` wrote, with any optimizer, distributed or not.
-        custom_optimizers: classes of optimizers that are not Keras' own.
+        custom_optimizers: the classes of optimizers that do not belong to Keras.
         custom_objects: other classes and functions that the model needs, by name.
-        compression, distributed: arguments of `DistributedOptimizer`.
+        compression: argument of `DistributedOptimizer`.
+        **distributed: further arguments of `DistributedOptimizer`.
     """
     known = {kind.__name__: kind for kind in custom_optimizers or ()}
     known.update(custom_objects or {})

@@ -1,4 +1,4 @@
-"""SyncBatchNormalization: Keras' batch normalisation with the mean and variance of all ranks' rows."""
+"""SyncBatchNormalization: batch normalisation of Keras with the mean and variance of all ranks' rows."""
 
 from __future__ import annotations
 
@@ -12,69 +12,72 @@ from spark_elastic.errors import UsageError
 from spark_elastic.keras.backend import BACKEND
 
 if BACKEND == "torch":
-    from spark_elastic.keras.torch_statistics import added_up
+    from spark_elastic.keras.torch_backend import sum_over_members
 else:
-    from spark_elastic.keras.tensorflow_statistics import added_up
+    from spark_elastic.keras.tensorflow_backend import sum_over_members
 
 _Plain: Any = keras.layers.BatchNormalization
 
 
 @keras.saving.register_keras_serializable("spark_elastic")
 class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
-    """As `keras.layers.BatchNormalization`, whose arguments it takes, over the rows of all ranks.
+    """A `keras.layers.BatchNormalization` over the rows of all ranks.
 
-    In training, mean and variance are those of all members' rows, weighted by their numbers, which may differ between
-    ranks and may be 0; gradients flow through them. All members must call the layer equally often. In inference, and
-    in a world of one, it is `keras.layers.BatchNormalization`. The members are those of the world at the time of each
-    call, also in a graph that was traced before.
+    In training, mean and variance are computed over all members' rows. The number of rows may differ between ranks and
+    may be 0. Gradients flow through the statistics. All members must call the layer equally often. The members are
+    those of the world at the time of each call, also in a graph that was traced earlier. In inference, and in a world
+    of one, the layer computes the same as `keras.layers.BatchNormalization`.
 
     Args:
-        fused: accepted for Horovod's sake; must be False.
+        *args: arguments of `keras.layers.BatchNormalization`.
+        fused: must be False; for compatibility with Horovod.
         process_set: the processes whose rows are normalised together; it is not part of the layer's configuration.
+        **options: keyword arguments of `keras.layers.BatchNormalization`.
 
-    Raises (in training): HorovodInternalError: a peer is gone.
+    Raises:
+        HorovodInternalError: a peer is gone (in training).
     """
 
     def __init__(
         self, *args: Any, fused: bool = False, process_set: ProcessSet = global_process_set, **options: Any
     ) -> None:
         if fused:
-            raise UsageError("SyncBatchNormalization has no fused form; leave fused=True out")
+            raise UsageError("SyncBatchNormalization does not support fused=True; remove the argument")
         super().__init__(*args, **options)
-        self._begin(process_set)
+        self._set_members(process_set)
 
-    def _begin(self, process_set: ProcessSet = global_process_set) -> None:
-        # not tracked: Keras would take what is set on a layer for a part of its state
+    def _set_members(self, process_set: ProcessSet = global_process_set) -> None:
+        # Keras' own __setattr__ would track the process set as part of the layer's state
         object.__setattr__(self, "_members", process_set)
-        self.supports_jit = False  # the reduction calls back to this process, which compiled graphs cannot
+        self.supports_jit = False  # the reduction calls Python, which graphs compiled by XLA cannot
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         """Return mean and variance of all members' rows, shape (channels,).
 
-        The variances of the members' rows are about their own means, and are merged in float64. For inputs of float64,
-        deviations are taken from the common mean, which needs a second reduction.
+        Each member sends count, mean and variance of its rows, which are merged in float64. For float64 inputs that
+        would lose precision, so variances are taken about the common mean, which needs a second reduction.
         """
         axes = self._reduction_axes
-        count, mean, var = _own(inputs, axes, mask)
+        count, mean, var = _local_statistics(inputs, axes, mask)
         if keras.backend.standardize_dtype(inputs.dtype) == "float64":
-            total, sums = ops.split(self._added_up([count, mean * count]), 2)
+            total, sums = ops.split(self._summed([count, mean * count]), 2)
             total = ops.maximum(total, 1.0)
             common = sums / total
-            merged = self._added_up([(var + ops.square(mean - common)) * count]) / total
+            merged = self._summed([(var + ops.square(mean - common)) * count]) / total
         else:
             numbers = [count, mean * count, (var + ops.square(mean)) * count]
-            total, sums, squares = ops.split(self._added_up(numbers), 3)
+            total, sums, squares = ops.split(self._summed(numbers), 3)
             total = ops.maximum(total, 1.0)
             common = sums / total
             merged = ops.maximum(squares / total - ops.square(common), 0.0)
         return ops.cast(common, inputs.dtype), ops.cast(merged, inputs.dtype)
 
-    def _added_up(self, parts: list[Any]) -> Any:
-        return added_up(ops.concatenate(parts), self._members)
+    def _summed(self, parts: list[Any]) -> Any:
+        return sum_over_members(ops.concatenate(parts), self._members)
 
 
-def _own(inputs: Any, axes: list[int], mask: Any) -> tuple[Any, Any, Any]:
-    """Return the number of this rank's values of each channel, their mean and variance: float64, (channels,)."""
+def _local_statistics(inputs: Any, axes: list[int], mask: Any) -> tuple[Any, Any, Any]:
+    """Return count, mean and variance of this rank's values in each channel: float64, shape (channels,)."""
     weights = ops.ones_like(inputs)
     if mask is not None:
         weights = weights * ops.cast(ops.expand_dims(mask, -1), inputs.dtype)
@@ -88,19 +91,19 @@ def _own(inputs: Any, axes: list[int], mask: Any) -> tuple[Any, Any, Any]:
 
 
 def convert(model: Any) -> None:
-    """Make the batch normalisation layers of a model synchronised ones, in place, before it is traced.
+    """Replace the batch normalisation layers of a model by synchronised ones, in place, before it is traced.
 
-    Weights, names and configurations stay what they are. Layers whose class has a `call` of its own are left as they
-    are, see `unconverted`.
+    Weights, names and configurations do not change. Layers whose class overrides `call` or `_moments` are not
+    converted, see `unconverted`.
     """
     for layer in model._flatten_layers():
         if _is_convertible(layer):
             object.__setattr__(layer, "__class__", _synchronised(type(layer)))
-            layer._begin()
+            layer._set_members()
 
 
 def unconverted(model: Any) -> list[str]:
-    """Return the names of layers with batch statistics that `convert` leaves as they are."""
+    """Return the names of the batch normalisation layers that `convert` cannot convert."""
     return [
         f"{layer.name} ({type(layer).__name__})"
         for layer in model._flatten_layers()
@@ -109,7 +112,7 @@ def unconverted(model: Any) -> list[str]:
 
 
 def is_synchronised(model: Any) -> bool:
-    """Whether there are layers that take other ranks' statistics."""
+    """Return True if a layer of the model uses other ranks' statistics."""
     return any(isinstance(layer, SyncBatchNormalization) for layer in model._flatten_layers())
 
 

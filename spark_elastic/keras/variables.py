@@ -1,4 +1,4 @@
-"""Keras variables: their values copied, put back and sent, with the least that the backend needs for it."""
+"""Copy, restore and send the values of Keras variables, at the lowest cost that each backend allows."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from spark_elastic.keras.backend import BACKEND
 
 Variable = Any
-"""keras.Variable, or tf.Variable."""
+"""A keras.Variable or tf.Variable."""
 Copy = Any
-"""The value of a variable at some moment, as a tensor of the backend."""
+"""A value of a variable, as a tensor of the backend."""
 
 
 class Description(NamedTuple):
-    """A variable by its path in its model, shape and type."""
+    """The path of a variable in its model, its shape and its type."""
 
     path: str
     shape: tuple[int, ...]
@@ -31,27 +30,28 @@ class Description(NamedTuple):
 
 
 def describe(variable: Variable) -> Description:
+    """Return the description of a variable."""
     path = getattr(variable, "path", None) or variable.name
-    dtype = getattr(variable.dtype, "name", variable.dtype)  # TensorFlow's types are objects, Keras' are names
+    dtype = getattr(variable.dtype, "name", variable.dtype)  # types are objects in TensorFlow, names in Keras
     return Description(str(path), tuple(int(n) for n in variable.shape), str(dtype))
 
 
-def _native(variable: Variable) -> Any:
-    """The backend's own variable or parameter; TensorFlow's have a method of that name."""
-    value = variable.value
-    return variable if callable(value) else value
+def native(variable: Variable) -> Any:
+    """Return the backend's variable or parameter behind a Keras variable; another object is returned itself."""
+    value = getattr(variable, "value", variable)
+    return variable if callable(value) else value  # `value` is a method of tf.Variable
 
 
 def has_value(variable: Variable) -> bool:
-    """Whether the variable has been initialised: one that a `tf.function` makes is only when that runs."""
+    """Return True if the variable is initialised; a variable created in a `tf.function` is not until that runs."""
     if BACKEND == "torch":
         return True
     with outside_of_graphs():
-        return bool(_native(variable).is_initialized())
+        return bool(native(variable).is_initialized())
 
 
 def outside_of_graphs() -> AbstractContextManager[Any]:
-    """Within it operations are done at once, also where a `tf.function` is traced."""
+    """Return a context in which operations run immediately, even while a `tf.function` is traced."""
     if BACKEND == "torch":
         return nullcontext()
     import tensorflow as tf
@@ -61,34 +61,31 @@ def outside_of_graphs() -> AbstractContextManager[Any]:
 
 
 def bytes_of(description: Description) -> int:
-    """How many bytes the values of such a variable are."""
+    """Return the size in bytes of a variable's values."""
     return int(np.prod(description.shape, dtype=np.int64)) * _numpy_type(description.dtype).itemsize
 
 
 def _numpy_type(name: str) -> np.dtype[Any]:
     try:
         return np.dtype(name)
-    except TypeError:  # bfloat16 and the small floats, which numpy itself does not know
+    except TypeError:  # bfloat16 and the 8-bit floats, which numpy does not have
         import ml_dtypes
 
         return np.dtype(getattr(ml_dtypes, name))
 
 
 def to_wire(variable: Variable) -> torch.Tensor:
-    """The bytes of a variable's values: uint8, shape (n,)."""
+    """Return the bytes of a variable's values: uint8, shape (n,)."""
     if BACKEND == "torch":
         value = variable.value.detach().cpu().contiguous()
         return value.reshape(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
     array = np.ascontiguousarray(variable.numpy())
-    return torch.from_numpy(array.reshape(-1).view(np.uint8).copy() if not array.flags.writeable else _flat(array))
-
-
-def _flat(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    return array.reshape(-1).view(np.uint8)
+    flat = array.reshape(-1).view(np.uint8)
+    return torch.from_numpy(flat if array.flags.writeable else flat.copy())
 
 
 def from_wire(variable: Variable, wire: torch.Tensor) -> None:
-    """Give a variable the values that `to_wire` made these bytes of."""
+    """Set a variable to the values whose bytes `to_wire` returned."""
     description = describe(variable)
     if BACKEND == "torch":
         with torch.no_grad():
@@ -97,45 +94,45 @@ def from_wire(variable: Variable, wire: torch.Tensor) -> None:
                 value.copy_(wire.view(value.dtype).view(value.shape))
         return
     array = wire.numpy().view(_numpy_type(description.dtype)).reshape(description.shape)
-    _native(variable).assign(array)
+    native(variable).assign(array)
 
 
 # --- copies within the process --------------------------------------------------------------------
 
 
 def copies_of(variables: Sequence[Variable]) -> list[Copy]:
-    """The present values. With TensorFlow nothing is copied until the variable is next changed."""
+    """Return the present values. TensorFlow copies memory only when the variable changes next."""
     if BACKEND == "torch":
         with torch.no_grad():
             return [variable.value.detach().clone() for variable in variables]
-    return [_native(variable).read_value() for variable in variables]
+    return [native(variable).read_value() for variable in variables]
 
 
 def put_back(variables: Sequence[Variable], copies: Sequence[Copy]) -> None:
-    """Give the variables the values of `copies`, which stay as they are."""
+    """Set the variables to the values of `copies`, which are not changed."""
     if BACKEND == "torch":
         if variables:
             with torch.no_grad():
                 torch._foreach_copy_([variable.value.detach() for variable in variables], list(copies))
         return
     for variable, copy in zip(variables, copies, strict=True):
-        _native(variable).assign(copy)
+        native(variable).assign(copy)
 
 
 def reader_of(variables: Sequence[Variable]) -> Callable[[], list[Copy]]:
-    """`copies_of` these variables, made for being called often: one call into TensorFlow for all of them."""
+    """Return a function that returns `copies_of` the variables, with one call into TensorFlow for all of them."""
     variables = list(variables)
-    if BACKEND == "torch" or len(variables) < _WORTH_A_GRAPH:
+    if BACKEND == "torch" or len(variables) < _MIN_FOR_GRAPH:
         return lambda: copies_of(variables)
     import tensorflow as tf
 
-    # ReadVariableOp shares the variable's buffer; whoever changes the variable next copies it first
-    graph = tf.function(lambda: [_native(variable).read_value() for variable in variables], autograph=False)
+    # ReadVariableOp shares the variable's buffer; the next operation that changes the variable copies it first
+    graph = tf.function(lambda: [native(variable).read_value() for variable in variables], autograph=False)
     return lambda: list(graph())
 
 
 def rows_of(data: Any) -> Any:
-    """Rows of a batch as `train_step` gets it: a number, or a tensor of type float64 in a graph."""
+    """Return the number of rows of a batch that `train_step` was given; on TensorFlow, a float64 tensor."""
     import keras
 
     inputs = data[0] if isinstance(data, tuple) else data
@@ -147,14 +144,15 @@ def rows_of(data: Any) -> Any:
     return tf.cast(tf.shape(first)[0], tf.float64)
 
 
-_WORTH_A_GRAPH = 16
+_MIN_FOR_GRAPH = 16
+"""Fewer variables are read one by one: a call of a graph costs more."""
 
 
-# Keras numbers layers and optimizers as they are made: "adam_3/dense_65_kernel_momentum" in one process or notebook
+# Keras numbers layers and optimizers in order of creation: "adam_3/dense_65_kernel_momentum" in one process or notebook
 # cell is "adam/dense_kernel_momentum" in another.
 _AUTOMATIC_NUMBER = re.compile(r"_\d+(?=[/_]|$)")
 
 
-def same_place(one: str, other: str) -> bool:
-    """Whether two paths can be those of one variable, in processes that have numbered their layers on their own."""
+def same_path(one: str, other: str) -> bool:
+    """Return True if two variables' paths are equal except for numbers that Keras added to names."""
     return _AUTOMATIC_NUMBER.sub("", one) == _AUTOMATIC_NUMBER.sub("", other)

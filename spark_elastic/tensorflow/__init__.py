@@ -1,4 +1,8 @@
-"""Data-parallel TensorFlow with the names that Horovod users know: ``import spark_elastic.tensorflow as hvd``."""
+"""Data-parallel TensorFlow with Horovod's names: ``import spark_elastic.tensorflow as hvd``.
+
+Start reading at `tape` (gradients are reduced), `operations` (collectives on tensors) and `host` (how a graph calls
+Python of this process).
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,8 @@ from spark_elastic.tensorflow.functions import broadcast_, broadcast_global_vari
 from spark_elastic.tensorflow.operations import *  # noqa: F403
 from spark_elastic.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
-# Of the floor above, which itself stands on this package: resolved on first use.
-_ABOVE = {
+# Names from packages that import this one; importing them here would be circular, so they are imported on first use.
+_LAZY = {
     "DistributedOptimizer": ("spark_elastic.keras.optimizer", "DistributedOptimizer"),
     "SyncBatchNormalization": ("spark_elastic.keras.sync_batch_normalization", "SyncBatchNormalization"),
     "elastic": ("spark_elastic.tensorflow.elastic", None),
@@ -29,11 +33,11 @@ _ABOVE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ABOVE:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    module, attribute = _ABOVE[name]
+    module, attribute = _LAZY[name]
     value = importlib.import_module(module)
     globals()[name] = value = value if attribute is None else getattr(value, attribute)
     return value

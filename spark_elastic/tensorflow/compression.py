@@ -1,7 +1,7 @@
-"""Compression in TensorFlow programs: the compressors, and where each of them runs.
+"""Compressors for TensorFlow, and where each of them runs.
 
-Casts run on the host, on the memory that is sent, so they need no copy in the graph. Compressors that users have
-written run in the graph, on TensorFlow's tensors.
+Casts run on the host, on the memory that is sent, and need no copy in the graph. Compressors written by users run in
+the graph, on TensorFlow's tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def graph_compressor(compression: type[Compressor]) -> type[Compressor]:
 
 
 def host_compressor(compression: type[Compressor]) -> type[Compressor]:
-    """Return the compressor to apply on the host, to torch's view of the tensors."""
+    """Return the compressor to apply on the host, to torch tensors with the same memory."""
     return compression if issubclass(compression, CastCompressor) else NoneCompressor
 
 

@@ -1,4 +1,4 @@
-"""Variables taken over from one rank."""
+"""Broadcast variables from one rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spark_elastic.collective.operations import outside_world
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.errors import UnsupportedOperationError
 from spark_elastic.tensorflow.host import call_host
-from spark_elastic.tensorflow.tensors import Array, array_from, array_of, torch_of
+from spark_elastic.tensorflow.tensors import Array, array_from, array_of, native, torch_of
 
 
 def broadcast_variables(
@@ -22,17 +22,19 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> None:
-    """Overwrite variables, of TensorFlow or Keras, with those of `root_rank`, in few large messages.
+    """Set variables of TensorFlow or Keras to the values of `root_rank`, in few large messages.
 
-    A newcomer may call it before the elastic loop, where it does nothing: the loop brings it the state.
+    Inside a `tf.function` it is part of the graph, which all ranks must run equally often. A new worker may call it
+    before the elastic loop: there it does nothing, because the loop sends the state.
 
     Args:
-        variables: of the same types and shapes, in the same order, on every member.
-        inplace: accepted for Horovod's sake.
+        variables: with the same types and shapes, in the same order, on every member.
+        root_rank: rank of the member whose values are sent.
+        process_set: the processes to broadcast to.
+        inplace: has no effect; for compatibility with Horovod.
 
-    Inside of a `tf.function` it is a part of the graph, which the ranks must run equally often.
-
-    Raises: HorovodInternalError: a peer is gone; no variable has been touched.
+    Raises:
+        HorovodInternalError: a peer is gone; no variable was changed.
     """
     targets = list(variables)
     if not tf.executing_eagerly():
@@ -41,9 +43,7 @@ def broadcast_variables(
     group = None if outside_world() else process_set.group()
     if group is None or not targets:
         return
-    # a variable of Keras has TensorFlow's as its value
-    own = [variable if isinstance(variable, tf.Variable) else variable.value for variable in targets]
-    tensors = [torch_of(array_of(variable)) for variable in own]
+    tensors = [torch_of(array_of(native(variable))) for variable in targets]
     if group.rank != root_rank:
         tensors = [torch.empty_like(tensor) for tensor in tensors]
     broadcast_tensors(tensors, root_rank, process_set)
@@ -53,7 +53,7 @@ def broadcast_variables(
 
 
 def _broadcast_in_graph(targets: list[Any], root_rank: int, process_set: ProcessSet) -> None:
-    own = [variable if isinstance(variable, tf.Variable) else variable.value for variable in targets]
+    own = [native(variable) for variable in targets]
 
     def on_host(*arrays: Array) -> list[Array]:
         tensors = [torch_of(array).clone() for array in arrays]
@@ -63,27 +63,27 @@ def _broadcast_in_graph(targets: list[Any], root_rank: int, process_set: Process
 
     values = [variable.read_value() for variable in own]
     if values:
-        arrived = call_host(on_host, values, [value.dtype for value in values], [value.shape for value in values])
-        for variable, value in zip(own, arrived, strict=True):
+        received = call_host(on_host, values, [value.dtype for value in values], [value.shape for value in values])
+        for variable, value in zip(own, received, strict=True):
             variable.assign(value)
 
 
 def broadcast_(
     variables: Iterable[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[tf.Tensor]:
-    """As `broadcast_variables`; returns the values."""
+    """Broadcast variables as `broadcast_variables` does, and return their values."""
     targets = list(variables)
     broadcast_variables(targets, root_rank, process_set)
-    own = [variable if isinstance(variable, tf.Variable) else variable.value for variable in targets]
-    return [variable.read_value() for variable in own]
+    return [native(variable).read_value() for variable in targets]
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Raise an error: TensorFlow 2 and Keras 3 keep no list of all variables.
+    """Raise an error, because TensorFlow 2 and Keras 3 keep no list of all variables.
 
-    Raises: UnsupportedOperationError: always.
+    Raises:
+        UnsupportedOperationError: always.
     """
     raise UnsupportedOperationError(
-        "broadcast_global_variables needs the global variables of TensorFlow 1, which do not exist here; use "
+        "broadcast_global_variables needs the global variables of TensorFlow 1, which TensorFlow 2 does not have; use "
         "broadcast_variables(model.variables, root_rank=0), or BroadcastGlobalVariablesCallback(0) with model.fit"
     )

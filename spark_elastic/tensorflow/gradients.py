@@ -1,4 +1,4 @@
-"""The gradients of a step, reduced from inside of a `tf.function` with one call back to this process."""
+"""Reduce the gradients of a step, eagerly or inside a `tf.function`, with one call of Python from the graph."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from spark_elastic.tensorflow.host import call_host
 from spark_elastic.tensorflow.tensors import ALIGN_BYTES, Array, array_from, torch_of
 
 Gradient = Any
-"""tf.Tensor, tf.IndexedSlices, or None where a variable has no gradient."""
+"""A tf.Tensor or tf.IndexedSlices; None for a variable without a gradient."""
 
 
 class GradientReducer:
     """Averages (or sums) the gradients of a step over the members.
 
-    Everything that depends on the world is looked up when the step runs, so a graph is traced once for all worlds.
+    The world is looked up when the step runs, so a graph is traced once and stays valid when the world changes.
 
     Args:
         op: Average or Sum.
-        compression: of what is sent.
-        predivide: gradients are divided by this before the sum, and by size / predivide after it. Needs Average.
+        compression: the compressor of the sent gradients.
+        predivide: divisor of gradients before the sum; sums are divided by size / predivide. Needs Average.
         sparse_as_dense: reduce IndexedSlices as dense tensors instead of gathering them.
         process_set: the processes to reduce over.
 
-    Raises: UsageError: arguments that contradict each other.
+    Raises:
+        UsageError: the arguments contradict each other.
     """
 
     def __init__(
@@ -59,21 +60,21 @@ class GradientReducer:
 
     @property
     def reductions(self) -> int:
-        """Reductions that have completed in this process."""
+        """The number of reductions that this process has completed."""
         return self._fused.completed
 
     def __call__(
-        self, grads: Sequence[Gradient], carried: tf.Tensor | None = None
+        self, grads: Sequence[Gradient], scalars: tf.Tensor | None = None
     ) -> tuple[list[Gradient], tf.Tensor | None]:
-        """The reduced gradients, in the same places, and the sums of `carried`.
+        """Return the reduced gradients, in the same order, and the sums of `scalars`.
 
         Args:
-            grads: of the same kinds, types and shapes on every member.
-            carried: a vector of a few numbers, which are added up with the gradients; exact for counts up to 2**24.
+            grads: with the same classes, types and shapes on every member.
+            scalars: a vector of a few numbers to sum in the same message; exact for counts up to 2**24.
 
         Raises:
-            HorovodInternalError: a peer is gone; nothing has been changed. Inside of a tf.function it arrives as one
-                of TensorFlow's errors, see `errors.translated`.
+            HorovodInternalError: a peer is gone; nothing was changed. Inside a tf.function, TensorFlow raises an error
+                of its own class instead, see `host.translated`.
         """
         if self._sparse_as_dense:
             grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
@@ -85,11 +86,11 @@ class GradientReducer:
         for at in sparse:
             inputs += [grads[at].values, grads[at].indices]
             shapes += [[None, *grads[at].values.shape[1:]], [None]]
-        if carried is not None:
-            inputs.append(carried)
-            shapes.append(carried.shape)
+        if scalars is not None:
+            inputs.append(scalars)
+            shapes.append(scalars.shape)
         if not inputs:
-            return list(grads), carried
+            return list(grads), scalars
 
         def on_host(*arrays: Array) -> list[Array]:
             try:
@@ -105,27 +106,27 @@ class GradientReducer:
         for number, at in enumerate(sparse):
             values, indices = returned[len(dense) + 2 * number : len(dense) + 2 * number + 2]
             out[at] = tf.IndexedSlices(values, indices, grads[at].dense_shape)
-        return out, None if carried is None else returned[-1]
+        return out, None if scalars is None else returned[-1]
 
     def _on_host(self, arrays: Sequence[Array], dense: int, sparse: int) -> list[Array]:
         tensors = [torch_of(array) for array in arrays]
-        carried = tensors[-1].to(torch.float64, copy=True) if len(tensors) > dense + 2 * sparse else None
-        reduced = self._fused(tensors[:dense], carried)
-        # in a world of one they come back as they are: TensorFlow may write into what it is given, so it gets a copy
+        scalars = tensors[-1].to(torch.float64, copy=True) if len(tensors) > dense + 2 * sparse else None
+        reduced = self._fused(tensors[:dense], scalars)
+        # a world of one returns its input; TensorFlow may write into returned memory, so it gets a copy
         out = [
             array_from(result.clone() if result is tensor else result)
             for tensor, result in zip(tensors, reduced, strict=False)
         ]
         for at in range(dense, dense + 2 * sparse, 2):
-            out += self._gathered(tensors[at], tensors[at + 1])
-        if carried is not None:
-            out.append(carried.numpy().astype(arrays[-1].dtype, copy=False))
+            out += self._gather_slices(tensors[at], tensors[at + 1])
+        if scalars is not None:
+            out.append(scalars.numpy().astype(arrays[-1].dtype, copy=False))
         return out
 
-    def _gathered(self, values: torch.Tensor, indices: torch.Tensor) -> list[Array]:
-        """Entries of all members, one after the other; equal indices add up where they are applied."""
+    def _gather_slices(self, values: torch.Tensor, indices: torch.Tensor) -> list[Array]:
+        """Concatenate the members' entries; entries with equal indices are summed when they are applied."""
         if self._op is Average:
-            whole = not values.dtype.is_floating_point
-            values = torch.div(values, self._process_set.size(), rounding_mode="trunc" if whole else None)
+            is_integer = not values.dtype.is_floating_point
+            values = torch.div(values, self._process_set.size(), rounding_mode="trunc" if is_integer else None)
         each = [operations.allgather_async(part, process_set=self._process_set) for part in (values, indices)]
         return [array_from(handle.wait()) for handle in each]

@@ -1,8 +1,8 @@
-"""Collectives on TensorFlow's tensors, with the names and arguments that Horovod users know.
+"""Collectives on TensorFlow tensors, with Horovod's names and arguments.
 
-They work eagerly and inside of a `tf.function`, and gradients flow through them as Horovod defines that. `name`,
-`device_dense` and `device_sparse` are accepted everywhere and have no effect: collectives match by their order, which
-must be the same on every member. In a world of one they return their input.
+They work eagerly and inside a `tf.function`, and have the gradients that Horovod defines. `name`, `device_dense` and
+`device_sparse` have no effect: members' calls are matched by their order, which must be the same on every member. In a
+world of one they return their input.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """The average (or `op`) of the members' tensors; the gradient is reduced in the same way.
+    """Average (or reduce with `op`) the members' tensors; the gradient is reduced in the same way.
 
-    Of `tf.IndexedSlices` the entries of all members are put one after the other, which adds equal indices up.
+    The entries of `tf.IndexedSlices` are concatenated, so entries with equal indices are summed when they are applied.
 
     Raises:
         HorovodInternalError: a peer is gone.
-        UsageError: an operator that there is not for this kind of tensor.
+        UsageError: the operator is not supported for this class of tensor.
     """
     op = resolve_op(op, average)
     if isinstance(tensor, tf.IndexedSlices):
@@ -82,7 +82,7 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """`allreduce` of several tensors, those of one type in one collective."""
+    """Apply `allreduce` to several tensors; tensors of one type share a collective."""
     op = resolve_op(op, average)
     if not tensors:
         return []
@@ -129,19 +129,21 @@ def _allreduce_slices(
     slices: tf.IndexedSlices, op: ReduceOp, prescale: float, postscale: float, process_set: ProcessSet
 ) -> tf.IndexedSlices:
     if op not in (Average, Sum):
-        raise UnsupportedOperationError(f"IndexedSlices are reduced with op=hvd.Average or op=hvd.Sum, not {op}")
+        raise UnsupportedOperationError(
+            f"IndexedSlices can be reduced with op=hvd.Average or op=hvd.Sum only; got {op}"
+        )
     values = allgather(slices.values, process_set=process_set)
     indices = allgather(slices.indices, process_set=process_set)
     if prescale * postscale != 1.0:
         values = _times(values, prescale * postscale)
     if op is Average:
-        # of integers it is a fraction, which the entries of one index are added up to a whole of
+        # not rounded for integers: the fractions of one index are summed later
         values = values / tf.cast(_of_process(process_set.size), values.dtype)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 def _times(values: tf.Tensor, factor: float) -> tf.Tensor:
-    """Values times a factor, in their own type; integers are rounded towards zero."""
+    """Multiply values by a factor without changing their type; integers are rounded towards zero."""
     if values.dtype.is_floating or float(factor).is_integer():
         return values * tf.cast(factor, values.dtype)
     return tf.cast(tf.cast(values, tf.float64) * factor, values.dtype)
@@ -156,7 +158,7 @@ def allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """Concatenate the members' tensors along the first dimension, in rank order; it may differ between members.
+    """Concatenate the members' tensors along the first dimension, which may differ, in rank order.
 
     The gradient of each member's rows is the average over the members, as with Horovod.
 
@@ -188,7 +190,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """`allgather` of each tensor."""
+    """Apply `allgather` to each tensor."""
     return [allgather(tensor, process_set=process_set) for tensor in tensors]
 
 
@@ -199,9 +201,9 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """The tensor of `root_rank`; type and shape must be the same everywhere.
+    """Return the tensor of `root_rank`; type and shape must be the same on every member.
 
-    Its gradient is the average over the members on the root, and zero elsewhere, as with Horovod.
+    The gradient is the average over the members on the root, and zero elsewhere, as with Horovod.
     """
 
     def on_host(array: Array) -> list[Array]:
@@ -229,12 +231,13 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send `splits[r]` rows of `tensor` to each rank r, in order, and concatenate what arrives, in rank order.
+    """Send `splits[r]` rows of `tensor` to each rank r, and concatenate the received rows in rank order.
 
-    Returns: the tensor, or (tensor, received splits as int32) if `splits` was given. Without them the rows are divided
-        equally.
+    Without `splits` the rows are divided equally.
+
+    Returns:
+        The received rows; if `splits` was given, (received rows, received splits as int32).
     """
-
     rows = tf.convert_to_tensor(tensor)
     given = None if splits is None else tf.cast(tf.convert_to_tensor(splits), tf.int32)
     received, counts = _exchanged(rows, given, process_set)
@@ -242,14 +245,14 @@ def alltoall(
 
 
 def _exchanged(rows: tf.Tensor, splits: tf.Tensor | None, process_set: ProcessSet) -> tuple[tf.Tensor, tf.Tensor]:
-    """What arrives, and from whom how many rows of it."""
+    """Return the received rows, and the number of rows from each rank."""
 
     def on_host(array: Array, *sent: Array) -> list[Array]:
         rows, size = array.shape[0] if array.ndim else 0, process_set.size()
         counts = torch.from_numpy(np.array(sent[0] if sent else [rows // size] * size, np.int32))
         if not sent and (rows % size or not array.ndim):
-            on_torch.alltoall_async(torch_of(array), None, process_set=process_set)  # says what is wrong
-        # the others may have other numbers of rows, which the gradient needs
+            on_torch.alltoall_async(torch_of(array), None, process_set=process_set)  # raises the error
+        # other members may send different numbers of rows; the gradient needs these numbers
         result, received = on_torch.alltoall_async(torch_of(array), counts, process_set=process_set).wait()
         return [array_from(result), received.numpy().astype(np.int32)]
 
@@ -277,11 +280,12 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
-    """Reduce, then keep this rank's part of the rows; the first ranks have one row more if they do not divide.
+    """Reduce the members' tensors and return this rank's rows; if rows do not divide, the first ranks get one more.
 
-    The gradient is every member's rows of it, times the size with `op=hvd.Sum`, as with Horovod.
+    The gradient is the concatenation of the members' gradients, times the size with `op=hvd.Sum`, as with Horovod.
 
-    Raises: UsageError: for another operator than Average or Sum.
+    Raises:
+        UsageError: the operator is neither Average nor Sum.
     """
 
     def on_host(array: Array) -> list[Array]:
@@ -313,7 +317,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[tf.Tensor]:
-    """`reducescatter` of each tensor."""
+    """Apply `reducescatter` to each tensor."""
     settings = (compression, op, None, process_set, prescale_factor, postscale_factor)
     return [reducescatter(tensor, "", *settings) for tensor in tensors]
 
@@ -322,24 +326,24 @@ def grouped_reducescatter(
 
 
 def size_op(process_set: ProcessSet = global_process_set, name: str | None = None) -> tf.Tensor:
-    """Processes in the world when the graph runs: int32, shape ()."""
+    """Return the number of processes when the graph runs: int32, shape ()."""
     return _of_process(process_set.size)
 
 
 def rank_op(process_set: ProcessSet = global_process_set, name: str | None = None) -> tf.Tensor:
-    """This process's number when the graph runs: int32, shape ()."""
+    """Return the rank of this process when the graph runs: int32, shape ()."""
     return _of_process(process_set.rank)
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """Processes on this host when the graph runs: int32, shape ()."""
+    """Return the number of processes on this host when the graph runs: int32, shape ()."""
     return _of_process(local_size)
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """This process's number on its host when the graph runs: int32, shape ()."""
+    """Return the local rank of this process when the graph runs: int32, shape ()."""
     return _of_process(local_rank)
 
 
-def _of_process(ask: Callable[[], int]) -> tf.Tensor:
-    return call_host(lambda: [np.array(ask(), np.int32)], [], [tf.int32], [[]])[0]
+def _of_process(query: Callable[[], int]) -> tf.Tensor:
+    return call_host(lambda: [np.array(query(), np.int32)], [], [tf.int32], [[]])[0]

@@ -1,4 +1,4 @@
-"""DistributedGradientTape: `gradient` returns what is averaged over the world."""
+"""DistributedGradientTape: a gradient tape that returns gradients averaged over the world."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from spark_elastic.collective.reduction import Average, ReduceOp
 from spark_elastic.tensorflow.compression import Compression, Compressor
 from spark_elastic.tensorflow.gradients import GradientReducer
 from spark_elastic.tensorflow.operations import size_op
+from spark_elastic.tensorflow.tensors import native
 
 
 class _ReducingTape:
-    """Stands for a tape; everything but `gradient` is the tape's own."""
+    """A proxy of a tape whose `gradient` reduces; everything else is passed to the tape."""
 
     def __init__(
         self, tape: tf.GradientTape, reducer: GradientReducer, scale_local: bool, process_set: ProcessSet
@@ -37,14 +38,15 @@ class _ReducingTape:
         self._tape.__exit__(*error)
 
     def register_local_source(self, source: Any) -> None:
-        """Have gradients with respect to this variable stay this worker's own."""
+        """Exclude the gradient with respect to a variable from the reduction."""
         self._local.add(_key(source))
 
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
-        """As `tf.GradientTape.gradient`, reduced over the members.
+        """Return the gradients of `tf.GradientTape.gradient`, reduced over the members.
 
         Raises:
-            HorovodInternalError: a peer is gone. Inside of a tf.function it arrives as one of TensorFlow's errors.
+            HorovodInternalError: a peer is gone. Inside a tf.function, TensorFlow raises an error of its own class
+                instead.
         """
         nested = self._tape.gradient(target, sources, output_gradients, **kwargs)
         flat = tf.nest.flatten(nested, expand_composites=False)
@@ -62,7 +64,7 @@ class _ReducingTape:
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """As `gradient`, in two lists of (source, gradient): of the local sources, and of the others."""
+        """Return two lists of (source, gradient): of the local sources, and of the reduced others."""
         wanted = tf.nest.flatten(sources)
         pairs = list(zip(wanted, self.gradient(target, wanted, output_gradients, **kwargs), strict=True))
         local = [pair for pair in pairs if _key(pair[0]) in self._local]
@@ -76,9 +78,8 @@ def _divided(grad: Any, size: tf.Tensor) -> Any:
 
 
 def _key(source: Any) -> Any:
-    """A variable of Keras and TensorFlow's that is its value are the same source."""
-    value = getattr(source, "value", source)
-    own = source if callable(value) else value
+    """Return a hashable key that is equal for a Keras variable and its tf.Variable."""
+    own = native(source)
     return own.ref() if hasattr(own, "ref") else id(own)
 
 
@@ -96,19 +97,24 @@ def DistributedGradientTape(
     scale_local_gradients: bool = True,
     local_sources: Iterable[Any] = (),
 ) -> Any:
-    """The same tape, whose `gradient` returns the gradients averaged over all members, in one message.
+    """Return a tape whose `gradient` averages the gradients over all members, in one message.
 
     Args:
-        gradtape: a tape that was used, or is going to be (`with hvd.DistributedGradientTape(tf.GradientTape()) as t`).
-        compression: of what is sent.
+        gradtape: a tape, before or after use; `with hvd.DistributedGradientTape(tf.GradientTape()) as t` works too.
+        device_dense: has no effect; for compatibility with Horovod.
+        device_sparse: has no effect.
+        compression: the compressor of the sent gradients.
         sparse_as_dense: reduce IndexedSlices as dense tensors instead of gathering them.
         op: Average or Sum.
-        gradient_predivide_factor: gradients are divided by this before the sum and by size / factor after it.
+        gradient_predivide_factor: divisor of gradients before the sum; sums are divided by size / factor.
+        num_groups: has no effect: there is one message per step.
+        groups: has no effect.
         process_set: the processes to reduce over.
-        device_dense, device_sparse, num_groups, groups: accepted for Horovod's sake; there is one message a step.
-        local_sources: variables whose gradients stay this worker's own. scale_local_gradients: divided by size.
+        scale_local_gradients: divide the gradients of `local_sources` by the size.
+        local_sources: variables whose gradients are not reduced.
 
-    Raises: UsageError: arguments that contradict each other.
+    Raises:
+        UsageError: the arguments contradict each other.
     """
     reducer = GradientReducer(
         op=op,
@@ -137,11 +143,21 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """As `DistributedGradientTape`, without reducing the gradients of some layers.
+    """Return a `DistributedGradientTape` that does not reduce the gradients of some layers.
 
     Args:
-        local_layers: a layer or several, whose variables each worker trains by itself. scale_local_gradients: their
-            gradients are divided by the size.
+        gradtape: as for `DistributedGradientTape`.
+        device_dense: has no effect; for compatibility with Horovod.
+        device_sparse: has no effect.
+        compression: as for `DistributedGradientTape`.
+        sparse_as_dense: as for `DistributedGradientTape`.
+        op: as for `DistributedGradientTape`.
+        gradient_predivide_factor: as for `DistributedGradientTape`.
+        num_groups: has no effect.
+        groups: has no effect.
+        process_set: as for `DistributedGradientTape`.
+        local_layers: the layer or layers whose variables each worker trains by itself.
+        scale_local_gradients: divide their gradients by the size.
     """
     layers = local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]
     local = [variable for layer in layers if layer is not None for variable in layer.trainable_weights]

@@ -1,4 +1,4 @@
-"""TensorFlow's tensors as torch's and back: the same memory, wherever both can read it."""
+"""Convert TensorFlow tensors to torch tensors and back, without a copy where both can read the memory."""
 
 from __future__ import annotations
 
@@ -14,33 +14,44 @@ from spark_elastic.errors import UsageError
 Array = npt.NDArray[Any]
 
 ALIGN_BYTES = 64
-"""Memory that begins at a multiple of this is taken by TensorFlow as it is; other memory it copies."""
+"""TensorFlow uses memory that begins at a multiple of this without a copy."""
 _BFLOAT16 = tf.bfloat16.as_numpy_dtype
 _AS_INTEGERS: dict[Any, tuple[Any, torch.dtype]] = {
     np.dtype(_BFLOAT16): (np.int16, torch.bfloat16),
 }
-"""Types that numpy knows by name only: the integers that their bytes are, and torch's type of them."""
+"""numpy types that torch cannot read: for each, an integer type of the same size, and torch's type."""
 
 
 def array_of(tensor: Any) -> Array:
-    """The values of an eager tensor or a variable, without a copy if it lies in the host's memory; not to be changed.
+    """Return the read-only values of an eager tensor or a variable, without a copy if it is in host memory.
 
-    Raises: UsageError: it is not an eager tensor.
+    Raises:
+        UsageError: it is not an eager tensor.
     """
     if isinstance(tensor, np.ndarray):
         return tensor
     if isinstance(tensor, tf.Variable):
         tensor = tensor.read_value()
     if not hasattr(tensor, "numpy"):
-        raise UsageError(f"this needs an eager tensor, not {tensor!r}: call it outside of tf.function")
+        raise UsageError(f"expected an eager tensor, got {tensor!r}; call this outside of tf.function")
     try:
         return np.asarray(memoryview(tensor)).reshape(tensor.shape)
-    except (TypeError, ValueError, RuntimeError):  # another device, or a type that the buffer protocol does not have
+    except (TypeError, ValueError, RuntimeError):  # on another device, or of a type without the buffer protocol
         return np.asarray(tensor.numpy())
 
 
+def native(variable: Any) -> Any:
+    """Return the tf.Variable behind a Keras variable; another object is returned itself."""
+    value = getattr(variable, "value", variable)
+    return variable if callable(value) else value  # `value` is a method of tf.Variable
+
+
 def torch_of(array: Array) -> torch.Tensor:
-    """The same memory as a torch tensor. Raises: UsageError: torch has no such type."""
+    """Return a torch tensor with the memory of an array.
+
+    Raises:
+        UsageError: torch has no such type.
+    """
     array = np.ascontiguousarray(array).reshape(np.shape(array))
     if not array.flags.writeable:
         array = _writeable(array)
@@ -55,12 +66,12 @@ def torch_of(array: Array) -> torch.Tensor:
 
 
 def _writeable(array: Array) -> Array:
-    """The same memory without numpy's guard, of which torch would warn. What it is handed to here only reads."""
-    return np.asarray(_Unguarded(array)) if array.size else array.copy()
+    """Return the memory as a writeable array, because torch warns of read-only ones; callers here only read it."""
+    return np.asarray(_WriteableView(array)) if array.size else array.copy()
 
 
-class _Unguarded:
-    """Memory of an array by its address; keeps the array alive."""
+class _WriteableView:
+    """The memory of an array by its address; keeps the array alive."""
 
     def __init__(self, array: Array) -> None:
         self._array = array
@@ -68,7 +79,7 @@ class _Unguarded:
 
 
 def array_from(tensor: torch.Tensor) -> Array:
-    """The same memory as a numpy array that TensorFlow understands."""
+    """Return a numpy array with the memory of a tensor, in a type that TensorFlow reads."""
     for dtype, (_, kind) in _AS_INTEGERS.items():
         if tensor.dtype is kind:
             return tensor.view(torch.int16).numpy().view(dtype)

@@ -17,7 +17,7 @@ import keras
 
 from spark_elastic.elastic.call_stack import calling_object
 from spark_elastic.errors import UsageError
-from spark_elastic.keras.kept_values import plain_values, put_values, same_value
+from spark_elastic.keras.callback_state import plain_values, put_values, same_value
 
 _ABOVE = 6
 """Largest number of frames between `CallbackList.set_model` and a callback's own."""

@@ -3,33 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from spark_elastic.keras import variables as values
+from spark_elastic.keras.callback_state import FitResumePoint, set_resume_point
 from spark_elastic.keras.elastic.fit_callbacks import extend_history
-
-_ATTRIBUTE = "_spark_elastic_resume_point"
-
-
-class FitResumePoint(NamedTuple):
-    """Where `fit` resumes in an epoch that an earlier call has begun: Keras counts from 0 in each call.
-
-    Attributes:
-        epochs: Whole epochs of earlier calls that Keras does not count.
-        batches: Batches of the present epoch that are done.
-    """
-
-    epochs: int = 0
-    batches: int = 0
-
-    def note_on(self, model: Any) -> None:
-        """Note it on the model, for the callbacks that ask until the next epoch begins."""
-        object.__setattr__(model, _ATTRIBUTE, self)  # not through Keras, which keeps track of what models are given
-
-    @classmethod
-    def of(cls, model: Any) -> FitResumePoint:
-        found = getattr(model, _ATTRIBUTE, None)
-        return found if isinstance(found, FitResumePoint) else cls()
 
 
 class FitSession:
@@ -86,7 +64,7 @@ class FitSession:
         elif self._ended is not None:
             self._batches_before = 0
         self._ended = self._last = None
-        FitResumePoint(self._offset, self._batches_before).note_on(model)
+        set_resume_point(model, FitResumePoint(self._offset, self._batches_before))
         if self.counts_batches:
             self._note_batch()
 

@@ -3,7 +3,7 @@
 They are called in every worker, with equal logs, at the moments at which `model.fit` calls them. Those of Keras that
 write (`RANK_0_ONLY`, their subclasses, and any that says `rank_0_only = True`) are called where the rank is 0: on
 whoever has it then, after the loss of the worker that had it before. What they remember in plain values and arrays
-outlives the loss of workers, reaches newcomers and is part of checkpoints, see `kept_values`.
+outlives the loss of workers, reaches newcomers and is part of checkpoints, see `callback_state`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import keras
 
 from spark_elastic.collective.objects import broadcast_object
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.keras.kept_values import Kept
+from spark_elastic.keras.callback_state import CallbackSnapshot
 from spark_elastic.ml.callbacks import Callback, Logs, Run
 from spark_elastic.ml.keras.spec import KerasTraining
 from spark_elastic.reporting.history import FACTS
@@ -48,7 +48,7 @@ class KerasCallback(Callback):
         self._shared = shared
         self._run: Run | None = None
         self._begun = self._ended = False
-        self._kept: Kept | None = Kept.of(wrapped, False)
+        self._kept: CallbackSnapshot | None = CallbackSnapshot.of(wrapped, False)
         """None: it was called since."""
         self._at_begin = self._kept
         self._loaded: dict[str, Any] = {}
@@ -129,13 +129,13 @@ class KerasCallback(Callback):
     # --- what it remembers ------------------------------------------------------------------------
 
     @property
-    def kept(self) -> Kept:
+    def kept(self) -> CallbackSnapshot:
         if self._kept is None:
-            self._kept = Kept.of(self.wrapped, self._begun)
+            self._kept = CallbackSnapshot.of(self.wrapped, self._begun)
         return self._kept
 
     @kept.setter
-    def kept(self, kept: Kept) -> None:
+    def kept(self, kept: CallbackSnapshot) -> None:
         if self._begun:
             if kept is not self._kept:
                 # from before it had begun: of this process, or of one that has gone
@@ -158,7 +158,7 @@ class KerasCallback(Callback):
         self._loaded = dict(arrays)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.kept = Kept.from_json(state, self._loaded)
+        self.kept = CallbackSnapshot.from_json(state, self._loaded)
         self._loaded = {}
 
 

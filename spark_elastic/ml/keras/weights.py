@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.errors import CheckpointError
-from spark_elastic.keras.variables import same_place
+from spark_elastic.keras.variables import same_path
 
 # Arrays in a file that can be read without running code, with the types that numpy does not know by itself.
 
@@ -101,4 +101,4 @@ def assign(variables: Sequence[Any], values: Mapping[str, Array], prefix: str = 
 
 def _same(one: str, other: str) -> bool:
     """Whether two paths can be those of one variable: what its model is called need not be the same."""
-    return same_place(one.rpartition("/")[2], other.rpartition("/")[2])
+    return same_path(one.rpartition("/")[2], other.rpartition("/")[2])

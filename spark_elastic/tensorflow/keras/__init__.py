@@ -1,4 +1,4 @@
-"""Another name of `spark_elastic.keras`, where Horovod's users look for it; the same modules and objects."""
+"""An alias of `spark_elastic.keras` under Horovod's name for it, with the same modules and objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keras on PyTorch through the same classes, and on what is not supported."""
+"""Keras on PyTorch with the same classes, and on unsupported backends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def in_a_process(code, backend, **more):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
 
 
-def test_keras_on_torch_outlives_the_loss_of_a_worker_through_the_same_callbacks(tmp_path):
+def test_keras_on_torch_survives_the_loss_of_a_worker_with_the_same_callbacks(tmp_path):
     (tmp_path / "torch_world.py").write_text(TORCH_WORLD)
     run = """
 import torch_world
@@ -67,12 +67,12 @@ assert all(len(values) == 3 for values in one[5].values())
 
 
 @pytest.mark.parametrize("backend", ["jax", "numpy"])
-def test_another_backend_is_a_clear_error_before_keras_looks_for_it(backend):
+def test_unsupported_backend_is_reported_before_keras_imports_it(backend):
     done = in_a_process("import spark_elastic.keras", backend)
     assert f"UsageError: Keras is set to the {backend} backend" in done.stderr
     assert "KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch" in done.stderr
 
 
-def test_without_keras_the_error_says_which_extra_to_install():
+def test_without_keras_the_error_names_the_extra_to_install():
     done = in_a_process("import sys; sys.modules['keras'] = None; import spark_elastic.keras", "tensorflow")
     assert 'pip install "spark-elastic[tensorflow]"' in done.stderr

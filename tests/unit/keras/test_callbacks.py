@@ -1,4 +1,4 @@
-"""The callbacks with Horovod's names, in a world of two."""
+"""Horovod's callbacks, in a world of two."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def everything():
     return weights, rates.seen, rates.momenta, history.history, own["loss"]
 
 
-def test_members_start_alike_warm_up_and_see_the_averages():
+def test_broadcast_warm_up_schedule_and_metric_averages_agree_on_all_members():
     one, other = together(everything)
     assert one[0] == other[0]
     # two steps an epoch, up to the full rate in two epochs; then a tenth of it with each epoch
@@ -62,11 +62,11 @@ def averages():
     return logs
 
 
-def test_a_metric_that_one_member_has_is_its_own():
+def test_metric_of_one_member_is_not_averaged():
     assert together(averages) == [{"loss": 0.5, "note": "text", "val_loss": 5.0}, {"loss": 0.5, "note": "text"}]
 
 
-def test_momentum_follows_the_rate_for_the_step_in_which_it_changes_if_that_is_not_compiled(alone):
+def test_momentum_is_scaled_during_the_step_after_a_change_of_the_rate_in_eager_mode(alone):
     model = compiled(build_model(), keras.optimizers.SGD(RATE, momentum=0.5), run_eagerly=True)
     rates = Rates()
     schedule = hvd.callbacks.LearningRateScheduleCallback(RATE, lambda epoch: 0.5**epoch)
@@ -75,7 +75,7 @@ def test_momentum_follows_the_rate_for_the_step_in_which_it_changes_if_that_is_n
     assert rates.momenta == [0.5, 0.5, 0.25, 0.5]
 
 
-def test_a_number_as_multiplier_holds_from_its_epoch_to_the_last_but_one(alone):
+def test_constant_multiplier_applies_from_start_epoch_until_end_epoch(alone):
     model = compiled(build_model(), keras.optimizers.SGD(RATE))
     rates = Rates()
     schedule = hvd.callbacks.LearningRateScheduleCallback(RATE, 0.5, start_epoch=1, end_epoch=2)
@@ -83,14 +83,14 @@ def test_a_number_as_multiplier_holds_from_its_epoch_to_the_last_but_one(alone):
     assert rates.seen == [RATE, RATE / 2, RATE / 2]
 
 
-def test_a_rate_that_changes_within_epochs_needs_their_length(alone):
+def test_rate_that_changes_within_epochs_needs_steps_per_epoch(alone):
     callback = hvd.callbacks.LearningRateScheduleCallback(RATE, lambda epoch: epoch, staircase=False)
     callback.set_params({"steps": None})
     with pytest.raises(UsageError, match="steps_per_epoch"):
         callback.on_train_begin()
 
 
-def test_the_warm_up_goes_on_where_fit_was_left_in_the_middle_of_an_epoch(alone):
+def test_schedule_resumes_in_the_middle_of_an_epoch(alone):
     model = compiled(build_model(), hvd.DistributedOptimizer(keras.optimizers.SGD(RATE)))
     state = hvd.elastic.KerasState(model, batch=0, epoch=0)
     data = hvd.elastic.ElasticDataset(*rows(48), state=state, batch_size=8)

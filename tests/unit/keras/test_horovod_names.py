@@ -1,4 +1,4 @@
-"""What programs that were written for Horovod use of its Keras namespaces."""
+"""The names of Horovod's Keras namespaces that programs use."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def partial(passes):
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_collectives_on_values_and_layers_that_each_worker_has_for_itself(passes):
+def test_collectives_on_values_and_local_layers(passes):
     for checks in together(partial, passes):
         assert [name for name, right in checks.items() if not right] == []
 
@@ -89,7 +89,7 @@ def best(folder):
     return checkpoint.best < 1.0
 
 
-def test_the_best_model_is_written_by_rank_0_and_known_to_all(tmp_path):
+def test_best_model_is_written_by_rank_0_and_tracked_by_all_members(tmp_path):
     assert together(best, str(tmp_path)) == [True, True]
     assert [path.name for path in tmp_path.iterdir()] == ["0.keras"]
 
@@ -102,7 +102,7 @@ def test_both_namespaces_have_the_same_names(alone):
         hvd.broadcast_global_variables(0)
 
 
-def test_an_optimizer_is_made_of_its_configuration_again_and_stays_distributed(alone):
+def test_optimizer_restored_from_its_config_is_distributed(alone):
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.25), backward_passes_per_step=3)
     again = optimizer.from_config(optimizer.get_config())
     assert again.get_config() == optimizer.get_config()
@@ -111,7 +111,7 @@ def test_an_optimizer_is_made_of_its_configuration_again_and_stays_distributed(a
     assert type(plain) is keras.optimizers.Adam
 
 
-def test_the_old_name_of_the_learning_rate_is_accepted_with_a_warning(alone):
+def test_old_name_of_the_learning_rate_is_accepted_with_a_warning(alone):
     for optimizer in (keras.optimizers.SGD(0.5), hvd.DistributedOptimizer(keras.optimizers.SGD(0.5))):
         old_name(optimizer)
     assert "lr" not in keras.optimizers.SGD(0.5).get_config()
@@ -126,7 +126,7 @@ def old_name(optimizer):
     assert float(optimizer.learning_rate.numpy()) == 0.125
 
 
-def test_an_argument_of_compile_that_keras_3_does_not_know_is_accepted_with_a_warning(alone, tmp_path):
+def test_compile_argument_of_keras_2_is_accepted_with_a_warning(alone, tmp_path):
     model = two_layers([1.0, 0.0], [1.0, 0.0])
     with pytest.warns(UserWarning, match="experimental_run_tf_function"):
         model.compile(hvd.DistributedOptimizer("sgd"), "mse", experimental_run_tf_function=False)
@@ -136,6 +136,6 @@ def test_an_argument_of_compile_that_keras_3_does_not_know_is_accepted_with_a_wa
         model.compile("sgd", "mse", experimental_something=False)
 
 
-def test_layers_that_are_not_layers_are_refused(alone):
+def test_local_layers_that_are_not_layers_are_refused(alone):
     with pytest.raises(UsageError, match="local_layers"):
         hvd.PartialDistributedOptimizer("sgd", local_layers=["dense"])

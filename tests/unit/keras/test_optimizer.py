@@ -1,4 +1,4 @@
-"""DistributedOptimizer: the optimizer it was, stepping with everybody's gradients."""
+"""DistributedOptimizer: the wrapped optimizer steps with the gradients of all members."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def every_optimizer():
     return {name: halves(name, {}) for name in OPTIMIZERS}, eager, several
 
 
-def test_two_members_with_half_a_batch_each_do_what_one_does_with_the_whole_batch():
+def test_two_members_with_half_a_batch_each_match_one_process_with_the_whole_batch():
     first, _ = together(every_optimizer)
     for outcome in first:
         for name, (worst, same_class) in outcome.items():
@@ -110,7 +110,7 @@ def test_passes_compression_predivision_and_sums_change_nothing_but_rounding():
 
 
 def one_overflows():
-    """Under mixed_float16 `compile` wraps the optimizer by itself; the gradients of rank 1 are not finite, once."""
+    """Train under mixed_float16, where `compile` wraps the optimizer; rank 1 has infinite gradients once."""
     hvd.init()
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
@@ -132,7 +132,7 @@ def one_overflows():
     )
 
 
-def test_a_member_whose_gradients_overflow_has_all_members_skip_the_step():
+def test_overflow_of_one_member_makes_all_members_skip_the_step():
     first, second = together(one_overflows)
     assert first == second
     assert first[:4] == ("LossScaleOptimizer", True, 3, 4)
@@ -159,7 +159,7 @@ def own_loops():
     return out
 
 
-def test_loops_of_one_s_own_reduce_too_eagerly_and_in_a_graph():
+def test_custom_loops_reduce_gradients_eagerly_and_in_a_graph():
     first, second = together(own_loops)
     assert first == second
     assert first[0] == pytest.approx(first[1], rel=1e-4)
@@ -181,7 +181,7 @@ def test_a_built_optimizer_keeps_its_state(alone):
 
 
 @pytest.mark.parametrize("name", ["momentum", "scaled"])
-def test_a_saved_model_loads_without_us_and_with_us_goes_on_distributed(alone, tmp_path, name):
+def test_saved_model_loads_without_this_package_and_load_model_makes_it_distributed(alone, tmp_path, name):
     model = model_with(hvd.DistributedOptimizer(OPTIMIZERS[name]()))
     model.fit(*rows(32), batch_size=8, verbose=0)
     path = tmp_path / "model.keras"
@@ -201,7 +201,7 @@ class Odd(keras.optimizers.SGD):
     """An optimizer that Keras does not know."""
 
 
-def test_load_model_knows_the_optimizers_it_is_given(alone, tmp_path):
+def test_load_model_accepts_custom_optimizers(alone, tmp_path):
     model = model_with(hvd.DistributedOptimizer(Odd(0.1)))
     model.fit(*rows(32), batch_size=8, verbose=0)
     model.save(tmp_path / "model.keras")
@@ -210,7 +210,7 @@ def test_load_model_knows_the_optimizers_it_is_given(alone, tmp_path):
     assert int(loaded.optimizer.iterations) == 4
 
 
-def test_what_cannot_be_is_said_clearly(alone):
+def test_invalid_arguments_are_reported(alone):
     with pytest.raises(UsageError, match="already"):
         hvd.DistributedOptimizer(hvd.DistributedOptimizer("adam"))
     with pytest.raises(UsageError, match="at least 1"):

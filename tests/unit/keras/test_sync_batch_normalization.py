@@ -1,4 +1,4 @@
-"""Batch statistics of all ranks' rows in Keras: how rows are shared out changes neither outputs nor gradients."""
+"""SyncBatchNormalization: the division of rows among ranks changes neither outputs nor gradients."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def rows():
 
 
 def in_worker(cases):
-    """The gradients of each case, eagerly and in a graph."""
+    """Return the gradients of each case, eagerly and in a graph."""
     hvd.init()
     return [[gradients(*case, graph) for graph in (False, True)] for case in cases]
 
 
 def gradients(counts, sync, conv, graph):
-    """Of a loss that is the mean over all rows. counts: the rows of each rank."""
+    """Return gradients of the mean loss over all rows, and running statistics; `counts`: the rows of each rank."""
     model = build(sync, conv)
     x, y = rows()
     edges, rank = [0, *accumulate(counts)], hvd.rank() if hvd.is_initialized() else 0
@@ -81,7 +81,7 @@ def distance(found, expected):
 
 @pytest.fixture(scope="module")
 def of_one_process():
-    """With and without a convolution: of no rows, TensorFlow makes none."""
+    """Results of one process, with and without a convolution; TensorFlow cannot convolve 0 rows."""
     return {conv: gradients([ROWS], False, conv, False) for conv in (True, False)}
 
 
@@ -168,7 +168,7 @@ STEPS = 20
 
 
 def fit(dies):
-    """dies: (worker, step): it kills itself within the forward pass."""
+    """Train; the worker of `dies`, (worker, step), kills itself in the forward pass of that step."""
     hvd.init()
     keras.utils.set_random_seed(3)
     generator = np.random.default_rng(0)
@@ -225,8 +225,8 @@ def fit(dies):
     return steps, [each.numpy().tolist() for each in model.weights]
 
 
-def test_a_worker_that_dies_within_fit_costs_no_applied_step():
-    """All rows of a batch weigh the same with 2 or 4 workers that share 4."""
+def test_no_applied_step_is_lost_if_a_worker_dies_in_a_forward_pass():
+    """All rows of a batch have the same weight: 1 or 2 workers divide 4 rows equally."""
     with WorldDriver() as driver:
         driver.start(fit, None)
         ((_, expected),) = driver.results(1)
@@ -256,7 +256,7 @@ def test_conversion_keeps_weights_and_configuration_and_names_what_it_cannot_con
     assert np.allclose(model(np.ones((2, 3)), training=False), plain)
 
 
-def test_a_saved_model_is_loaded_with_it(tmp_path):
+def test_saved_model_with_synchronised_layers_loads(tmp_path):
     model = keras.Sequential([keras.Input((3,)), hvd.SyncBatchNormalization(momentum=0.7)])
     model.save(tmp_path / "model.keras")
     again = keras.saving.load_model(tmp_path / "model.keras")
@@ -291,7 +291,7 @@ def train():
 """
 
 
-def test_keras_on_torch_has_it_as_well(tmp_path):
+def test_keras_on_torch_synchronises_statistics_too(tmp_path):
     (tmp_path / "torch_world.py").write_text(TORCH_WORLD)
     run = """
 import torch_world

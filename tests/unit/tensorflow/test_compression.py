@@ -1,4 +1,4 @@
-"""The compressors are the same for torch and TensorFlow, and users can write their own."""
+"""Torch and TensorFlow share the compressors, and users can write custom ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_casts_leave_integers_as_they_are():
 
 
 class Halved(Compressor):
-    """A user's compressor that works on tensors of TensorFlow and of torch: it sends half of each value."""
+    """A custom compressor for tensors of TensorFlow and torch: it sends half of each value."""
 
     @staticmethod
     def compress(tensor):
@@ -47,7 +47,7 @@ class Halved(Compressor):
         return tensor * 2
 
 
-def with_a_compressor_of_ones_own():
+def with_custom_compressor():
     hvd.init()
     here = hvd.rank() + 1.0
     in_tensorflow = hvd.allreduce(tf.fill([3], here), op=hvd.Sum, compression=Halved).numpy().tolist()
@@ -64,8 +64,8 @@ def with_a_compressor_of_ones_own():
     return in_tensorflow, in_graph.numpy().tolist(), in_torch, weight.tolist(), np.asarray(gradient).tolist()
 
 
-def test_a_compressor_of_the_users_own_is_used_by_every_collective():
-    for tensorflow, graph, in_torch, weight, gradient in together(with_a_compressor_of_ones_own, 2):
+def test_custom_compressor_is_used_by_every_collective():
+    for tensorflow, graph, in_torch, weight, gradient in together(with_custom_compressor, 2):
         assert tensorflow == in_torch == [3.0] * 3
         assert graph == [3.0] * 2
         assert weight == [-3.0] * 2

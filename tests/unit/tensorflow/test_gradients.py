@@ -1,4 +1,4 @@
-"""The fused reduction of a step's gradients, and what a lost peer looks like through TensorFlow."""
+"""The fused reduction of a step's gradients, and the errors of a lost peer through TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 import spark_elastic.tensorflow as hvd
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.tensorflow.gradients import GradientReducer
-from spark_elastic.tensorflow.host import lost_peer, marked, translated
+from spark_elastic.tensorflow.host import original_error, translated, with_token
 from tests.unit.tensorflow.test_operations import both_ways, together
 from tests.unit.worlds import WorldDriver
 
@@ -120,7 +120,7 @@ def tapes():
     return checks
 
 
-def test_a_tape_gives_averages():
+def test_distributed_tape_returns_averaged_gradients():
     for checks in together(tapes, 2):
         assert [name for name, right in checks.items() if not right] == []
 
@@ -156,7 +156,7 @@ def lose_a_peer(report):
     return {"no error": False}
 
 
-def test_a_lost_peer_is_the_same_error_as_in_torch_and_nothing_has_changed():
+def test_lost_peer_in_a_graph_raises_horovod_internal_error_and_changes_no_variable():
     with WorldDriver(start_with=2) as driver:
         driver.start(lose_a_peer, None, count=2)
         (checks,) = driver.results(1)
@@ -174,13 +174,13 @@ def lose_a_peer_eagerly():
     return False
 
 
-def test_a_lost_peer_is_the_same_error_eagerly():
+def test_lost_peer_raises_horovod_internal_error_eagerly():
     with WorldDriver(start_with=2) as driver:
         driver.start(lose_a_peer_eagerly, count=2)
         assert driver.results(1) == [True]
 
 
-def test_errors_of_other_origin_are_left_alone():
+def test_errors_with_other_causes_are_not_translated():
     def raises():
         raise ConnectionError("connection reset by peer: a shop that sells sockets")
 
@@ -190,14 +190,14 @@ def test_errors_of_other_origin_are_left_alone():
 
     with pytest.raises(tf.errors.UnknownError, match="sells sockets") as caught, translated():
         graph()
-    assert lost_peer(caught.value) is None
+    assert original_error(caught.value) is None
     with pytest.raises(tf.errors.CancelledError), translated():
         raise tf.errors.CancelledError(None, None, "the iterator was closed")
     with pytest.raises(ZeroDivisionError), translated():
         _ = 1 / 0
 
 
-def test_settings_that_contradict_each_other_are_refused():
+def test_contradictory_settings_are_refused():
     with pytest.raises(UsageError, match="Average or op"):
         GradientReducer(op=hvd.Max)
     with pytest.raises(UsageError, match="predivide"):
@@ -208,11 +208,11 @@ def test_settings_that_contradict_each_other_are_refused():
 
 def fails_while_a_lost_peer_is_handled():
     try:
-        raise marked(HorovodInternalError("a peer is gone"))
+        raise with_token(HorovodInternalError("a peer is gone"))
     except HorovodInternalError:
         return 1 / 0
 
 
-def test_what_is_raised_while_a_lost_peer_is_handled_is_not_taken_for_it():
+def test_error_raised_while_a_lost_peer_is_handled_is_not_translated():
     with pytest.raises(ZeroDivisionError), translated():
         fails_while_a_lost_peer_is_handled()

@@ -107,7 +107,7 @@ def movements():
     return checks
 
 
-def test_rows_arrive_where_they_are_sent():
+def test_gathers_broadcasts_and_exchanges_deliver_the_right_rows():
     for checks in together(movements, 2):
         assert [name for name, right in checks.items() if not right] == []
 
@@ -195,7 +195,7 @@ def test_a_world_of_one_returns_its_input():
         hvd.shutdown()
 
 
-def test_what_cannot_be_reduced_is_refused():
+def test_unsupported_tensors_and_operators_are_refused():
     hvd.init()
     try:
         slices = tf.IndexedSlices(tf.ones([1]), tf.constant([0]), tf.constant([3]))

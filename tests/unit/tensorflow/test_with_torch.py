@@ -1,4 +1,4 @@
-"""TensorFlow and torch in one process, and packages that are not there."""
+"""TensorFlow and torch in one process, and the error if TensorFlow is not installed."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def test_both_work_in_one_process_whichever_is_imported_first(first, second):
     done = python(BOTH.format(first=first, second=second), **threads)
     assert done.returncode == 0, done.stderr
     few, many = int(done.stdout), os.cpu_count() or 1
-    assert few < 40 + many  # what the libraries have besides; a pool for each core would be many on a large host
+    assert few < 40 + many  # allows other threads of the libraries; a pool per core would exceed it on a large host
 
 
 def _order(**others) -> LaunchSpec:
     return LaunchSpec("job", (("127.0.0.1", 1),), b"key", b"", 1.0, "", **others)
 
 
-def test_threads_of_a_worker_are_the_cores_of_its_task_unless_they_are_given():
+def test_worker_has_one_thread_per_core_of_its_task_unless_the_user_sets_it():
     env = worker_environment(_order(env={"TF_NUM_INTRAOP_THREADS": "3"}), {"OMP_NUM_THREADS": "2"}, [], 4, ())
     assert (env["TF_NUM_INTRAOP_THREADS"], env["OMP_NUM_THREADS"], env["TF_NUM_INTEROP_THREADS"]) == ("3", "2", "4")
 
 
-def test_a_worker_imports_what_its_function_speaks_of():
+def test_worker_imports_the_frameworks_that_its_function_names():
     assert "tensorflow" in modules_of(b"... spark_elastic.tensorflow ...")
     assert "keras" in modules_of(b"... spark_elastic.keras ...")
     assert "tensorflow" not in modules_of(b"... spark_elastic.keras ...")
@@ -80,6 +80,6 @@ except ImportError as error:
 """
 
 
-def test_without_tensorflow_torch_works_and_the_rest_says_what_to_install():
+def test_without_tensorflow_torch_works_and_the_error_names_the_extra_to_install():
     done = python(BLOCKED)
     assert done.stdout == "said so\n", done.stderr

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.keras.kept_values import Kept
+from spark_elastic.keras.callback_state import CallbackSnapshot
 from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.keras.spec import MODEL_FILE
 from spark_elastic.ml.keras.weights import dump_arrays, load_arrays
@@ -184,10 +184,10 @@ def test_plain_values_and_arrays_are_remembered_and_nothing_else():
     callback.on_train_begin()
     callback.on_epoch_end(3, {"loss": np.float32(0.5), "accuracy": 0.25})
     found = {}
-    document = json.loads(json.dumps(Kept.of(callback, True).to_json(found, "0/")))
+    document = json.loads(json.dumps(CallbackSnapshot.of(callback, True).to_json(found, "0/")))
     fresh = Remembering()
     fresh.on_train_begin()
-    Kept.from_json(document, load_arrays(dump_arrays(found))).put_into(fresh)
+    CallbackSnapshot.from_json(document, load_arrays(dump_arrays(found))).put_into(fresh)
     assert (fresh.count, fresh.seen, fresh.sums.tolist()) == (1, [(3, {"loss": 0.5})], [1, 0.25])
     fresh.on_epoch_end(4, {"loss": 0.1, "accuracy": 1.0})
     assert (callback.count, callback.sums.tolist()) == (1, [1, 0.25]), "copies do not change with what they are of"

@@ -356,12 +356,12 @@ def _nothing() -> None: ...
 def _die_within(kind: str, count: int) -> None:
     """Have this process end at the `count`-th time."""
     from spark_elastic.collective.fused import FusedReduction
-    from spark_elastic.keras import tensorflow_statistics
+    from spark_elastic.keras import tensorflow_backend
     from spark_elastic.ml.keras.engine import KerasEngine
     from tests.unit.world_link import die
 
     place, name = {
-        "in a layer's reduction": (tensorflow_statistics, "add_up"),
+        "in a layer's reduction": (tensorflow_backend, "add_up"),
         "before a reduction": (FusedReduction, "__call__"),
         "after a reduction": (FusedReduction, "__call__"),
         "in a validation": (KerasEngine, "measure"),

@@ -1,0 +1,178 @@
+"""State of Keras callbacks that is kept when `fit` is called again: plain attributes, and where an epoch resumes.
+
+Other attributes of a callback (its model, files, functions) belong to one process and are not kept.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_ATOMS = (bool, int, float, str, type(None))
+_PROCESS_ATTRIBUTES = frozenset(
+    {"model", "_model", "params", "validation_data", "append", "append_header", "min_delta"}
+)
+"""Attributes that are never kept: the model and data of the process, what it found in files, and `min_delta`, whose
+sign Keras flips in each process when it first looks up whether the monitored metric improves upwards or downwards."""
+
+
+class NotPlain(Exception):
+    """A value is neither plain nor an array, and is not kept."""
+
+
+@dataclass(frozen=True, eq=False)
+class CallbackSnapshot:
+    """The plain attributes of a callback at some moment. Immutable, so a copy is the object itself.
+
+    Attributes:
+        begun: True if `on_train_begin` of the callback was called before.
+        values: the attributes by name.
+    """
+
+    begun: bool = False
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: Any) -> CallbackSnapshot:
+        return self
+
+    @classmethod
+    def of(cls, callback: Any, begun: bool) -> CallbackSnapshot:
+        return cls(begun, plain_values(callback))
+
+    def put_into(self, callback: Any) -> None:
+        put_values(callback, self.values)
+
+    def to_json(self, arrays: dict[str, Any], prefix: str) -> dict[str, Any]:
+        """Return a JSON document; add the arrays to `arrays`, under names that begin with the prefix."""
+
+        def encode(value: Any) -> Any:
+            if isinstance(value, np.ndarray):
+                name = f"{prefix}{len(arrays)}"
+                arrays[name] = value
+                return {"array": name}
+            if isinstance(value, dict):
+                return {"dict": [[encode(key), encode(one)] for key, one in value.items()]}
+            if isinstance(value, (list, tuple, set)):
+                return {type(value).__name__: [encode(one) for one in value]}
+            return value
+
+        return {"begun": self.begun, "values": {name: encode(value) for name, value in self.values.items()}}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any], arrays: Mapping[str, Any]) -> CallbackSnapshot:
+        """Decode a document of `to_json`.
+
+        Raises:
+            KeyError, TypeError, ValueError: the document has another form.
+        """
+
+        def decode(value: Any) -> Any:
+            if not isinstance(value, dict):
+                return value
+            ((kind, content),) = value.items()
+            if kind == "array":
+                return arrays[content]
+            if kind == "dict":
+                return {decode(key): decode(one) for key, one in content}
+            return {"list": list, "tuple": tuple, "set": set}[kind](decode(one) for one in content)
+
+        values = {name: decode(value) for name, value in document["values"].items()}
+        return cls(bool(document["begun"]), values)
+
+
+def plain_values(callback: Any, longest: int | None = None, instead: Any = None) -> dict[str, Any]:
+    """Return copies of a callback's attributes that are plain values or arrays, by name.
+
+    Args:
+        callback: the callback.
+        longest: collections and arrays with more items are not copied; None: no limit.
+        instead: the value returned in place of those.
+    """
+    values = {}
+    for name, value in vars(callback).items():
+        if name in _PROCESS_ATTRIBUTES:
+            continue
+        if longest is not None and _items(value) > longest:
+            values[name] = instead
+            continue
+        try:
+            values[name] = _copied(value)
+        except NotPlain:
+            continue
+    return values
+
+
+def put_values(callback: Any, values: Mapping[str, Any]) -> None:
+    """Set attributes of a callback to copies of the values."""
+    for name, value in values.items():
+        vars(callback)[name] = copy.deepcopy(value)
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Return True if two plain values are certainly equal; arrays are not compared and never are."""
+    if type(one) in _ATOMS:
+        return type(one) is type(other) and (one == other or (one != one and other != other))
+    if type(one) is not type(other) or isinstance(one, np.ndarray) or len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(key in other and same_value(value, other[key]) for key, value in one.items())
+    if isinstance(one, set):
+        return bool(one == other)
+    return all(map(same_value, one, other))
+
+
+def _items(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return int(value.size)
+    return len(value) if type(value) in (list, tuple, set, dict) else 0
+
+
+def _copied(value: Any) -> Any:
+    """Copy a plain value.
+
+    Raises:
+        NotPlain: it is another value.
+    """
+    if type(value) in _ATOMS:
+        return value
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufV":
+        return value.copy()
+    if type(value) in (list, tuple, set):
+        return type(value)(_copied(one) for one in value)
+    if type(value) is dict:
+        return {_copied(key): _copied(one) for key, one in value.items()}
+    raise NotPlain
+
+
+# --- where an epoch resumes -----------------------------------------------------------------------
+
+_RESUME_POINT = "_spark_elastic_resume_point"
+
+
+class FitResumePoint(NamedTuple):
+    """Epochs and batches that earlier calls of `fit` have trained; Keras counts from 0 in each call.
+
+    Attributes:
+        epochs: completed epochs that Keras does not count.
+        batches: completed batches of the present epoch.
+    """
+
+    epochs: int = 0
+    batches: int = 0
+
+
+def set_resume_point(model: Any, point: FitResumePoint) -> None:
+    """Record on a model where its present call of `fit` has resumed, for callbacks; valid until the next epoch."""
+    object.__setattr__(model, _RESUME_POINT, point)  # Keras' own __setattr__ would track it as part of the model
+
+
+def resume_point(model: Any) -> FitResumePoint:
+    """Return where the present call of `fit` has resumed; epoch 0, batch 0 if that was not recorded."""
+    found = getattr(model, _RESUME_POINT, None)
+    return found if isinstance(found, FitResumePoint) else FitResumePoint()

@@ -1,0 +1,159 @@
+"""Reductions of Keras on torch: an optimizer's steps, and batch statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from spark_elastic.collective.fused import FusedReduction, add_up, excluded, group_of
+from spark_elastic.collective.process_sets import ProcessSet
+
+Gradient = torch.Tensor | None
+Update = Callable[[list[Any]], None]
+
+
+class TorchSteps:
+    """The steps of one optimizer: accumulates gradients, reduces them over the members and applies them.
+
+    Args:
+        reducer: averages or sums gradients over the members.
+        passes: calls whose gradients are accumulated here before they are reduced.
+        average: divide the accumulated gradients by `passes`.
+
+    Attributes:
+        weight: weight of this member's gradients among the members', during a step; None: all equal.
+        before_update: called after the gradients were reduced and the step counted, before the update.
+        divide_local: returns the divisor of the gradients of local variables; None: they are applied undivided.
+    """
+
+    def __init__(self, reducer: FusedReduction, passes: int, average: bool) -> None:
+        self.passes = passes
+        self.weight: Any = None
+        self.before_update: Callable[[], None] | None = None
+        self.divide_local: Callable[[], int] | None = None
+        self._reducer = reducer
+        self._average = average
+        self._applied = 0
+        self._added = 0
+        self._weights = 0.0
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def applied(self) -> int:
+        """Return the number of steps reduced here that were applied, or that all members skipped."""
+        return self._applied
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Do nothing: accumulators are created when they are needed."""
+
+    def at_boundary(self) -> bool:
+        """Return True if the next call begins a step."""
+        return self._added == 0
+
+    def drop(self) -> None:
+        """Discard the gradients accumulated for an unfinished step."""
+        self._added, self._weights = 0, 0.0
+        self._sums.clear()
+
+    @torch.no_grad()
+    def reduced(self, grads: Sequence[Gradient], local: Sequence[int] = ()) -> list[Gradient]:
+        """Reduce gradients without applying them or counting a step."""
+        return self._reduce([None if g is None else g.detach() for g in grads], None, local)
+
+    def applies(self, update: Update, grads: Sequence[Gradient]) -> None:
+        """Count a step and apply gradients that `reduced` returned."""
+        self._applied += 1
+        if self.before_update is not None:
+            self.before_update()
+        update(list(grads))
+
+    @torch.no_grad()
+    def step(
+        self, grads: Sequence[Gradient], numbers: Sequence[int], update: Update, local: Sequence[int] = ()
+    ) -> None:
+        """Accumulate the gradients of this call; after the last call of a step, reduce and apply them.
+
+        Args:
+            grads: the gradients of this call.
+            numbers: index of each gradient's variable among those of the optimizer.
+            update: applies reduced gradients.
+            local: indices of the gradients that are not reduced.
+        """
+        weight = None if self.weight is None else float(self.weight)
+        factors = [1.0 if weight is None or at in local else weight for at in range(len(grads))]
+        weighted = [None if g is None else g.detach() * factor for g, factor in zip(grads, factors, strict=True)]
+        if self.passes > 1:
+            for number, grad in zip(numbers, weighted, strict=True):
+                if grad is not None:
+                    total = self._sums.get(number)
+                    self._sums[number] = grad.clone() if total is None else total.add_(grad)
+            self._added += 1
+            self._weights += weight or 0.0
+            if self._added < self.passes:
+                return
+            weighted = [self._sums.get(number) for number in numbers]
+            if self._average or weight is not None:
+                weighted = [None if g is None else g / self.passes for g in weighted]
+            weight = None if weight is None else self._weights / self.passes
+        reduced = self._reduce(weighted, weight, local)
+        if self.passes > 1:
+            if weight is not None and not self._average:
+                reduced = [None if g is None else g * self.passes for g in reduced]
+            self.drop()
+        self.applies(update, reduced)
+
+    def _reduce(self, grads: Sequence[Gradient], weight: float | None, local: Sequence[int]) -> list[Gradient]:
+        shared = [at for at, grad in enumerate(grads) if grad is not None and at not in local]
+        sent = [grads[at].cpu().contiguous() for at in shared]  # type: ignore[union-attr]
+        scalars = None if weight is None else torch.tensor([weight, 1.0], dtype=torch.float64)
+        received = self._reducer(sent, scalars)
+        out: list[Gradient] = [None] * len(grads)
+        for at, tensor in zip(shared, received, strict=True):
+            if scalars is not None:  # makes the average (or sum) of weighted gradients the weighted average (or sum)
+                tensor = tensor * float(scalars[1] / scalars[0])
+            out[at] = tensor.to(grads[at].device)  # type: ignore[union-attr]
+        divisor = 1 if self.divide_local is None or not local else self.divide_local()
+        for at in local:
+            own = grads[at]
+            out[at] = None if own is None else own / divisor
+        return out
+
+
+# --- batch statistics -----------------------------------------------------------------------------
+
+
+def sum_over_members(numbers: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
+    """Sum float64 numbers over the members, within a forward pass; the gradients are summed in the backward pass.
+
+    Args:
+        numbers: float64, shape (n,).
+        process_set: the members.
+
+    Raises:
+        HorovodInternalError: a peer is gone.
+    """
+    if numbers.device.type == "meta":  # Keras infers a shape
+        return numbers
+    return _SumOverMembers.apply(numbers, process_set)
+
+
+class _SumOverMembers(Function):
+    @staticmethod
+    def forward(ctx: Any, numbers: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
+        ctx.process_set = process_set
+        return _sums(numbers, process_set)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        sums = _sums(grad, ctx.process_set)
+        return sums.zero_() if excluded() else sums, None
+
+
+def _sums(given: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
+    numbers = given.detach().clone()
+    if excluded():
+        numbers.zero_()
+    group = group_of(process_set)
+    return numbers if group is None else add_up(group, numbers)
