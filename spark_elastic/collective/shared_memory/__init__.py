@@ -1,1 +1,4 @@
-"""Reductions among the processes of one host through memory that they share; start reading at `reducer`."""
+"""Reductions among the processes of one host, through shared memory: `peers` finds them, `reducer` adds up.
+
+`segment` is the memory of one process that the others read.
+"""
