@@ -16,8 +16,8 @@ from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.datasets import model_inputs
 from spark_elastic.ml.estimator import ElasticEstimator, TrialRun
 from spark_elastic.ml.fingerprint import described
-from spark_elastic.ml.keras.backend import ENV, NEEDED, check_backend
 from spark_elastic.ml.keras.model import ElasticKerasModel
+from spark_elastic.ml.keras.runtime import ENV, NEEDED, check_backend
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.params import setting
 from spark_elastic.ml.persistence import Codec
@@ -26,8 +26,8 @@ from spark_elastic.ml.training.columns import INPUT
 
 if TYPE_CHECKING:
     from spark_elastic.ml.keras.compiling import CompileArguments
-    from spark_elastic.ml.keras.pickling import Sealed
-    from spark_elastic.ml.keras.spec import KerasTraining
+    from spark_elastic.ml.keras.pickling import KerasPickle
+    from spark_elastic.ml.keras.training import KerasTraining
 
 COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
 """Settings that are as the model was compiled where they are not set."""
@@ -129,7 +129,7 @@ class ElasticKerasEstimator(ElasticEstimator):
     def _check_framework(self) -> None:
         import keras
 
-        from spark_elastic.ml.keras import predictor
+        from spark_elastic.ml.keras import runtime
         from spark_elastic.ml.keras.compiling import check_losses, compiled_with
 
         model = self._given("model")
@@ -153,7 +153,7 @@ class ElasticKerasEstimator(ElasticEstimator):
                 )
         for name in ("device", "transform_device"):
             if self._given(name) not in (None, "auto"):
-                predictor.device_name(self._given(name))
+                runtime.device_name(self._given(name))
 
     def _compile_arguments(self) -> CompileArguments:
         from spark_elastic.ml.keras.compiling import compile_arguments
@@ -174,12 +174,12 @@ class ElasticKerasEstimator(ElasticEstimator):
         return [loss for _, loss in pairs] * (len(labels) if len(pairs) == 1 else 1)
 
     def _label_dtypes(self) -> list[str | None]:
-        from spark_elastic.ml.keras import losses
+        from spark_elastic.ml.keras import compiling
 
-        return [losses.label_dtype(loss) for loss in self._losses()]
+        return [compiling.label_dtype(loss) for loss in self._losses()]
 
     def _tensors(self, schema: Any) -> Tensors:
-        from spark_elastic.ml.keras import losses
+        from spark_elastic.ml.keras import compiling
 
         made = super()._tensors(schema)
         if self._given("transformation_fn") is not None:
@@ -188,10 +188,10 @@ class ElasticKerasEstimator(ElasticEstimator):
             # Keras casts what it is given to the type of the Input, so that is where integers must not be rounded.
             made |= Tensors({}, {name: FLOAT for name in made.dtypes if self._takes_float32(name)})
         for name, loss in zip(self._given("label_cols"), self._losses(), strict=False):
-            kind = losses.kind(loss)
+            kind = compiling.loss_kind(loss)
             if kind is not None and kind.labels == "one-hot" and not is_list(schema[name].dataType):
                 raise DataError(
-                    f"label_cols {name!r} is one number a row, and {losses.name_of(loss)} compares with a value for "
+                    f"label_cols {name!r} is one number a row, and {compiling.name_of(loss)} compares with a value for "
                     "each class: take sparse_categorical_crossentropy for the numbers of classes, or make a vector of "
                     "them (OneHotEncoder with dropLast=False)"
                 )
@@ -201,7 +201,7 @@ class ElasticKerasEstimator(ElasticEstimator):
 
     def _training(self, dataset: Dataset, run: Store, resume_from: str | None) -> KerasTraining:
         from spark_elastic.ml.keras.compiling import values_of
-        from spark_elastic.ml.keras.spec import KerasTraining
+        from spark_elastic.ml.keras.training import KerasTraining
 
         model, compiled = self._built_model(dataset), self._compile_arguments()
         own = getattr(self._given("model"), "optimizer", None)
@@ -215,8 +215,7 @@ class ElasticKerasEstimator(ElasticEstimator):
 
     def _built_model(self, dataset: Dataset) -> Any:
         """The model that was given, or a copy that is built for the columns. Raises: InvalidSettingsError."""
-        from spark_elastic.ml.keras.building import built_for
-        from spark_elastic.ml.keras.structure import input_names
+        from spark_elastic.ml.keras.structure import build_for, input_names
 
         model, inputs = self._given("model"), model_inputs(dataset, self._given("input_shapes"))
         names = input_names(model)
@@ -233,15 +232,15 @@ class ElasticKerasEstimator(ElasticEstimator):
                 "the model is not built, and what it will be given is what transformation_fn makes: build it first, by "
                 "keras.Input in it, or by calling it on an array"
             )
-        return built_for(model, inputs, self._given("seed"), self._given("custom_objects"))
+        return build_for(model, inputs, self._given("seed"), self._given("custom_objects"))
 
-    def _sealed(self, name: str, value: Any) -> Sealed:
+    def _sealed(self, name: str, value: Any) -> KerasPickle:
         """Raises: NotPicklableError: with the name."""
-        from spark_elastic.ml.keras.pickling import Sealed
+        from spark_elastic.ml.keras.pickling import KerasPickle
 
         try:
-            sealed = Sealed.of(value, self._given("custom_objects"))
-            sealed.open()
+            sealed = KerasPickle.of(value, self._given("custom_objects"))
+            sealed.load()
         except Exception as error:
             raise NotPicklableError(
                 f"{name} cannot be sent to the workers: {_first_words(error)}. Layers, models, metrics and schedules "
@@ -252,9 +251,9 @@ class ElasticKerasEstimator(ElasticEstimator):
         return sealed
 
     def _try(self, training: KerasTraining) -> TrialRun:
-        from spark_elastic.ml.keras import dry_run
+        from spark_elastic.ml.keras.dry_run import dry_run
 
-        return dry_run.run_once(training, self._given("inference_fn"))
+        return dry_run(training, self._given("inference_fn"))
 
     def _train_fn(self) -> Callable[[Any], Any]:
         from spark_elastic.ml.keras.training import train
@@ -270,11 +269,11 @@ class ElasticKerasEstimator(ElasticEstimator):
     def _fitted_model(
         self, training: KerasTraining, fitted: Fitted, trained: Callable[[str], bytes]
     ) -> ElasticKerasModel:
-        from spark_elastic.ml.keras import weights
-        from spark_elastic.ml.keras.spec import MODEL_FILE
+        from spark_elastic.ml.keras.engine import MODEL_FILE
+        from spark_elastic.ml.keras.serialization import fill
 
         model = ElasticKerasModel()
-        keras_model = weights.fill(training.model.open(), trained(MODEL_FILE))
+        keras_model = fill(training.model.load(), trained(MODEL_FILE))
         model._attach(keras_model, fitted, self._given("custom_objects"))
         return model
 
@@ -292,9 +291,9 @@ class ElasticKerasEstimator(ElasticEstimator):
         return self._described_value(self.getOrDefault(name))
 
     def _described_value(self, value: Any) -> str:
-        from spark_elastic.ml.keras.building import plainly
+        from spark_elastic.ml.keras.serialization import comparable_config
 
-        return described(plainly(value))
+        return described(comparable_config(value))
 
 
 def _no_model(given: Any) -> str:

@@ -17,8 +17,8 @@ from spark_elastic.ml.estimator import ElasticEstimator, TrialRun
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.params import setting
 from spark_elastic.ml.persistence import Codec
-from spark_elastic.ml.torch import dry_run, objective, safe_objects
-from spark_elastic.ml.torch import serialization as weights
+from spark_elastic.ml.torch import objective, serialization
+from spark_elastic.ml.torch.dry_run import dry_run
 from spark_elastic.ml.torch.model import ElasticTorchModel
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
 from spark_elastic.ml.torch.training import train
@@ -78,7 +78,7 @@ class ElasticTorchEstimator(ElasticEstimator):
 
     @classmethod
     def _codec(cls) -> Codec:
-        return safe_objects
+        return serialization
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -166,7 +166,7 @@ class ElasticTorchEstimator(ElasticEstimator):
         )
 
     def _try(self, training: TorchTraining) -> TrialRun:
-        return dry_run.run_once(training, self._given("inference_fn"))
+        return dry_run(training, self._given("inference_fn"))
 
     def _train_fn(self) -> Callable[[Any], Any]:
         return train
@@ -181,6 +181,6 @@ class ElasticTorchEstimator(ElasticEstimator):
         model = ElasticTorchModel()
         module = copy.deepcopy(self._given("model")).cpu()
         with trusted_files():  # our own workers have written it
-            values = weights.loads(trained(MODEL_FILE))
-        model._attach(weights.fill(module, values), fitted)
+            values = serialization.from_bytes(trained(MODEL_FILE))
+        model._attach(serialization.fill(module, values), fitted)
         return model

@@ -1,29 +1,49 @@
-"""What a training can be checked for on the driver, whatever framework does it, before any worker starts."""
+"""Checks of a training on the driver, before any worker starts; the same for every framework.
+
+`ml.torch.dry_run` and `ml.keras.dry_run` do one step of a copy of the training on its first rows, with these checks
+around it.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, TypeVar
 
 import cloudpickle
 
+from spark_elastic.data.batch import Batch
+from spark_elastic.data.read_order import resolve_order
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError, SparkElasticError
 from spark_elastic.ml.callbacks import Callback, Monitor
+from spark_elastic.ml.datasets import model_inputs
+from spark_elastic.ml.outputs import OutputShape
+from spark_elastic.ml.training.assembly import implied
 from spark_elastic.ml.training.checkpoint_schedule import callback_states
+from spark_elastic.ml.training.columns import shaped
 from spark_elastic.ml.training.spec import Training
 from spark_elastic.reporting.history import FACTS
 
-# Errors of users' code on the first rows, with what the code was called with.
+log = logging.getLogger("spark_elastic.ml")
+
+ROWS = 4
+"""The number of rows that the step of a dry run takes."""
+
+T = TypeVar("T", bound=Training)
 
 
-class explained:
-    """A context in which the user's code runs.
+class UserCodeContext:
+    """A context for the user's code; an error in it becomes a DataError that lists the tensors.
 
-    tensors: by name, those that it is called with.
-    Raises: DataError: it raised something. InvalidSettingsError: as it is.
+    InvalidSettingsError passes unchanged: it already says which setting to change.
+
+    Args:
+        what: what runs, as the subject of the error message: "the metrics".
+        rows: the number of rows that the code is called with.
+        tensors: the tensors that the code is called with, by name.
     """
 
     def __init__(self, what: str, rows: int, tensors: Mapping[str, Any]) -> None:
@@ -31,37 +51,43 @@ class explained:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is None or not isinstance(error, Exception) or isinstance(error, InvalidSettingsError):
             return
-        seen = ", ".join(f"{name} {described_tensor(value)}" for name, value in self._tensors.items())
+        seen = ", ".join(f"{name} {describe_tensor(value)}" for name, value in self._tensors.items())
         said = str(error) if isinstance(error, SparkElasticError) else f"{type(error).__name__}: {error}"
         raise DataError(
-            f"{self._what} cannot deal with the first {self._rows} rows: {said}\nThe tensors were: {seen}. What does "
-            "not fit can be changed by input_dtypes, input_shapes, label_shapes, the columns' types or a "
-            "transformation_fn"
+            f"{self._what} cannot deal with the first {self._rows} rows: {said}\nThe tensors were: {seen}. Change what "
+            "does not fit with input_dtypes, input_shapes, label_shapes, the columns' types or a transformation_fn"
         ) from error
 
 
-def described_tensor(value: Any) -> str:
-    """Type and shape of a tensor or array; of anything else its type."""
+def describe_tensor(value: Any) -> str:
+    """Return the type and shape of a tensor or array; the class name of anything else."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         dtype = getattr(value.dtype, "name", str(value.dtype)).removeprefix("torch.")
         return f"{dtype} {list(value.shape)}"
     return type(value).__name__
 
 
-log = logging.getLogger("spark_elastic.ml")
+@contextmanager
+def optimizer_errors(optimizer: Any, variables: str) -> Iterator[None]:
+    """Turn an error of the optimizer's step into an InvalidSettingsError that names the optimizer."""
+    try:
+        yield
+    except Exception as error:
+        raise InvalidSettingsError(
+            f"{type(optimizer).__name__} cannot change the model's {variables}: {type(error).__name__}: {error}"
+        ) from error
 
-T = TypeVar("T", bound=Training)
 
-log = logging.getLogger("spark_elastic.ml")
+def round_trip_pickle(training: T) -> T:
+    """Return a copy made by pickling the training as a whole, as it is sent to the workers.
 
+    One pickle for all of it, because its parts may share objects: the optimizer refers to the model's parameters.
 
-def travelled(training: T) -> T:
-    """A copy, pickled as a whole, as it will travel: what is in it may refer to one another.
-
-    Raises: NotPicklableError: with the name of the setting.
+    Raises:
+        NotPicklableError: names the setting that cannot be pickled.
     """
     try:
         return cloudpickle.loads(cloudpickle.dumps(training))  # type: ignore[no-any-return]
@@ -72,47 +98,87 @@ def travelled(training: T) -> T:
                 cloudpickle.loads(cloudpickle.dumps(value))
             except Exception as why:
                 raise NotPicklableError(
-                    f"{each.name} ({type(value).__name__}) cannot be sent to the workers: {why}; what cannot be "
-                    "pickled (locks, connections, open files) has to be made where it is first used"
+                    f"{each.name} ({type(value).__name__}) cannot be sent to the workers: {why}; create what cannot be "
+                    "pickled (locks, connections, open files) where it is first used"
                 ) from error
         raise NotPicklableError(f"the training cannot be sent to the workers: {error}") from error
 
 
+def check_order(training: Training) -> None:
+    """Raise InvalidSettingsError if the order of the rows does not go with the other settings."""
+    resolve_order(training.dataset, order=training.order, shuffle=training.shuffle, cache_bytes=training.cache_bytes)
+
+
 def check_names(metrics: Iterable[str]) -> None:
-    """Raises: InvalidSettingsError: a metric has the name of another column of the history."""
+    """Raise InvalidSettingsError if a metric has the name of another column of the history."""
     for name in metrics:
         if name in (*FACTS, "loss") or name.startswith("val_"):
-            raise InvalidSettingsError(f"a metric cannot be called {name!r}: the history has a column of that name")
+            raise InvalidSettingsError(
+                f"a metric cannot be called {name!r}: the history has a column of that name; choose another"
+            )
 
 
-def say_averaged(metrics: Sequence[str], instead: str) -> None:
-    """Say what becomes of metrics that are functions which return one number for all rows that they are given."""
+def warn_of_averaged(metrics: Sequence[str], instead: str) -> None:
+    """Warn of metrics that return one number for all rows they are given, because these numbers are averaged.
+
+    Args:
+        metrics: the names of these metrics.
+        instead: the kind of metric that is exact.
+    """
     if metrics:
         log.warning(
             "the metric %s returns one number for the rows that it is given, which are a worker's share of a batch; "
-            "these numbers are averaged, each by its rows. That is right for a mean over rows, such as an accuracy, "
-            "and wrong for what is not one: AUC, F1, a root of a mean. Return a value for each row, or take %s",
+            "these numbers are averaged, weighted by their rows. That is right for a mean over rows, such as an "
+            "accuracy, and wrong for AUC, F1 or the root of a mean. Return a value for each row, or take %s",
             ", ".join(metrics),
             instead,
         )
 
 
-def row_of(training: Training, logs: Mapping[str, float]) -> dict[str, float]:
-    """A row of the history, as far as its columns go. logs: of training, without what is known of each epoch."""
+def warn_of_unsynchronised(layers: Sequence[str], method: str, instead: str) -> None:
+    """Warn of layers whose batch statistics are those of each worker's own rows.
+
+    Args:
+        layers: the names of the layers.
+        method: the method that their class overrides.
+        instead: the layers that are synchronised.
+    """
+    if layers:
+        log.warning(
+            "batch statistics of %s are not synchronised, because the class overrides %s: the result will depend on "
+            "the number of workers. Use %s, or set sync_batch_norm=False to accept it",
+            ", ".join(layers),
+            method,
+            instead,
+        )
+
+
+def check_monitors(training: Training, callbacks: Sequence[Callback], logs: Mapping[str, float]) -> dict[str, float]:
+    """Check that every monitored column will be in the history.
+
+    Args:
+        training: the training; its plan for checkpoints may monitor a column too.
+        callbacks: the callbacks of the training.
+        logs: losses and metrics of a training step, by name.
+
+    Returns:
+        A row of the history with all its columns.
+
+    Raises:
+        InvalidSettingsError: a callback monitors a column that the history does not have.
+    """
     row = dict.fromkeys(FACTS, 1.0) | dict(logs)
-    return row | {f"val_{name}": value for name, value in logs.items()} if training.validates else row
-
-
-def check_followed(callbacks: Sequence[Callback], row: Mapping[str, float]) -> None:
-    """Raises: InvalidSettingsError: a callback follows a column that the history will not have."""
-    for callback in callbacks:
+    if training.validates:
+        row |= {f"val_{name}": value for name, value in logs.items()}
+    for callback in (*callbacks, *implied(training.checkpoints)):
         monitor = getattr(callback, "monitor", None)
         if isinstance(monitor, Monitor):
             monitor.value(row)
+    return row
 
 
 def check_states(callbacks: Sequence[Callback]) -> None:
-    """Raises: InvalidSettingsError: what a callback keeps cannot be written to a checkpoint."""
+    """Raise InvalidSettingsError if the state of a callback cannot be written to a checkpoint."""
     for callback, state in zip(callbacks, callback_states(callbacks), strict=True):
         try:
             json.dumps(state)
@@ -123,13 +189,36 @@ def check_states(callbacks: Sequence[Callback]) -> None:
             ) from error
 
 
-def tell_unconverted(layers: Sequence[str], method: str, instead: str) -> None:
-    """Warn of layers whose batch statistics will be those of each worker's own rows."""
-    if layers:
-        log.warning(
-            "batch statistics of %s are not synchronised, because the class has a %s of its own: what is learnt will "
-            "depend on the number of workers. Use %s, or set sync_batch_norm=False to accept it",
-            ", ".join(layers),
-            method,
-            instead,
-        )
+def try_transform(
+    training: Training,
+    batch: Batch,
+    predict: Callable[[Mapping[str, Any]], Sequence[Any]],
+    inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
+) -> tuple[tuple[OutputShape, ...], str]:
+    """Call the model as `transform` calls it. A failure is a warning, because the training works without it.
+
+    Args:
+        training: the training.
+        batch: its first rows.
+        predict: returns the model's outputs for arrays by name.
+        inference_fn: the user's setting of that name.
+
+    Returns:
+        The shapes of the outputs and ""; or no shapes and the reason why `transform` will not work.
+    """
+    features: dict[str, Any] = {
+        field.name: shaped(batch.tensors[field.name], field.shape, batch.rows)
+        for field in model_inputs(training.dataset, training.input_shapes)
+    }
+    try:
+        outputs = predict(features if inference_fn is None else dict(inference_fn(features)))
+        for index, output in enumerate(outputs):
+            if output.shape[:1] != (batch.rows,):
+                raise DataError(f"output {index} has shape {list(output.shape)} for {batch.rows} rows")
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        if inference_fn is None and training.transformation_fn is not None:
+            why += " (training saw the rows through transformation_fn; transform does so through inference_fn)"
+        log.warning("transform will not work: the model cannot be called with its features alone: %s", why)
+        return (), why
+    return tuple(OutputShape(output.dtype.str, output.shape[1:]) for output in outputs), ""

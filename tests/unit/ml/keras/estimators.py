@@ -8,7 +8,7 @@ import cloudpickle
 import keras
 
 from spark_elastic import ElasticKerasEstimator, LocalLauncher
-from spark_elastic.ml.keras.spec import KerasTraining
+from spark_elastic.ml.keras.training import KerasTraining
 
 
 class HereEstimator(ElasticKerasEstimator):

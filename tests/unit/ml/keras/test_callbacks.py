@@ -13,8 +13,8 @@ import pytest
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.keras.kept_values import Kept
 from spark_elastic.ml.callbacks import LambdaCallback
-from spark_elastic.ml.keras.spec import MODEL_FILE
-from spark_elastic.ml.keras.weights import dump_arrays, load_arrays
+from spark_elastic.ml.keras.engine import MODEL_FILE
+from spark_elastic.ml.keras.serialization import arrays_from_bytes, arrays_to_bytes
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.test_training_worlds import close
 from tests.unit.ml.keras.trainings import EPOCHS, STEPS, alone, make_training
@@ -124,7 +124,7 @@ def test_files_of_models_are_written_by_keras(data, tmp_path):
     weights = keras.callbacks.ModelCheckpoint(str(tmp_path / "x.weights.h5"), save_weights_only=True, save_freq=5)
     alone(make_training(data, tmp_path / "run", callbacks=[checkpoint, weights], epochs=2))
     saved = keras.saving.load_model(tmp_path / "2.keras", custom_objects={"LabelSum": trainings.LabelSum})
-    trained = load_arrays((tmp_path / "run" / MODEL_FILE).read_bytes())
+    trained = arrays_from_bytes((tmp_path / "run" / MODEL_FILE).read_bytes())
     assert all(np.array_equal(a, b) for a, b in zip(saved.get_weights(), trained.values(), strict=True))
     assert int(saved.optimizer.iterations) == 26
     assert (tmp_path / "1.keras").exists()
@@ -187,7 +187,7 @@ def test_plain_values_and_arrays_are_remembered_and_nothing_else():
     document = json.loads(json.dumps(Kept.of(callback, True).to_json(found, "0/")))
     fresh = Remembering()
     fresh.on_train_begin()
-    Kept.from_json(document, load_arrays(dump_arrays(found))).put_into(fresh)
+    Kept.from_json(document, arrays_from_bytes(arrays_to_bytes(found))).put_into(fresh)
     assert (fresh.count, fresh.seen, fresh.sums.tolist()) == (1, [(3, {"loss": 0.5})], [1, 0.25])
     fresh.on_epoch_end(4, {"loss": 0.1, "accuracy": 1.0})
     assert (callback.count, callback.sums.tolist()) == (1, [1, 0.25]), "copies do not change with what they are of"
@@ -206,9 +206,9 @@ def in_worker_that_remembers(data, folder, victim):
     training = make_training(data, folder, callbacks=[])
     from spark_elastic.ml.keras import assembly
 
-    plain = assembly.adapted
+    plain = assembly.adapt_callbacks
     given = [remembering, checkpoint, logger, stopping, ends]
-    assembly.adapted = lambda _, *rest: plain(given, *rest)
+    assembly.adapt_callbacks = lambda _, *rest: plain(given, *rest)
     result = trainings.outcome(training)
     return {
         **result,

@@ -10,7 +10,7 @@ keras = pytest.importorskip("keras")
 pytest.importorskip("tensorflow")
 
 from spark_elastic.errors import InvalidSettingsError  # noqa: E402
-from spark_elastic.ml.keras import losses  # noqa: E402
+from spark_elastic.ml.keras import compiling  # noqa: E402
 from spark_elastic.ml.keras.compiling import check_losses, compile_arguments  # noqa: E402
 from spark_elastic.ml.keras.structure import input_names, inputs_of, output_names  # noqa: E402
 
@@ -48,7 +48,7 @@ def two(as_dict: bool = False) -> Any:
     ids=str,
 )
 def test_a_loss_says_how_predictions_are_made_and_what_labels_are_stored_as(loss: Any, rule: Any, label: Any) -> None:
-    assert (losses.rule(loss), losses.label_dtype(loss)) == (rule, label)
+    assert (compiling.rule(loss), compiling.label_dtype(loss)) == (rule, label)
 
 
 def test_settings_come_before_what_the_model_was_compiled_with() -> None:
@@ -80,7 +80,7 @@ def test_what_is_no_optimizer_is_refused(optimizer: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        ("msee", "loss='msee' is no loss of Keras"),
+        ("msee", "loss='msee' is not a loss of Keras"),
         (keras.losses.MeanSquaredError, r"make one: MeanSquaredError\(\)"),
         (["mse"], "1 losses for the 2 outputs of the model"),
         ({"colour": "mse"}, "'colour', and the model's outputs are kind, size"),

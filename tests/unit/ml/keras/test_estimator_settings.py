@@ -98,13 +98,13 @@ def test_what_keras_users_write_is_taken(changes: dict[str, Any]) -> None:
         ({"optimizer": None}, "optimizer is not set, and the model is not compiled"),
         ({"optimizer": "adan"}, "did you mean 'adam'"),
         ({"loss": None}, "loss is not set, and the model is not compiled"),
-        ({"loss": "crossentropy"}, "loss='crossentropy' is no loss of Keras"),
+        ({"loss": "crossentropy"}, "loss='crossentropy' is not a loss of Keras"),
         ({"loss": ["mse", "mse"]}, "2 losses for the 1 outputs of the model"),
         ({"model": two(), "loss": "mse"}, r"2 losses \(of the outputs kind, size\) for 1 label_cols"),
         ({"loss": ["mse"], "loss_weights": [1, 2]}, "2 loss_weights for 1 losses"),
         ({"loss": {"a": "mse"}, "loss_weights": {"b": 2}}, "loss_weights has 'b', and loss has a"),
         ({"callbacks": [print]}, "callbacks must be a list of .* is none"),
-        ({"device": "abacus"}, "'abacus' is no device"),
+        ({"device": "abacus"}, "'abacus' is not a device"),
         ({"custom_objects": [Own]}, "custom_objects must be a dict with names as keys"),
         ({"batchsize": 3}, "did you mean 'batch_size'"),
         (
@@ -167,9 +167,9 @@ def test_the_workers_are_told_what_was_set(dataset: Any, tmp_path: Path) -> None
         data_options={"prefetch": 1},
     )
     assert (made.clip_norm, made.compression, made.accumulation, made.prefetch) == (2, "bf16", 3, 1)
-    compiled = made.compiled.open()
+    compiled = made.compiled.load()
     assert (compiled.metrics, compiled.weighted_metrics) == (["accuracy"], ["mse"])
-    assert [type(each).__name__ for each in made.callbacks.open()] == ["EarlyStopping"]
+    assert [type(each).__name__ for each in made.callbacks.load()] == ["EarlyStopping"]
     assert made.optimizer_values is None
 
 
@@ -194,11 +194,11 @@ def test_a_model_that_is_not_built_is_built_for_the_columns_and_the_one_that_was
     make: Any, dataset: Any, tmp_path: Path
 ) -> None:
     given = make()
-    first, second = (training(dataset, tmp_path, model=given).model.open().get_weights() for _ in range(2))
+    first, second = (training(dataset, tmp_path, model=given).model.load().get_weights() for _ in range(2))
     assert not given.built
     assert first[0].shape[0] == 6
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True)), "the seed decides"
-    other = training(dataset, tmp_path, model=given, seed=5).model.open().get_weights()
+    other = training(dataset, tmp_path, model=given, seed=5).model.load().get_weights()
     assert not np.array_equal(first[0], other[0])
 
 
@@ -206,7 +206,7 @@ def test_inputs_that_do_not_fit_are_told_by_name(dataset: Any, tmp_path: Path) -
     with pytest.raises(InvalidSettingsError, match=r"the model has 2 inputs \(a, b\), and feature_cols make 1"):
         training(dataset, tmp_path, model=two())
     wrong = keras.Sequential([keras.layers.Conv2D(3, 3)])
-    with pytest.raises(InvalidSettingsError, match=r"cannot be for rows of these columns \(features_0 <f4 \[1, 6\]\)"):
+    with pytest.raises(InvalidSettingsError, match=r"cannot be built for rows of these columns \(features_0 <f4 \[1, 6\]\)"):
         training(dataset, tmp_path, model=wrong)
     with pytest.raises(InvalidSettingsError, match="what it will be given is what transformation_fn makes"):
         training(dataset, tmp_path, model=keras.Sequential([keras.layers.Dense(3)]), transformation_fn=dict)

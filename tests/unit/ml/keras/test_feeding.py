@@ -11,8 +11,8 @@ from spark_elastic.data.batch import Batch
 from spark_elastic.data.packing import pack
 from spark_elastic.errors import DataError
 from spark_elastic.ml.keras.compiling import CompileArguments
-from spark_elastic.ml.keras.feeding import Feeding
-from spark_elastic.ml.keras.predictor import KerasPredictor
+from spark_elastic.ml.keras.feeding import BatchFeeder
+from spark_elastic.ml.keras.model import KerasPredictor
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import alone, make_net, make_training
 
@@ -23,7 +23,7 @@ def feeding(tmp_path, columns, model=None, loss=None, **changes):
     pack(columns, tmp_path / "plain")
     model = model or make_net()
     training = make_training(tmp_path, tmp_path / "run", model=model, **changes)
-    return Feeding(training, model, CompileArguments(optimizer=None, loss=loss)), training
+    return BatchFeeder(training, model, CompileArguments(optimizer=None, loss=loss)), training
 
 
 def fed(feed, training, batch_size=4, **options):

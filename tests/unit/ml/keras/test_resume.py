@@ -10,9 +10,9 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import BestCheckpoint, EarlyStopping
 from spark_elastic.ml.checkpoints import Checkpoints
-from spark_elastic.ml.keras import weights
-from spark_elastic.ml.keras.spec import MODEL_FILE
-from spark_elastic.ml.keras.weights import dump_arrays, load_arrays
+from spark_elastic.ml.keras import serialization
+from spark_elastic.ml.keras.engine import MODEL_FILE
+from spark_elastic.ml.keras.serialization import arrays_from_bytes, arrays_to_bytes
 from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.test_training_worlds import assert_as_undisturbed, close
@@ -148,7 +148,7 @@ def test_the_trained_model_gets_the_weights_of_the_best_epoch_also_after_a_resum
 def test_arrays_of_types_that_numpy_does_not_know_come_back():
     bfloat16 = keras.ops.cast([1.5, -2.0], "bfloat16").numpy()
     given = {"a": np.arange(6.0).reshape(2, 3), "b": bfloat16, "c": np.array(7), "d": np.zeros((0, 2), np.int8)}
-    found = load_arrays(dump_arrays(given))
+    found = arrays_from_bytes(arrays_to_bytes(given))
     assert {name: (one.dtype, one.shape, one.tolist()) for name, one in found.items()} == {
         name: (one.dtype, one.shape, one.tolist()) for name, one in given.items()
     }
@@ -157,20 +157,20 @@ def test_arrays_of_types_that_numpy_does_not_know_come_back():
 @pytest.mark.parametrize("damage", [lambda file: b"nothing of ours", lambda file: file[:100], lambda file: b""])
 def test_what_is_damaged_is_said_to_be(damage):
     with pytest.raises(CheckpointError, match="not a file of arrays"):
-        load_arrays(damage(dump_arrays({"a": np.ones(3)})))
+        arrays_from_bytes(damage(arrays_to_bytes({"a": np.ones(3)})))
 
 
 def test_what_would_run_code_is_not_loaded(tmp_path):
     np.savez(tmp_path / "x.npz", a=np.array([TheEnd()], dtype=object))
     with pytest.raises(CheckpointError, match="not a file of arrays"):
-        load_arrays((tmp_path / "x.npz").read_bytes())
+        arrays_from_bytes((tmp_path / "x.npz").read_bytes())
 
 
 def test_weights_fill_models_of_the_same_architecture_alone():
     with in_float64():
         net, other = make_net(norm=True), make_net(norm=True)
         net.set_weights([one + 1 for one in net.get_weights()])
-        assert weights.fill(other, weights.dumps(net)) is other
+        assert serialization.fill(other, serialization.weights_to_bytes(net)) is other
         assert all(np.array_equal(a, b) for a, b in zip(other.get_weights(), net.get_weights(), strict=True))
         with pytest.raises(CheckpointError, match=r"do not fit .*there are 8 arrays for 4 variables"):
-            weights.fill(make_net(), weights.dumps(net))
+            serialization.fill(make_net(), serialization.weights_to_bytes(net))

@@ -16,7 +16,7 @@ keras = pytest.importorskip("keras")
 pytest.importorskip("tensorflow")
 
 from spark_elastic.errors import NotPicklableError  # noqa: E402
-from spark_elastic.ml.keras.pickling import Sealed  # noqa: E402
+from spark_elastic.ml.keras.pickling import KerasPickle  # noqa: E402
 
 ROOT = Path(__file__).parents[4]
 
@@ -80,8 +80,8 @@ def net(*layers: Any) -> Any:
 def test_a_model_comes_back_with_its_weights_and_not_compiled_and_the_one_that_was_given_is_as_before() -> None:
     model = net(keras.layers.Dense(4), keras.layers.BatchNormalization())
     model.compile("adam", loss=lambda label, output: output - label)
-    sealed = Sealed.of(model)
-    first, second = sealed.open(), sealed.open()
+    sealed = KerasPickle.of(model)
+    first, second = sealed.load(), sealed.load()
     assert model.compiled
     assert not first.compiled
     assert first is not second
@@ -97,30 +97,30 @@ def test_a_model_comes_back_with_its_weights_and_not_compiled_and_the_one_that_w
 def test_classes_and_functions_of_ones_own_come_along_without_being_registered(layer: Any) -> None:
     model = net(layer)
     x = np.array([[1.0, 2.0, 3.0]], np.float32)
-    assert np.array_equal(Sealed.of(model).open()(x), model(x))
+    assert np.array_equal(KerasPickle.of(model).load()(x), model(x))
 
 
 def test_a_function_that_keras_would_take_for_its_own_is_refused() -> None:
     with pytest.raises(NotPicklableError, match="relu has the name of one of Keras's"):
-        Sealed.of(net(keras.layers.Dense(2, activation=relu)))
+        KerasPickle.of(net(keras.layers.Dense(2, activation=relu)))
 
 
 def test_a_model_of_ones_own_class_needs_a_config_that_says_how_it_was_made() -> None:
     told = Told(5)
     told(np.zeros((1, 3)))
-    assert Sealed.of(told).open().dense.units == 5
+    assert KerasPickle.of(told).load().dense.units == 5
     forgetful = OwnModel(5)
     forgetful(np.zeros((1, 3)))
     for value in (forgetful, OwnMetric(2.0)):
         with pytest.raises(pickle.PicklingError, match=r"get_config\(\) leaves out arguments of Own.*__init__"):
-            Sealed.of(value)
+            KerasPickle.of(value)
 
 
 def test_losses_keep_what_their_config_does_not_say_and_optimizers_their_schedules() -> None:
     schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
-    loss, crossentropy, optimizer = Sealed.of(
+    loss, crossentropy, optimizer = KerasPickle.of(
         [OwnLoss(3.0), keras.losses.BinaryCrossentropy(from_logits=True), keras.optimizers.Adam(schedule)]
-    ).open()
+    ).load()
     assert loss.factor == 3.0
     assert crossentropy.get_config()["from_logits"]
     assert optimizer.get_config()["learning_rate"]["config"]["initial_learning_rate"] == 0.5
@@ -128,7 +128,7 @@ def test_losses_keep_what_their_config_does_not_say_and_optimizers_their_schedul
 
 MAKES = """
 import sys, pickle, keras
-from spark_elastic.ml.keras.pickling import Sealed
+from spark_elastic.ml.keras.pickling import KerasPickle
 
 @keras.saving.register_keras_serializable()
 class Mine(keras.layers.Layer):
@@ -136,14 +136,14 @@ class Mine(keras.layers.Layer):
         return 2 * x
 
 model = keras.Sequential([keras.Input((3,)), Mine()])
-sys.stdout.buffer.write(pickle.dumps(Sealed.of(model)))
+sys.stdout.buffer.write(pickle.dumps(KerasPickle.of(model)))
 """
 OPENS = """
 import sys, pickle
 sealed = pickle.loads(sys.stdin.buffer.read())
 assert not {"keras", "tensorflow"} & set(sys.modules)
 import numpy
-print(sealed.open()(numpy.ones((1, 3))).numpy().tolist())
+print(sealed.load()(numpy.ones((1, 3))).numpy().tolist())
 """
 
 

@@ -22,10 +22,10 @@ from spark_elastic.data.packing import pack
 from spark_elastic.data.store import Store
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.keras.compiling import CompileArguments
-from spark_elastic.ml.keras.pickling import Sealed
-from spark_elastic.ml.keras.spec import MODEL_FILE, KerasTraining
-from spark_elastic.ml.keras.training import train
-from spark_elastic.ml.keras.weights import load_arrays
+from spark_elastic.ml.keras.engine import MODEL_FILE
+from spark_elastic.ml.keras.pickling import KerasPickle
+from spark_elastic.ml.keras.serialization import arrays_from_bytes
+from spark_elastic.ml.keras.training import KerasTraining, train
 from spark_elastic.ml.training.spec import CheckpointPlan
 from tests.unit.ml.in_worlds import EpochCounter, Telling
 
@@ -129,9 +129,9 @@ def make_training(data: Path, folder: Path, **changes: Any) -> KerasTraining:
         made = {name: changes.pop(name) for name in COMPILED if name in changes}
         callbacks = changes.pop("callbacks", [])
         settings: dict[str, Any] = {
-            "model": Sealed.of(net),
-            "compiled": Sealed.of(compiled(**made)),
-            "callbacks": Sealed.of(callbacks),
+            "model": KerasPickle.of(net),
+            "compiled": KerasPickle.of(compiled(**made)),
+            "callbacks": KerasPickle.of(callbacks),
             "batch_size": BATCH,
             "epochs": EPOCHS,
             "checkpoints": CheckpointPlan(every_epochs=1),
@@ -165,7 +165,7 @@ def alone(training: KerasTraining) -> dict[str, Any]:
 
 
 def weights(folder: Path) -> list[float]:
-    found = load_arrays((folder / MODEL_FILE).read_bytes())
+    found = arrays_from_bytes((folder / MODEL_FILE).read_bytes())
     return [float(number) for array in found.values() for number in array.reshape(-1).tolist()]
 
 
@@ -391,12 +391,12 @@ def in_worker_slowly(data: Path, folder: Path) -> Any:
     training = make_training(data, folder)
     from spark_elastic.ml.keras import assembly
 
-    plain_adapted = assembly.adapted
+    plain_adapted = assembly.adapt_callbacks
 
     def with_counter(callbacks: Any, *rest: Any) -> Any:
         return [*plain_adapted(callbacks, *rest), counter]
 
-    assembly.adapted = with_counter
+    assembly.adapt_callbacks = with_counter
     return {**outcome(training), "epochs counted": counter.epochs}
 
 

@@ -30,7 +30,7 @@ from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.persistence import _decode
 from spark_elastic.ml.run_lease import OWNERS, Owner, Process, lease_of
-from spark_elastic.ml.torch import safe_objects
+from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.torch.training import train
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_set, settings, weights_of
@@ -237,10 +237,10 @@ def test_nothing_but_a_pickle_that_is_trusted_is_ever_unpickled(prefix: str, tmp
     files = {"loss.pkl": cloudpickle.dumps({"loss": Evil()})}
     stored = {"loss": f"{prefix}:loss.pkl"}
     with pytest.raises(CheckpointError, match="running code"):
-        _decode(stored, files, safe_objects, False, "path")
+        _decode(stored, files, serialization, False, "path")
     if prefix != "pickled":
         with pytest.raises(CheckpointError, match="damaged"):
-            _decode(stored, files, safe_objects, True, "path")
+            _decode(stored, files, serialization, True, "path")
     assert not (tmp_path / "evil").exists()
 
 

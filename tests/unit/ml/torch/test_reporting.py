@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import spark_elastic.torch as hvd
-from spark_elastic.ml.torch.training import _assemble
+from spark_elastic.ml.torch.training import assemble
 from spark_elastic.ml.training.assembly import run
 from spark_elastic.ml.training.progress import Phase, Progress
 from spark_elastic.ml.training.reporting import Reporter
@@ -45,7 +45,7 @@ def row(epoch: int) -> dict[str, float]:
 def test_each_epoch_of_a_training_is_told_with_what_it_has_come_to(data, tmp_path):
     hvd.init()
     try:
-        trainer = _assemble(make_training(data, tmp_path))
+        trainer = assemble(make_training(data, tmp_path))
         link = Link()
         trainer.reporter = Reporter(trainer, link)
         result = run(trainer)
@@ -61,7 +61,7 @@ def test_what_can_be_told_at_any_moment_is_what_the_history_would_say(data, tmp_
     hvd.init()
     told = []
     try:
-        trainer = _assemble(make_training(data, tmp_path))
+        trainer = assemble(make_training(data, tmp_path))
         logs = trainer.engine.logs
 
         def both(sums: Any, pieces: Any, prefix: str = "") -> Any:

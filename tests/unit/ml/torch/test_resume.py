@@ -15,7 +15,7 @@ from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
-from spark_elastic.ml.torch.training import _assemble
+from spark_elastic.ml.torch.training import assemble
 from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.test_training_worlds import assert_as_undisturbed, close
@@ -146,7 +146,7 @@ def test_a_newcomer_begins_where_the_checkpoint_is_in_case_nobody_else_is_left(k
     try:
         monkeypatch.setattr(type(process), "provisional", True)
         monkeypatch.setattr(hvd, "size", lambda: 1)
-        trainer = _assemble(make_training(data, tmp_path, resume_from=latest))
+        trainer = assemble(make_training(data, tmp_path, resume_from=latest))
         trainer.close()
     finally:
         hvd.shutdown()

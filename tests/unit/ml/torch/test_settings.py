@@ -141,7 +141,7 @@ def foreign():
         ({"optimizer": lambda params: None}, "it gave NoneType"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS evaluates the loss several times"),
         ({"lr_scheduler": torch.optim.lr_scheduler.StepLR(foreign(), 1)}, "belongs to another optimizer"),
-        ({"lr_scheduler": lambda optimizer: 3}, "is no scheduler"),
+        ({"lr_scheduler": lambda optimizer: 3}, "is not a scheduler"),
         ({"lr_scheduler": trainings.plateau, "scheduler_monitor": "f1"}, "scheduler_monitor='f1' is not one of"),
         ({"device": "cuda:7"}, "sees no GPU"),
         ({"device": "abacus"}, "device='abacus'"),
