@@ -16,8 +16,7 @@ from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.keras.engine import MODEL_FILE
 from spark_elastic.ml.keras.serialization import arrays_from_bytes, arrays_to_bytes
 from tests.unit.ml.keras import trainings
-from tests.unit.ml.keras.test_training_worlds import close
-from tests.unit.ml.keras.trainings import EPOCHS, STEPS, alone, make_training
+from tests.unit.ml.keras.trainings import EPOCHS, STEPS, alone, close, make_training
 from tests.unit.worlds import WorldDriver
 
 

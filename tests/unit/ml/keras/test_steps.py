@@ -15,12 +15,13 @@ from spark_elastic.ml.keras.assembly import buffers_of, prepare, seeds_of
 from spark_elastic.ml.keras.engine import KerasEngine
 from spark_elastic.ml.keras.steps import StepGraphs
 from tests.unit.ml.keras import trainings
-from tests.unit.ml.keras.test_training_worlds import assert_as_undisturbed, close
 from tests.unit.ml.keras.trainings import (
     EPOCHS,
     ROWS,
     STEPS,
     alone,
+    assert_as_undisturbed,
+    close,
     dense,
     in_float64,
     in_worker,

@@ -6,9 +6,7 @@ What is random is the same in every process: initial weights have seeds of their
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +18,29 @@ import spark_elastic.tensorflow as hvd
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.packing import pack
 from spark_elastic.data.store import Store
-from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.keras.compiling import CompileArguments
 from spark_elastic.ml.keras.engine import MODEL_FILE
 from spark_elastic.ml.keras.pickling import KerasPickle
 from spark_elastic.ml.keras.serialization import arrays_from_bytes
 from spark_elastic.ml.keras.training import KerasTraining, train
 from spark_elastic.ml.training.spec import CheckpointPlan
-from tests.unit.ml.in_worlds import EpochCounter, Telling
+from tests.unit.ml import in_worlds
+from tests.unit.ml.in_worlds import (
+    BATCH,
+    EPOCHS,
+    ROWS,
+    STEPS,
+    VALIDATION_ROWS,
+    At,
+    EpochCounter,
+    Telling,
+    assert_same_outcome,
+    at_call,
+    end,
+    plain_outcome,
+)
 
-ROWS, VALIDATION_ROWS, BATCH, EPOCHS = 203, 77, 16, 3
-STEPS = EPOCHS * 13
-"""203 rows make 12 batches of 16 and one of 11, which three workers share unevenly."""
+TOLERANCE = 1e-11
 
 
 @contextlib.contextmanager
@@ -55,8 +64,8 @@ SETS: dict[str, tuple[str, ...]] = {
 }
 
 
-def make_sets(folder: Path) -> None:
-    """Of the same rows."""
+def make_sets(folder: Path) -> Path:
+    """Write the datasets of `SETS` from the same rows; return the folder."""
     generator = np.random.default_rng(7)
     truth = generator.normal(size=(6, 3))
 
@@ -74,6 +83,7 @@ def make_sets(folder: Path) -> None:
     for name, fields in SETS.items():
         train_part, validation_part = ({key: part[key] for key in fields} for part in (train_rows, validation_rows))
         pack(train_part, folder / name, validation=validation_part, shards=3)
+    return folder
 
 
 def dense(units: int, seed: int, **options: Any) -> keras.layers.Dense:
@@ -144,16 +154,7 @@ def make_training(data: Path, folder: Path, **changes: Any) -> KerasTraining:
 def outcome(training: KerasTraining) -> dict[str, Any]:
     """Do it, and say what came of it in plain values."""
     with in_float64():
-        result = train(training)
-    return {
-        "history": [{k: v for k, v in row.items() if k not in ("seconds", "ended")} for row in result.history],
-        "steps": result.steps,
-        "stopped": result.stopped,
-        "restored": result.restored,
-        "diverged": result.diverged and asdict(result.diverged),
-        "lost_here": result.lost_here,
-        "size": hvd.size(),
-    }
+        return plain_outcome(train(training), hvd.size())
 
 
 def alone(training: KerasTraining) -> dict[str, Any]:
@@ -169,40 +170,16 @@ def weights(folder: Path) -> list[float]:
     return [float(number) for array in found.values() for number in array.reshape(-1).tolist()]
 
 
-class At(Callback):
-    """Does something at the `count`-th time that `event` happens, in this process."""
-
-    def __init__(self, event: str, count: int, action: Callable[[], None]) -> None:
-        self.left, self.action = count, action
-        setattr(self, event, self._happened)
-
-    def _happened(self, *_: Any) -> None:
-        self.left -= 1
-        if self.left == 0:
-            self.action()
+def assert_as_undisturbed(result: Mapping[str, Any], folder: Path, undisturbed: tuple[Any, Any]) -> None:
+    assert_same_outcome(result, weights(folder), undisturbed, TOLERANCE)
 
 
-class TheEnd(Exception):
-    """The job is over, before the training is."""
-
-
-def end() -> None:
-    raise TheEnd
+def close(expected: Any) -> Any:
+    return in_worlds.close(expected, TOLERANCE)
 
 
 def ending(event: str, count: int) -> At:
     return At(event, count, end)
-
-
-def at(count: int, action: Callable[[], None]) -> Callable[..., None]:
-    """Calls the action at the `count`-th time that it is called itself."""
-    calls = itertools.count(1)
-
-    def called(*_: Any) -> None:
-        if next(calls) == count:
-            action()
-
-    return called
 
 
 # --- variants ---------------------------------------------------------------------------------------
@@ -328,6 +305,18 @@ def variant_of(name: str) -> dict[str, Any]:
         }
 
 
+def settings_of(name: str) -> dict[str, Any]:
+    """Make the settings of a resumed training anew, as another process would."""
+    if name == "plain":
+        return {}
+    with in_float64():
+        return {
+            "model": make_net(dropout=0.3, norm=True),
+            "optimizer": keras.optimizers.AdamW(keras.optimizers.schedules.CosineDecay(0.02, 50)),
+            "callbacks": [keras.callbacks.EarlyStopping("loss", restore_best_weights=True)],
+        }
+
+
 # --- what workers do, for a WorldDriver ---------------------------------------------------------------
 
 
@@ -365,10 +354,10 @@ def _die_within(kind: str, count: int) -> None:
         "before a reduction": (FusedReduction, "__call__"),
         "after a reduction": (FusedReduction, "__call__"),
         "in a validation": (KerasEngine, "measure"),
-        "when all are to have one's buffers": (KerasEngine, "share_buffers"),
+        "before buffers are shared": (KerasEngine, "share_buffers"),
         "while the model is written": (KerasEngine, "model_file"),
     }[kind]
-    plain_method, dies = getattr(place, name), at(count, die)
+    plain_method, dies = getattr(place, name), at_call(count, die)
 
     def method(*args: Any, **options: Any) -> Any:
         if kind != "after a reduction":

@@ -10,72 +10,15 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
-from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback
-from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
 from spark_elastic.ml.torch.training import assemble
-from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan
+from spark_elastic.ml.training.spec import CheckpointPlan
+from tests.unit.ml.in_worlds import STEPS, At, TheEnd, checkpoints_in, close, end, stop_and_resume
 from tests.unit.ml.torch import trainings
-from tests.unit.ml.torch.test_training_worlds import assert_as_undisturbed, close
-from tests.unit.ml.torch.trainings import EPOCHS, STEPS, At, alone, make_training
+from tests.unit.ml.torch.trainings import alone, assert_as_undisturbed, make_training
 from tests.unit.worlds import WorldDriver
-
-
-class TheEnd(Exception):
-    """The job is over, before the training is."""
-
-
-def end():
-    raise TheEnd
-
-
-def checkpoints_in(folder):
-    return Checkpoints(Store.create(folder).sub(CHECKPOINTS))
-
-
-def stop_and_resume(data, folder, event, count, plan, **changes):
-    """What the training comes to that ended at an event, was loaded from its latest checkpoint, and went on."""
-    ending = At(event, count, end)
-    changes = {"checkpoints": plan, **changes}
-    with pytest.raises(TheEnd):
-        alone(make_training(data, folder, **{**changes, "callbacks": [*changes.get("callbacks", ()), ending]}))
-    latest = checkpoints_in(folder).latest()
-    nothing = At(event, 1 << 30, end)  # the same callbacks as before
-    changes["callbacks"] = [*changes.get("callbacks", ()), nothing]
-    return alone(make_training(data, folder, resume_from=latest.name, **changes)), latest
-
-
-VARIANTS = [
-    "plain",
-    "Adam with options by parameter",
-    "a schedule by epoch",
-    "a schedule by step",
-    "a schedule by metric",
-    "metrics with states",
-    "an optimizer's class",
-]
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_in_the_middle_of_an_epoch_it_goes_on_after_the_last_row(variant, data, tmp_path):
-    changes = trainings.variant_of(variant)
-    expected = alone(make_training(data, tmp_path / "whole", **changes)), trainings.weights(tmp_path / "whole")
-    plan = CheckpointPlan(every_epochs=None, every_steps=5)
-    result, latest = stop_and_resume(data, tmp_path / "cut", "on_batch_end", 22, plan, **changes)
-    assert latest.step in (5, 10, 15, 20)  # one that comes while another is being written is left out
-    assert (latest.epoch, latest.position) == (latest.step // 13, latest.step % 13 * 16)
-    assert_as_undisturbed(result, tmp_path / "cut", expected)
-
-
-@pytest.mark.parametrize(
-    ("event", "count"), [("on_epoch_begin", 2), ("on_validation_end", 2), ("on_epoch_end", 3), ("on_fit_end", 1)]
-)
-def test_between_epochs_it_goes_on_with_the_next(event, count, data, tmp_path, undisturbed):
-    result, latest = stop_and_resume(data, tmp_path, event, count, CheckpointPlan(every_epochs=1))
-    assert latest.position == 0
-    assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
 def test_dropout_is_the_same_after_a_resume(data, tmp_path):
@@ -94,13 +37,6 @@ def test_dropout_is_the_same_after_a_resume(data, tmp_path):
         make_training(data, tmp_path / "cut", checkpoints=plan, callbacks=again, resume_from=latest.name, **changes)
     )
     assert_as_undisturbed(result, tmp_path / "cut", expected)
-
-
-def test_more_epochs_than_before_go_on_from_the_end(data, tmp_path, undisturbed):
-    alone(make_training(data, tmp_path, epochs=EPOCHS - 1))
-    latest = checkpoints_in(tmp_path).latest()
-    result = alone(make_training(data, tmp_path, resume_from=latest.name))
-    assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
 def test_a_training_that_was_done_does_nothing_again(data, tmp_path, undisturbed):
@@ -236,8 +172,12 @@ def test_the_best_weights_outlive_the_worker_that_had_found_them_and_a_resume(da
         (result,) = driver.results(1)
         assert result["restored"] == 0
         assert trainings.weights(tmp_path / "two") == close(best)
-    changes = {"lr_scheduler": trainings.halved_every_epoch, "callbacks": [BestCheckpoint("lr", mode="max")]}
-    result, _ = stop_and_resume(data, tmp_path / "cut", "on_batch_end", 32, CheckpointPlan(every_steps=2), **changes)
+
+    def make():
+        return {"lr_scheduler": trainings.halved_every_epoch, "callbacks": [BestCheckpoint("lr", mode="max")]}
+
+    plan = CheckpointPlan(every_steps=2)
+    result, _ = stop_and_resume(trainings, data, tmp_path / "cut", "on_batch_end", 32, plan, make)
     assert result["restored"] == 0
     assert trainings.weights(tmp_path / "cut") == close(best)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,30 @@ import spark_elastic.torch as hvd
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.packing import pack
 from spark_elastic.data.store import Store
-from spark_elastic.ml.callbacks import BestCheckpoint, Callback, LambdaCallback
+from spark_elastic.ml.callbacks import BestCheckpoint, LambdaCallback
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
 from spark_elastic.ml.torch.training import train
 from spark_elastic.ml.training.spec import CheckpointPlan
-from tests.unit.ml.in_worlds import EpochCounter, Telling
+from tests.unit.ml.in_worlds import (
+    BATCH,
+    EPOCHS,
+    ROWS,
+    STEPS,
+    VALIDATION_ROWS,
+    At,
+    EpochCounter,
+    Telling,
+    assert_same_outcome,
+    at_call,
+    plain_outcome,
+)
 
-ROWS, VALIDATION_ROWS, BATCH, EPOCHS = 203, 77, 16, 3
-STEPS = EPOCHS * 13
-"""203 rows make 12 batches of 16 and one of 11, which three workers share unevenly."""
+
+def make_sets(folder: Path) -> Path:
+    """Write the dataset, and the same with sample weights beside it; return the path of the first."""
+    make_set(folder / "weighted", weights=True)
+    make_set(folder / "set")
+    return folder / "set"
 
 
 def make_set(folder: Path, *, weights: bool = False, float32: bool = False) -> Dataset:
@@ -78,16 +93,7 @@ def make_training(data: Path, folder: Path, **changes: Any) -> TorchTraining:
 
 def outcome(training: TorchTraining) -> dict[str, Any]:
     """Do it, and say what came of it in plain values."""
-    result = train(training)
-    return {
-        "history": [{k: v for k, v in row.items() if k not in ("seconds", "ended")} for row in result.history],
-        "steps": result.steps,
-        "stopped": result.stopped,
-        "restored": result.restored,
-        "diverged": result.diverged and asdict(result.diverged),
-        "lost_here": result.lost_here,
-        "size": hvd.size(),
-    }
+    return plain_outcome(train(training), hvd.size())
 
 
 def alone(training: TorchTraining) -> dict[str, Any]:
@@ -103,11 +109,13 @@ def weights(folder: Path) -> list[float]:
     return [number for tensor in state.values() for number in tensor.double().reshape(-1).tolist()]
 
 
-class At(Callback):
-    """Does something at the `count`-th time that `event` happens, in this process."""
+def assert_as_undisturbed(result: Mapping[str, Any], folder: Path, undisturbed: tuple[Any, Any]) -> None:
+    assert_same_outcome(result, weights(folder), undisturbed)
 
-    def __init__(self, event: str, count: int, action: Callable[[], None]) -> None:
-        setattr(self, event, _at(count, action))
+
+def settings_of(name: str) -> dict[str, Any]:
+    """Make the settings of a variant anew, as another process would."""
+    return variant_of(name)
 
 
 class SumMetric:
@@ -266,9 +274,9 @@ def in_worker(data: Path, folder: Path, plans: Mapping[int, tuple[Any, ...]], va
         if kind.startswith("on_"):  # all workers have the same callbacks
             training = replace(training, callbacks=[*training.callbacks, At(kind, rest[0], action)])
         elif kind == "forward":
-            training.model.register_forward_hook(_at(rest[0], action))
+            training.model.register_forward_hook(at_call(rest[0], action))
         elif kind == "backward":
-            next(iter(training.model.parameters())).register_hook(_at(rest[0], action))
+            next(iter(training.model.parameters())).register_hook(at_call(rest[0], action))
         elif kind == "store":
             training = replace(training, store=StoreThat(training.store, rest[0], action, half=rest[1]))
     return outcome(training)
@@ -276,17 +284,6 @@ def in_worker(data: Path, folder: Path, plans: Mapping[int, tuple[Any, ...]], va
 
 def variant_of(name: str) -> dict[str, Any]:
     return {key: value for key, value in {**VARIANTS, **WORLDLY}[name].items() if key != "weighted"}
-
-
-def _at(count: int, action: Callable[[], None]) -> Callable[..., None]:
-    """Calls the action at the `count`-th time that it is called itself."""
-    calls = itertools.count(1)
-
-    def called(*_: Any) -> None:
-        if next(calls) == count:
-            action()
-
-    return called
 
 
 def in_worker_slowly(data: Path, folder: Path) -> Any:
