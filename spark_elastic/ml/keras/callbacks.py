@@ -97,23 +97,16 @@ class KerasCallback(Callback):
         self.call(run, "on_epoch_end", run.epoch, self._shared.of(logs))
 
     def on_fit_end(self, run: Run) -> None:
-        if self.call(run, "on_train_end", once=not self._ended):
-            self._ended = True
+        if not self._ended:  # the end of a fit is repeated when a worker is lost in it
+            self._ended = self.call(run, "on_train_end")
 
     def on_test_batch(self, event: str, number: int) -> None:
         assert self._run is not None
         self.call(self._run, event, number)
 
-    def call(self, run: Run, event: str, *args: Any, once: bool = True) -> bool:
-        """Call the callback's method for an event, if this worker calls it at all; return whether it was called.
-
-        Args:
-            run: the view of the training.
-            event: the name of the method.
-            *args: its arguments.
-            once: False skips the call, because it was made before.
-        """
-        if (self.rank_0_only and run.rank != 0) or not once:
+    def call(self, run: Run, event: str, *args: Any) -> bool:
+        """Call the callback's method for an event, unless it runs on rank 0 only; return whether it was called."""
+        if self.rank_0_only and run.rank != 0:
             return False
         if not self._begun:
             self._begin(run)

@@ -59,7 +59,7 @@ class Diary(keras.callbacks.Callback):
         self.note("train end")
 
 
-def test_they_are_called_as_fit_calls_them(data, tmp_path):
+def test_keras_callbacks_are_called_as_in_model_fit(data, tmp_path):
     result = alone(make_training(data, tmp_path, callbacks=[Diary(tmp_path / "diary")], epochs=2))
     told = [json.loads(line) for line in (tmp_path / "diary").read_text().splitlines()]
     an_epoch = ["epoch begin", *["batch begin", "batch end"] * 13, "test begin", *["test batch end"] * 5, "test end"]
@@ -88,7 +88,7 @@ def halved(epoch, rate):
     return rate / 2 if epoch else rate
 
 
-def test_learning_rates_are_what_callbacks_make_them_and_others_see_them(data, tmp_path):
+def test_learning_rate_set_by_a_callback_is_used_and_seen_by_others(data, tmp_path):
     reducing = keras.callbacks.ReduceLROnPlateau("label_sum", mode="max", factor=0.1, patience=1)
     scheduler = keras.callbacks.LearningRateScheduler(halved)
     logger = keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))
@@ -118,7 +118,7 @@ def stop_at_the_fifth(callback, batch, logs):
         callback.model.stop_training = True
 
 
-def test_files_of_models_are_written_by_keras(data, tmp_path):
+def test_model_checkpoint_callback_writes_files_of_keras(data, tmp_path):
     checkpoint = keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.keras"), save_best_only=False)
     weights = keras.callbacks.ModelCheckpoint(str(tmp_path / "x.weights.h5"), save_weights_only=True, save_freq=5)
     alone(make_training(data, tmp_path / "run", callbacks=[checkpoint, weights], epochs=2))
@@ -135,7 +135,7 @@ def appended(path, text):
         file.write(text)
 
 
-def test_ours_and_kerass_go_together_in_their_order(data, tmp_path):
+def test_our_callbacks_and_those_of_keras_run_in_the_given_order(data, tmp_path):
     seen = str(tmp_path / "seen")
     ours = LambdaCallback(on_epoch_end=lambda run, logs: appended(seen, "ours "))
     of_keras = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: appended(seen, "Keras's "))
@@ -151,7 +151,7 @@ def test_ours_and_kerass_go_together_in_their_order(data, tmp_path):
         (lambda: len, "<built-in function len> is neither"),
     ],
 )
-def test_what_cannot_be_used_is_refused(callback, said, data, tmp_path):
+def test_unsupported_keras_callbacks_are_refused(callback, said, data, tmp_path):
     with pytest.raises(InvalidSettingsError, match=said):
         alone(make_training(data, tmp_path, callbacks=[callback()]))
 
@@ -178,7 +178,7 @@ class Remembering(keras.callbacks.Callback):
         self.sums += [1, logs["accuracy"]]
 
 
-def test_plain_values_and_arrays_are_remembered_and_nothing_else():
+def test_only_plain_values_and_arrays_of_callbacks_survive():
     callback = Remembering()
     callback.on_train_begin()
     callback.on_epoch_end(3, {"loss": np.float32(0.5), "accuracy": 0.25})
@@ -219,7 +219,7 @@ def in_worker_that_remembers(data, folder, victim):
 
 
 @pytest.mark.parametrize("victim", [1, 2], ids=["rank 0", "another"])
-def test_what_they_remember_outlives_a_lost_worker(victim, data, tmp_path):
+def test_attributes_of_callbacks_survive_a_lost_worker(victim, data, tmp_path):
     with WorldDriver(start_with=2) as driver:
         driver.start(in_worker_that_remembers, data, tmp_path, victim, count=2)
         (result,) = driver.results(1)

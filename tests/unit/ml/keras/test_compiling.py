@@ -47,7 +47,7 @@ def two(as_dict: bool = False) -> Any:
     ],
     ids=str,
 )
-def test_a_loss_says_how_predictions_are_made_and_what_labels_are_stored_as(loss: Any, rule: Any, label: Any) -> None:
+def test_loss_decides_the_prediction_and_the_type_of_labels(loss: Any, rule: Any, label: Any) -> None:
     assert (compiling.rule(loss), compiling.label_dtype(loss)) == (rule, label)
 
 
@@ -72,7 +72,7 @@ def test_settings_come_before_what_the_model_was_compiled_with() -> None:
         (3, "must be a keras.optimizers.Optimizer, its name or its configuration, not 3"),
     ],
 )
-def test_what_is_no_optimizer_is_refused(optimizer: Any, said: str) -> None:
+def test_value_that_is_not_an_optimizer_is_refused(optimizer: Any, said: str) -> None:
     with pytest.raises(InvalidSettingsError, match=said):
         compile_arguments(two(), optimizer=optimizer, loss="mse")
 
@@ -87,7 +87,7 @@ def test_what_is_no_optimizer_is_refused(optimizer: Any, said: str) -> None:
         ({"size": "mse"}, r"1 losses \(of the outputs size\) for 2 label_cols \(x, y\)"),
     ],
 )
-def test_what_is_no_loss_of_the_outputs_is_refused(loss: Any, said: str) -> None:
+def test_loss_that_does_not_fit_the_outputs_is_refused(loss: Any, said: str) -> None:
     with pytest.raises(InvalidSettingsError, match=said):
         check_losses(two(), loss, ["x", "y"])
 

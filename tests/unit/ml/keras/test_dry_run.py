@@ -22,7 +22,7 @@ def try_training(data, tmp_path, inference_fn=None, **changes):
 
 
 @pytest.mark.parametrize("variant", ["two outputs", "divided by sample weights", "a train_step of one's own"])
-def test_what_trains_passes_and_its_outputs_are_known(variant, data, tmp_path):
+def test_valid_training_passes_and_its_outputs_are_known(variant, data, tmp_path):
     found = try_training(data, tmp_path, **trainings.variant_of(variant))
     shapes = [output.shape for output in found.outputs]
     assert shapes == ([(3,), (1,)] if variant == "two outputs" else [(3,)])
@@ -111,18 +111,18 @@ OTHER = {"metrics": []}
         ),
     ],
 )
-def test_what_does_not_fit_is_said_with_names_types_and_shapes(changes, error, said, data, tmp_path):
+def test_misfit_is_reported_with_names_types_and_shapes(changes, error, said, data, tmp_path):
     with pytest.raises(error, match=said):
         try_training(data, tmp_path, **changes)
 
 
-def test_a_label_beyond_the_classes_is_said_with_the_shape_of_the_output(tmp_path):
+def test_label_beyond_the_classes_is_reported_with_its_shape(tmp_path):
     pack({"features_0": np.zeros((4, 6)), "label_0": np.array([0, 1, 2, 7])}, tmp_path / "plain")
     with pytest.raises(DataError, match=r"(?s)label value.*7.*outside.*label_0 int64 \[4\]"):
         try_training(tmp_path, tmp_path / "run")
 
 
-def test_a_loss_that_is_no_number_is_told_and_no_error(tmp_path, caplog):
+def test_nan_loss_of_the_first_rows_is_a_warning(tmp_path, caplog):
     pack({"features_0": np.full((4, 6), np.nan), "label_0": np.arange(4) % 3}, tmp_path / "plain")
     try_training(tmp_path, tmp_path / "run")
     assert "the loss of the first rows is NaN" in caplog.text
@@ -136,7 +136,7 @@ def of_all_rows(y_true, y_pred):
     return keras.ops.mean(by_row(y_true, y_pred))
 
 
-def test_a_metric_that_is_one_number_for_all_rows_is_said_to_be_averaged_and_counts_by_rows(data, tmp_path, caplog):
+def test_metric_with_one_number_for_all_rows_is_warned_of_and_weighted_by_rows(data, tmp_path, caplog):
     metrics = ["accuracy", by_row, of_all_rows]
     try_training(data, tmp_path, metrics=metrics)
     assert "the metric of_all_rows returns one number for the rows" in caplog.text
@@ -146,7 +146,7 @@ def test_a_metric_that_is_one_number_for_all_rows_is_said_to_be_averaged_and_cou
         assert row["val_of_all_rows"] == pytest.approx(row["val_by_row"], rel=1e-9)
 
 
-def test_a_model_that_transform_cannot_call_says_why(data, tmp_path, caplog):
+def test_model_that_transform_cannot_call_has_a_reason(data, tmp_path, caplog):
     net = keras.Sequential([keras.Input((5,)), dense(3, 2)])
     found = try_training(data, tmp_path, model=net, transformation_fn=small)
     assert found.outputs == ()
@@ -155,7 +155,7 @@ def test_a_model_that_transform_cannot_call_says_why(data, tmp_path, caplog):
     assert [output.shape for output in found.outputs] == [(3,)]
 
 
-def test_what_is_tried_is_a_copy(data, tmp_path):
+def test_dry_run_does_not_change_the_model(data, tmp_path):
     training = make_training(data, tmp_path, model=make_net())
     before = [value.tolist() for value in training.model.load().get_weights()]
     dry_run(training, None)

@@ -57,7 +57,7 @@ def test_a_compiled_model_is_trained_as_it_was_compiled_and_is_not_changed(datas
     assert not net.optimizer.iterations.numpy()
 
 
-def test_an_optimizer_that_is_distributed_already_is_taken_for_what_is_within_it(dataset: Dataset, plain: Any) -> None:
+def test_distributed_optimizer_is_unwrapped(dataset: Dataset, plain: Any) -> None:
     import spark_elastic.keras as hvd
 
     distributed = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))

@@ -46,7 +46,7 @@ def test_every_setting_is_a_param_with_a_doc_a_getter_and_a_setter(kind: Any) ->
         assert getattr(made, f"set{ending}").__doc__
 
 
-def test_it_has_the_settings_of_the_estimator_for_torch_but_those_of_torch_alone() -> None:
+def test_keras_estimator_has_the_common_settings_of_the_torch_estimator() -> None:
     from spark_elastic import ElasticTorchEstimator
 
     names, torchs = ({param.name for param in kind().params} for kind in (ElasticKerasEstimator, ElasticTorchEstimator))
@@ -54,7 +54,7 @@ def test_it_has_the_settings_of_the_estimator_for_torch_but_those_of_torch_alone
     assert names - torchs == {"weighted_metrics", "custom_objects"}
 
 
-def test_integers_are_written_as_the_models_input_takes_them_so_that_what_it_would_round_is_refused_then() -> None:
+def test_integers_that_the_models_input_would_round_are_refused_while_writing() -> None:
     schema = StructType([StructField("id", LongType()), StructField("other", LongType()), StructField("y", LongType())])
     for kind, stored in (("float32", "<f4"), ("int64", "<i8")):
         net = keras.Sequential([keras.Input((2,), dtype=kind), keras.layers.Embedding(5, 3), keras.layers.Flatten()])
@@ -85,7 +85,7 @@ def compiled(**more: Any) -> Any:
         {"device": "gpu:1"},
     ],
 )
-def test_what_keras_users_write_is_taken(changes: dict[str, Any]) -> None:
+def test_forms_of_compile_arguments_are_accepted(changes: dict[str, Any]) -> None:
     checked(**changes)
 
 
@@ -113,7 +113,7 @@ def test_what_keras_users_write_is_taken(changes: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_cannot_be_trained_is_refused_with_what_would_be_possible(changes: dict[str, Any], said: str) -> None:
+def test_settings_that_cannot_be_trained_are_refused_with_a_remedy(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidSettingsError, match=said):
         checked(**changes)
 
@@ -144,7 +144,7 @@ def test_labels_are_stored_as_the_loss_needs_them(loss: Any, label: str, dtype: 
     assert made.dtypes["label_0"] == dtype
 
 
-def test_numbers_of_classes_are_refused_where_the_loss_compares_with_a_value_for_each() -> None:
+def test_class_numbers_are_refused_by_one_hot_losses() -> None:
     made = estimator(loss="categorical_crossentropy", feature_cols=["x"], label_cols=["whole"])
     with pytest.raises(DataError, match=r"'whole' is one number a row, and categorical_crossentropy .* take sparse_"):
         made._tensors(SCHEMA)
@@ -154,7 +154,7 @@ def training(dataset: Any, tmp_path: Path, **changes: Any) -> Any:
     return estimator(**changes)._training(dataset, Store.create(tmp_path), None)
 
 
-def test_the_workers_are_told_what_was_set(dataset: Any, tmp_path: Path) -> None:
+def test_settings_reach_the_workers(dataset: Any, tmp_path: Path) -> None:
     made = training(
         dataset,
         tmp_path,
@@ -173,7 +173,7 @@ def test_the_workers_are_told_what_was_set(dataset: Any, tmp_path: Path) -> None
     assert made.optimizer_values is None
 
 
-def test_what_the_optimizer_of_a_compiled_model_has_learnt_goes_on(dataset: Any, tmp_path: Path) -> None:
+def test_state_of_a_compiled_models_optimizer_is_continued(dataset: Any, tmp_path: Path) -> None:
     net = make_net()
     net.compile(keras.optimizers.Adam(0.1), "mse")
     net.fit(np.ones((4, 6)), np.ones((4, 3)), verbose=0)
@@ -190,9 +190,7 @@ def test_what_the_optimizer_of_a_compiled_model_has_learnt_goes_on(dataset: Any,
         lambda: Told(3),
     ],
 )
-def test_a_model_that_is_not_built_is_built_for_the_columns_and_the_one_that_was_given_stays(
-    make: Any, dataset: Any, tmp_path: Path
-) -> None:
+def test_unbuilt_model_is_copied_and_built_for_the_columns(make: Any, dataset: Any, tmp_path: Path) -> None:
     given = make()
     first, second = (training(dataset, tmp_path, model=given).model.load().get_weights() for _ in range(2))
     assert not given.built
@@ -202,7 +200,7 @@ def test_a_model_that_is_not_built_is_built_for_the_columns_and_the_one_that_was
     assert not np.array_equal(first[0], other[0])
 
 
-def test_inputs_that_do_not_fit_are_told_by_name(dataset: Any, tmp_path: Path) -> None:
+def test_inputs_that_do_not_fit_are_named(dataset: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidSettingsError, match=r"the model has 2 inputs \(a, b\), and feature_cols make 1"):
         training(dataset, tmp_path, model=two())
     wrong = keras.Sequential([keras.layers.Conv2D(3, 3)])
@@ -221,7 +219,7 @@ class Forgetful(keras.layers.Layer):
         return x
 
 
-def test_what_cannot_be_sent_is_named_with_what_mends_it(dataset: Any, tmp_path: Path) -> None:
+def test_setting_that_cannot_be_pickled_is_named_with_a_remedy(dataset: Any, tmp_path: Path) -> None:
     forgetful = OwnModel(3)
     forgetful(np.zeros((1, 6)))
     no_config = keras.Sequential([keras.Input((6,)), Forgetful(object())])

@@ -11,7 +11,7 @@ from spark_elastic.torch import shutdown
 from tests.unit.ml.keras.trainings import in_float64, make_training
 
 
-def test_what_can_be_told_at_any_moment_is_what_the_history_would_say(data, tmp_path):
+def test_live_values_equal_those_of_the_history(data, tmp_path):
     init()
     told = []
     try:

@@ -30,7 +30,7 @@ def no_number(y_true, y_pred):
 
 
 @pytest.mark.parametrize("kind", ["Keras's own step", "a train_step of one's own"])
-def test_a_loss_that_is_no_number_ends_the_training_without_a_model(kind, data, tmp_path):
+def test_nan_loss_ends_the_training_without_a_model(kind, data, tmp_path):
     with in_float64():
         model = make_net() if kind.startswith("Keras") else make_net(kind=OwnStep)
     result = alone(make_training(data, tmp_path, model=model, loss=no_number))
@@ -96,12 +96,12 @@ def test_arrays_of_types_that_numpy_does_not_know_come_back():
 
 
 @pytest.mark.parametrize("damage", [lambda file: b"nothing of ours", lambda file: file[:100], lambda file: b""])
-def test_what_is_damaged_is_said_to_be(damage):
+def test_damaged_file_of_arrays_is_reported(damage):
     with pytest.raises(CheckpointError, match="not a file of arrays"):
         arrays_from_bytes(damage(arrays_to_bytes({"a": np.ones(3)})))
 
 
-def test_what_would_run_code_is_not_loaded(tmp_path):
+def test_file_that_would_run_code_is_not_loaded(tmp_path):
     np.savez(tmp_path / "x.npz", a=np.array([TheEnd()], dtype=object))
     with pytest.raises(CheckpointError, match="not a file of arrays"):
         arrays_from_bytes((tmp_path / "x.npz").read_bytes())

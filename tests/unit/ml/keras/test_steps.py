@@ -54,7 +54,7 @@ def test_a_step_that_fails_in_the_reduction_has_changed_nothing(options, data, t
     assert_as_undisturbed(result, tmp_path / "2", expected)
 
 
-def test_any_other_error_of_a_step_is_not_taken_for_a_lost_peer(data, tmp_path):
+def test_other_errors_of_a_step_are_not_taken_for_a_lost_peer(data, tmp_path):
     def broken(y_true, y_pred):
         tf.debugging.assert_less(tf.reduce_max(tf.abs(y_pred)), tf.constant(1e-30, y_pred.dtype), "too large")
         return tf.reduce_mean(tf.square(y_pred), -1)
@@ -238,14 +238,14 @@ def test_a_metric_that_cannot_be_added_up_is_refused(data, tmp_path):
         alone(make_training(data, tmp_path, metrics=[Most()]))
 
 
-def test_what_a_step_changes_is_told_from_what_is_only_frozen():
+def test_buffers_are_distinguished_from_frozen_weights():
     net = make_net(norm=True, dropout=0.5)
     net.get_layer("first").trainable = False
     assert [variable.name for variable in buffers_of(net)] == ["moving_mean", "moving_variance"]
     assert len(seeds_of(net)) == 1
 
 
-def test_a_state_puts_back_only_a_step_that_was_begun(data, tmp_path):
+def test_only_a_started_step_is_undone(data, tmp_path):
     with in_float64():
         training = make_training(data, tmp_path, **moving())
         ready = prepare(training)

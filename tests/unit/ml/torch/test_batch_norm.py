@@ -9,7 +9,7 @@ from spark_elastic.ml.torch.engine import single_row_norm
 from tests.unit.ml.torch.trainings import ROWS, alone, make_net, make_training
 
 
-def test_a_single_row_is_normalised_by_the_running_statistics_which_stay():
+def test_single_row_is_normalised_by_the_unchanged_running_statistics():
     net = make_net(norm=True)
     row = torch.ones(1, 6, dtype=torch.float64)
     before = {name: value.clone() for name, value in net.state_dict().items()}
@@ -20,7 +20,7 @@ def test_a_single_row_is_normalised_by_the_running_statistics_which_stay():
     assert torch.equal(output, net.eval()(row))
 
 
-def test_a_single_row_of_many_values_per_channel_is_normalised_as_ever():
+def test_single_row_with_many_values_per_channel_is_normalised_by_them():
     net = torch.nn.BatchNorm2d(3)
     image = torch.randn(1, 3, 4, 4)
     expected = torch.nn.BatchNorm2d(3)(image)

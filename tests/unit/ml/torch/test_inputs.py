@@ -49,7 +49,7 @@ def fitted(dataset: Dataset, model: nn.Module, **changes: Any) -> Any:
     return HereEstimator(**settings(**chosen)).from_dataset_path(dataset)
 
 
-def test_inputs_come_by_their_numbers_however_the_set_has_them(tmp_path: Path) -> None:
+def test_inputs_are_ordered_by_number_not_by_their_order_in_the_dataset(tmp_path: Path) -> None:
     model = fitted(pack(rows(), tmp_path), Two())
     inputs = model._facts_of_fit().inputs
     assert [field.name for field in inputs] == ["features_0", "features_1"]
@@ -67,7 +67,7 @@ def cropped(columns: dict[str, Any]) -> dict[str, Any]:
     return {**columns, "features_0": columns["features_0"][:, :, :1]}
 
 
-def test_a_transformation_gets_the_shape_that_was_asked_for_and_may_change_it(tmp_path: Path) -> None:
+def test_transformation_fn_gets_the_set_shapes_and_may_change_them(tmp_path: Path) -> None:
     dataset = pack(rows(only=["features_0"]), tmp_path)
     changes = {"input_shapes": [(1, 2, 3)], "transformation_fn": cropped, "inference_fn": cropped}
     model = fitted(dataset, Image(1), **changes)

@@ -68,7 +68,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 @pytest.mark.parametrize("sizes", [[11], [4, 4, 3], [1] * 11])
-def test_the_parts_add_up_to_what_the_loss_is_of_the_whole(loss, sizes):
+def test_losses_of_parts_add_up_to_the_loss_of_the_batch(loss, sizes):
     whole = batch(scores(), labels=(classes(),))
     objective = Objective(loss, None, labels=1, weighted=False)
     counts = [sum(each) for each in zip(*(objective.counts([part]) for part in cut(whole, sizes)), strict=True)]
@@ -93,7 +93,7 @@ def test_integers_as_labels_of_a_loss_of_numbers_take_the_shape_of_the_output():
     assert objective.forward(Fixed(), column).sums[0].item() == pytest.approx(expected)
 
 
-def test_a_class_that_there_is_not_is_named_with_its_label():
+def test_label_beyond_the_classes_is_reported_with_its_column():
     wrong = batch(scores(), labels=(classes() + 3,))
     with pytest.raises(DataError, match=r"label_0 \(label column number 0, from 0\) has values from 3 to 5.*\(11, 3\)"):
         Objective(nn.CrossEntropyLoss(), None, labels=1, weighted=False).forward(Fixed(), wrong)
@@ -109,7 +109,7 @@ def test_sample_weights_multiply_the_rows_and_the_sum_is_divided_by_their_number
     assert sum(parts).item() == pytest.approx((by_row * weights).sum().item() / ROWS)
 
 
-def test_sample_weights_need_a_loss_that_can_tell_its_rows_apart():
+def test_sample_weights_need_a_loss_with_a_value_for_each_row():
     whole = batch(scores(), labels=(classes(),), weights=torch.ones(ROWS, dtype=torch.float64))
     objective = Objective(LOSSES["own mean"], None, labels=1, weighted=True)
     with pytest.raises(DataError, match="has to return a value for each row"):
@@ -134,7 +134,7 @@ def test_several_losses_are_multiplied_by_their_weights():
         (nn.MSELoss(), 1, [1, 2], "2 loss_weights were given for 1 losses"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(loss, labels, weights, message):
+def test_differing_numbers_of_losses_and_labels_are_refused(loss, labels, weights, message):
     with pytest.raises(InvalidSettingsError, match=message):
         Objective(loss, None, labels=labels, weighted=False, loss_weights=weights)
 
@@ -188,7 +188,7 @@ def test_metrics_count_each_row_once_however_the_rows_are_cut(sizes):
     assert logs["val_outputs_count"] == ROWS
 
 
-def test_metrics_of_torchmetrics_are_what_they_are_of_all_rows_at_once():
+def test_torchmetrics_metrics_equal_those_of_all_rows_at_once():
     classification = pytest.importorskip("torchmetrics.classification")
     metrics = {
         "accuracy": classification.MulticlassAccuracy(3),
@@ -225,7 +225,7 @@ def test_the_mean_by_class_weights_is_the_same_for_an_epoch_as_for_a_batch():
         (lambda output, label: torch.zeros(7), DataError, r"returned a tensor of shape \(7,\) for 11 rows"),
     ],
 )
-def test_a_metric_of_no_use_is_refused(metric, error, message):
+def test_metric_without_a_usable_value_is_refused(metric, error, message):
     objective = Objective(nn.CrossEntropyLoss(), None, labels=1, weighted=False)
 
     def measure():
@@ -241,7 +241,7 @@ def test_a_metric_of_no_use_is_refused(metric, error, message):
             measure()
 
 
-def test_with_several_outputs_a_metric_sees_all_or_the_one_it_was_given():
+def test_metric_of_several_outputs_sees_all_or_the_chosen_one():
     whole = batch(scores(), scores(seed=5), labels=(classes(), scores(seed=6)))
     objective = Objective([nn.CrossEntropyLoss(), nn.MSELoss()], None, labels=2, weighted=False)
     accumulator = TorchMetricAccumulator(
@@ -255,6 +255,6 @@ def test_with_several_outputs_a_metric_sees_all_or_the_one_it_was_given():
     assert set(logs) == {"loss", "loss_0", "loss_1", "first", "both"}
 
 
-def test_a_mean_over_no_rows_that_count_is_not_a_number():
+def test_mean_over_no_rows_is_nan():
     objective = Objective(nn.CrossEntropyLoss(ignore_index=0), None, labels=1, weighted=False)
     assert math.isnan(objective.means([0.0], [0.0])["loss"])

@@ -42,7 +42,7 @@ def row(epoch: int) -> dict[str, float]:
     return {"epoch": epoch, "seconds": 1.0, "ended": 5.0, "steps": 3, "rows": 100, "lr": 0.1, "loss": 0.5}
 
 
-def test_each_epoch_of_a_training_is_told_with_what_it_has_come_to(data, tmp_path):
+def test_each_epoch_is_reported_with_its_losses_and_metrics(data, tmp_path):
     hvd.init()
     try:
         trainer = assemble(make_training(data, tmp_path))
@@ -57,7 +57,7 @@ def test_each_epoch_of_a_training_is_told_with_what_it_has_come_to(data, tmp_pat
     assert "lr" not in ended[0].values
 
 
-def test_what_can_be_told_at_any_moment_is_what_the_history_would_say(data, tmp_path):
+def test_live_values_equal_those_of_the_history(data, tmp_path):
     hvd.init()
     told = []
     try:
@@ -78,7 +78,7 @@ def test_what_can_be_told_at_any_moment_is_what_the_history_would_say(data, tmp_
         assert now == pytest.approx(later)
 
 
-def test_only_rank_0_tells():
+def test_only_rank_0_reports():
     link = Link()
     trainer = trainer_at(Progress(position=40, serial=4), rank=1)
     reporter = Reporter(trainer, link)
@@ -89,7 +89,7 @@ def test_only_rank_0_tells():
     assert link.said == [LiveProgress(0, 3, "train", 40, 100, {})]
 
 
-def test_a_new_rank_0_tells_the_epochs_that_it_has_seen():
+def test_new_rank_0_reports_the_epochs_that_it_has_seen():
     link = Link()
     history = History([row(0), row(1)])
     trainer = trainer_at(Progress(phase=Phase.VALIDATE, epoch=2, val_position=10, serial=9, history=history))
@@ -98,7 +98,7 @@ def test_a_new_rank_0_tells_the_epochs_that_it_has_seen():
     assert link.said[-1] == LiveProgress(2, 3, "validate", 10, 100, {})
 
 
-def test_nothing_is_told_twice_where_nothing_has_changed():
+def test_unchanged_progress_is_reported_once():
     link = Link()
     trainer = trainer_at(Progress(position=40, serial=4))
     reporter = Reporter(trainer, link)
@@ -107,7 +107,7 @@ def test_nothing_is_told_twice_where_nothing_has_changed():
     assert len(link.said) == 1
 
 
-def test_what_a_broken_channel_has_not_taken_is_told_again():
+def test_report_lost_in_a_broken_channel_is_repeated():
     link = Link(broken=True)
     trainer = trainer_at(Progress(serial=4, phase=Phase.EPOCH_END, history=History([row(0)])))
     reporter = Reporter(trainer, link)
@@ -118,7 +118,7 @@ def test_what_a_broken_channel_has_not_taken_is_told_again():
     assert [said.epoch for said in link.said] == [0]
 
 
-def test_an_error_while_telling_stays_there():
+def test_error_while_reporting_does_not_reach_the_training():
     trainer = trainer_at(Progress(position=ROWS, serial=4))
     trainer.training.dataset = None
     Reporter(trainer, Link())._look()

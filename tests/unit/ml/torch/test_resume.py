@@ -39,7 +39,7 @@ def test_dropout_is_the_same_after_a_resume(data, tmp_path):
     assert_as_undisturbed(result, tmp_path / "cut", expected)
 
 
-def test_a_training_that_was_done_does_nothing_again(data, tmp_path, undisturbed):
+def test_finished_training_is_not_repeated(data, tmp_path, undisturbed):
     alone(make_training(data, tmp_path))
     latest = checkpoints_in(tmp_path).latest()
     steps = Counter()
@@ -52,7 +52,7 @@ def test_a_training_that_was_done_does_nothing_again(data, tmp_path, undisturbed
 
 @pytest.mark.parametrize("half", [True, False], ids=["half written", "written"])
 @pytest.mark.parametrize("file", ["state.pt", "checkpoint.json"])
-def test_a_job_whose_only_worker_was_killed_while_it_wrote_goes_on(file, half, data, tmp_path, undisturbed):
+def test_only_worker_killed_while_it_writes_a_checkpoint_can_be_resumed(file, half, data, tmp_path, undisturbed):
     with WorldDriver(start_with=1) as driver:
         driver.start(trainings.in_worker_that_checkpoints, data, tmp_path, file, half)
         driver.wait(lambda: driver.told("dying"))
@@ -63,7 +63,7 @@ def test_a_job_whose_only_worker_was_killed_while_it_wrote_goes_on(file, half, d
     assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
-def test_another_number_of_workers_goes_on_to_the_same_result(data, tmp_path, undisturbed):
+def test_another_number_of_workers_resumes_to_the_same_result(data, tmp_path, undisturbed):
     plan = CheckpointPlan(every_steps=5)
     with pytest.raises(TheEnd):
         alone(make_training(data, tmp_path, checkpoints=plan, callbacks=[At("on_batch_end", 18, end)]))
@@ -75,7 +75,7 @@ def test_another_number_of_workers_goes_on_to_the_same_result(data, tmp_path, un
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_newcomer_begins_where_the_checkpoint_is_in_case_nobody_else_is_left(known, data, tmp_path, monkeypatch):
+def test_new_worker_starts_at_the_checkpoint_in_case_all_others_are_lost(known, data, tmp_path, monkeypatch):
     alone(make_training(data, tmp_path, epochs=1))
     latest = checkpoints_in(tmp_path).latest().name if known else "gone"
     hvd.init()
@@ -109,12 +109,12 @@ def test_a_checkpoint_of_another_training_is_refused(changes, message, data, tmp
 # --- which are written ------------------------------------------------------------------------------
 
 
-def test_checkpoints_come_as_often_as_was_asked_and_the_last_so_many_stay(data, tmp_path):
+def test_checkpoints_follow_the_plan_and_the_newest_are_kept(data, tmp_path):
     alone(make_training(data, tmp_path, checkpoints=CheckpointPlan(every_epochs=2, keep=2)))
     assert [facts.step for facts in checkpoints_in(tmp_path).complete()] == [26, STEPS]
 
 
-def test_without_a_plan_there_are_none(data, tmp_path):
+def test_without_a_plan_no_checkpoints_are_written(data, tmp_path):
     alone(make_training(data, tmp_path, checkpoints=None))
     assert checkpoints_in(tmp_path).complete() == []
 
@@ -145,7 +145,7 @@ def test_the_trained_model_gets_the_weights_of_the_best_epoch(data, tmp_path):
     assert trainings.weights(tmp_path / "best") == close(trainings.weights(tmp_path / "one"))
 
 
-def test_what_is_best_by_another_value_is_kept_and_not_restored(data, tmp_path):
+def test_best_checkpoint_by_another_column_is_kept_and_not_restored(data, tmp_path):
     one_epoch = make_training(data, tmp_path / "one", epochs=1)
     alone(one_epoch)
     changes = {"callbacks": [EarlyStopping("lr", mode="max", patience=9, restore_best=True)]}
@@ -225,14 +225,14 @@ def test_only_tensors_and_plain_values_are_written():
         detached({"a": [1, TheEnd()]}, "it")
 
 
-def test_what_would_run_code_is_not_loaded():
+def test_file_that_would_run_code_is_not_loaded():
     with pytest.raises(CheckpointError, match=r"not what torch\.save has written"):
         from_bytes(to_bytes(TheEnd))
     with pytest.raises(CheckpointError):
         from_bytes(b"nothing of ours")
 
 
-def test_a_copy_does_not_change_with_what_it_is_of():
+def test_detached_copy_does_not_change_with_the_original():
     weight = torch.ones(2)
     copy = detached({"weight": weight}, "it")
     weight += 1

@@ -40,7 +40,7 @@ def layers() -> nn.Module:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_the_framework_provides_can_be_stored_without_trust(value: Any) -> None:
+def test_objects_of_the_framework_are_stored_without_trust(value: Any) -> None:
     file = serialization.dumps(value)
     assert file is not None
     assert type(serialization.loads(file)) is type(value)
@@ -51,7 +51,7 @@ def test_what_the_framework_provides_can_be_stored_without_trust(value: Any) -> 
     [Own(), lambda x: x, LambdaCallback(on_epoch_end=print), os.system, Path],
     ids=["module", "lambda", "hook", "os", "path"],
 )
-def test_classes_and_functions_of_ones_own_cannot(value: Any) -> None:
+def test_users_classes_and_functions_need_trust(value: Any) -> None:
     assert serialization.dumps(value) is None
 
 
@@ -72,9 +72,7 @@ class Evil:
         return os.mkdir, (os.environ["EVIL"],)
 
 
-def test_a_file_that_wants_to_run_something_is_refused_before_it_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_that_would_run_code_is_refused_before_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVIL", str(tmp_path / "evil"))
     file = io.BytesIO()
     torch.save({"model": Evil()}, file)
@@ -84,12 +82,12 @@ def test_a_file_that_wants_to_run_something_is_refused_before_it_does(
 
 
 @pytest.mark.parametrize("file", [b"", b"not a zip", b"PK\x03\x04 cut off"])
-def test_a_damaged_file_is_an_error_of_ours(file: bytes) -> None:
+def test_damaged_file_is_a_checkpoint_error(file: bytes) -> None:
     with pytest.raises(CheckpointError):
         serialization.loads(file)
 
 
-def test_a_hollow_module_takes_no_room_and_gets_its_weights_back() -> None:
+def test_hollow_module_is_small_and_gets_its_weights_back() -> None:
     net = nn.Sequential(nn.Linear(1000, 1000), nn.BatchNorm1d(1000), nn.LSTM(1000, 10))
     file = serialization.dumps(serialization.hollow(net))
     assert file is not None

@@ -65,7 +65,7 @@ def test_a_worker_that_is_killed_changes_nothing_of_the_statistics(variant, kill
             assert_as_undisturbed(result, tmp_path / "three", expected)
 
 
-def test_a_loss_that_is_no_number_on_one_worker_ends_all_of_them_at_the_same_step(data, tmp_path):
+def test_nan_loss_on_one_worker_ends_all_workers_at_the_same_step(data, tmp_path):
     with WorldDriver(start_with=3) as driver:
         driver.start(trainings.in_worker_that_diverges, data, tmp_path, count=3)
         results = driver.results(3)
