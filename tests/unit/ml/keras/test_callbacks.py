@@ -1,4 +1,4 @@
-"""Callbacks of Keras in a training: when they are called, with what, and what of them outlives a worker."""
+"""Callbacks of Keras in a training: their calls and arguments, and the attributes that survive a lost worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.worlds import WorldDriver
 
 
 class Diary(keras.callbacks.Callback):
-    """Writes all that it is told to a file, which outlives its copy in the worker."""
+    """Writes its calls to a file, because the worker has a copy of the callback."""
 
     def __init__(self, path):
         super().__init__()
@@ -160,7 +160,7 @@ def test_unsupported_keras_callbacks_are_refused(callback, said, data, tmp_path)
 
 
 class Remembering(keras.callbacks.Callback):
-    """As callbacks are written: plain values, arrays, and things that cannot be kept."""
+    """A callback with plain values, arrays, and attributes that cannot be kept."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a model is compiled with, and what its losses say."""
+"""The arguments that a model is compiled with, and the properties of its losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step on the driver: what does not fit is said before any worker starts."""
+"""The dry run on the driver: errors before any worker starts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_rule_is_that_of_the_first_output_if_it_has_a_loss(data, tmp_path):
 
 
 class Most(keras.metrics.Metric):
-    """Whose variable Keras takes for a sum."""
+    """A maximum, whose variable Keras takes for a sum."""
 
     def __init__(self, name="most", **options):
         super().__init__(name=name, **options)

@@ -1,4 +1,4 @@
-"""What the estimator takes, and what it says of what it cannot take."""
+"""Settings that the Keras estimator accepts, and errors for those that it refuses."""
 
 from __future__ import annotations
 

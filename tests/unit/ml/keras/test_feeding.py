@@ -1,4 +1,4 @@
-"""From a reader's batches to tensors: types, shapes, structures, and whose memory they are."""
+"""From a reader's batches to tensors: types, shapes, structures, and shared memory."""
 
 from __future__ import annotations
 

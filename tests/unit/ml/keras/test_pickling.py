@@ -31,7 +31,7 @@ class Own(keras.layers.Layer):
 
 
 class OwnModel(keras.Model):
-    """Which Keras would make anew with width=1."""
+    """A model without get_config, which Keras would copy with width=1."""
 
     def __init__(self, width: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -65,7 +65,7 @@ class OwnMetric(keras.metrics.Mean):
 
 
 def relu(x: Any) -> Any:
-    """Not the one of Keras."""
+    """Negate; the name is that of another function of Keras."""
     return -x
 
 

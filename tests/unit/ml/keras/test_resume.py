@@ -1,4 +1,4 @@
-"""A training of a Keras model that ended somewhere goes on from its last durable checkpoint, to the same result."""
+"""Durable checkpoints of a Keras training: their contents, and resuming from them."""
 
 from __future__ import annotations
 

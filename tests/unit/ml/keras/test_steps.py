@@ -1,4 +1,4 @@
-"""One step: what it changes, what a failed one leaves behind, and how often it is traced."""
+"""One step: its effect, a failed one, and the number of traces."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_a_train_step_that_cannot_be_reduced_once_is_refused(make, said, data, t
 
 
 class Most(keras.metrics.Metric):
-    """Which says so itself."""
+    """A maximum, whose variable says itself that it is not a sum."""
 
     def __init__(self, name="most", **options):
         super().__init__(name=name, **options)

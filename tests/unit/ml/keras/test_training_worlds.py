@@ -1,4 +1,4 @@
-"""What Keras alone has in worlds that differ and break; `both/test_worlds.py` has what both frameworks do."""
+"""Trainings of Keras in worlds that differ and break; see `both/test_worlds.py` for what PyTorch does too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VARIANTS = list(trainings.VARIANTS)
 
 @pytest.fixture(scope="module")
 def in_three(data, tmp_path_factory):
-    """What the variants come to in a world of three, by name, of each worker."""
+    """The outcomes of the variants in a world of three, by name, for each worker."""
     folder, results = tmp_path_factory.mktemp("three"), [{}, {}, {}]
     for names in (VARIANTS[::3], VARIANTS[1::3], VARIANTS[2::3]):
         with WorldDriver(start_with=3) as driver:

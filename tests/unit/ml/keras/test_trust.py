@@ -1,4 +1,4 @@
-"""With a version of Keras whose safe mode can be made to run code, nothing is loaded that is not trusted."""
+"""With a version of Keras whose safe mode is not safe, only trusted files are loaded."""
 
 from __future__ import annotations
 

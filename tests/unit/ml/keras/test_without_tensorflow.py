@@ -1,4 +1,4 @@
-"""TensorFlow is an extra: nothing else needs it, and who does says what to install."""
+"""TensorFlow is an optional extra: other parts work without it, and the Keras estimator says what to install."""
 
 from __future__ import annotations
 

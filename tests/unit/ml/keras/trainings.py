@@ -45,7 +45,7 @@ TOLERANCE = 1e-11
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """Losses and metrics are of Keras's own type of numbers, and not of their inputs'."""
+    """Make Keras compute in float64, because losses and metrics do not take the type of their inputs."""
     before, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
@@ -55,6 +55,8 @@ def in_float64() -> Iterator[None]:
         keras.config.set_floatx(before)
         keras.config.set_dtype_policy(policy)
 
+
+precise = in_float64
 
 SETS: dict[str, tuple[str, ...]] = {
     "plain": ("features_0", "label_0"),
@@ -101,7 +103,7 @@ def make_net(*, dropout: float = 0.0, norm: bool = False, kind: Any = keras.Sequ
 
 @keras.saving.register_keras_serializable("trainings")
 class LabelSum(keras.metrics.Metric):
-    """Tells which rows were seen."""
+    """A metric that shows the rows that were seen."""
 
     def __init__(self, name: str = "label_sum", **options: Any) -> None:
         super().__init__(name=name, **options)
@@ -132,7 +134,7 @@ COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
 
 
 def make_training(data: Path, folder: Path, **changes: Any) -> KerasTraining:
-    """changes: of the training, or of what the model is compiled with; rows: one of `SETS`."""
+    """Make a training with changed settings or arguments of `compile`; `rows` is one of `SETS`."""
     chosen = data / changes.pop("rows", "plain")
     with in_float64():
         net = changes.pop("model", None) or make_net()
@@ -152,13 +154,13 @@ def make_training(data: Path, folder: Path, **changes: Any) -> KerasTraining:
 
 
 def outcome(training: KerasTraining) -> dict[str, Any]:
-    """Do it, and say what came of it in plain values."""
+    """Train, and return the result as plain values."""
     with in_float64():
         return plain_outcome(train(training), hvd.size())
 
 
 def alone(training: KerasTraining) -> dict[str, Any]:
-    """In this process, a world of one."""
+    """Train in this process, a world of one."""
     try:
         return outcome(training)
     finally:
@@ -187,7 +189,7 @@ def ending(event: str, count: int) -> At:
 
 @keras.saving.register_keras_serializable("trainings")
 class OwnStep(keras.Sequential):
-    """With a train_step and a test_step of its own, and what they return is no metric."""
+    """A model with its own train_step and test_step, which return values that are not metrics."""
 
     def train_step(self, data: Any) -> Any:
         x, y = data
@@ -297,7 +299,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def variant_of(name: str) -> dict[str, Any]:
-    """With functions called that make something new."""
+    """Return the settings of a variant, with new models, optimizers and losses."""
     with in_float64():
         return {
             key: value() if key in (*COMPILED, "model") and isinstance(value, type(make_net)) else value
@@ -321,7 +323,10 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 def in_worker(data: Path, folder: Path, plans: Mapping[int, tuple[Any, ...]], changes: Mapping[str, Any] | None = None):
-    """plans: worker -> what ends it: ("on_batch_end", 7), ("before a reduction", 3), ("in a validation", 2)."""
+    """Train in a worker of a `WorldDriver`.
+
+    `plans` has the moment at which a worker ends: ("on_batch_end", 7), ("before a reduction", 3).
+    """
     from tests.unit.world_link import die, link
 
     callbacks: list[Any] = []
@@ -343,7 +348,7 @@ def _nothing() -> None: ...
 
 
 def _die_within(kind: str, count: int) -> None:
-    """Have this process end at the `count`-th time."""
+    """Let this process end at the `count`-th time."""
     from spark_elastic.collective.fused import FusedReduction
     from spark_elastic.keras import tensorflow_statistics
     from spark_elastic.ml.keras.engine import KerasEngine
@@ -371,7 +376,7 @@ def _die_within(kind: str, count: int) -> None:
 
 
 def in_worker_variants(data: Path, folder: Path, names: Sequence[str]) -> dict[str, Any]:
-    """One after the other in one world."""
+    """Train the variants one after the other in one world."""
     return {name: outcome(make_training(data, folder / name, **variant_of(name))) for name in names}
 
 

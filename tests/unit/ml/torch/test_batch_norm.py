@@ -1,4 +1,4 @@
-"""A worker's share of a batch may be a single row, which batch normalisation cannot deal with by itself."""
+"""Batch normalisation of a single row, which can be a worker's share of a batch."""
 
 from __future__ import annotations
 

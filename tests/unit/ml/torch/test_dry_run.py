@@ -1,4 +1,4 @@
-"""What the driver says before any worker starts, and what the fitted model is told of its outputs."""
+"""The dry run on the driver: errors before any worker starts, and the outputs that the fitted model gets."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Odd(Callback):
 
 
 class Odder(nn.Linear):
-    """With a state that nothing but pickle can write."""
+    """A layer with a state that only a pickle can hold."""
 
     def __init__(self) -> None:
         super().__init__(6, 3)

@@ -91,7 +91,7 @@ def test_device_is_where_workers_train(dataset: Dataset) -> None:
 
 
 class Threads(Callback):
-    """Says how many threads the worker has in a place that outlives its copy."""
+    """Writes the number of threads of the worker to a file, because the worker has a copy of the callback."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)

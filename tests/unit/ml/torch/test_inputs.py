@@ -1,4 +1,4 @@
-"""The model gets its inputs in training, in the trial and in transform alike: by their numbers, in one shape."""
+"""Training, dry run and transform give a model the same inputs: ordered by number, in one shape."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Image(nn.Module):
 
 
 def rows(**more: Any) -> dict[str, Any]:
-    """As somebody might name them who does not think of order."""
+    """Columns by names in another order than their numbers."""
     generator = np.random.default_rng(1)
     features = {"features_1": (24, 2), "features_x": (24, 1), "features_0": (24, 6)}
     made = {name: generator.normal(size=shape).astype(np.float32) for name, shape in features.items()}

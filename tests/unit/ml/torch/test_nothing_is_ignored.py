@@ -1,4 +1,4 @@
-"""What is set and could have no effect is an error, and what must not be kept is not."""
+"""Settings without an effect are errors, and credentials are not saved."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ ROWS = 11
 
 
 class Fixed(nn.Module):
-    """Its outputs are its inputs."""
+    """A model that returns its inputs."""
 
     def forward(self, *inputs):
         return inputs if len(inputs) > 1 else inputs[0]

@@ -1,12 +1,10 @@
-"""What rank 0 tells of a training while it goes on."""
+"""The reports of rank 0 during a training."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 import spark_elastic.torch as hvd
 from spark_elastic.ml.torch.training import assemble
@@ -19,7 +17,7 @@ from tests.unit.ml.torch.trainings import EPOCHS, ROWS, make_training
 
 
 class Link:
-    """Keeps what it is told."""
+    """A channel that keeps the reports."""
 
     def __init__(self, broken: bool = False) -> None:
         self.said: list[Any] = []
@@ -55,27 +53,6 @@ def test_each_epoch_is_reported_with_its_losses_and_metrics(data, tmp_path):
     assert [(said.epoch, said.epochs) for said in ended] == [(epoch, EPOCHS) for epoch in range(EPOCHS)]
     assert [said.values["val_loss"] for said in ended] == result.history["val_loss"]
     assert "lr" not in ended[0].values
-
-
-def test_live_values_equal_those_of_the_history(data, tmp_path):
-    hvd.init()
-    told = []
-    try:
-        trainer = assemble(make_training(data, tmp_path))
-        logs = trainer.engine.logs
-
-        def both(sums: Any, pieces: Any, prefix: str = "") -> Any:
-            out = logs(sums, pieces, prefix)
-            told.append((trainer.engine.told(sums), {name.removeprefix("val_"): value for name, value in out.items()}))
-            return out
-
-        trainer.engine.logs = both
-        run(trainer)
-    finally:
-        hvd.shutdown()
-    assert told
-    for now, later in told:
-        assert now == pytest.approx(later)
 
 
 def test_only_rank_0_reports():

@@ -1,4 +1,4 @@
-"""A training that ended somewhere goes on from its last durable checkpoint, to the same result."""
+"""Durable checkpoints of a PyTorch training: when they are written, their contents, and resuming from them."""
 
 from __future__ import annotations
 

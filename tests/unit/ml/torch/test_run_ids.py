@@ -1,4 +1,4 @@
-"""Which checkpoints a fit goes on from, and which it does not."""
+"""The checkpoints that a fit with the same run_id resumes from, and those that it refuses."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_only_trusted_pickles_are_unpickled(prefix: str, tmp_path: Path) -> None
 
 
 class Away(HereEstimator):
-    """Its storage goes away when the training is done, and the model has come with the results."""
+    """An estimator whose storage fails after the training, when the model has come with the results."""
 
     def _run_job(self, training: TorchTraining, context: Any, *events: Any) -> list[Any]:
         (result,) = super()._run_job(training, context, *events)

@@ -1,4 +1,4 @@
-"""Each training has a folder of its own, which others leave alone while it runs and remove when its driver is dead."""
+"""Each training has its own folder: others keep it while it runs, and remove it when its driver has died."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_dataset_on_read_only_storage_is_read(tmp_path: Path) -> None:
 
 
 class Frame:
-    """What a fit asks of a DataFrame before and after its rows are written."""
+    """The part of a DataFrame that a fit uses before and after its rows are written."""
 
     sparkSession = None
     isStreaming = False
@@ -78,7 +78,7 @@ class Frame:
 
 
 class Writes(HereEstimator):
-    """A process that ends takes the set away between its writing, or finding, and the lease."""
+    """Another process removes the dataset before this one has leased it."""
 
     written = 0
 

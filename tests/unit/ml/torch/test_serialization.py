@@ -1,4 +1,4 @@
-"""What can be saved so that loading it needs no trust, and that nothing else is let through."""
+"""Objects that are saved without a pickle, and files that the restricted loader refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each setting of a training does, in a world of one."""
+"""The effect of each setting of a training, in a world of one."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_model_without_parameters_cannot_be_trained():
 
 
 class Busy:
-    """A store that refuses the model the first so many times."""
+    """A store that refuses the model a number of times."""
 
     def __init__(self, store, times):
         self._store, self._left = store, times
@@ -284,7 +284,7 @@ def test_weights_that_are_no_numbers_are_not_written_to_a_checkpoint(data, tmp_p
 
 
 class NanGradient:
-    """A loss that is finite, and whose gradient is none in the `count`-th step."""
+    """A finite loss whose gradient is NaN in the `count`-th step."""
 
     def __init__(self, count):
         self.count, self.calls = count, 0

@@ -1,4 +1,4 @@
-"""What PyTorch alone has in worlds that differ and break; `both/test_worlds.py` has what both frameworks do."""
+"""Trainings of PyTorch in worlds that differ and break; see `both/test_worlds.py` for what Keras does too."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -71,7 +72,7 @@ def accuracy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 def label_sum(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """A value for each row: tells which rows were seen."""
+    """A metric with a value for each row, which shows the rows that were seen."""
     return label.double()
 
 
@@ -92,12 +93,17 @@ def make_training(data: Path, folder: Path, **changes: Any) -> TorchTraining:
 
 
 def outcome(training: TorchTraining) -> dict[str, Any]:
-    """Do it, and say what came of it in plain values."""
+    """Train, and return the result as plain values."""
     return plain_outcome(train(training), hvd.size())
 
 
+def precise() -> Any:
+    """Return a context in which the framework computes in float64; PyTorch takes the type of the data."""
+    return contextlib.nullcontext()
+
+
 def alone(training: TorchTraining) -> dict[str, Any]:
-    """In this process, a world of one."""
+    """Train in this process, a world of one."""
     try:
         return outcome(training)
     finally:
@@ -119,7 +125,7 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 class SumMetric:
-    """Shaped like a torchmetrics metric whose states are added up: the share of right answers of each class."""
+    """A metric like those of torchmetrics, with states that are added up: the accuracy by class."""
 
     def __init__(self) -> None:
         self._reductions = {"right": dim_zero_sum, "total": dim_zero_sum}
@@ -138,7 +144,7 @@ class SumMetric:
 
 
 class ListMetric:
-    """Shaped like one that keeps all it has seen: the median of the largest outputs, and how many there were."""
+    """A metric like those of torchmetrics, with a list of all values: the median and number of the largest outputs."""
 
     def __init__(self) -> None:
         self._reductions = {"seen": dim_zero_cat, "most": dim_zero_max}
@@ -171,7 +177,7 @@ def dim_zero_max(states: torch.Tensor) -> torch.Tensor:
 
 
 class StoreThat:
-    """A store that does something before or after it writes a file whose name ends so."""
+    """A store that calls `action` before or after it writes a file whose name ends with `ending`."""
 
     def __init__(self, store: Any, ending: str, action: Callable[[], None], *, half: bool = False) -> None:
         self._store, self._ending, self._action, self._half = store, ending, action, half
@@ -195,7 +201,7 @@ class StoreThat:
 
 
 def adam(params: list[Any]) -> torch.optim.Optimizer:
-    """With options of its own for the first layer."""
+    """Adam with other options for the first layer."""
     return torch.optim.Adam([{"params": params[:2], "lr": 0.01}, {"params": params[2:], "weight_decay": 0.1}], lr=0.02)
 
 
@@ -265,7 +271,10 @@ WORLDLY: dict[str, dict[str, Any]] = {
 
 
 def in_worker(data: Path, folder: Path, plans: Mapping[int, tuple[Any, ...]], variant: str = "plain") -> Any:
-    """For a `WorldDriver`. plans: worker -> what ends it: ("on_batch_end", 7), ("forward", 3) or ("store", "a.pt")."""
+    """Train in a worker of a `WorldDriver`.
+
+    `plans` has the moment at which a worker ends: ("on_batch_end", 7), ("forward", 3) or ("store", "a.pt", half).
+    """
     from tests.unit.world_link import die, link
 
     training = make_training(data, folder, **variant_of(variant))
@@ -292,7 +301,7 @@ def in_worker_slowly(data: Path, folder: Path) -> Any:
 
 
 def in_worker_that_checkpoints(data: Path, folder: Path, file: str, half: bool) -> Any:
-    """Ends while it writes its second checkpoint."""
+    """End this worker while it writes its second checkpoint."""
     from tests.unit.world_link import die, tell
 
     training = make_training(data, folder)
@@ -314,7 +323,7 @@ def in_worker_resumed(data: Path, folder: Path, name: str) -> Any:
 
 
 def in_worker_with_best(data: Path, folder: Path) -> Any:
-    """The first epoch is the best; rank 0 ends in the second."""
+    """Train with the best weights in the first epoch; rank 0 ends in the second."""
     from tests.unit.world_link import die, link
 
     dies = At("on_batch_end", 20, die if link().worker == 1 else lambda: None)
@@ -329,14 +338,14 @@ def in_worker_with_norm(data: Path, folder: Path) -> Any:
 
 
 def in_worker_with_a_head(data: Path, folder: Path) -> Any:
-    """Only the last layer is the optimizer's, and the whole gradient is clipped."""
+    """Train the last layer only, with a clipped gradient."""
     net = make_net()
     optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1)
     return outcome(make_training(data, folder, model=net, optimizer=optimizer, clip_norm=0.05))
 
 
 def in_worker_that_stops(data: Path, folder: Path) -> Any:
-    """Rank 1 alone asks for the end."""
+    """Train until rank 1 alone asks to stop."""
 
     def enough(run: Any) -> None:
         if run.rank == 1 and run.step == 4:
@@ -358,7 +367,7 @@ class NanFrom:
 
 
 def in_worker_that_diverges(data: Path, folder: Path) -> Any:
-    """Rank 1 alone has a loss that is no number, in the third step of the second epoch."""
+    """Train with a NaN loss on rank 1 alone, in the third step of the second epoch."""
     return outcome(make_training(data, folder, loss=NanFrom(13 + 5 + 3, rank=1)))
 
 
