@@ -1,1 +1,4 @@
-"""The PyTorch side of the estimators."""
+"""Train PyTorch modules on DataFrames: the estimator, its model, and what a worker does for them.
+
+Start with `estimator` (on the driver) and `training` (in a worker).
+"""
