@@ -29,13 +29,12 @@ if TYPE_CHECKING:
 SHIPPED = (errors, framing, interfaces, store, executor_process, probe)
 """Modules whose sources travel with the job; at their top they import the standard library and one another alone."""
 _HANDSHAKE_S = 5.0
-_THREAD_NAME = "spark_elastic-doctor"
 Question = tuple[str, dict[str, Any]]
 
 
 def start_thread(target: Callable[..., object], *args: Any) -> threading.Thread:
     """Start a daemon thread, which a hanging JVM or executor may keep for ever."""
-    thread = threading.Thread(target=target, args=args, name=_THREAD_NAME, daemon=True)
+    thread = threading.Thread(target=target, args=args, name="spark_elastic-doctor", daemon=True)
     thread.start()
     return thread
 

@@ -27,7 +27,7 @@ INTERNAL = {
     "SentOn": "the elastic loop ends with the result that the others had",
     "Stopped": "ends a thread that reads ahead",
     "NotPlain": "what is not plain is kept as an object",
-    "_More": "what is not plain is kept as an object",
+    "_NeedsTrustError": "the value is pickled instead",
     "RefusedError": "a UsageError that is one of TensorFlow's errors, too",
     "ScriptExit": "the command exits with the script's own code",
 }

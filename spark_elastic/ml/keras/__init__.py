@@ -1,1 +1,1 @@
-"""Keras models on TensorFlow, trained and served from Spark ML."""
+"""The Keras side of the estimators. `estimator` and `model` are public; `training` is what runs in a worker."""

@@ -1,9 +1,9 @@
-"""Callbacks of Keras in a training of ours.
+"""Adapt callbacks of Keras to the events of an elastic training.
 
-They are called in every worker, with equal logs, at the moments at which `model.fit` calls them. Those of Keras that
-write (`RANK_0_ONLY`, their subclasses, and any that says `rank_0_only = True`) are called where the rank is 0: on
-whoever has it then, after the loss of the worker that had it before. What they remember in plain values and arrays
-outlives the loss of workers, reaches newcomers and is part of checkpoints, see `callback_state`.
+They are called in every worker, with equal logs, at the same moments as in `model.fit`. Those that write files
+(`RANK_0_ONLY`, their subclasses, and any with `rank_0_only = True`) are called on rank 0 only; when rank 0 is lost, on
+the next worker of that rank. Their attributes that are plain values and arrays survive the loss of workers, are sent to
+new workers and are part of checkpoints, see `spark_elastic.keras.callback_state`.
 """
 
 from __future__ import annotations
@@ -18,26 +18,33 @@ from spark_elastic.collective.objects import broadcast_object
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.keras.callback_state import CallbackSnapshot
 from spark_elastic.ml.callbacks import Callback, Logs, Run
-from spark_elastic.ml.keras.spec import KerasTraining
+from spark_elastic.ml.training.spec import Training
 from spark_elastic.reporting.history import FACTS
 
 _WRITING = ("CSVLogger", "ModelCheckpoint", "OrbaxCheckpoint", "ProgbarLogger", "RemoteMonitor", "TensorBoard")
 RANK_0_ONLY = tuple(getattr(keras.callbacks, name) for name in _WRITING if hasattr(keras.callbacks, name))
-"""Versions of Keras differ in which they have."""
+"""The classes of these that the installed version of Keras has."""
 REFUSED = {
-    "BackupAndRestore": "checkpoint_dir and run_id do what it is for, for all workers together",
-    "SwapEMAWeights": "an epoch's end may be done again when a worker is lost, which would swap the weights back; "
-    "the optimizer's use_ema=True gives the trained model the averages",
+    "BackupAndRestore": "set checkpoint_dir and run_id, which do the same for all workers together",
+    "SwapEMAWeights": "the end of an epoch is repeated when a worker is lost, which would swap the weights back; give "
+    "the optimizer use_ema=True instead, and the trained model has the averages",
 }
 
 
 class KerasCallback(Callback):
-    """Stands for a callback of Keras.
+    """A callback of Keras as one of ours.
 
-    Raises: InvalidSettingsError: one that cannot be used here.
+    Args:
+        wrapped: the callback of Keras.
+        training: the settings.
+        model: the model that the callback sees.
+        shared: the logs that all callbacks of Keras share.
+
+    Raises:
+        InvalidSettingsError: the callback cannot be used in an elastic training.
     """
 
-    def __init__(self, wrapped: Any, training: KerasTraining, model: Any, shared: SharedLogs) -> None:
+    def __init__(self, wrapped: Any, training: Training, model: Any, shared: SharedLogs) -> None:
         for name, why in REFUSED.items():
             if isinstance(wrapped, getattr(keras.callbacks, name, ())):
                 raise InvalidSettingsError(f"the callback {name} cannot be used in an estimator: {why}")
@@ -49,10 +56,10 @@ class KerasCallback(Callback):
         self._run: Run | None = None
         self._begun = self._ended = False
         self._kept: CallbackSnapshot | None = CallbackSnapshot.of(wrapped, False)
-        """None: it was called since."""
+        """Its attributes; None if it was called since they were read."""
         self._at_begin = self._kept
         self._loaded: dict[str, Any] = {}
-        # Most do nothing at every batch, and logs of every batch cost time.
+        # Most callbacks ignore batches, and computing the logs of every batch costs time.
         if self._acts("on_train_batch_begin", "on_batch_begin"):
             self.on_batch_begin = self._on_batch_begin  # type: ignore[method-assign]
         if self._acts("on_train_batch_end", "on_batch_end"):
@@ -90,26 +97,23 @@ class KerasCallback(Callback):
         self.call(run, "on_epoch_end", run.epoch, self._shared.of(logs))
 
     def on_fit_end(self, run: Run) -> None:
-        if self.call(run, "on_train_end", once=not self._ended):
-            self._ended = True
+        if not self._ended:  # the end of a fit is repeated when a worker is lost in it
+            self._ended = self.call(run, "on_train_end")
 
     def on_test_batch(self, event: str, number: int) -> None:
         assert self._run is not None
         self.call(self._run, event, number)
 
-    def call(self, run: Run, event: str, *args: Any, once: bool = True) -> bool:
-        """Have it told of an event, if it is told of any here; whether it was.
-
-        once: False: it was told before, and not again.
-        """
-        if (self.rank_0_only and run.rank != 0) or not once:
+    def call(self, run: Run, event: str, *args: Any) -> bool:
+        """Call the callback's method for an event, unless it runs on rank 0 only; return whether it was called."""
+        if self.rank_0_only and run.rank != 0:
             return False
         if not self._begun:
             self._begin(run)
         getattr(self.wrapped, event)(*args)
         self._kept = None
         if self._model.stop_training:
-            self._model.stop_training = False  # each that asks for the end is heard
+            self._model.stop_training = False  # so that a later callback can set it again
             run.stop(f"{type(self.wrapped).__name__} has set model.stop_training")
         return True
 
@@ -119,14 +123,14 @@ class KerasCallback(Callback):
         wrapped.set_model(self._model)
         wrapped.set_params({"verbose": self._training.verbose, "epochs": run.epochs, "steps": _batches(self._training)})
         if hasattr(wrapped, "append") and (run.step or run.epoch):
-            wrapped.append = True  # what was written before is not to be lost
+            wrapped.append = True  # keep the rows that were written before the resume
         wrapped.on_train_begin()
         if kept is not None and kept.begun:
             kept.put_into(wrapped)
         self._kept = None
         self._at_begin = self.kept
 
-    # --- what it remembers ------------------------------------------------------------------------
+    # --- the attributes that survive --------------------------------------------------------------
 
     @property
     def kept(self) -> CallbackSnapshot:
@@ -138,7 +142,7 @@ class KerasCallback(Callback):
     def kept(self, kept: CallbackSnapshot) -> None:
         if self._begun:
             if kept is not self._kept:
-                # from before it had begun: of this process, or of one that has gone
+                # not begun: values from before the first event, of this or of a lost process
                 (kept if kept.begun else self._at_begin).put_into(self.wrapped)
                 self._kept = kept if kept.begun else self._at_begin
         else:
@@ -148,13 +152,13 @@ class KerasCallback(Callback):
         return self.kept.to_json({}, "")
 
     def arrays(self) -> dict[str, Any]:
-        """Those that the state refers to by name."""
+        """Return the arrays that `state_dict` refers to by name."""
         found: dict[str, Any] = {}
         self.kept.to_json(found, "")
         return found
 
     def take_arrays(self, arrays: Mapping[str, Any]) -> None:
-        """Those that the state refers to that is loaded next."""
+        """Take the arrays for the next `load_state_dict`."""
         self._loaded = dict(arrays)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -163,7 +167,7 @@ class KerasCallback(Callback):
 
 
 class SharedLogs:
-    """The logs of an epoch as one dict for all callbacks of Keras: some put a learning rate there for others."""
+    """The logs of an epoch as one dict for all callbacks of Keras, because some add a learning rate for others."""
 
     def __init__(self) -> None:
         self._row: Logs = {}
@@ -176,9 +180,9 @@ class SharedLogs:
 
 
 class KerasCallbacks:
-    """All callbacks of a training, ours and those that stand for Keras's, as a value of its state.
+    """All callbacks of a training, ours and Keras's, as one value of the elastic state.
 
-    A learning rate that they change is among what they remember.
+    The state includes the learning rate, which callbacks may change.
     """
 
     def __init__(self, callbacks: Sequence[Callback], model: Any) -> None:
@@ -196,17 +200,18 @@ class KerasCallbacks:
             one.on_test_batch("on_test_batch_end", number)
 
     def agree(self, rank: int, size: int) -> None:
-        """What is called where the rank is 0 is remembered by all.
+        """Send the attributes of callbacks that run on rank 0 only to all workers.
 
-        Raises: HorovodInternalError.
+        Raises:
+            HorovodInternalError: the collective failed.
         """
         alone = {at: one for at, one in self._adapted.items() if one.rank_0_only}
         if size < 2 or not alone:
             return
-        told = broadcast_object({at: one.kept for at, one in alone.items()}, 0)
+        kept = broadcast_object({at: one.kept for at, one in alone.items()}, 0)
         if rank != 0:
             for at, one in alone.items():
-                one.kept = told[at]
+                one.kept = kept[at]
 
     def state_dict(self) -> dict[str, Any]:
         states = {
@@ -234,10 +239,11 @@ class KerasCallbacks:
             one.take_arrays(own)
 
 
-def adapted(callbacks: Sequence[Any], training: KerasTraining, model: Any) -> list[Callback]:
-    """Ours as they are, those of Keras as ours.
+def adapt_callbacks(callbacks: Sequence[Any], training: Training, model: Any) -> list[Callback]:
+    """Return our callbacks unchanged, and those of Keras as `KerasCallback`.
 
-    Raises: InvalidSettingsError: something else, or one that cannot be used here.
+    Raises:
+        InvalidSettingsError: a value is not a callback, or one that cannot be used in an elastic training.
     """
     made: list[Callback] = []
     shared = SharedLogs()
@@ -255,18 +261,18 @@ def adapted(callbacks: Sequence[Any], training: KerasTraining, model: Any) -> li
 
 
 def _learning_rate(optimizer: Any) -> float | None:
-    """None: it follows a schedule."""
+    """Return the learning rate; None if it follows a schedule."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     rate = inner._learning_rate
     return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
 
 
 def _batch(run: Run) -> int:
-    """Steps that were done in this epoch."""
+    """Return the number of steps of this epoch so far."""
     return run.step - int(run.history[-1]["steps"] if len(run.history) else 0)
 
 
-def _batches(training: KerasTraining) -> int | None:
-    """Of an epoch; None: it depends on the number of workers."""
+def _batches(training: Training) -> int | None:
+    """Return the number of batches of an epoch; None if it depends on the number of workers."""
     rows, size = training.dataset.rows("train"), training.batch_size
     return None if size is None else -(-rows // size)

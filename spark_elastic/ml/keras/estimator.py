@@ -19,8 +19,8 @@ from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.datasets import model_inputs
 from spark_elastic.ml.estimator import ElasticEstimator
 from spark_elastic.ml.fingerprint import described
-from spark_elastic.ml.keras.backend import ENV, NEEDED, check_backend
 from spark_elastic.ml.keras.model import ElasticKerasModel
+from spark_elastic.ml.keras.runtime import ENV, NEEDED, check_backend
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting
 from spark_elastic.ml.persistence import Codec
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     import keras
 
     from spark_elastic.ml.keras.compiling import CompileArguments
-    from spark_elastic.ml.keras.pickling import Sealed
-    from spark_elastic.ml.keras.spec import KerasTraining
+    from spark_elastic.ml.keras.pickling import KerasPickle
+    from spark_elastic.ml.keras.training import KerasTraining
 
     KerasLoss: TypeAlias = str | keras.Loss | Callable[..., Any]
     KerasCallback: TypeAlias = Callback | keras.callbacks.Callback
@@ -218,7 +218,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
     def _check_framework(self) -> None:
         import keras
 
-        from spark_elastic.ml.keras import predictor
+        from spark_elastic.ml.keras import runtime
         from spark_elastic.ml.keras.compiling import check_losses, compiled_with
 
         model = self._given("model")
@@ -242,7 +242,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
                 )
         for name in ("device", "transform_device"):
             if self._given(name) not in (None, "auto"):
-                predictor.device_name(self._given(name))
+                runtime.device_name(self._given(name))
 
     def _compile_arguments(self) -> CompileArguments:
         from spark_elastic.ml.keras.compiling import compile_arguments
@@ -263,12 +263,12 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         return [loss for _, loss in pairs] * (len(labels) if len(pairs) == 1 else 1)
 
     def _label_dtypes(self) -> list[str | None]:
-        from spark_elastic.ml.keras import losses
+        from spark_elastic.ml.keras import compiling
 
-        return [losses.label_dtype(loss) for loss in self._losses()]
+        return [compiling.label_dtype(loss) for loss in self._losses()]
 
     def _tensors(self, schema: Any) -> Tensors:
-        from spark_elastic.ml.keras import losses
+        from spark_elastic.ml.keras import compiling
 
         made = super()._tensors(schema)
         if self._given("transformation_fn") is not None:
@@ -277,10 +277,10 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
             # Keras casts inputs to the type of the Input. Stored as that type, integers that are rounded are refused.
             made |= Tensors({}, {name: FLOAT for name in made.dtypes if self._takes_float32(name)})
         for name, loss in zip(self._given("label_cols"), self._losses(), strict=False):
-            kind = losses.kind(loss)
+            kind = compiling.loss_kind(loss)
             if kind is not None and kind.labels == "one-hot" and not is_list(schema[name].dataType):
                 raise DataError(
-                    f"label_cols {name!r} is one number a row, but {losses.name_of(loss)} needs a value for each "
+                    f"label_cols {name!r} is one number a row, but {compiling.name_of(loss)} needs a value for each "
                     "class: use sparse_categorical_crossentropy for class numbers, or make a vector of them "
                     "(OneHotEncoder with dropLast=False)"
                 )
@@ -290,7 +290,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
 
     def _training(self, dataset: Dataset, run: Store, resume_from: str | None) -> KerasTraining:
         from spark_elastic.ml.keras.compiling import values_of
-        from spark_elastic.ml.keras.spec import KerasTraining
+        from spark_elastic.ml.keras.training import KerasTraining
 
         model, compiled = self._built_model(dataset), self._compile_arguments()
         own = getattr(self._given("model"), "optimizer", None)
@@ -308,8 +308,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         Raises:
             InvalidSettingsError: The model does not take the columns, or cannot be built.
         """
-        from spark_elastic.ml.keras.building import built_for
-        from spark_elastic.ml.keras.structure import input_names
+        from spark_elastic.ml.keras.structure import build_for, input_names
 
         model, inputs = self._given("model"), model_inputs(dataset, self._given("input_shapes"))
         names = input_names(model)
@@ -326,15 +325,15 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
                 "the model is not built, and its inputs are not known because transformation_fn makes them: build it "
                 "first, with keras.Input in it, or by calling it on an array"
             )
-        return built_for(model, inputs, self._given("seed"), self._given("custom_objects"))
+        return build_for(model, inputs, self._given("seed"), self._given("custom_objects"))
 
-    def _sealed(self, name: str, value: Any) -> Sealed:
+    def _sealed(self, name: str, value: Any) -> KerasPickle:
         """Return a pickle of a setting. Raises `NotPicklableError`, naming the setting, if that is impossible."""
-        from spark_elastic.ml.keras.pickling import Sealed
+        from spark_elastic.ml.keras.pickling import KerasPickle
 
         try:
-            sealed = Sealed.of(value, self._given("custom_objects"))
-            sealed.open()
+            sealed = KerasPickle.of(value, self._given("custom_objects"))
+            sealed.load()
         except Exception as error:
             raise NotPicklableError(
                 f"{name} cannot be sent to the workers: {_first_words(error)}. Layers, models, metrics and schedules "
@@ -345,9 +344,9 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         return sealed
 
     def _dry_run(self, training: KerasTraining) -> DryRunResult:
-        from spark_elastic.ml.keras import dry_run
+        from spark_elastic.ml.keras.dry_run import dry_run
 
-        return dry_run.run_once(training, self._given("inference_fn"))
+        return dry_run(training, self._given("inference_fn"))
 
     def _train_fn(self) -> Callable[[Any], Any]:
         from spark_elastic.ml.keras.training import train
@@ -361,11 +360,11 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         return len(training.model)  # with its weights
 
     def _fitted_model(self, training: KerasTraining, fitted: Fitted, read: Callable[[str], bytes]) -> ElasticKerasModel:
-        from spark_elastic.ml.keras import weights
-        from spark_elastic.ml.keras.spec import MODEL_FILE
+        from spark_elastic.ml.keras.engine import MODEL_FILE
+        from spark_elastic.ml.keras.serialization import fill
 
         model = ElasticKerasModel()
-        keras_model = weights.fill(training.model.open(), read(MODEL_FILE))
+        keras_model = fill(training.model.load(), read(MODEL_FILE))
         model._attach(keras_model, fitted, self._given("custom_objects"))
         return model
 
@@ -383,9 +382,9 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         return self._described_value(self.getOrDefault(name))
 
     def _described_value(self, value: Any) -> str:
-        from spark_elastic.ml.keras.building import plainly
+        from spark_elastic.ml.keras.serialization import comparable_config
 
-        return described(plainly(value))
+        return described(comparable_config(value))
 
 
 def _no_model(given: Any) -> str:

@@ -1,4 +1,4 @@
-"""From a reader's batches to what a Keras model is called with, by way of a `tf.data.Dataset`."""
+"""Turn the batches of a reader into the tensors that a Keras model is called with, through a `tf.data.Dataset`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,26 @@ import tensorflow as tf
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.keras.compiling import CompileArguments, losses_by_output
-from spark_elastic.ml.keras.spec import KerasTraining
 from spark_elastic.ml.keras.structure import check_kept, inputs_of, output_names
 from spark_elastic.ml.preparation import WEIGHT, numbered
 from spark_elastic.ml.training.columns import INPUT, LABEL, Columns, ragged_column_error, split_evenly
+from spark_elastic.ml.training.engine import first_rows
+from spark_elastic.ml.training.spec import Training
 
 Array = npt.NDArray[Any]
 
 FIRST_ROWS = 2
-"""From which types and shapes are learned."""
+"""The number of rows from which types and shapes are read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Rows that go through the model at once. tensors: in the order of `Feeding.names`."""
+class BatchPart:
+    """Rows that go through the model in one pass.
+
+    Attributes:
+        tensors: the tensors, in the order of `BatchFeeder.names`.
+        rows: the number of rows.
+    """
 
     tensors: tuple[Any, ...]
     rows: int
@@ -38,29 +44,46 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class KerasBatch:
-    """A worker's share of a global batch, in parts; none if it has no rows of it."""
+    """A worker's share of a global batch.
 
-    parts: list[Part]
+    Attributes:
+        parts: the parts of gradient accumulation; [] if this worker has no rows of the batch.
+        rows: the rows of this worker.
+        global_rows: the rows of all workers.
+        start: the position of the global batch in the epoch.
+        stop: the position behind its last row.
+    """
+
+    parts: list[BatchPart]
     rows: int
     global_rows: int
     start: int
     stop: int
 
 
-class Feeding:
-    """Makes tensors of batches, always of the same types and shapes but for the number of rows.
+class BatchFeeder:
+    """A converter of batches to tensors, whose types and shapes are always the same except for the number of rows.
 
-    names: of the tensors: inputs, labels and the weight. specs: of each, with a free number of rows.
+    Args:
+        training: the settings.
+        model: the model.
+        compiled: the arguments that it is compiled with.
 
-    Raises: DataError: `transformation_fn` or the columns do not give what can be trained on.
+    Attributes:
+        names: the names of the tensors: inputs, labels, sample weight.
+        specs: a `tf.TensorSpec` for each, with a free number of rows.
+
+    Raises:
+        DataError: the columns, or those that `transformation_fn` returns, cannot be trained on.
+        InvalidSettingsError: the numbers of labels and losses differ.
     """
 
-    def __init__(self, training: KerasTraining, model: Any, compiled: CompileArguments) -> None:
+    def __init__(self, training: Training, model: Any, compiled: CompileArguments) -> None:
         self._columns = Columns(training)
         self._model = model
         self._parts = training.accumulation
         self._training = training
-        columns = self._columns.of(first_rows(training))
+        columns = self._columns.of(first_rows(training, FIRST_ROWS))
         inputs, labels = (len(numbered(prefix, columns)) for prefix in (INPUT, LABEL))
         self._weighted = WEIGHT in columns
         self._inputs = inputs
@@ -72,10 +95,10 @@ class Feeding:
         ]
         self._dtypes = {name: self._dtype(name, columns[name]) for name in self.names}
         self.specs = [self._spec(name, columns[name]) for name in self.names]
-        self._first: Part | None = None
+        self._first: BatchPart | None = None
         self._source: Generator[tuple[Array, ...]] | None = None
         self._dataset: Any = None
-        """Made once: making one takes as long as many batches do."""
+        """One for all epochs, because building one takes as long as many batches."""
 
     # --- types and shapes -------------------------------------------------------------------------
 
@@ -84,12 +107,12 @@ class Feeding:
             raise ragged_column_error(name, value)
         if value.dtype != np.float64:
             return np.dtype(value.dtype)
-        known = self._known(name)  # 64 bits are what Spark has, and seldom what is meant
+        known = self._known(name)  # Spark stores all numbers as float64; few models want that
         dtype = None if known is None else keras.backend.standardize_dtype(known.dtype)
         return np.dtype(str(dtype if dtype in ("float32", "float64") else keras.config.floatx()))
 
     def _known(self, name: str) -> Any:
-        """What the model says of an input, or of the output that a label belongs to; None: nothing."""
+        """Return the model's symbolic input, or the output that a label belongs to; None if the model declares none."""
         if name.startswith(INPUT):
             known, at = getattr(self._model, "inputs", None), int(name[len(INPUT) :])
         elif name.startswith(LABEL):
@@ -105,14 +128,14 @@ class Feeding:
         known = self._known(name)
         shape: list[int | None] = list(value.shape[1:])
         if known is not None and len(known.shape) == value.ndim:
-            # where the model takes any length, batches may differ
+            # an axis that is None in the model may differ between batches
             shape = [
                 None if any_length is None else n for n, any_length in zip(shape, tuple(known.shape)[1:], strict=True)
             ]
         return tf.TensorSpec((None, *shape), tf.as_dtype(self._dtypes[name]), name=name)
 
     def _outputs_of(self, labels: int, compiled: CompileArguments) -> list[str] | None:
-        """The output that each label belongs to; None: there is one, or nothing is known of them."""
+        """Return the name of each label's output; None if there is one output, or the model declares none."""
         names = output_names(self._model)
         if names is None or labels < 1 or len(names) < 2:
             return None
@@ -128,13 +151,13 @@ class Feeding:
     # --- tensors ----------------------------------------------------------------------------------
 
     def structure(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """(inputs, labels) or (inputs, labels, weights) as `keras.Model.train_step` takes them."""
+        """Return (inputs, labels) or (inputs, labels, weights), the argument of `keras.Model.train_step`."""
         inputs = list(tensors[: self._inputs])
         labels = list(tensors[self._inputs : len(tensors) - self._weighted])
         x = inputs_of(self._model, inputs)
         y: Any = labels
         if not labels:
-            y = inputs[0]  # as an autoencoder is trained; a train_step of its own need not look
+            y = inputs[0]  # the label of an autoencoder; a user's train_step may ignore it
         elif self._outputs is not None:
             names = output_names(self._model)
             whole = names == self._outputs and not isinstance(getattr(self._model, "_outputs_struct", None), dict)
@@ -145,7 +168,7 @@ class Feeding:
         return (x, y, tensors[-1]) if self._weighted else (x, y)
 
     def batches(self, batches: Generator[Batch]) -> Generator[KerasBatch]:
-        """Closes `batches` in the end. Raises: what reading or `transformation_fn` raise."""
+        """Yield the batches as tensors, and close `batches` at the end; errors of reading and the user's code pass."""
         facts: deque[tuple[Batch, list[int]]] = deque()
         failure: list[BaseException] = []
 
@@ -156,7 +179,7 @@ class Feeding:
                     rows = [len(part[0]) for part in parts]
                     facts.append((_without_tensors(batch), rows))
                     yield from parts
-            except BaseException as error:  # TensorFlow would make one of its own of it
+            except BaseException as error:  # TensorFlow raises another one in its place
                 failure.append(error)
                 raise
 
@@ -170,14 +193,14 @@ class Feeding:
                         return
                     batch, rows = facts.popleft()
                     tensors = [first, *(next(iterator) for _ in rows[1:])]
-                    made = [Part(part, count) for part, count in zip(tensors, rows, strict=True) if count]
+                    made = [BatchPart(part, count) for part, count in zip(tensors, rows, strict=True) if count]
                     yield KerasBatch(made, batch.rows, batch.global_rows, batch.start, batch.stop)
             except tf.errors.OpError as error:
                 raise failure[0] if failure else error from None
             finally:
                 source.close()
                 with contextlib.suppress(tf.errors.OpError):
-                    next(iterator, None)  # TensorFlow lets go of a generator when it has seen its end
+                    next(iterator, None)  # TensorFlow releases a generator only at its end
 
     def _made(self) -> Any:
         if self._dataset is None:
@@ -186,15 +209,15 @@ class Feeding:
                 assert self._source is not None
                 return self._source
 
-            # Arrays that lie at a multiple of 64 bytes become tensors without a copy.
+            # Arrays that are aligned to 64 bytes become tensors without a copy.
             dataset = tf.data.Dataset.from_generator(source, output_signature=tuple(self.specs))
             options = tf.data.Options()
-            options.autotune.enabled = False  # it would read ahead, in a thread that nobody waits for
+            options.autotune.enabled = False  # it would read ahead in a thread that outlives the world
             self._dataset = dataset.with_options(options)
         return self._dataset
 
     def arrays(self, batch: Batch, parts: int | None = None) -> list[tuple[Array, ...]]:
-        """The parts of a batch; one without rows if there are none."""
+        """Return the parts of a batch as arrays; a batch without rows has one part without rows."""
         if not batch.rows:
             return [tuple(_no_rows(spec) for spec in self.specs)]
         columns = self._columns.of(batch)
@@ -203,11 +226,11 @@ class Feeding:
             tuple(each[start:stop] for each in whole) for start, stop in split_evenly(batch.rows, parts or self._parts)
         ]
 
-    def stand_in(self) -> Part:
-        """Return the first row of the training set: for a worker that has to call the model and has no rows."""
+    def stand_in(self) -> BatchPart:
+        """Return the first row of the training dataset, for a worker that must call the model without rows."""
         if self._first is None:
             (arrays,) = self.arrays(first_rows(self._training, 1), parts=1)
-            self._first = Part(tuple(map(tf.constant, arrays)), 1)
+            self._first = BatchPart(tuple(map(tf.constant, arrays)), 1)
         return self._first
 
     def _array(self, name: str, spec: Any, columns: Mapping[str, Any]) -> Array:
@@ -219,7 +242,7 @@ class Feeding:
             raise DataError(
                 f"{name} is {value.dtype} {list(value.shape[1:])} in this batch and was {spec.dtype.name} "
                 f"{[n if n is not None else '?' for n in spec.shape[1:]]} in the first; rows of all batches must be of "
-                "one type and shape, but along axes that are None in the model's Input"
+                "one type and shape, except along axes that are None in the model's Input"
             )
         if name.startswith(INPUT):
             check_kept(self._model, int(name[len(INPUT) :]), name, value)
@@ -230,14 +253,6 @@ def _no_rows(spec: Any) -> Array:
     return np.empty([0, *(1 if n is None else n for n in spec.shape[1:])], spec.dtype.as_numpy_dtype)
 
 
-def first_rows(training: KerasTraining, rows: int = FIRST_ROWS) -> Batch:
-    """Of the training set, in the order of its files."""
-    with training.dataset.reader(
-        "train", batch_size=rows, shuffle=False, prefetch=0, cache_dir=training.cache_dir
-    ) as reader:
-        return next(iter(reader.epoch(0)))
-
-
 def _without_tensors(batch: Batch) -> Batch:
-    """Its numbers alone: the tensors are on their way, and their memory is to be used again."""
+    """Return the numbers of a batch, so that the memory of its tensors can be reused."""
     return Batch({}, batch.rows, batch.global_rows, batch.start, batch.stop)

@@ -1,31 +1,41 @@
-"""ElasticKerasModel: a trained Keras model as a Spark ML Transformer."""
+"""ElasticKerasModel: a trained Keras model as a Spark ML Transformer, and how executors predict with it."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from spark_elastic.errors import CheckpointError, InvalidSettingsError
-from spark_elastic.ml.keras.backend import check_backend
+import numpy as np
+import numpy.typing as npt
+
+from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
+from spark_elastic.ml.keras.pickling import KerasPickle
+from spark_elastic.ml.keras.runtime import check_backend, device_name, set_threads
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.persistence import Codec
-from spark_elastic.ml.serving import SavedPredictor
+from spark_elastic.ml.serving import Predictor
 from spark_elastic.ml.trust import TRUST, is_trusted
 
 _ARCHIVE = "model.keras"
 _OBJECTS = "custom_objects"
 LAMBDA = "<lambda>"
-"""As `custom_objects.own_names` calls them."""
+"""The name that `serialization.custom_names` gives to lambdas."""
 _T = TypeVar("_T", bound="ElasticKerasModel")
 
 
 class ElasticKerasModel(ElasticModel):
-    """What `ElasticKerasEstimator.fit` returns: `transform` appends the outputs of the trained model.
+    """The result of `ElasticKerasEstimator.fit`: `transform` appends the outputs of the trained model.
 
-    keras_model: the trained `keras.Model`, not compiled.
-    history: a row for each epoch. events: the membership timeline.
+    Attributes:
+        keras_model: the trained `keras.Model`, not compiled.
+        history: the losses and metrics of the training, a row for each epoch.
+        events: the membership timeline of the training.
 
-    Raises: MissingExtraError: TensorFlow is not installed.
+    Raises:
+        MissingExtraError: TensorFlow is not installed.
     """
 
     NATIVE = "keras_model"
@@ -40,19 +50,26 @@ class ElasticKerasModel(ElasticModel):
     def keras_model(self) -> Any:
         """The trained Keras model, not compiled. Not a copy."""
         if self._keras_model is None:
-            raise InvalidSettingsError(f"this {type(self).__name__} was not made by a fit, and has no keras_model")
+            raise InvalidSettingsError(
+                f"this {type(self).__name__} was not made by a fit or load, and has no keras_model; call fit or load "
+                "first"
+            )
         return self._keras_model
 
     @classmethod
     def load(cls: type[_T], path: str, *, trusted: bool = False, custom_objects: Mapping[str, Any] | None = None) -> _T:
         """Load a model that was saved at `path`.
 
-        trusted: whether code that the files name may be run: needed for classes and functions of your own, unless they
-            are registered with Keras in this process (`@keras.saving.register_keras_serializable()`), and for Lambda
-            layers.
-        custom_objects: such classes and functions by their names; what the files say of them is then not looked at. The
-            way without trust.
-        Raises: CheckpointError: nothing of this kind is there, it is damaged, or it needs trust.
+        Args:
+            path: the path that `save` was given.
+            trusted: run code that the files name; needed for classes and functions of your own, unless they are
+                registered with Keras in this process (`@keras.saving.register_keras_serializable()`), and for Lambda
+                layers.
+            custom_objects: your classes and functions by their names. Their saved code is then not read, so no trust is
+                needed.
+
+        Raises:
+            CheckpointError: the path holds no such model, or a damaged one, or one that needs trust.
         """
         reader = cls.read().trusted(trusted)
         return (reader if custom_objects is None else reader.instead(custom_objects=dict(custom_objects))).load(path)
@@ -67,66 +84,158 @@ class ElasticKerasModel(ElasticModel):
     def _attach(self, model: Any, fitted: Fitted, custom_objects: Mapping[str, Any] | None = None) -> None:
         self._keras_model, self._fitted, self._custom_objects = model, fitted, dict(custom_objects or {})
 
-    def _saved_predictor(self) -> SavedPredictor:
-        from spark_elastic.ml.keras.pickling import Sealed
-        from spark_elastic.ml.keras.predictor import KerasSavedPredictor
-
+    def _saved_predictor(self) -> KerasSavedPredictor:
         return KerasSavedPredictor(
-            Sealed.of(self.keras_model, self._custom_objects),
+            KerasPickle.of(self.keras_model, self._custom_objects),
             self.getOrDefault("transform_device"),
             self.getOrDefault("transform_threads"),
         )
 
-    # Saving. The architecture is a configuration, which runs no code; the classes that it names and Keras does not have
-    # are stored apart.
+    # Saving. The architecture is a configuration, which runs no code; the user's classes that it names are separate.
 
     def _facts(self) -> dict[str, Any]:
-        return {**super()._facts(), _OBJECTS: self._own_names()}
+        return {**super()._facts(), _OBJECTS: self._custom_names()}
 
     def _files(self) -> dict[str, bytes]:
-        from spark_elastic.ml.keras import archives
+        from spark_elastic.ml.keras.serialization import model_to_archive
 
-        return {_ARCHIVE: archives.dumps(self.keras_model)}
+        return {_ARCHIVE: model_to_archive(self.keras_model)}
 
     def _objects(self) -> dict[str, Any]:
-        from spark_elastic.ml.keras.custom_objects import custom_objects_of
+        from spark_elastic.ml.keras.serialization import custom_objects_of
 
-        names = _of_classes(self._own_names())
+        names = _without_lambdas(self._custom_names())
         return {_OBJECTS: custom_objects_of(self.keras_model, names, self._custom_objects)} if names else {}
 
     def _running(self) -> list[str]:
-        return ["Lambda layers"] if LAMBDA in self._own_names() else []
+        return ["Lambda layers"] if LAMBDA in self._custom_names() else []
 
     @classmethod
     def _at_hand(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
         import keras
 
-        found = {name: keras.saving.get_registered_object(name) for name in _of_classes(facts[_OBJECTS])}
+        found = {name: keras.saving.get_registered_object(name) for name in _without_lambdas(facts[_OBJECTS])}
         return {_OBJECTS: found} if found and None not in found.values() else {}
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
-        from spark_elastic.ml.keras import archives
+        from spark_elastic.ml.keras.serialization import model_from_archive
 
         super()._restore(facts, files, objects)
         given, safe = objects.get(_OBJECTS, {}), not is_trusted()
         if safe and LAMBDA in facts[_OBJECTS]:
             raise CheckpointError(f"{_ARCHIVE} has Lambda layers, which are code that loading it runs. {TRUST}")
         try:
-            self._keras_model = archives.loads(files[_ARCHIVE], given, safe=safe)
-        except Exception as error:  # Keras has all kinds of them
+            self._keras_model = model_from_archive(files[_ARCHIVE], given, safe=safe)
+        except Exception as error:  # Keras raises errors of many classes
             why = str(error).partition("\n")[0]
             needed = [name for name in facts[_OBJECTS] if name not in given]
             hint = f" (it needs {', '.join(needed)})" if needed else ""
             raise CheckpointError(f"{_ARCHIVE} cannot be loaded: {type(error).__name__}: {why}{hint}") from error
         self._custom_objects = given
 
-    def _own_names(self) -> list[str]:
-        from spark_elastic.ml.keras import archives
-        from spark_elastic.ml.keras.custom_objects import own_names
+    def _custom_names(self) -> list[str]:
+        from spark_elastic.ml.keras.serialization import architecture, custom_names
 
-        return own_names(self.keras_model, archives.architecture(self.keras_model))
+        return custom_names(self.keras_model, architecture(self.keras_model))
 
 
-def _of_classes(names: Sequence[str]) -> list[str]:
-    """Without lambdas, which are in the archive itself."""
+def _without_lambdas(names: Sequence[str]) -> list[str]:
+    """Return the names without lambdas, which are in the archive itself."""
     return [name for name in names if name != LAMBDA]
+
+
+@dataclass(frozen=True)
+class KerasSavedPredictor:
+    """A model as it is sent to the executors.
+
+    Attributes:
+        model: the model.
+        device: the setting `transform_device`.
+        threads: the number of TensorFlow's threads; it counts before TensorFlow runs for the first time in a process.
+    """
+
+    model: KerasPickle
+    device: str
+    threads: int
+
+    def load(self) -> Predictor:
+        """Load the model on the device; raise InvalidSettingsError if there is no such device."""
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # or TensorFlow logs its build flags in every process
+        import tensorflow as tf
+
+        device = device_name(self.device)
+        with contextlib.suppress(RuntimeError):  # TensorFlow runs already, and keeps its devices
+            if device.startswith("/CPU"):
+                tf.config.set_visible_devices([], "GPU")  # or TensorFlow allocates all of their memory
+            else:
+                for gpu in tf.config.list_physical_devices("GPU"):
+                    tf.config.experimental.set_memory_growth(gpu, True)
+        set_threads(self.threads)
+        try:
+            with tf.device(device):
+                tf.constant(0.0)
+                return KerasPredictor(self.model.load(), device)
+        except (RuntimeError, ValueError) as error:
+            if "device" not in str(error).lower():
+                raise
+            raise InvalidSettingsError(
+                f"transform_device={self.device!r} cannot be used on this executor: {error}"
+            ) from error
+
+
+class KerasPredictor:
+    """A model that predicts, from arrays by name to a list of arrays; it is traced once for each shape of a row.
+
+    Raises DataError if an input is not an array or an output not a tensor.
+    """
+
+    def __init__(self, model: Any, device: str = "/CPU:0") -> None:
+        self._model = model
+        self._device = device
+        self._traces: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, inputs: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
+        import tensorflow as tf
+
+        from spark_elastic.ml.keras.structure import check_kept
+
+        arrays = [_array(name, value) for name, value in inputs.items()]
+        for at, (name, array) in enumerate(zip(inputs, arrays, strict=True)):
+            check_kept(self._model, at, name, array)
+        key = tuple((each.dtype.str, each.shape[1:]) for each in arrays)
+        if key not in self._traces:
+            self._traces[key] = self._trace(arrays)
+        with tf.device(self._device):
+            return [as_numpy(each) for each in self._traces[key](*map(tf.constant, arrays))]
+
+    def _trace(self, arrays: list[npt.NDArray[Any]]) -> Any:
+        import tensorflow as tf
+
+        from spark_elastic.ml.keras.structure import inputs_of, outputs_of
+
+        def outputs(*tensors: Any) -> list[Any]:
+            made = outputs_of(self._model(inputs_of(self._model, tensors), training=False))
+            for each in made:
+                if not tf.is_tensor(each):
+                    raise DataError(f"the model returned {type(each).__name__}; tensors are needed")
+            return made
+
+        rows = [tf.TensorSpec((None, *each.shape[1:]), tf.as_dtype(each.dtype)) for each in arrays]
+        return tf.function(outputs, input_signature=rows)
+
+
+def as_numpy(tensor: Any) -> npt.NDArray[Any]:
+    import tensorflow as tf
+
+    if tensor.dtype == tf.bfloat16:
+        tensor = tf.cast(tensor, tf.float32)
+    return tensor.numpy()  # type: ignore[no-any-return]
+
+
+def _array(name: str, value: Any) -> npt.NDArray[Any]:
+    made = value.numpy() if hasattr(value, "numpy") else value
+    if isinstance(made, np.ndarray) and made.dtype != object:
+        return made
+    raise DataError(
+        f"the model takes arrays, and {name} is {type(value).__name__}; convert it to an array in inference_fn"
+    )

@@ -1,14 +1,14 @@
-"""Losses whose mean over the rows of a batch is the same however the batch is divided.
+"""Losses and metrics whose means over the rows of a batch do not depend on how the batch is divided over workers.
 
-Keras takes the mean over the rows that a worker has, and multiplied by the worker's share of the rows these means add
-up to that of the batch. A loss that is a sum, or is divided by the sum of the sample weights, is scaled for that.
+Keras takes the mean over the rows of one worker. Multiplied by the worker's share of the rows, these means add up to
+that of the batch. Losses that are sums, or are divided by the sum of the sample weights, are scaled to do the same.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,10 +23,12 @@ SUM, BY_WEIGHT = "sum", "mean_with_sample_weight"
 
 @dataclass
 class Shares:
-    """Of the global batch, in the rows that go through the model now. Tensors, while a graph is traced.
+    """The shares of the global batch that are in the rows of the present pass; tensors while a graph is traced.
 
-    count: the number of these rows. rows: that, divided by the number of those of the batch. weight: the sum of their
-    sample weights, divided by that of the batch.
+    Attributes:
+        rows: the number of these rows, divided by the rows of the batch.
+        weight: the sum of their sample weights, divided by that of the batch.
+        count: the number of these rows.
     """
 
     rows: Any = 1.0
@@ -35,7 +37,7 @@ class Shares:
 
     @contextmanager
     def of(self, count: Any, rows: Any, weight: Any) -> Iterator[None]:
-        """While this lasts, these. Tensors of a graph are no use outside of it."""
+        """Set the shares for a `with` block, because tensors of a graph are of no use outside of it."""
         before = (self.count, self.rows, self.weight)
         self.count, self.rows, self.weight = count, rows, weight
         try:
@@ -44,8 +46,8 @@ class Shares:
             self.count, self.rows, self.weight = before
 
 
-class Scaled(keras.losses.Loss):
-    """Another loss, so that the sum over workers of it times `shares.rows` is that of the whole batch."""
+class ScaledLoss(keras.losses.Loss):
+    """A loss, scaled so that its values times `shares.rows`, added up over workers, are the loss of the batch."""
 
     def __init__(self, loss: Any, shares: Shares) -> None:
         super().__init__(name=loss.name, reduction=loss.reduction, dtype=loss.dtype)
@@ -61,8 +63,8 @@ class Scaled(keras.losses.Loss):
         return self._loss.call(y_true, y_pred)
 
 
-def for_outputs(compiled: CompileArguments, model: Any) -> CompileArguments:
-    """With a loss, or none, for each output, where Keras would not have some left out of a dict."""
+def complete_losses(compiled: CompileArguments, model: Any) -> CompileArguments:
+    """Replace a dict of losses by a list with an entry for each output, because Keras needs all keys in a dict."""
     names, loss, factors = output_names(model), compiled.loss, compiled.loss_weights
     if names is None or isinstance(getattr(model, "_outputs_struct", None), dict):
         return compiled
@@ -73,36 +75,43 @@ def for_outputs(compiled: CompileArguments, model: Any) -> CompileArguments:
     return replace(compiled, loss=[loss.get(name) for name in names], loss_weights=factors)
 
 
-def row_exact(compiled: CompileArguments, shares: Shares, weighted: bool) -> CompileArguments:
-    """With losses that need it scaled. weighted: whether there are sample weights."""
+def scale_losses(compiled: CompileArguments, shares: Shares, weighted: bool) -> CompileArguments:
+    """Scale the losses that are not plain means over rows; `weighted` says that there are sample weights."""
     needed = (SUM, BY_WEIGHT) if weighted else (SUM,)
 
-    def each(loss: Any) -> Any:
-        if isinstance(loss, Mapping):
-            if "class_name" in loss:
-                return each(keras.losses.get(dict(loss)))
-            return {name: each(one) for name, one in loss.items()}
-        if isinstance(loss, (list, tuple)):
-            return [each(one) for one in loss]
-        return Scaled(loss, shares) if isinstance(loss, keras.losses.Loss) and loss.reduction in needed else loss
+    def scaled(loss: Any) -> Any:
+        if isinstance(loss, Mapping) and "class_name" in loss:
+            loss = keras.losses.get(dict(loss))
+        return ScaledLoss(loss, shares) if isinstance(loss, keras.losses.Loss) and loss.reduction in needed else loss
 
-    return replace(compiled, loss=each(compiled.loss))
+    return replace(compiled, loss=_each(scaled, compiled.loss))
 
 
-def metrics_by_row(compiled: CompileArguments, averaged: list[str]) -> CompileArguments:
-    """With metrics that are functions and return one number for all rows: each of these then counts by its rows.
+def count_metrics_by_row(compiled: CompileArguments, averaged: list[str]) -> CompileArguments:
+    """Weigh the values of metrics that are functions and return one number for all rows by these rows.
 
-    averaged: their names are added, once they were called.
+    Args:
+        compiled: the arguments of `compile`.
+        averaged: a list to which the names of these metrics are added once they are called.
     """
 
-    def each(metric: Any) -> Any:
-        if isinstance(metric, Mapping):
-            return {name: each(one) for name, one in metric.items()}
-        if isinstance(metric, (list, tuple)):
-            return [each(one) for one in metric]
+    def by_row(metric: Any) -> Any:
         return _by_row(metric, averaged) if inspect.isfunction(metric) else metric
 
-    return replace(compiled, metrics=each(compiled.metrics), weighted_metrics=each(compiled.weighted_metrics))
+    return replace(
+        compiled,
+        metrics=_each(by_row, compiled.metrics),
+        weighted_metrics=_each(by_row, compiled.weighted_metrics),
+    )
+
+
+def _each(function: Callable[[Any], Any], values: Any) -> Any:
+    """Apply a function to each entry of lists and dicts; the configuration of a Keras object is one entry."""
+    if isinstance(values, Mapping) and "class_name" not in values:
+        return {name: _each(function, one) for name, one in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [_each(function, one) for one in values]
+    return function(values)
 
 
 def _by_row(function: Any, averaged: list[str]) -> Any:
@@ -118,9 +127,11 @@ def _by_row(function: Any, averaged: list[str]) -> Any:
     return values
 
 
-def weigh_by_rows(model: Any, shares: Shares) -> None:
-    """Have what a compiled model keeps of the loss of each output count by rows, where Keras counts batches if it does
-    not know their size while it traces."""
+def count_losses_by_row(model: Any, shares: Shares) -> None:
+    """Make the running means of the losses count rows.
+
+    Keras counts batches, because it does not know the number of rows while it traces.
+    """
     for metric in model._compile_loss.metrics if model._compile_loss is not None else ():
 
         def update_state(value: Any, sample_weight: Any = None, plain: Any = metric.update_state) -> Any:
@@ -130,7 +141,7 @@ def weigh_by_rows(model: Any, shares: Shares) -> None:
 
 
 def divides_by_weights(compiled: CompileArguments) -> bool:
-    """Whether a loss needs the sum of the sample weights of the whole batch."""
+    """Return whether a loss needs the sum of the sample weights of the whole batch."""
     return any(
         isinstance(each, keras.losses.Loss) and each.reduction == BY_WEIGHT
         for each in keras.tree.flatten(compiled.loss)

@@ -1,8 +1,7 @@
-"""Keras objects on their way to other processes.
+"""Keras objects on their way to other processes, together with the user's classes and functions.
 
-They pickle by themselves only as long as whoever unpickles them knows their classes by name, and loading the pickle
-imports TensorFlow. What is sealed is bytes until it is opened, and brings the user's classes and functions along, those
-of `__main__` too.
+Keras objects pickle by themselves only if the process that loads them can import their classes, and loading imports
+TensorFlow. A `KerasPickle` is bytes until it is loaded, and brings the user's classes along, even those of `__main__`.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from typing import Any
 
 import cloudpickle
 
-from spark_elastic.ml.keras.backend import prefer_backend
+from spark_elastic.ml.keras.runtime import prefer_backend
 
 
-class Sealed:
-    """A value that is pickled by now. `open()` gives a copy of it, another one each time.
+class KerasPickle:
+    """A value that is pickled already; `load` returns a new copy each time.
 
-    A model comes back built, with its weights, and not compiled; optimizers, metrics and losses as new ones with the
-    same settings.
+    A model comes back built, with its weights, and not compiled; optimizers, metrics and losses come back as new ones
+    with the same settings.
     """
 
     __slots__ = ("_file",)
@@ -30,27 +29,27 @@ class Sealed:
         self._file = file
 
     @classmethod
-    def of(cls, value: Any, custom_objects: Mapping[str, Any] | None = None) -> Sealed:
-        """custom_objects: classes and functions by the names that Keras knows them by; those in use are found without.
+    def of(cls, value: Any, custom_objects: Mapping[str, Any] | None = None) -> KerasPickle:
+        """Pickle a value; raise what pickle and Keras raise for a value that cannot be pickled.
 
-        Raises: whatever pickle and Keras do for what cannot be written.
+        Args:
+            value: Keras objects and plain values.
+            custom_objects: classes and functions by the names that Keras knows them by; those within the value are
+                found without.
         """
         return cls(dumps(value, custom_objects))
 
-    def open(self) -> Any:
+    def load(self) -> Any:
         prefer_backend()
         return pickle.loads(self._file)
 
     def __len__(self) -> int:
-        """Bytes."""
+        """Return the number of bytes."""
         return len(self._file)
 
 
 def dumps(value: Any, custom_objects: Mapping[str, Any] | None = None, *, compiled: bool = False) -> bytes:
-    """A pickle of the value, which any Python with the same packages loads.
-
-    compiled: models come back as they were compiled.
-    """
+    """Return a pickle that any Python with the same packages loads; `compiled` models come back compiled."""
     file = io.BytesIO()
     _Pickler(file, custom_objects, compiled).dump(value)
     return file.getvalue()
@@ -65,37 +64,60 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         import keras
 
-        from spark_elastic.ml.keras import archives, compiling
-        from spark_elastic.ml.keras.custom_objects import custom_objects_of, not_described, own_names
+        from spark_elastic.ml.keras.compiling import compiled_with, values_of
+        from spark_elastic.ml.keras.serialization import (
+            archive_config,
+            check_config,
+            custom_names,
+            custom_objects_of,
+            model_to_archive,
+        )
 
         if isinstance(value, (keras.Model, keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)):
-            if (kind := not_described(value)) is not None:
-                raise pickle.PicklingError(
-                    f"{kind}.get_config() leaves out arguments of {kind}.__init__; it has to return all of them"
-                )
+            check_config(value, pickle.PicklingError)
             if isinstance(value, keras.Model):
-                file = archives.dumps(value)
-                names = own_names(value, archives.config_of(file))
-                plain = file, custom_objects_of(value, names, self._given)
-                if self._compiled and (arguments := compiling.compiled_with(value)):
-                    return _compiled, (*plain, arguments, compiling.values_of(value.optimizer))
-                return archives.loads, plain
+                file = model_to_archive(value)
+                objects = custom_objects_of(value, custom_names(value, archive_config(file)), self._given)
+                arguments = compiled_with(value) if self._compiled else {}
+                return load_model, (file, objects, arguments, values_of(value.optimizer) if arguments else None)
             config = keras.saving.serialize_keras_object(value)
-            return _made, (config, custom_objects_of(value, own_names(value, config), self._given))
-        if isinstance(value, keras.losses.Loss):  # plain objects, whose config may leave out what they need
+            return load_object, (config, custom_objects_of(value, custom_names(value, config), self._given))
+        if isinstance(value, keras.losses.Loss):  # an object without a state, whose configuration may be incomplete
             return object.__new__, (type(value),), dict(vars(value))
         return super().reducer_override(value)
 
 
-def _made(config: Any, custom_objects: Mapping[str, Any]) -> Any:
+# Pickles name these two functions: files of saved estimators and models hold their module and name.
+
+
+def load_model(
+    file: bytes,
+    custom_objects: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    values: Any = None,
+) -> Any:
+    """Load a pickled model.
+
+    Args:
+        file: its archive.
+        custom_objects: classes and functions by the names in the archive.
+        arguments: the arguments of `compile`; none leave the model uncompiled.
+        values: the values of the optimizer's variables; None: a new optimizer.
+    """
+    from spark_elastic.ml.keras.compiling import compile_again
+    from spark_elastic.ml.keras.serialization import model_from_archive
+
+    model = model_from_archive(file, custom_objects)
+    if arguments:
+        compile_again(model, arguments, values)
+    return model
+
+
+def load_object(config: Any, custom_objects: Mapping[str, Any]) -> Any:
+    """Load a pickled layer, optimizer or metric from its configuration."""
     import keras
 
     return keras.saving.deserialize_keras_object(config, custom_objects=custom_objects, safe_mode=False)
 
 
-def _compiled(file: bytes, custom_objects: Mapping[str, Any], arguments: Mapping[str, Any], values: Any) -> Any:
-    from spark_elastic.ml.keras import archives, compiling
-
-    model = archives.loads(file, custom_objects)
-    compiling.compile_again(model, arguments, values)
-    return model
+_compiled, _made = load_model, load_object  # Pickles of version 0.1 call them by these names.

@@ -1,8 +1,8 @@
-"""Objects in a file that can be loaded without running code that the file names.
+"""Settings of an estimator in a file that can be loaded without trust: the `Codec` of the Keras estimators.
 
-Keras writes models, layers, optimizers, losses and metrics down as configurations, and in its safe mode makes only
-classes of its own of them. What consists of these, plain values and the callbacks of this package needs no trust in
-where the file comes from. A class or function of the user's own does: it is pickled.
+Keras describes models, layers, optimizers, losses and metrics by configurations, and in its safe mode creates only its
+own classes from them. A value of these, plain values and this package's callbacks can be loaded without running code
+that the file names. A value with a user's class or function cannot: it is pickled, and loading it needs trust.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml import callbacks as own_callbacks
 from spark_elastic.ml import trust
-from spark_elastic.ml.keras import archives, pickling
+from spark_elastic.ml.keras import pickling
 from spark_elastic.ml.keras.compiling import compile_again, compiled_with, values_of
-from spark_elastic.ml.keras.custom_objects import own_names
+from spark_elastic.ml.keras.serialization import archive_config, custom_names, model_from_archive, model_to_archive
 
 SUFFIX = "zip"
 _TREE = "objects.json"
@@ -33,12 +33,12 @@ _OWN = {
 }
 
 
-class _More(Exception):
-    """A value that needs trust."""
+class _NeedsTrustError(Exception):
+    """A value can only be pickled."""
 
 
 def dumps(value: Any) -> bytes | None:
-    """The value as a file that `loads` accepts; None if it consists of more than that."""
+    """Return the value as a file that `loads` accepts; None if it needs a pickle."""
     files: dict[str, bytes] = {}
     try:
         tree = _written(value, files)
@@ -48,16 +48,17 @@ def dumps(value: Any) -> bytes | None:
             for name, content in files.items():
                 archive.writestr(name, content)
         loads(file.getvalue())
-    except Exception:  # whatever cannot be written, or not be read again, is for others to deal with
+    except Exception:  # the caller pickles what cannot be written, or not be read again
         return None
     return file.getvalue()
 
 
 def loads(file: bytes) -> Any:
-    """What `dumps` was given.
+    """Load what `dumps` has written.
 
-    Raises: CheckpointError: the file is damaged, names something that is not accepted, or this version of Keras could
-        be made to run code.
+    Raises:
+        CheckpointError: the file is damaged, names something that is not accepted, or is read by a version of Keras
+            whose safe mode is not safe.
     """
     trust.KERAS.check(keras.__version__)
     try:
@@ -71,12 +72,12 @@ def loads(file: bytes) -> Any:
 
 
 def pickled(value: Any) -> bytes:
-    """The value with the user's classes and functions in it, for `pickle.loads`."""
+    """Return a pickle of the value, with the user's classes and functions in it."""
     return pickling.dumps(value, compiled=True)
 
 
 def _written(value: Any, files: dict[str, bytes]) -> Any:
-    """As JSON can hold it: plain values and lists as they are, everything else as a dict of one entry."""
+    """Return the value as JSON: plain values and lists as they are, everything else as a dict of one entry."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, list):
@@ -86,8 +87,8 @@ def _written(value: Any, files: dict[str, bytes]) -> Any:
     if isinstance(value, dict):
         return {"dict": [[_written(key, files), _written(each, files)] for key, each in value.items()]}
     if isinstance(value, keras.Model):
-        file = archives.dumps(value)
-        _only_of_keras(value, archives.config_of(file))
+        file = model_to_archive(value)
+        _only_of_keras(value, archive_config(file))
         files[name := f"{len(files)}.keras"] = file
         arguments = compiled_with(value)
         return {
@@ -102,15 +103,15 @@ def _written(value: Any, files: dict[str, bytes]) -> Any:
         return {"own": [type(value).__name__, _written(vars(value), files)]}
     home = value.__module__ if isinstance(value, FunctionType) else type(value).__module__
     if home.partition(".")[0] != "keras":
-        raise _More
+        raise _NeedsTrustError
     config = keras.saving.serialize_keras_object(value)
     _only_of_keras(value, config)
     return {"keras": config}
 
 
 def _only_of_keras(value: Any, config: Any) -> None:
-    if own_names(value, config):
-        raise _More
+    if custom_names(value, config):
+        raise _NeedsTrustError
 
 
 def _read(node: Any, archive: zipfile.ZipFile) -> Any:
@@ -125,7 +126,7 @@ def _read(node: Any, archive: zipfile.ZipFile) -> Any:
         return {_read(key, archive): _read(each, archive) for key, each in value}
     if kind == "model":
         name, arguments, values = value
-        model = archives.loads(archive.read(name), safe=True)
+        model = model_from_archive(archive.read(name), safe=True)
         if arguments := _read(arguments, archive):
             compile_again(model, arguments, _read(values, archive))
         return model
@@ -138,4 +139,4 @@ def _read(node: Any, archive: zipfile.ZipFile) -> Any:
         return made
     if kind == "keras":
         return keras.saving.deserialize_keras_object(value, safe_mode=True)
-    raise CheckpointError(f"holds {kind!r}, which this version does not know")
+    raise CheckpointError(f"the file holds {kind!r}, which this version does not know")

@@ -1,7 +1,6 @@
-"""One step of a Keras model as graphs: forward, backward, one reduction that carries the metrics along, update.
+"""The graphs of one step of a Keras model: forward, backward, one reduction of gradients and metrics, update.
 
-They are traced once: rows, shares and seeds are tensors, and all that depends on the world is looked up when the
-reduction runs.
+They are traced once: rows, shares and seeds are tensors, and the reduction looks up the present world when it runs.
 """
 
 from __future__ import annotations
@@ -15,23 +14,25 @@ import tensorflow as tf
 from spark_elastic.collective.fused import without_rows
 from spark_elastic.collective.reduction import Sum
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.ml.keras.feeding import Feeding, Part
-from spark_elastic.ml.keras.metrics import MetricSums
+from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart
+from spark_elastic.ml.keras.metrics import KerasMetricAccumulator
 from spark_elastic.ml.keras.objective import Shares
-from spark_elastic.ml.keras.spec import KerasTraining
+from spark_elastic.ml.training.spec import Training
 from spark_elastic.tensorflow.compression import Compression
 from spark_elastic.tensorflow.gradients import GradientReducer
 
-# The gradients that a model's `train_step` would apply, taken while it is traced.
-#
-# A `train_step` ends with `optimizer.apply`. Where it is traced with the optimizer recorded, nothing is applied: the
-# gradients are there once the step is through, with the metrics updated, and both travel together.
+# --- the gradients of a train_step --------------------------------------------------------------------
 
 
-class Recorded:
-    """What one `train_step` has given to its optimizer.
+class GradientRecord:
+    """The gradients that one `train_step` gives to its optimizer, recorded instead of applied.
 
-    grads: `tf.Tensor` or `tf.IndexedSlices`, one for each of `variables`.
+    A `train_step` ends with `optimizer.apply`. At that point the metrics are updated, so that gradients and metrics can
+    be reduced together.
+
+    Attributes:
+        grads: a `tf.Tensor` or `tf.IndexedSlices` for each of `variables`.
+        variables: the variables that the gradients belong to.
     """
 
     def __init__(self, optimizer: Any, share: Any) -> None:
@@ -45,7 +46,7 @@ class Recorded:
         self._calls = 0
 
     def scale_loss(self, loss: Any) -> Any:
-        """The share is taken of the loss, which is one number, and not of all the gradients."""
+        """Multiply the loss by the share, which is cheaper than multiplying every gradient."""
         self._scaled = True
         return self._scale_loss(loss * tf.cast(self._share, loss.dtype))
 
@@ -55,25 +56,25 @@ class Recorded:
         self.variables = list(trainable_variables or self._optimizer._trainable_variables)
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise InvalidSettingsError(
-                "train_step calls optimizer.apply inside of a condition, a loop or a function of its own, where its "
-                "gradients cannot be reduced over workers; call it at the end of train_step"
+                "train_step calls optimizer.apply inside of a condition, a loop or a tf.function, where its gradients "
+                "cannot be reduced over workers; call it at the end of train_step"
             )
 
     def finish(self) -> None:
-        """Raises: InvalidSettingsError: there was not one call of `apply`, or its gradients are no use."""
+        """Raise InvalidSettingsError unless `apply` was called once, with gradients of some variables."""
         if self._calls != 1:
             often = "does not call" if not self._calls else f"calls {self._calls} times"
             raise InvalidSettingsError(
                 f"train_step {often} optimizer.apply of the optimizer that the model is compiled with; the gradients "
-                "of a step are reduced over workers once, so it has to be called once. With no train_step of its own a "
-                "model does so, unless all of its weights are frozen (trainable=False)"
+                "of a step are reduced over workers once, so it has to be called once. A model without its own "
+                "train_step does so, unless all of its weights are frozen (trainable=False)"
             )
         if all(grad is None for grad in self.grads):
             raise InvalidSettingsError(
                 "the loss does not depend on any weight that is trained: they are frozen (trainable=False), or the "
                 "model stops the gradient"
             )
-        # with other workers a variable that has no gradient takes part with zeros; alone it must not be otherwise
+        # in a larger world a variable without a gradient is reduced as zeros; one worker must do the same
         pairs = [
             _zeros(variable) if grad is None else grad
             for grad, variable in zip(self.grads, self.variables, strict=True)
@@ -82,12 +83,9 @@ class Recorded:
 
 
 @contextmanager
-def recorded(optimizer: Any, share: Any) -> Iterator[Recorded]:
-    """While this lasts, `optimizer.apply` applies nothing.
-
-    share: by which gradients are multiplied.
-    """
-    record = Recorded(optimizer, share)
+def record_gradients(optimizer: Any, share: Any) -> Iterator[GradientRecord]:
+    """Record the gradients of `optimizer.apply`, multiplied by `share`, instead of applying them."""
+    record = GradientRecord(optimizer, share)
     own = {"apply": record.apply, "scale_loss": record.scale_loss}
     for name, function in own.items():
         object.__setattr__(optimizer, name, function)
@@ -109,15 +107,26 @@ def times(grad: Any, factor: Any) -> Any:
     return grad * tf.cast(factor, grad.dtype)
 
 
+# --- the graphs ---------------------------------------------------------------------------------------
+
 OF_PART = tf.TensorSpec([3], tf.float64)
-"""Of some rows: their number, and their shares of the batch by number and by weight. Each tensor that is made for a
-call costs time, so several numbers are one."""
+"""The number of rows of a part, and their shares of the batch by number and by sample weight.
+
+One tensor for three numbers, because each tensor that is created for a call costs time.
+"""
 OF_STEP = tf.TensorSpec([3], tf.int64)
-"""The step's key, which is two numbers, and whether this worker asks for the end."""
+"""The seed of a step, which is two numbers, and 1 if this worker asks to stop."""
 
 
-class Kind(NamedTuple):
-    """What stands for a gradient on a worker that has no rows of a batch. sparse: the shape of one of its entries."""
+class GradientSpec(NamedTuple):
+    """The type and shape of a gradient, for zeros in its place on a worker without rows of a batch.
+
+    Attributes:
+        dtype: the type of the values.
+        shape: the dense shape.
+        sparse: the shape of one entry of `tf.IndexedSlices`; None: a dense tensor.
+        index: the type of the indices of `tf.IndexedSlices`.
+    """
 
     dtype: Any
     shape: tuple[int, ...]
@@ -125,24 +134,29 @@ class Kind(NamedTuple):
     index: Any = None
 
 
-class Steps:
+class StepGraphs:
     """The graphs of one model.
 
     Args:
-        buffers: what a forward pass changes: running means and the like.
+        training: the settings.
+        model: the compiled model.
+        feeder: the converter of batches.
+        metrics: the accumulator of losses and metrics.
+        shares: the shares that losses are scaled by, see `objective`.
+        buffers: the variables that a forward pass changes: running means and the like.
         seeds: the states of the model's random generators.
-        shares: what the losses are scaled by, see `objective`.
 
-    Raises: InvalidSettingsError: the model's train_step cannot be used.
+    Raises:
+        InvalidSettingsError: the model's train_step cannot be used.
     """
 
     def __init__(
         self,
-        training: KerasTraining,
+        training: Training,
         *,
         model: Any,
-        feeding: Feeding,
-        sums: MetricSums,
+        feeder: BatchFeeder,
+        metrics: KerasMetricAccumulator,
         shares: Shares,
         buffers: Sequence[Any],
         seeds: Sequence[Any],
@@ -150,19 +164,19 @@ class Steps:
         self._training = training
         self._model = model
         self._optimizer = model.optimizer
-        self._feeding = feeding
-        self._sums = sums
+        self._feeder = feeder
+        self._metrics = metrics
         self._shares = shares
         self._buffers = list(buffers)
         self._seeds = list(seeds)
         self._before = [tf.Variable(each.value, trainable=False) for each in buffers]
         self._reducer = GradientReducer(op=Sum, compression=getattr(Compression, training.compression))
         self._variables: list[Any] = []
-        self._kinds: list[Kind] = []
-        specs = tuple(feeding.specs)
+        self._gradient_specs: list[GradientSpec] = []
+        specs = tuple(feeder.specs)
 
         def graph(function: Any, *signature: Any) -> Any:
-            # as Keras traces a train_step: what is in it may not be made for autograph
+            # without autograph, as Keras traces a train_step
             return tf.function(function, input_signature=list(signature) or None, autograph=False)
 
         self._begin = graph(self._begun, OF_STEP)
@@ -170,48 +184,48 @@ class Steps:
         self._add, self._finish = graph(_sum), graph(self._finished)
         self._idle = graph(self._idle_step, OF_STEP)
         self._stand_in = graph(self._standing_in, specs, OF_PART)
-        self._reset, self._read = graph(sums.reset), graph(sums.read)
-        # Here, because a worker that has no rows of the first batches has to know the others' gradients; and what is
-        # traced once and for all is called without a look at what it is called with.
+        self._reset, self._read = graph(metrics.reset), graph(metrics.read)
+        # Traced here, because a worker without rows of the first batches needs the specs of the gradients. A concrete
+        # function skips the checks of its arguments at each call.
         self._traced_whole = graph(self._whole_step, specs, OF_PART, OF_STEP)
         self._whole = self._traced_whole.get_concrete_function()
         if training.validates:
             self._evaluate = graph(self._evaluated, specs, OF_PART).get_concrete_function()
 
-    # --- what a step consists of, in graphs -------------------------------------------------------
+    # --- parts of a step, in graphs ---------------------------------------------------------------
 
     def _begun(self, of_step: Any) -> None:
-        """Remember what a failed step has to be undone of; seeds and metrics are the step's own."""
+        """Save the buffers, so that a failed step can be undone; set the step's seeds and reset the metrics."""
         for copy, variable in zip(self._before, self._buffers, strict=True):
-            # the assignment shares the buffer; whoever changes the variable next copies it first
+            # the copy shares memory with the variable until the variable changes
             copy.assign(variable.value.read_value(), read_value=False)
         for number, seed in enumerate(self._seeds):
             seed.assign(tf.cast(of_step[:2] + tf.constant([number, 0], tf.int64), seed.dtype))
-        self._sums.reset()
+        self._metrics.reset()
 
     def _gradients(self, tensors: Any, of_part: Any) -> tuple[list[Any], Any]:
-        """Of some rows; and what the train_step has returned, times the rows."""
+        """Return the gradients of some rows, and the values that train_step returned, times the rows."""
         rows, share, weight_share = tf.unstack(of_part)
-        with self._shares.of(rows, share, weight_share), recorded(self._optimizer, share) as record:
-            logs = self._model.train_step(self._feeding.structure(tensors))
-        if not self._kinds:
+        with self._shares.of(rows, share, weight_share), record_gradients(self._optimizer, share) as record:
+            logs = self._model.train_step(self._feeder.structure(tensors))
+        if not self._gradient_specs:
             self._variables = record.variables
-            self._kinds = [_kind(grad) for grad in record.grads]
-        return record.grads, self._sums.of_returned("", logs, rows)
+            self._gradient_specs = [_spec_of(grad) for grad in record.grads]
+        return record.grads, self._metrics.of_returned("", logs, rows)
 
     def _finished(self, grads: list[Any], returned: Any, rows: Any, of_step: Any) -> Any:
         """The reduction, and the optimizer's step. Returns what was measured over all workers."""
-        numbers = tf.concat([self._sums.read(), returned, tf.stack([rows, tf.cast(of_step[2], tf.float64)])], 0)
+        numbers = tf.concat([self._metrics.read(), returned, tf.stack([rows, tf.cast(of_step[2], tf.float64)])], 0)
         grads, numbers = self._reducer(grads, numbers)
-        grads = [_added_up(grad) for grad in grads]
-        # Not all that an optimizer changes depends on a gradient: its count of steps does not.
+        grads = [_unique_indices(grad) for grad in grads]
+        # The optimizer's count of steps depends on no gradient, so TensorFlow could increment it before the reduction.
         with tf.control_dependencies([*tf.nest.flatten(grads, expand_composites=True), numbers]):
             self._optimizer.apply(self._clipped(grads), self._variables)
         return numbers
 
     def _clipped(self, grads: list[Any]) -> list[Any]:
         norm, value = self._training.clip_norm, self._training.clip_value
-        scale = self._optimizer.scale_loss(tf.constant(1.0))  # gradients are larger by as much as the loss is
+        scale = self._optimizer.scale_loss(tf.constant(1.0))  # the factor by which loss scaling enlarges gradients
         if norm is not None:
             squares = [tf.reduce_sum(tf.cast(_values(grad), tf.float64) ** 2) for grad in grads]
             longest = norm * tf.cast(scale, tf.float64)
@@ -226,41 +240,50 @@ class Steps:
         return self._finished(grads, returned, of_part[0], of_step)
 
     def _idle_step(self, of_step: Any) -> Any:
-        """Without rows: no forward pass, of which running means and losses would be no numbers."""
+        """Do a step without rows, without a forward pass, whose means would be NaN."""
         self._begun(of_step)
         grads, returned = self._of_no_rows()
         return self._finished(grads, returned, tf.zeros([], tf.float64), of_step)
 
     def _of_no_rows(self) -> tuple[list[Any], Any]:
-        return [_nothing(kind) for kind in self._kinds], tf.zeros([len(self._sums.returned[""])], tf.float64)
+        return [_empty(spec) for spec in self._gradient_specs], tf.zeros([len(self._metrics.returned[""])], tf.float64)
 
     def _standing_in(self, tensors: Any, of_part: Any) -> None:
-        """A pass over rows that do not count, for the collectives in it."""
-        held = self._sums.held()
+        """Run a pass over rows that do not count, for the collectives in it."""
+        before = self._metrics.snapshot()
         self._gradients(tensors, of_part)
-        self._sums.put_back(held)
+        self._metrics.restore(before)
 
     def _evaluated(self, tensors: Any, of_part: Any) -> Any:
         rows, share, weight_share = tf.unstack(of_part)
         with self._shares.of(rows, share, weight_share):
-            logs = self._model.test_step(self._feeding.structure(tensors))
-        return self._sums.of_returned("val_", logs, rows)
+            logs = self._model.test_step(self._feeder.structure(tensors))
+        return self._metrics.of_returned("val_", logs, rows)
 
     # --- calls ------------------------------------------------------------------------------------
 
     def step(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[BatchPart],
         shares: Sequence[Shares],
         key: Sequence[int],
         stop: bool,
-        stand_ins: Sequence[Part] = (),
+        stand_ins: Sequence[BatchPart] = (),
     ) -> Any:
-        """The gradients of all parts, reduced and applied. Returns: float64 tensor, see `MetricSums`, then the stop
-        flags. Either all of it happens or, once `put_back` was called, nothing.
+        """Reduce the gradients of all parts and apply them. If it raises, `put_back` undoes it.
 
-        stand_ins: rows that go through the model after the parts and do not count, where layers wait for that.
-        Raises: HorovodInternalError, in one of TensorFlow's errors.
+        Args:
+            parts: the parts of this worker's rows.
+            shares: the shares of each part.
+            key: the seed of the step, two numbers.
+            stop: whether this worker asks to stop.
+            stand_ins: rows that go through the model after the parts and do not count, for layers with collectives.
+
+        Returns:
+            A float64 tensor: the sums of `KerasMetricAccumulator`, then the number of workers that ask to stop.
+
+        Raises:
+            HorovodInternalError: a collective failed; it is wrapped in an error of TensorFlow.
         """
         of_step = tf.constant([*key, int(stop)], tf.int64)
         if not parts and not stand_ins:
@@ -280,15 +303,15 @@ class Steps:
         return self._finish(grads, returned, rows, of_step)
 
     def put_back(self) -> None:
-        """Undo what the forward pass of a step that failed has changed."""
+        """Undo the changes of a failed step's forward pass."""
         for variable, copy in zip(self._buffers, self._before, strict=True):
             variable.assign(copy)
 
     def reset(self) -> None:
         self._reset()
 
-    def evaluate(self, part: Part, share: Shares) -> Any:
-        """Add to the metrics; returns what else there is, float64."""
+    def evaluate(self, part: BatchPart, share: Shares) -> Any:
+        """Add a part to the metrics; return the values of a user's test_step, times the rows, float64."""
         return self._evaluate(*_arguments(part, share))
 
     def read(self) -> Any:
@@ -296,26 +319,26 @@ class Steps:
 
     @property
     def traces(self) -> int:
-        """How often a step was traced."""
+        """The number of times that a step was traced."""
         return int(self._traced_whole.experimental_get_tracing_count())
 
 
-def _arguments(part: Part, share: Shares) -> tuple[Any, ...]:
+def _arguments(part: BatchPart, share: Shares) -> tuple[Any, ...]:
     return part.tensors, tf.constant([part.rows, share.rows, share.weight], tf.float64)
 
 
-def _kind(grad: Any) -> Kind:
+def _spec_of(grad: Any) -> GradientSpec:
     if isinstance(grad, tf.IndexedSlices):
         shape = tuple(tf.get_static_value(grad.dense_shape).tolist())
-        return Kind(grad.values.dtype, shape, tuple(grad.values.shape[1:]), grad.indices.dtype)
-    return Kind(grad.dtype, tuple(grad.shape))
+        return GradientSpec(grad.values.dtype, shape, tuple(grad.values.shape[1:]), grad.indices.dtype)
+    return GradientSpec(grad.dtype, tuple(grad.shape))
 
 
-def _nothing(kind: Kind) -> Any:
-    if kind.sparse is None:
-        return tf.zeros(kind.shape, kind.dtype)
-    values, indices = tf.zeros([0, *kind.sparse], kind.dtype), tf.zeros([0], kind.index)
-    return tf.IndexedSlices(values, indices, tf.constant(kind.shape, kind.index))
+def _empty(spec: GradientSpec) -> Any:
+    if spec.sparse is None:
+        return tf.zeros(spec.shape, spec.dtype)
+    values, indices = tf.zeros([0, *spec.sparse], spec.dtype), tf.zeros([0], spec.index)
+    return tf.IndexedSlices(values, indices, tf.constant(spec.shape, spec.index))
 
 
 def _sum(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
@@ -323,7 +346,7 @@ def _sum(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> tuple[list
 
 
 def _plus(one: Any, other: Any) -> Any:
-    if isinstance(one, tf.IndexedSlices):  # equal indices add up where they are applied
+    if isinstance(one, tf.IndexedSlices):  # equal indices are added up later, see `_unique_indices`
         values = tf.concat([one.values, other.values], 0)
         return tf.IndexedSlices(values, tf.concat([one.indices, other.indices], 0), one.dense_shape)
     return one + other
@@ -333,9 +356,10 @@ def _values(grad: Any) -> Any:
     return grad.values if isinstance(grad, tf.IndexedSlices) else grad
 
 
-def _added_up(grad: Any) -> Any:
-    """With one entry for each index: of entries that several rows or workers have in common, an optimizer that takes
-    each by itself would make something else, and so would a bound.
+def _unique_indices(grad: Any) -> Any:
+    """Add up the entries of a sparse gradient that have the same index.
+
+    Rows and workers share indices; clipping and some optimizers would treat each entry as a gradient by itself.
     """
     if not isinstance(grad, tf.IndexedSlices):
         return grad

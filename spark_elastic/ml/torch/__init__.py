@@ -1,1 +1,1 @@
-"""The PyTorch side of the estimators."""
+"""The PyTorch side of the estimators. `estimator` and `model` are public; `training` is what runs in a worker."""

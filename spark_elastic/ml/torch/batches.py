@@ -1,4 +1,4 @@
-"""From a reader's arrays to what a model is called with."""
+"""Turn the arrays of a reader into the tensors that a module is called with."""
 
 from __future__ import annotations
 
@@ -13,12 +13,20 @@ from spark_elastic.data.reader import Batch
 from spark_elastic.ml.preparation import WEIGHT, numbered
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.columns import INPUT, LABEL, Columns, is_trained_on, ragged_column_error, split_evenly
+from spark_elastic.ml.training.engine import first_rows
 
 
 @dataclass(frozen=True, slots=True)
 class TorchBatch:
-    """Rows of one worker. inputs, labels: a tensor each, `[rows, ...]`. weights: `[rows]`, or None. tensors: all of
-    them by name, with those that `transformation_fn` has added."""
+    """Rows of one worker, on the device of the training. `batch["features_0"]` is a tensor by its name.
+
+    Attributes:
+        inputs: the inputs of the model, tensors of shape [rows, ...].
+        labels: the labels, tensors of shape [rows, ...].
+        weights: the sample weights, shape [rows]; None: the dataset has none.
+        rows: the number of rows.
+        tensors: all tensors by name, including those that `transformation_fn` has added.
+    """
 
     inputs: tuple[torch.Tensor, ...]
     labels: tuple[torch.Tensor, ...]
@@ -31,7 +39,7 @@ class TorchBatch:
 
 
 class BatchMaker:
-    """Makes batches of tensors, each cut into at most `accumulation` parts."""
+    """A factory of `TorchBatch`; it divides a reader's batch into the parts of gradient accumulation."""
 
     def __init__(self, training: TorchTraining, device: torch.device) -> None:
         self._columns = Columns(training, needs_labels=training.train_fn is None)
@@ -41,9 +49,13 @@ class BatchMaker:
         self._parts = training.accumulation
 
     def parts(self, batch: Batch, most: int | None = None) -> list[TorchBatch]:
-        """The batch in up to `most` equal parts (default: the training's accumulation); [] if it has no rows here.
+        """Divide a batch into at most `most` parts of about equal size (default: the training's accumulation).
 
-        Raises: DataError: `transformation_fn` returned what cannot be trained on.
+        Returns:
+            The parts; [] if this worker has no rows of the batch.
+
+        Raises:
+            DataError: `transformation_fn` returned something that cannot be trained on.
         """
         if not batch.rows:
             return []
@@ -56,13 +68,9 @@ class BatchMaker:
         ]
 
     def stand_in(self) -> TorchBatch:
-        """Return the first row of the training set: for a worker that has to call the model and has no rows."""
+        """Return the first row of the training dataset, for a worker that must call the model without rows."""
         if self._first is None:
-            training = self._training
-            with training.dataset.reader(
-                "train", batch_size=1, shuffle=False, prefetch=0, cache_dir=training.cache_dir
-            ) as reader:
-                (self._first,) = self.parts(next(iter(reader.epoch(0))), 1)
+            (self._first,) = self.parts(first_rows(self._training, 1), 1)
         return self._first
 
     def _tensor(self, name: str, value: Any) -> Any:

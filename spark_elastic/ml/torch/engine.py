@@ -1,11 +1,13 @@
-"""The steps and measurements of a PyTorch module: `training.engine.Engine`."""
+"""The steps and measurements of a PyTorch module: the `Engine` of `ml.training.engine`, and batch normalisation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.fused import without_rows
@@ -13,24 +15,74 @@ from spark_elastic.collective.objects import broadcast_tensors
 from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
-from spark_elastic.ml.torch.batch_norm import normalised_alone
 from spark_elastic.ml.torch.batches import BatchMaker
-from spark_elastic.ml.torch.metrics import Tally
+from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.objective import Objective
-from spark_elastic.ml.torch.optimizers import Schedule
+from spark_elastic.ml.torch.optimizers import LearningRateSchedule
 from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
-from spark_elastic.ml.training.engine import Measured, gather_pieces
+from spark_elastic.ml.training.engine import FrameworkEngine, Measured, gather_pieces
 from spark_elastic.ml.training.progress import Piece, Progress, Sums
 from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
 
 TENSORS = "state.pt"
+"""The file of a checkpoint with all tensors."""
 
 
-class TorchEngine:
-    """See `training.train` for how it is put together.
+# --- batch normalisation --------------------------------------------------------------------------
 
-    optimizer: of `hvd.DistributedOptimizer`, with op=Sum. best: a copy of the model for the weights of the best epoch.
+
+def synchronise(model: torch.nn.Module) -> None:
+    """Make batch normalisation use the statistics of all workers' rows, in place.
+
+    A batch with one value per channel over all workers is normalised by the running statistics, as `single_row_norm`
+    does for a worker that is alone.
+    """
+    SyncBatchNorm.convert_sync_batchnorm(model)
+    for layer in model.modules():
+        if isinstance(layer, SyncBatchNorm):
+            layer.single_value_is_normalised = True
+
+
+@contextmanager
+def single_row_norm(model: torch.nn.Module, rows: int) -> Iterator[None]:
+    """Let batch normalisation use its running statistics for one value per channel, without updating them.
+
+    One value has no variance, so torch raises. A worker's share of a batch can be a single row in one world and not in
+    another, and the training must not fail in either.
+    """
+    norms = [each for each in model.modules() if rows == 1 and isinstance(each, _BatchNorm) and each.training]
+    norms = [each for each in norms if not (isinstance(each, SyncBatchNorm) and each.takes_part)]
+    handles = [each.register_forward_pre_hook(_choose_mode) for each in norms if each.running_mean is not None]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for each in norms:
+            each.training = True
+
+
+def _choose_mode(norm: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    values = args[0]
+    norm.training = values.numel() > values.shape[1]
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
+class TorchEngine(FrameworkEngine):
+    """The steps and measurements of one module; `training.assemble` puts it together.
+
+    Args:
+        training: the settings.
+        model: the module, on the device.
+        optimizer: a `hvd.DistributedOptimizer` with op=Sum.
+        best: a copy of the module for the weights of the best epoch.
+        objective: the losses.
+        metrics: the accumulator of losses and metrics.
+        schedule: the learning rate schedule.
+        device: the device that the module is on.
     """
 
     def __init__(
@@ -41,17 +93,15 @@ class TorchEngine:
         optimizer: Any,
         best: torch.nn.Module | None,
         objective: Objective,
-        tally: Tally,
-        schedule: Schedule,
+        metrics: TorchMetricAccumulator,
+        schedule: LearningRateSchedule,
         device: torch.device,
     ) -> None:
-        self.model = model
+        super().__init__(training, model, best, metrics)
         self.optimizer = optimizer
-        self.best = best
-        self.gathers = tally.gathers
-        self._training = training
+        self.gathers = metrics.gathers
         self._objective = objective
-        self._tally = tally
+        self._accumulator = metrics
         self._schedule = schedule
         self._device = device
         self._maker = BatchMaker(training, device)
@@ -60,23 +110,15 @@ class TorchEngine:
         self._named = named
         self._params = [param for _, param, requires_grad in named if requires_grad and id(param) in trained]
         self._others = [param for _, param, requires_grad in named if requires_grad and id(param) not in trained]
-        """Of no optimizer: their gradients are each worker's own and must not add to anything."""
+        """Parameters of no optimizer. Their gradients differ between workers and must not accumulate."""
         self._buffers = list(model.buffers())
         self._synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
-        self._rank, self._size = 0, 1
         self._own_loss: float | None = None
-        """Of this worker's rows of the last step, if it was no finite number."""
-
-    @property
-    def keeps_best(self) -> bool:
-        return self.best is not None
+        """The loss of this worker's rows in the last step, if it was NaN or infinite."""
 
     @property
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
-
-    def enter(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
 
     def use_threads(self, count: int) -> None:
         if count != torch.get_num_threads():
@@ -102,28 +144,34 @@ class TorchEngine:
         return Measured(numbers[:-1].numpy(), pieces, bool(numbers[-1]))
 
     def _check_frozen(self) -> None:
-        """Raises: InvalidSettingsError: a parameter was frozen or thawed. Which are reduced was agreed on before; of
-        others each worker would have gradients of its own.
+        """Raise InvalidSettingsError if a parameter was frozen or unfrozen during the training.
+
+        The parameters to reduce were agreed on at the start. A parameter that is unfrozen on some workers would get a
+        gradient that differs between them.
         """
         for name, param, before in self._named:
             if param.requires_grad != before:
                 raise InvalidSettingsError(
                     f"requires_grad of {name} was set to {param.requires_grad} during the training, which other and "
-                    "later workers do not know of. Give it a param group of its own with lr=0, and change that lr in "
-                    "a callback (run.optimizer.param_groups); or train twice, with the parameter frozen in one of them"
+                    "later workers do not know of. Give the parameter a param group of its own with lr=0, and change "
+                    "that lr in a callback (run.optimizer.param_groups); or train twice, with the parameter frozen in "
+                    "one of them"
                 )
 
     def _gradients(self, batch: Batch, stop: bool) -> tuple[torch.Tensor, tuple[Piece, ...]]:
-        """Forward and backward. Returns what was measured of these rows, and the stop flag behind it: float64. They go
-        with the gradients, so that the optimizer's step makes them the sums over all workers.
+        """Run forward and backward over the parts of a batch.
+
+        Returns:
+            The sums of losses and metrics of these rows followed by the stop flag, float64, and the gathered pieces of
+            metrics. The vector is reduced with the gradients: the optimizer's step makes it the sum over all workers.
         """
-        model, objective, tally = self.model, self._objective, self._tally
+        model, objective, metrics = self.model, self._objective, self._accumulator
         parts = self._maker.parts(batch)
         counts: Sequence[float] = ()
         if objective.normalised:
             shares = torch.tensor(objective.counts(parts), dtype=torch.float64)
             counts = hvd.allreduce_(shares, op=hvd.Sum).tolist()
-        numbers = torch.zeros(tally.width + 1, dtype=torch.float64)
+        numbers = torch.zeros(metrics.width + 1, dtype=torch.float64)
         numbers[-1] = stop
         pieces: list[Piece] = []
         share = None
@@ -131,34 +179,34 @@ class TorchEngine:
         for number in range(passes):
             if number < len(parts):
                 part = parts[number]
-                with normalised_alone(model, part.rows):
-                    measured = objective.measure(model, part)
-                share = objective.share(measured, batch.global_rows, counts)
-                pieces.append(tally.measure(measured, part.rows, numbers))
+                with single_row_norm(model, part.rows):
+                    result = objective.forward(model, part)
+                share = objective.share(result, batch.global_rows, counts)
+                pieces.append(metrics.measure(result, part.rows, numbers))
             else:
                 with without_rows():
-                    measured = objective.measure(model, self._maker.stand_in())
-                share = objective.share(measured, batch.global_rows, counts) * 0.0
+                    result = objective.forward(model, self._maker.stand_in())
+                share = objective.share(result, batch.global_rows, counts) * 0.0
             if number < passes - 1:
                 share.backward()  # type: ignore[no-untyped-call]
-        self._own_loss = tally.lost(numbers)
+        self._own_loss = metrics.non_finite_loss(numbers.numpy())
         self.optimizer.attach_scalars(numbers)
-        everyones = gather_pieces(pieces) if tally.gathers else ()
+        all_pieces = gather_pieces(pieces) if metrics.gathers else ()
         if share is not None:
             share.backward()  # type: ignore[no-untyped-call]
-        return numbers, everyones
+        return numbers, all_pieces
 
     def _passes_of_all(self, batch: Batch) -> int:
-        """Return how often each worker has to call the model for this batch, whatever rows it has; 0: as it likes."""
+        """Return the number of forward passes that every worker must make for this batch; 0 without such a minimum."""
         if not any(layer.takes_part for layer in self._synchronised):
             return 0
         return min(self._training.accumulation, -(-batch.global_rows // self._size))
 
     def _apply(self) -> None:
-        """The optimizer's step, with the gradients of all workers."""
+        """Reduce, clip, and do the optimizer's step."""
         training, optimizer = self._training, self.optimizer
         if self._size == 1:
-            # With others, a parameter that has no gradient takes part with zeros; alone it must not be otherwise.
+            # In a larger world a parameter without a gradient is reduced as zeros; one worker must do the same.
             for param in self._params:
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
@@ -174,7 +222,7 @@ class TorchEngine:
             optimizer.step()
 
     def _seed(self, epoch: int, position: int) -> None:
-        """The random numbers of a step are its own: the same if it is done again, or after a resume."""
+        """Seed the random numbers of a step, so that they are the same if it is repeated, or after a resume."""
         key = derived_key(self._training.seed, epoch, position, self._rank)
         torch.default_generator.manual_seed(key >> 1)
         if self._device.type == "cuda":
@@ -186,27 +234,18 @@ class TorchEngine:
         self.model.eval()
 
     def measure(self, batches: Iterable[Batch]) -> tuple[Sums, list[Piece]]:
-        numbers = torch.zeros(self._tally.width, dtype=torch.float64)
+        numbers = torch.zeros(self._accumulator.width, dtype=torch.float64)
         pieces: list[Piece] = []
         with torch.no_grad():
             for batch in batches:
                 for part in self._maker.parts(batch):
-                    measured = self._objective.measure(self.model, part)
-                    pieces.append(self._tally.measure(measured, part.rows, numbers))
+                    result = self._objective.forward(self.model, part)
+                    pieces.append(self._accumulator.measure(result, part.rows, numbers))
         return numbers.numpy(), pieces
 
     def share_buffers(self) -> None:
         if self._size > 1 and self._buffers:
             broadcast_tensors(self._buffers, 0)
-
-    def logs(self, sums: Sums, pieces: Sequence[Piece], prefix: str = "") -> dict[str, float]:
-        return self._tally.logs(sums, pieces, prefix)
-
-    def rows(self, sums: Sums) -> int:
-        return self._tally.rows(sums)
-
-    def non_finite_loss(self, sums: Sums) -> float | None:
-        return self._tally.lost(sums)
 
     def has_local_non_finite_loss(self) -> bool:
         return self._own_loss is not None
@@ -214,31 +253,27 @@ class TorchEngine:
     def has_nan(self) -> bool:
         return any(bool(param.detach().isnan().any()) for param in self._params)
 
-    def live_logs(self, sums: Sums) -> dict[str, float]:
-        return self._tally.told(sums)
-
     # --- ends -------------------------------------------------------------------------------------
 
     def after_epoch(self, row: Mapping[str, float]) -> None:
         self._schedule.after_epoch(row)
 
-    def after_callbacks(self) -> None: ...
-
     def keep_best(self) -> None:
-        assert self.best is not None
         self.best.load_state_dict(self.model.state_dict())
 
     def use_best(self) -> None:
-        assert self.best is not None
         self.model.load_state_dict(self.best.state_dict())
-
-    def finish(self) -> None: ...
 
     def model_file(self) -> tuple[str, bytes]:
         return MODEL_FILE, to_bytes(detached(self.model.state_dict(), "the model"))
 
     def copies(self, at: Progress) -> Callable[[], dict[str, bytes]]:
-        """Raises: CheckpointError: the optimizer or the scheduler hold what cannot be written."""
+        """Copy the tensors of a checkpoint now; the returned function encodes them on another thread.
+
+        Raises:
+            CheckpointError: optimizer or scheduler hold something that cannot be written; from the returned function: a
+                parameter is NaN.
+        """
         scheduler, best = self._schedule.scheduler, self.best
         tensors = {
             "model": detached(self.model.state_dict(), "the model"),
@@ -250,13 +285,13 @@ class TorchEngine:
         }
         names = () if self._training.allow_nan_loss else tuple(name for name, _, trained in self._named if trained)
 
-        def made() -> dict[str, bytes]:
+        def encode() -> dict[str, bytes]:
             for name in names:
-                if tensors["model"][name].isnan().any():  # the loss of the next step will be, and end the training
+                if tensors["model"][name].isnan().any():  # the next step's loss will be NaN too and end the training
                     raise CheckpointError(f"{name} is NaN after step {at.step}")
             return {TENSORS: to_bytes(tensors)}
 
-        return made
+        return encode
 
     def load(self, files: Mapping[str, bytes]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
         tensors = from_bytes(files[TENSORS])

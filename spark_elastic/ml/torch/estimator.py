@@ -29,8 +29,8 @@ from spark_elastic.ml.shared_params import (
     PredictionRule,
     Shapes,
 )
-from spark_elastic.ml.torch import dry_run, objective, safe_objects
-from spark_elastic.ml.torch import serialization as weights
+from spark_elastic.ml.torch import objective, serialization
+from spark_elastic.ml.torch.dry_run import dry_run
 from spark_elastic.ml.torch.model import ElasticTorchModel
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
 from spark_elastic.ml.torch.training import train
@@ -172,7 +172,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
 
     @classmethod
     def _codec(cls) -> Codec:
-        return safe_objects
+        return serialization
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -260,7 +260,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         )
 
     def _dry_run(self, training: TorchTraining) -> DryRunResult:
-        return dry_run.run_once(training, self._given("inference_fn"))
+        return dry_run(training, self._given("inference_fn"))
 
     def _train_fn(self) -> Callable[[Any], Any]:
         return train
@@ -273,6 +273,6 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         model = ElasticTorchModel()
         module = copy.deepcopy(self._given("model")).cpu()
         with trusted_files():  # our own workers have written it
-            values = weights.loads(read(MODEL_FILE))
-        model._attach(weights.fill(module, values), fitted)
+            values = serialization.from_bytes(read(MODEL_FILE))
+        model._attach(serialization.fill(module, values), fitted)
         return model

@@ -1,36 +1,35 @@
-"""Metrics as sums over rows that are added up over batches, workers and worlds: each row counts once.
+"""Losses and metrics of a module as sums over rows, which are added up over batches, workers and worlds.
 
-What a step adds travels in one vector of float64 with the losses. torchmetrics' metrics are used the same way: each
-step begins with an empty metric, and what `update` has left in its states is added to the sum. States that cannot be
-added up (lists of predictions, maxima) are gathered from all workers instead, which costs more.
+The sums of a step travel with the gradients, in one float64 vector. A torchmetrics metric is used the same way: it is
+empty at the start of each step, and the states that `update` leaves are added to the sums. States that cannot be added
+up (lists of predictions, maxima) are gathered from all workers instead, which costs more.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from spark_elastic.errors import DataError, InvalidSettingsError
-from spark_elastic.ml.torch.objective import Measured, Objective
+from spark_elastic.ml.torch.objective import ForwardResult, Objective
+from spark_elastic.ml.training.metrics_common import MetricAccumulator, columns_of
 from spark_elastic.ml.training.progress import Piece, Sums
 
 
-class _Function:
-    """A plain function of (output, label)."""
+class _FunctionMetric:
+    """A metric that is a function of (output, label)."""
 
     width = 1
     gathered = False
 
-    def __init__(self, name: str, function: Any, which: int | None) -> None:
+    def __init__(self, name: str, function: Any) -> None:
         self.name = name
         self._function = function
-        self._which = which
         self.averaged = False
-        """It returns one number for all rows that it is given, so its value is a mean of such."""
+        """The function returned one number for all rows, so the metric is an average of such numbers."""
 
     def update(self, output: Any, label: Any, rows: int) -> list[float]:
         value = self._function(output, label)
@@ -46,15 +45,12 @@ class _Function:
             "mean over them, or a value for each"
         )
 
-    def piece(self) -> dict[str, Any]:
-        return {}
-
     def value(self, sums: Sums, rows: float, pieces: Sequence[dict[str, Any]]) -> float:
         return float(sums[0]) / rows
 
 
 class _Torchmetric:
-    """A metric with `update`, `compute`, `reset`, and states that it says how to reduce."""
+    """A metric with `update`, `compute`, `reset`, and states with reductions, as torchmetrics has them."""
 
     def __init__(self, name: str, metric: Any) -> None:
         self.name = name
@@ -86,7 +82,7 @@ class _Torchmetric:
             for number in (getattr(metric, state).cpu().double() - default.double()).reshape(-1).tolist()
         ]
 
-    def piece(self) -> dict[str, Any]:
+    def states(self) -> dict[str, Any]:
         out = {}
         for state in self._reductions:
             value = getattr(self._metric, state)
@@ -114,7 +110,7 @@ class _Torchmetric:
 
 
 def _move(metric: Any, output: Any) -> None:
-    """To where the outputs are; to the CPU without any."""
+    """Move a metric to the device of the outputs; to the CPU without outputs."""
     device = output.device if isinstance(output, torch.Tensor) else torch.device("cpu")
     if hasattr(metric, "to") and getattr(metric, "device", device) != device:
         metric.to(device)
@@ -129,24 +125,39 @@ def _merged(reduction: Any, values: list[Any], default: Any) -> Any:
     return reduction(stacked) if reduction is not None else stacked
 
 
-class Tally:
-    """Losses and metrics of one training: how they lie in the vector, and what they come to.
+class TorchMetricAccumulator(MetricAccumulator):
+    """The sums of a module's training: for each loss its sum and its denominator; the rows; then the metrics.
 
-    The vector: for each loss its sum over rows and what that is a mean over; rows; then the metrics.
+    Args:
+        objective: the losses.
+        metrics: metrics by name, as of `TorchTraining`.
 
-    Raises: InvalidSettingsError: something in `metrics` is neither a function nor a metric.
+    Attributes:
+        width: the length of the vector.
+        gathers: whether `measure` returns states that must be gathered from all workers.
+
+    Raises:
+        InvalidSettingsError: a value of `metrics` is neither a function nor a metric.
     """
 
     def __init__(self, objective: Objective, metrics: Mapping[str, Any]) -> None:
-        self.objective = objective
-        self._metrics: list[tuple[_Function | _Torchmetric, int | None]] = []
+        self._objective = objective
+        self._metrics: list[tuple[_FunctionMetric | _Torchmetric, int | None]] = []
         for name, metric in metrics.items():
             self._add(name, metric, None)
-        self._head = 2 * len(objective) + 1
-        self.width = self._head + sum(metric.width for metric, _ in self._metrics)
+        self.rows_position = 2 * len(objective)
+        self.loss_positions = range(0, self.rows_position, 2)
+        self.width = self.rows_position + 1 + sum(metric.width for metric, _ in self._metrics)
         self.gathers = any(metric.gathered for metric, _ in self._metrics)
-        """Whether what `measure` returns has to be gathered from all workers."""
-        self.names = [metric.name for metric, _ in self._metrics]
+
+    @property
+    def names(self) -> list[str]:
+        return [metric.name for metric, _ in self._metrics]
+
+    @property
+    def averaged(self) -> list[str]:
+        """The metrics that returned one number for all rows in the last `measure`."""
+        return [metric.name for metric, _ in self._metrics if isinstance(metric, _FunctionMetric) and metric.averaged]
 
     def _add(self, name: str, metric: Any, which: int | None) -> None:
         if isinstance(metric, tuple) and len(metric) == 2 and isinstance(metric[0], int):
@@ -157,69 +168,57 @@ class Tally:
             for part, one in metric.items():
                 self._add(f"{name}_{part}", one, which)
         elif callable(metric):
-            self._metrics.append((_Function(name, metric, which), which))
+            self._metrics.append((_FunctionMetric(name, metric), which))
         else:
             raise InvalidSettingsError(
                 f"the metric {name} is neither a function of (output, label) nor a torchmetrics metric, but "
                 f"{type(metric).__name__}"
             )
 
-    def measure(self, measured: Measured, rows: int, into: torch.Tensor) -> Piece:
-        """Add a batch's sums to the float64 vector `into`; returns what else there is, {} if nothing."""
+    def measure(self, result: ForwardResult, rows: int, into: torch.Tensor) -> Piece:
+        """Add the sums of a forward pass to the float64 vector `into`.
+
+        Returns:
+            The states that cannot be added up, by metric; {} without any.
+        """
         numbers: list[float] = []
-        for value, count in zip(measured.sums, measured.counts, strict=True):
+        for value, count in zip(result.sums, result.counts, strict=True):
             numbers += (float(value.detach()), count)
         numbers.append(float(rows))
         piece: Piece = {}
         if self._metrics:
             with torch.no_grad():
-                outputs = tuple(output.detach() for output in measured.outputs)
+                outputs = tuple(output.detach() for output in result.outputs)
                 for metric, which in self._metrics:
-                    output, label = _chosen(metric.name, outputs, measured.labels, which)
+                    output, label = _chosen(metric.name, outputs, result.labels, which)
                     numbers += metric.update(output, label, rows)
-                    if metric.gathered:
-                        piece[metric.name] = metric.piece()
+                    if isinstance(metric, _Torchmetric) and metric.gathered:
+                        piece[metric.name] = metric.states()
         into[: self.width] += torch.tensor(numbers, dtype=torch.float64)
         return piece
 
     def logs(self, sums: Sums, pieces: Sequence[Piece], prefix: str = "") -> dict[str, float]:
-        """What the sums come to, by name; a metric of several values becomes several columns."""
-        losses = len(self.objective)
-        out = self.objective.means(sums[0 : 2 * losses : 2].tolist(), sums[1 : 2 * losses : 2].tolist())
-        rows = float(sums[2 * losses])
-        at = self._head
+        out = self._losses(sums)
+        at = self.rows_position + 1
         for metric, _ in self._metrics:
             own = [piece[metric.name] for piece in pieces if metric.name in piece]
-            value: Any = metric.value(sums[at : at + metric.width], rows, own)
+            value: Any = metric.value(sums[at : at + metric.width], self.rows(sums), own)
             at += metric.width
-            out.update(_columns(metric.name, value))
+            out.update(columns_of(metric.name, value))
         return {f"{prefix}{name}": value for name, value in out.items()}
 
-    def told(self, sums: Sums) -> dict[str, float]:
-        """The losses and the metrics that are plain functions: others have objects that the training thread uses."""
-        losses = len(self.objective)
-        out = self.objective.means(sums[0 : 2 * losses : 2].tolist(), sums[1 : 2 * losses : 2].tolist())
-        at = self._head
+    def live_logs(self, sums: Sums) -> dict[str, float]:
+        out = self._losses(sums)
+        at = self.rows_position + 1
         for metric, _ in self._metrics:
-            if isinstance(metric, _Function):
-                out[metric.name] = metric.value(sums[at : at + 1], float(sums[2 * losses]), ())
+            if isinstance(metric, _FunctionMetric):
+                out[metric.name] = metric.value(sums[at : at + 1], self.rows(sums), ())
             at += metric.width
         return out
 
-    @property
-    def averaged(self) -> list[str]:
-        """The metrics of which the last `measure` was given one number for all rows."""
-        return [metric.name for metric, _ in self._metrics if isinstance(metric, _Function) and metric.averaged]
-
-    def rows(self, sums: Sums) -> int:
-        return int(sums[2 * len(self.objective)])
-
-    def lost(self, sums: Any) -> float | None:
-        """A loss that is NaN or infinite; None: there is none."""
-        for loss in sums[0 : 2 * len(self.objective) : 2].tolist():
-            if not math.isfinite(loss):
-                return float(loss)
-        return None
+    def _losses(self, sums: Sums) -> dict[str, float]:
+        end = self.rows_position
+        return self._objective.means(sums[0:end:2].tolist(), sums[1:end:2].tolist())
 
 
 def _chosen(name: str, outputs: tuple[Any, ...], labels: tuple[Any, ...], which: int | None) -> tuple[Any, Any]:
@@ -228,11 +227,3 @@ def _chosen(name: str, outputs: tuple[Any, ...], labels: tuple[Any, ...], which:
     if which is not None:
         return outputs[which], labels[which]
     return (outputs[0] if len(outputs) == 1 else outputs), (labels[0] if len(labels) == 1 else labels)
-
-
-def _columns(name: str, value: Any) -> dict[str, float]:
-    if isinstance(value, Mapping):
-        return {f"{name}_{key}": float(one) for key, one in value.items()}
-    if isinstance(value, torch.Tensor) and value.numel() > 1:
-        return {f"{name}_{at}": number for at, number in enumerate(value.reshape(-1).tolist())}
-    return {name: float(value)}

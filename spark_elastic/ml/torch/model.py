@@ -14,7 +14,7 @@ from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.serving import Predictor
-from spark_elastic.ml.torch import safe_objects, serialization
+from spark_elastic.ml.torch import serialization
 
 _WEIGHTS = "weights.pt"
 _ARCHITECTURE = "architecture"
@@ -22,10 +22,12 @@ _T = TypeVar("_T", bound="ElasticTorchModel")
 
 
 class ElasticTorchModel(ElasticModel):
-    """What `ElasticTorchEstimator.fit` returns: `transform` appends the outputs of the trained module.
+    """The result of `ElasticTorchEstimator.fit`: `transform` appends the outputs of the trained module.
 
-    module: the trained `torch.nn.Module`, on the CPU, in eval mode.
-    history: a row for each epoch. events: the membership timeline.
+    Attributes:
+        module: the trained `torch.nn.Module`, on the CPU, in eval mode.
+        history: the losses and metrics of the training, a row for each epoch.
+        events: the membership timeline of the training.
     """
 
     _module: torch.nn.Module | None = None
@@ -34,24 +36,30 @@ class ElasticTorchModel(ElasticModel):
     def module(self) -> torch.nn.Module:
         """The trained module, on the CPU, in eval mode. Not a copy."""
         if self._module is None:
-            raise InvalidSettingsError(f"this {type(self).__name__} was not made by a fit, and has no module")
+            raise InvalidSettingsError(
+                f"this {type(self).__name__} was not made by a fit or load, and has no module; call fit or load first"
+            )
         return self._module
 
     @classmethod
     def load(cls: type[_T], path: str, *, trusted: bool = False, module: torch.nn.Module | None = None) -> _T:
         """Load a model that was saved at `path`.
 
-        trusted: whether code that the files name may be run: needed for modules of your own classes.
-        module: of the same architecture; it is given the saved weights, and what the files say of the architecture is
-            not looked at. The way without trust.
-        Raises: CheckpointError: nothing of this kind is there, it is damaged, or it needs trust.
+        Args:
+            path: the path that `save` was given.
+            trusted: run code that the files name; needed for modules of your own classes.
+            module: a module of the same architecture, which is given the saved weights. The saved architecture is then
+                not read, so no trust is needed.
+
+        Raises:
+            CheckpointError: the path holds no such model, or a damaged one, or one that needs trust.
         """
         reader = cls.read().trusted(trusted)
         return reader.load(path) if module is None else reader.instead(architecture=module).load(path)
 
     @classmethod
     def _codec(cls) -> Codec:
-        return safe_objects
+        return serialization
 
     def _attach(self, module: torch.nn.Module, fitted: Fitted) -> None:
         self._module, self._fitted = module.eval(), fitted
@@ -61,19 +69,20 @@ class ElasticTorchModel(ElasticModel):
         return TorchSavedPredictor(self.module, device, self.getOrDefault("transform_threads"))
 
     def _files(self) -> dict[str, bytes]:
-        return {_WEIGHTS: serialization.dumps(self.module)}
+        return {_WEIGHTS: serialization.weights_to_bytes(self.module)}
 
     def _objects(self) -> dict[str, Any]:
         return {_ARCHITECTURE: serialization.hollow(self.module)}
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
         super()._restore(facts, files, objects)
-        self._module = serialization.fill(objects[_ARCHITECTURE], serialization.loads(files[_WEIGHTS])).eval()
+        weights = serialization.from_bytes(files[_WEIGHTS])
+        self._module = serialization.fill(objects[_ARCHITECTURE], weights).eval()
 
 
 @dataclass(frozen=True)
 class TorchSavedPredictor:
-    """A module on its way to the executors."""
+    """A module as it is sent to the executors."""
 
     module: torch.nn.Module
     device: str
@@ -90,7 +99,10 @@ class TorchSavedPredictor:
 
 
 class TorchPredictor:
-    """numpy in, numpy out. Raises: DataError: the module returns something other than tensors."""
+    """A module that predicts, from arrays by name to a list of arrays.
+
+    Raises DataError if an input is not an array or an output not a tensor.
+    """
 
     def __init__(self, module: torch.nn.Module, device: str) -> None:
         self._module = module
@@ -103,18 +115,19 @@ class TorchPredictor:
 
 
 def tensor_of(value: Any) -> torch.Tensor:
-    """An array as a tensor; its memory is shared where that is safe."""
+    """Return an array as a tensor, without a copy if the array is writable."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value if value.flags.writeable else value.copy())
-    raise DataError(f"the model can take arrays, not {type(value).__name__}; inference_fn has to make arrays of them")
+    raise DataError(f"the model takes arrays, not {type(value).__name__}; convert the values to arrays in inference_fn")
 
 
 def outputs_of(returned: Any) -> list[torch.Tensor]:
-    """What a module returned, as its outputs: a tensor, or several in a tuple, list or dict.
+    """Return the outputs of a module, which returned a tensor, or several in a tuple, list or dict.
 
-    Raises: DataError: anything else.
+    Raises:
+        DataError: the module returned something else.
     """
     values = list(returned.values()) if isinstance(returned, Mapping) else returned
     values = list(values) if isinstance(values, (tuple, list)) else [values]

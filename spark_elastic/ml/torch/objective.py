@@ -1,7 +1,7 @@
-"""What is minimised: losses as sums over rows, so that the ranks' shares add up to the batch's loss in any world.
+"""The losses of a module as sums over rows, so that the shares of all workers add up to the loss of the batch.
 
 A worker's gradient is that of (sum over its rows) / (rows of the whole batch). Gradients are then summed, not averaged,
-and neither the number of workers nor an uneven division of the last batch changes what a step does.
+so neither the number of workers nor an uneven division of the last batch changes a step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.preparation import FLOAT, INTEGER
 from spark_elastic.ml.torch.batches import TorchBatch
 
-# What a loss says about its labels and about predictions.
+# --- known losses: how they read labels, and how a prediction follows from an output ---------------
 
 _OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
 _OF_CLASSES_FN = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
@@ -50,7 +50,7 @@ _OF_NUMBERS_FN = (
 
 
 def rule(loss: Any) -> str | None:
-    """How the loss makes a prediction of an output; None: it does not say. See the setting `prediction`."""
+    """Return how a prediction follows from an output of this loss, as of the setting `prediction`; None: unknown."""
     for name, classes, functions in (
         ("argmax", _OF_CLASSES, _OF_CLASSES_FN),
         ("binary_logit", _OF_LOGITS, _OF_LOGITS_FN),
@@ -63,10 +63,10 @@ def rule(loss: Any) -> str | None:
 
 
 def label_dtype(loss: Any) -> str | None:
-    """What a label that is one number has to be for this loss; None: whatever it is.
+    """Return the type that a scalar label needs for this loss: INTEGER for class numbers, else FLOAT; None: unknown.
 
-    Spark ML's own stages, such as StringIndexer, give class numbers as doubles, and users compare integers with
-    numbers: both are told apart here, where it is known what they are for.
+    Spark ML's own stages, such as StringIndexer, give class numbers as doubles, and regression labels may be integers.
+    Only the loss tells the two apart.
     """
     found = rule(loss)
     return None if found is None else INTEGER if found == "argmax" else FLOAT
@@ -76,10 +76,19 @@ def is_loss(value: Any) -> bool:
     return isinstance(value, torch.nn.Module) or (callable(value) and not isinstance(value, type))
 
 
+# --- losses as sums -------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One forward pass. sums: of each loss over the rows, scalars with a graph. counts: what each sum is a mean over
-    (rows, or the sum of the class weights), of these rows alone."""
+class ForwardResult:
+    """The outputs and losses of one forward pass.
+
+    Attributes:
+        outputs: the outputs of the model.
+        labels: the labels, in the shapes that the losses have seen.
+        sums: the sum of each loss over the rows: scalars with a graph.
+        counts: the denominator of each sum's mean: the rows, or the sum of the class weights of these rows.
+    """
 
     outputs: tuple[torch.Tensor, ...]
     labels: tuple[torch.Tensor, ...]
@@ -87,7 +96,7 @@ class Measured:
     counts: list[float]
 
 
-class Term:
+class LossTerm:
     """One loss of one output and one label, as a sum over rows.
 
     Without sample weights a loss may return the mean over the rows, or a value for each row, or, if it says so by
@@ -98,12 +107,12 @@ class Term:
         self.name = getattr(loss, "__name__", type(loss).__name__)
         self.is_sum = getattr(loss, "reduction", "mean") == "sum"
         self.normalised = _divides_by_class_weights(loss)
-        """The mean is not over rows: class weights, or labels that do not count. What it divides by follows from the
+        """The mean is not over rows, because of class weights or ignored labels. Its denominator is a sum over the
         labels of the whole batch, see `count`."""
         kind = rule(loss)
         self.of_classes = kind == "argmax"
         self.of_numbers = kind is not None and not self.of_classes
-        """Whether labels are to have the output's shape; own functions, of which neither is known, see to it."""
+        """Labels are numbers, and take the output's shape. A user's own function does this itself."""
         self._loss = loss
         if weighted:
             self._loss = _with_reduction(loss, "none") or loss
@@ -111,9 +120,9 @@ class Term:
             self._loss = _with_reduction(loss, "sum") or loss
 
     def count(self, label: torch.Tensor) -> float:
-        """What these rows add to the denominator of a normalised loss."""
+        """Return what these rows add to the denominator of a normalised loss."""
         loss: Any = self._loss
-        if label.is_floating_point():  # a probability of each class: torch divides by the rows then
+        if label.is_floating_point():  # a probability for each class, for which torch divides by the rows
             return float(label.numel() // label.shape[1])
         counted = label[label != loss.ignore_index]
         return float(counted.numel() if loss.weight is None else loss.weight[counted].sum())
@@ -121,7 +130,7 @@ class Term:
     def __call__(
         self, output: torch.Tensor, label: torch.Tensor, weights: torch.Tensor | None, rows: int
     ) -> torch.Tensor:
-        """Raises: DataError: the loss does not return what it has to."""
+        """Return the sum of the loss over the rows; raise DataError if the loss returned a wrong shape."""
         value: torch.Tensor = self._loss(output, label)
         if weights is not None:
             if value.dim() == 0 or value.shape[0] != rows:
@@ -141,10 +150,14 @@ class Objective:
     """The losses of a training and their weights.
 
     Args:
-        loss: one, or one for each label.
-        labels: how many there are.
+        loss: one loss, or one for each label; None with `train_fn`.
+        train_fn: the user's function of that setting.
+        labels: the number of labels.
+        weighted: whether the dataset has sample weights.
+        loss_weights: factors of the losses.
 
-    Raises: InvalidSettingsError: the numbers of losses, weights and labels do not fit.
+    Raises:
+        InvalidSettingsError: the numbers of losses, weights and labels do not match.
     """
 
     def __init__(
@@ -157,13 +170,13 @@ class Objective:
         loss_weights: Sequence[float] | None = None,
     ) -> None:
         self._train_fn = train_fn
-        self.terms: list[Term] = []
+        self.terms: list[LossTerm] = []
         if train_fn is None:
             several = isinstance(loss, Sequence)
             losses: Any = loss if several else [loss] * max(1, labels)
             if labels and len(losses) != labels:
                 raise InvalidSettingsError(f"{len(losses)} losses were given for {labels} labels")
-            self.terms = [Term(one, weighted) for one in losses]
+            self.terms = [LossTerm(one, weighted) for one in losses]
         count = len(self.terms) or 1
         self.weights = list(loss_weights or [1.0] * count)
         if len(self.weights) != count:
@@ -177,16 +190,16 @@ class Objective:
         return any(term.normalised for term in self.terms)
 
     def counts(self, parts: Sequence[TorchBatch]) -> list[float]:
-        """What this worker's rows add to the denominators of the normalised losses; 0 for the others."""
+        """Return what this worker's rows add to the denominators of the normalised losses; 0 for the others."""
         return [
             sum(term.count(part.labels[at]) for part in parts) if term.normalised else 0.0
             for at, term in enumerate(self.terms)
         ]
 
-    def measure(self, model: torch.nn.Module, batch: TorchBatch) -> Measured:
-        """The forward pass. Raises: DataError: outputs and losses do not fit."""
+    def forward(self, model: torch.nn.Module, batch: TorchBatch) -> ForwardResult:
+        """Run the forward pass and the losses; raise DataError if outputs and losses do not match."""
         if self._train_fn is not None:
-            return self._measure_by_hook(model, batch)
+            return self._forward_by_train_fn(self._train_fn, model, batch)
         outputs = _outputs(model(*batch.inputs))
         labels = batch.labels
         if len(outputs) < len(self.terms):
@@ -204,20 +217,25 @@ class Objective:
             except IndexError as error:
                 raise DataError(_out_of_range(term, at, label, outputs[at], error)) from error
             counts.append(term.count(label) if term.normalised else float(batch.rows))
-        return Measured(outputs, labels, sums, counts)
+        return ForwardResult(outputs, labels, sums, counts)
 
-    def _measure_by_hook(self, model: torch.nn.Module, batch: TorchBatch) -> Measured:
-        assert self._train_fn is not None
-        returned = self._train_fn(model, batch)
+    def _forward_by_train_fn(self, train_fn: Any, model: torch.nn.Module, batch: TorchBatch) -> ForwardResult:
+        returned = train_fn(model, batch)
         loss, outputs = returned if isinstance(returned, tuple) else (returned, ())
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise DataError(f"train_fn must return a loss of one value, or (loss, outputs), not {returned!r:.200}")
-        return Measured(_outputs(outputs), batch.labels, [loss.reshape(()) * batch.rows], [float(batch.rows)])
+        return ForwardResult(_outputs(outputs), batch.labels, [loss.reshape(()) * batch.rows], [float(batch.rows)])
 
-    def share(self, measured: Measured, global_rows: int, global_counts: Sequence[float]) -> torch.Tensor:
-        """This worker's part of the batch's loss: scalar, to call `backward` on. The parts of all add up to it."""
+    def share(self, result: ForwardResult, global_rows: int, global_counts: Sequence[float]) -> torch.Tensor:
+        """Return this worker's share of the batch's loss, a scalar for `backward`; the shares of all add up to it.
+
+        Args:
+            result: the forward pass of this worker's rows.
+            global_rows: the rows of the whole batch.
+            global_counts: the denominators of the normalised losses over the whole batch.
+        """
         total: Any = 0.0
-        for at, (weight, value) in enumerate(zip(self.weights, measured.sums, strict=True)):
+        for at, (weight, value) in enumerate(zip(self.weights, result.sums, strict=True)):
             term = self.terms[at] if self.terms else None
             if term is None or not (term.is_sum or term.normalised):
                 divisor = float(global_rows)
@@ -230,26 +248,33 @@ class Objective:
         return total
 
     def means(self, sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
-        """For the history: "loss", and with several losses "loss_0", ... by their places."""
+        """Return the columns of the history: "loss", and with several losses also "loss_0", "loss_1", ..."""
         each = [value / count if count else float("nan") for value, count in zip(sums, counts, strict=True)]
         total = sum(weight * value for weight, value in zip(self.weights, each, strict=True))
         return {"loss": total, **({f"loss_{at}": value for at, value in enumerate(each)} if len(each) > 1 else {})}
 
 
 def shaped_like(label: torch.Tensor, output: torch.Tensor, of_numbers: bool = False) -> torch.Tensor:
-    """Labels that are numbers, in the output's shape if they are as many: [rows] against [rows, 1] would be broadcast
-    to [rows, rows], which no loss complains about. of_numbers: integers are numbers, too."""
+    """Give labels that are numbers the output's shape, if both have as many values.
+
+    [rows] against [rows, 1] would be broadcast to [rows, rows], which no loss reports as an error.
+
+    Args:
+        label: the labels; integers are class numbers unless `of_numbers`.
+        output: the output that they are compared with.
+        of_numbers: the loss compares numbers, so integers are numbers too.
+    """
     numbers = of_numbers or label.is_floating_point()
     if numbers and label.shape != output.shape and label.numel() == output.numel():
         return label.view(output.shape)
     return label
 
 
-def _out_of_range(term: Term, at: int, label: torch.Tensor, output: torch.Tensor, error: Exception) -> str:
+def _out_of_range(term: LossTerm, at: int, label: torch.Tensor, output: torch.Tensor, error: Exception) -> str:
     if not term.of_classes or not label.numel():
         return f"{term.name} of label_{at}: {error}"
     return (
-        f"{term.name}: label_{at} (the label column at place {at}) has values from {label.min().item()} to "
+        f"{term.name}: label_{at} (label column number {at}, from 0) has values from {label.min().item()} to "
         f"{label.max().item()} in this batch, and output {at} is of shape {tuple(output.shape)}: {error}"
     )
 
@@ -261,7 +286,7 @@ def _outputs(value: Any) -> tuple[Any, ...]:
 
 
 def _of_rows(value: torch.Tensor, sums: bool) -> torch.Tensor:
-    """[rows, ...] -> [rows]."""
+    """Reduce values of shape [rows, ...] to shape [rows], by their sum or mean."""
     if value.dim() == 1:
         return value
     flat = value.flatten(1)
@@ -275,7 +300,7 @@ def _divides_by_class_weights(loss: Any) -> bool:
 
 
 def _with_reduction(loss: Any, reduction: str) -> Callable[..., Any] | None:
-    """The same loss with another reduction; None if it has none that could be chosen."""
+    """Return the same loss with another reduction; None if its reduction cannot be chosen."""
     if isinstance(loss, torch.nn.Module) and hasattr(loss, "reduction"):
         other: Any = copy.copy(loss)
         other.reduction = reduction

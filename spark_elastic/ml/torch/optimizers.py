@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate scheduler, from what the user gave."""
+"""Build the optimizer and its learning rate schedule from the user's settings."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from spark_elastic.ml.torch.spec import TorchTraining
 
 
 def build_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The instance itself, or what a class or function makes of the model's parameters.
+    """Return the optimizer that was given, or that a class or function makes of the model's parameters.
 
-    Raises: InvalidSettingsError: it is for other parameters than the model's, or no optimizer, or one that evaluates
-        the loss several times a step.
+    Raises:
+        InvalidSettingsError: the result is not an optimizer, has parameters of another model, or evaluates the loss
+            several times a step.
     """
     params = list(model.parameters())
     if not params:
@@ -28,7 +29,10 @@ def build_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer
             f"it gave {type(optimizer).__name__}"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise InvalidSettingsError("LBFGS evaluates the loss several times a step, which batches do not allow")
+        raise InvalidSettingsError(
+            "LBFGS evaluates the loss several times a step, which a training by batches does not allow; choose another "
+            "optimizer"
+        )
     own = {id(param) for param in model.parameters()}
     foreign = sum(id(param) not in own for group in optimizer.param_groups for param in group["params"])
     if foreign:
@@ -39,8 +43,15 @@ def build_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer
     return optimizer
 
 
-class Schedule:
-    """A learning rate scheduler and when it steps."""
+class LearningRateSchedule:
+    """The learning rate scheduler of a training, and when it steps.
+
+    Attributes:
+        scheduler: torch's scheduler; None: the learning rate is constant.
+
+    Raises:
+        InvalidSettingsError: the scheduler does not go with the optimizer or the other settings.
+    """
 
     def __init__(self, training: TorchTraining, optimizer: torch.optim.Optimizer) -> None:
         given = training.lr_scheduler
@@ -48,7 +59,7 @@ class Schedule:
         if given is not None and (isinstance(given, type) or not hasattr(given, "step")):
             self.scheduler = given(optimizer)
         if self.scheduler is not None and not hasattr(self.scheduler, "state_dict"):
-            raise InvalidSettingsError(f"lr_scheduler is {type(self.scheduler).__name__}, which is no scheduler")
+            raise InvalidSettingsError(f"lr_scheduler is {type(self.scheduler).__name__}, which is not a scheduler")
         own = getattr(self.scheduler, "optimizer", optimizer)
         if own is not optimizer:
             raise InvalidSettingsError(
@@ -73,7 +84,7 @@ class Schedule:
             self._step()
 
     def after_epoch(self, logs: Mapping[str, float]) -> None:
-        """Raises: InvalidSettingsError: the logs do not have what the scheduler follows."""
+        """Step by epoch; raise InvalidSettingsError if the logs do not have the monitored column."""
         if self.scheduler is None or self._by_step:
             return
         if not self._plateau:
@@ -89,8 +100,8 @@ class Schedule:
             return
         self._stepped = True
         with warnings.catch_warnings():
-            # The optimizer that steps is another instance, with the same parameter groups, than the one that the
-            # scheduler watches; so torch's advice at its first step, on the order of the two calls, is void.
+            # The scheduler watches the user's optimizer; the distributed optimizer with the same parameter groups
+            # steps. So torch warns at the first step that the scheduler steps before its optimizer: a false alarm.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.*")
             warnings.filterwarnings("ignore", message=".*optimizer.step.*")
             self.scheduler.step(*args)

@@ -1,44 +1,65 @@
-"""A module without its weights, and a module's weights without it: what a saved model consists of."""
+"""PyTorch objects as bytes and back: tensors, modules without their weights, and settings that need no trust.
+
+Everything is a file of `torch.save`, read by its restricted loader (`weights_only=True`), which runs no code that the
+file names. `dumps`, `loads` and `pickled` are the `Codec` with which estimators and models are saved: the loader then
+also accepts the classes of `torch.nn`, `torch.optim` and this package's callbacks.
+"""
 
 from __future__ import annotations
 
+import builtins
+import collections
 import copy
+import importlib
 import io
 import numbers
+import pickletools
+import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import cloudpickle
 import torch
 
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml import trust
 
-# Tensors and plain values as bytes, and back: what files of torch can hold that cannot run code when they are read.
+# --- tensors and plain values ---------------------------------------------------------------------
 
 
 def to_bytes(value: Any) -> bytes:
-    """By `torch.save`; for `from_bytes`, or `torch.load(weights_only=True)`."""
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
+    """Return tensors and plain values as a file of `torch.save`, for `from_bytes`."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
 
 
 def from_bytes(data: bytes) -> Any:
-    """Raises: CheckpointError: not tensors and plain values, or this version of torch could be made to run code."""
+    """Load what `to_bytes` has written.
+
+    Raises:
+        CheckpointError: the file is damaged, holds more than tensors and plain values, or is read by a version of torch
+            whose restricted loader is not safe.
+    """
     trust.TORCH.check(torch.__version__)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"not what torch.save has written of tensors and plain values: {error}") from error
+        why = str(error).partition("\n")[0]
+        raise CheckpointError(f"not what torch.save has written of tensors and plain values: {why}") from error
 
 
 def detached(value: Any, where: str, copy: bool = True) -> Any:
-    """A copy on the CPU that later steps do not reach, of types that loading cannot run code with.
+    """Copy a value to the CPU, so that later steps do not change it.
 
-    copy: False: only look whether it can be done; what is returned shares the tensors.
+    Args:
+        value: tensors and plain values in dicts and lists.
+        where: the name of the value, for the error.
+        copy: False checks only; what is returned shares the tensors.
 
-    Raises: CheckpointError: there is something else in it; `where` says in what.
+    Raises:
+        CheckpointError: the value holds something that cannot be loaded without running code.
     """
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True) if copy else value
@@ -50,7 +71,7 @@ def detached(value: Any, where: str, copy: bool = True) -> Any:
         return float(value)
     if isinstance(value, OrderedDict):
         return OrderedDict((key, detached(one, f"{where}.{key}", copy)) for key, one in value.items())
-    if isinstance(value, Counter):  # of learning rate milestones
+    if isinstance(value, Counter):  # milestones of a learning rate scheduler
         return Counter({key: int(one) for key, one in value.items()})
     if isinstance(value, Mapping):
         return {key: detached(one, f"{where}.{key}", copy) for key, one in value.items()}
@@ -63,16 +84,26 @@ def detached(value: Any, where: str, copy: bool = True) -> Any:
     )
 
 
+def weights_to_bytes(module: torch.nn.Module) -> bytes:
+    """Return the module's `state_dict`, on the CPU, as a file for `from_bytes`."""
+    weights = module.state_dict()
+    return to_bytes({k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in weights.items()})
+
+
+# --- modules without weights ----------------------------------------------------------------------
+
+
 def hollow(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy whose weights are all zero and take no room: one number each, whatever their shape."""
+    """Return a copy whose weights are zeros that take no memory: one number each, expanded to the shape."""
     weights = [each for each in module.state_dict(keep_vars=True).values() if isinstance(each, torch.Tensor)]
     return copy.deepcopy(module, {id(weight): _hollow_tensor(weight) for weight in weights})
 
 
 def fill(module: torch.nn.Module, weights: dict[str, Any]) -> torch.nn.Module:
-    """Give a module these weights; it may be hollow. Tensors stay the same objects: layers may refer to them twice.
+    """Load weights into a module, which may be hollow. Tensors stay the same objects: layers may share them.
 
-    Raises: CheckpointError: they belong to another architecture.
+    Raises:
+        CheckpointError: the weights belong to another architecture.
     """
     for tensor in module.state_dict(keep_vars=True).values():
         if isinstance(tensor, torch.Tensor) and tensor.numel() > 1 and 0 in tensor.stride():
@@ -84,26 +115,78 @@ def fill(module: torch.nn.Module, weights: dict[str, Any]) -> torch.nn.Module:
     return module
 
 
-def dumps(module: torch.nn.Module) -> bytes:
-    """The module's `state_dict`, on the CPU, as a file of torch.save."""
-    file = io.BytesIO()
-    weights = module.state_dict()
-    torch.save({k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in weights.items()}, file)
-    return file.getvalue()
-
-
-def loads(file: bytes) -> dict[str, Any]:
-    """Raises: CheckpointError: damaged, more than tensors, or this version of torch could be made to run code."""
-    trust.TORCH.check(torch.__version__)
-    try:
-        weights: dict[str, Any] = torch.load(io.BytesIO(file), weights_only=True, map_location="cpu")
-    except Exception as error:
-        raise CheckpointError(f"the saved weights cannot be loaded: {str(error).partition(chr(10))[0]}") from error
-    return weights
-
-
 def _hollow_tensor(tensor: torch.Tensor) -> torch.Tensor:
     zero = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(zero, requires_grad=tensor.requires_grad)
     return zero
+
+
+# --- settings: the codec --------------------------------------------------------------------------
+
+SUFFIX = "pt"
+_CLASSES_OF = ("torch.nn.modules.", "torch.optim.", "spark_elastic.ml.callbacks")
+_FUNCTIONS_OF = ("torch.nn.functional",)
+_PLAIN = {
+    ("__builtin__", "dict"): builtins.dict,
+    ("builtins", "dict"): builtins.dict,
+    ("collections", "defaultdict"): collections.defaultdict,
+}
+
+
+def dumps(value: Any) -> bytes | None:
+    """Return the value as a file that `loads` accepts; None if it needs a pickle."""
+    try:
+        file = to_bytes(value)
+        loads(file)
+    except Exception:  # the caller pickles what cannot be written, or not be loaded again
+        return None
+    return file
+
+
+def loads(file: bytes) -> Any:
+    """Load what `dumps` has written.
+
+    Raises:
+        CheckpointError: the file is damaged, names a class or function that is not accepted, or is read by a version of
+            torch whose restricted loader is not safe.
+    """
+    trust.TORCH.check(torch.__version__)
+    try:
+        needed = [_accepted(module, name) for module, name in _names_in(file)]
+    except (zipfile.BadZipFile, KeyError, StopIteration) as error:
+        raise CheckpointError(f"not a file of torch.save: {error}") from None
+    try:
+        with torch.serialization.safe_globals([each for each in needed if each is not None]):
+            return torch.load(io.BytesIO(file), weights_only=True, map_location="cpu")
+    except Exception as error:
+        why = str(error).partition("\n")[0]
+        raise CheckpointError(f"cannot be loaded without trust, by torch {torch.__version__}: {why}") from error
+
+
+def pickled(value: Any) -> bytes:
+    """Return a pickle of a value that needs trust."""
+    return cloudpickle.dumps(value)  # type: ignore[no-any-return]
+
+
+def _names_in(file: bytes) -> Iterator[tuple[str, str]]:
+    """Yield (module, name) of everything that the pickle within the file refers to."""
+    with zipfile.ZipFile(io.BytesIO(file)) as archive:
+        pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name == "GLOBAL":
+            module, _, name = str(argument).partition(" ")
+            yield module, name
+
+
+def _accepted(module: str, name: str) -> Any:
+    """Return the object if it is on our list; None leaves the decision to torch's own list."""
+    if (module, name) in _PLAIN:
+        return _PLAIN[module, name]
+    if not f"{module}.".startswith((*_CLASSES_OF, *_FUNCTIONS_OF)):
+        return None
+    found = getattr(importlib.import_module(module), name, None)
+    home = f"{getattr(found, '__module__', '')}."
+    if isinstance(found, type) and home.startswith(_CLASSES_OF):
+        return found
+    return found if callable(found) and module in _FUNCTIONS_OF and home.startswith(_FUNCTIONS_OF) else None

@@ -1,4 +1,4 @@
-"""Everything that a worker needs to know of a training. The estimator fills it in; `training.train` does it."""
+"""The settings of one training of a module, as the estimator sends them to every worker."""
 
 from __future__ import annotations
 
@@ -14,26 +14,31 @@ if TYPE_CHECKING:
     import torch
 
 MODEL_FILE = "model.pt"
-"""In the run's store: the `state_dict` of the trained model, for `torch.load(..., weights_only=True)`."""
+"""The file in the run's store with the `state_dict` of the trained model, for `torch.load(..., weights_only=True)`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TorchTraining(Training):
-    """One training of a module; it is pickled as a whole: so a model and an optimizer instance keep their parameters in
-    common. What is not said here is said in `Training`.
+    """One training of a PyTorch module; `Training` describes the settings that every framework has.
 
-    model: on the CPU.
-    optimizer: an instance on the model's parameters, a class, or a function of the parameters that returns one.
-    loss: of (output, label); one, or one for each label. None: `train_fn` computes it.
-    loss_weights: by which the losses are multiplied before they are added up.
-    train_fn: (model, TorchBatch) -> loss, or (loss, outputs), where metrics are to see the outputs. The loss is a mean
-        over the rows of this batch. Also used for validation, without gradients and in eval mode.
-    metrics: by name: a function of (output, label) that returns a mean over the rows, or a value for each row; or a
-        torchmetrics metric. With several outputs both are tuples; (index, metric) means one of them.
-    lr_scheduler: an instance on the optimizer, or a function of the optimizer that returns one. scheduler_interval:
-        "epoch" or "step"; one that takes a metric (ReduceLROnPlateau) steps every epoch with scheduler_monitor.
-    callbacks: run in every worker, in this order.
-    device: "cpu", "cuda" (that of the local rank), "cuda:1", ... None: cuda where there is one.
+    It is pickled as a whole, so that the model and an optimizer instance still share the parameters in a worker.
+
+    Attributes:
+        model: the module, on the CPU.
+        optimizer: an instance on the model's parameters, a class, or a function of the parameters that returns one.
+        loss: a function of (output, label), or one for each label. None: `train_fn` computes the loss.
+        loss_weights: factors of the losses in the total loss.
+        train_fn: a function of (model, TorchBatch) that returns the loss, or (loss, outputs) if metrics need the
+            outputs. The loss is a mean over the rows of the batch. It is also called for validation, without gradients
+            and in eval mode.
+        metrics: metrics by name. Each is a torchmetrics metric, or a function of (output, label) that returns the mean
+            over the rows or a value for each row. With several outputs, output and label are tuples; give
+            (index, metric) for a metric of one output.
+        lr_scheduler: an instance on the optimizer, or a function of the optimizer that returns one.
+        scheduler_interval: "epoch" or "step": when the scheduler steps. ReduceLROnPlateau steps every epoch.
+        scheduler_monitor: the column of the history that ReduceLROnPlateau follows.
+        callbacks: callbacks, which run in every worker in this order.
+        device: "cpu", "cuda" (the GPU of the local rank), "cuda:1", ... None: a GPU where there is one.
     """
 
     model: torch.nn.Module
@@ -48,10 +53,10 @@ class TorchTraining(Training):
     callbacks: Sequence[Callback] = ()
 
     def __post_init__(self) -> None:
-        Training.__post_init__(self)  # super() does not work in a class with slots
+        Training.__post_init__(self)  # super() does not work in a dataclass with slots
         if (self.loss is None) == (self.train_fn is None):
             raise InvalidSettingsError("give either loss or train_fn")
         if self.loss_weights is not None and self.loss is None:
-            raise InvalidSettingsError("loss_weights need losses; a train_fn adds its own up")
+            raise InvalidSettingsError("loss_weights need losses; with train_fn, weigh the losses in that function")
         if self.scheduler_interval not in ("epoch", "step"):
             raise InvalidSettingsError(f'scheduler_interval must be "epoch" or "step", not {self.scheduler_interval!r}')

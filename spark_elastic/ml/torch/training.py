@@ -1,4 +1,4 @@
-"""The training of a module, as it runs in every worker: put together here, done in `ml.training`."""
+"""Train a module in a worker: put the parts together here; `ml.training` runs the phases."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from spark_elastic.collective.process import process
 from spark_elastic.elastic.steps import LoopWatch
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.preparation import WEIGHT
-from spark_elastic.ml.torch.batch_norm import synchronise
-from spark_elastic.ml.torch.engine import TorchEngine
-from spark_elastic.ml.torch.metrics import Tally
+from spark_elastic.ml.torch.engine import TorchEngine, synchronise
+from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.objective import Objective
-from spark_elastic.ml.torch.optimizers import Schedule, build_optimizer
+from spark_elastic.ml.torch.optimizers import LearningRateSchedule, build_optimizer
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.columns import LABEL
 from spark_elastic.ml.training.engine import TrainingState
@@ -25,29 +24,35 @@ from spark_elastic.ml.training.saving import CallbackStates, CheckpointSchedule
 from spark_elastic.ml.training.spec import TrainingResult
 from spark_elastic.ml.training.trainer import Trainer
 from spark_elastic.torch.elastic.handlers import handler_for
-from spark_elastic.torch.elastic.state import TorchSteps
+from spark_elastic.torch.elastic.state import TorchOptimizerSteps
 
 log = logging.getLogger("spark_elastic.ml")
 
 
 def train(training: TorchTraining) -> TrainingResult:
-    """Do a training; to be run in the workers of a job, `spark_elastic.run(train, (training,))`.
+    """Train a module; run it in the workers of a job: `spark_elastic.run(train, (training,))`.
 
-    The trained model lies in `training.store` as `spec.MODEL_FILE` when this returns. Outside of a job it is done in
-    this process alone.
+    Outside of a job this process trains alone. When it returns, the trained model is in `training.store`, in the file
+    `spec.MODEL_FILE`.
 
     Raises:
-        InvalidSettingsError, DataError: model, losses, metrics, optimizer and data do not fit together.
+        InvalidSettingsError: model, losses, metrics and optimizer do not go together.
+        DataError: they do not go with the data.
         CheckpointError: `resume_from` cannot be used.
     """
     hvd.init()
-    return _assemble(training).run()
+    return assemble(training).run()
 
 
 def objective_of(training: TorchTraining, device: torch.device | None = None) -> Objective:
-    """device: where the class weights and the like of losses are to be.
+    """Build the losses of a training.
 
-    Raises: InvalidSettingsError: losses, weights and labels do not fit.
+    Args:
+        training: the settings.
+        device: where to move the losses' tensors, such as class weights; None: leave them.
+
+    Raises:
+        InvalidSettingsError: the numbers of losses, weights and labels do not match.
     """
     if device is not None:
         for loss in training.loss if isinstance(training.loss, Sequence) else [training.loss]:
@@ -63,7 +68,8 @@ def objective_of(training: TorchTraining, device: torch.device | None = None) ->
     )
 
 
-def _assemble(training: TorchTraining) -> Trainer:
+def assemble(training: TorchTraining) -> Trainer:
+    """Build the trainer of this worker; raise as `train` does."""
     device = hvd.device(training.device)
     model = training.model.to(device)
     if training.sync_batch_norm:
@@ -71,17 +77,17 @@ def _assemble(training: TorchTraining) -> Trainer:
     optimizer = build_optimizer(training.optimizer, model)
     if training.compression != "none" and hvd.size() == 1 and not process.provisional:
         log.info("gradient_compression has no effect in a world of one worker")
-    schedule = Schedule(training, optimizer)
+    schedule = LearningRateSchedule(training, optimizer)
     callbacks = [*training.callbacks, *training.plan_callbacks()]
     check_one_best(callbacks)
     best = None
     if any(callback.restores_best for callback in callbacks):
         best = copy.deepcopy(model).requires_grad_(False)
     objective = objective_of(training, device)
-    tally = Tally(objective, training.metrics)
+    metrics = TorchMetricAccumulator(objective, training.metrics)
     distributed = hvd.DistributedOptimizer(
         optimizer,
-        named_parameters=_named(model, optimizer),
+        named_parameters=_trained_parameters(model, optimizer),
         compression=getattr(hvd.Compression, training.compression),
         backward_passes_per_step=training.accumulation,
         op=hvd.Sum,
@@ -92,11 +98,11 @@ def _assemble(training: TorchTraining) -> Trainer:
         optimizer=distributed,
         best=best,
         objective=objective,
-        tally=tally,
+        metrics=metrics,
         schedule=schedule,
         device=device,
     )
-    checkpoints = CheckpointSchedule(training, engine, callbacks, tally.names)
+    checkpoints = CheckpointSchedule(training, engine, callbacks, metrics.names)
     at = checkpoints.first_progress()
     values = {
         "model": model,
@@ -106,10 +112,12 @@ def _assemble(training: TorchTraining) -> Trainer:
         "callbacks": CallbackStates(callbacks),
         "at": at,
     }
-    state = TrainingState(handler_for, LoopWatch, TorchSteps, values)
+    state = TrainingState(handler_for, LoopWatch, TorchOptimizerSteps, values)
     return Trainer(training, engine=engine, state=state, callbacks=callbacks, checkpoints=checkpoints)
 
 
-def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
+def _trained_parameters(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> list[tuple[str, torch.nn.Parameter]]:
     trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
     return [(name, param) for name, param in model.named_parameters() if id(param) in trained]

@@ -1,23 +1,34 @@
-"""Checks of a training on the driver, before any worker starts, whatever framework it is for."""
+"""Checks of a training on the driver, before any worker starts; the same for every framework.
+
+`ml.torch.dry_run` and `ml.keras.dry_run` do one step of a copy of the training on its first rows, with these checks
+around it.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import cloudpickle
 
+from spark_elastic.data.reader import Batch, resolve_order
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError, SparkElasticError
 from spark_elastic.ml.callbacks import Callback, Monitor
+from spark_elastic.ml.datasets import model_inputs
 from spark_elastic.ml.outputs import OutputShape
+from spark_elastic.ml.training.columns import reshaped
 from spark_elastic.ml.training.saving import callback_states
 from spark_elastic.ml.training.spec import Training
 from spark_elastic.reporting.history import FACTS
 
 log = logging.getLogger("spark_elastic.ml")
+
+ROWS = 4
+"""The number of rows that the step of a dry run takes."""
 
 T = TypeVar("T", bound=Training)
 
@@ -53,31 +64,44 @@ class UserCodeContext:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is None or not isinstance(error, Exception) or isinstance(error, InvalidSettingsError):
             return
         seen = ", ".join(f"{name} {describe_tensor(value)}" for name, value in self._tensors.items())
         reason = str(error) if isinstance(error, SparkElasticError) else f"{type(error).__name__}: {error}"
         raise DataError(
-            f"{self._subject} cannot deal with the first {self._rows} rows: {reason}\nThe tensors were: {seen}. What "
-            "does not fit can be changed by input_dtypes, input_shapes, label_shapes, the columns' types or a "
+            f"{self._subject} cannot deal with the first {self._rows} rows: {reason}\nThe tensors were: {seen}. "
+            "Change what does not fit with input_dtypes, input_shapes, label_shapes, the columns' types or a "
             "transformation_fn"
         ) from error
 
 
 def describe_tensor(value: Any) -> str:
-    """Return type and shape of a tensor or array, and the class name of anything else."""
+    """Return the type and shape of a tensor or array; the class name of anything else."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         dtype = getattr(value.dtype, "name", str(value.dtype)).removeprefix("torch.")
         return f"{dtype} {list(value.shape)}"
     return type(value).__name__
 
 
+@contextmanager
+def optimizer_errors(optimizer: Any, variables: str) -> Iterator[None]:
+    """Turn an error of the optimizer's step into an InvalidSettingsError that names the optimizer."""
+    try:
+        yield
+    except Exception as error:
+        raise InvalidSettingsError(
+            f"{type(optimizer).__name__} cannot change the model's {variables}: {type(error).__name__}: {error}"
+        ) from error
+
+
 def round_trip_pickle(training: T) -> T:
-    """Return a copy, pickled as a whole as it will be sent to workers, since its objects may refer to one another.
+    """Return a copy made by pickling the training as a whole, as it is sent to the workers.
+
+    One pickle for all of it, because its parts may share objects: the optimizer refers to the model's parameters.
 
     Raises:
-        NotPicklableError: It cannot be pickled; names the setting.
+        NotPicklableError: names the setting that cannot be pickled.
     """
     try:
         return cloudpickle.loads(cloudpickle.dumps(training))  # type: ignore[no-any-return]
@@ -94,41 +118,81 @@ def round_trip_pickle(training: T) -> T:
         raise NotPicklableError(f"the training cannot be sent to the workers: {error}") from error
 
 
+def check_order(training: Training) -> None:
+    """Raise InvalidSettingsError if the order of the rows does not go with the other settings."""
+    resolve_order(training.dataset, order=training.order, shuffle=training.shuffle, cache_bytes=training.cache_bytes)
+
+
 def check_metric_names(metrics: Iterable[str]) -> None:
-    """Raise `InvalidSettingsError` if a metric has the name of another column of the history."""
+    """Raise InvalidSettingsError if a metric has the name of another column of the history."""
     for name in metrics:
         if name in (*FACTS, "loss") or name.startswith("val_"):
-            raise InvalidSettingsError(f"a metric cannot be called {name!r}: the history has a column of that name")
+            raise InvalidSettingsError(
+                f"a metric cannot be called {name!r}: the history has a column of that name; choose another"
+            )
 
 
 def warn_of_averaged_metrics(metrics: Sequence[str], alternative: str) -> None:
-    """Warn of metrics that are functions which return one number for all rows that they are given."""
+    """Warn of metrics that return one number for all rows they are given, because these numbers are averaged.
+
+    Args:
+        metrics: the names of these metrics.
+        alternative: the kind of metric that is exact.
+    """
     if metrics:
         log.warning(
             "the metric %s returns one number for the rows that it is given, which are a worker's share of a batch; "
-            "these numbers are averaged, each by its rows. That is right for a mean over rows, such as an accuracy, "
-            "and wrong for what is not one: AUC, F1, a root of a mean. Return a value for each row, or use %s",
+            "these numbers are averaged, weighted by their rows. That is right for a mean over rows, such as an "
+            "accuracy, and wrong for AUC, F1 or the root of a mean. Return a value for each row, or take %s",
             ", ".join(metrics),
             alternative,
         )
 
 
-def history_row(training: Training, logs: Mapping[str, float]) -> dict[str, float]:
-    """Return a row with the columns that the history will have, given the loss and metrics of training."""
+def warn_of_local_batch_statistics(layers: Sequence[str], method: str, alternative: str) -> None:
+    """Warn of layers whose batch statistics are those of each worker's own rows.
+
+    Args:
+        layers: the names of the layers.
+        method: the method that their class overrides.
+        alternative: the layers that are synchronised.
+    """
+    if layers:
+        log.warning(
+            "batch statistics of %s are not synchronised, because the class overrides %s: the result will depend on "
+            "the number of workers. Use %s, or set sync_batch_norm=False to accept it",
+            ", ".join(layers),
+            method,
+            alternative,
+        )
+
+
+def check_monitors(training: Training, callbacks: Sequence[Callback], logs: Mapping[str, float]) -> dict[str, float]:
+    """Check that every monitored column will be in the history.
+
+    Args:
+        training: the training; its plan for checkpoints may monitor a column too.
+        callbacks: the callbacks of the training.
+        logs: losses and metrics of a training step, by name.
+
+    Returns:
+        A row of the history with all its columns.
+
+    Raises:
+        InvalidSettingsError: a callback monitors a column that the history does not have.
+    """
     row = dict.fromkeys(FACTS, 1.0) | dict(logs)
-    return row | {f"val_{name}": value for name, value in logs.items()} if training.validates else row
-
-
-def check_monitored_columns(callbacks: Sequence[Callback], row: Mapping[str, float]) -> None:
-    """Raise `InvalidSettingsError` if a callback monitors a column that the history will not have."""
-    for callback in callbacks:
+    if training.validates:
+        row |= {f"val_{name}": value for name, value in logs.items()}
+    for callback in (*callbacks, *training.plan_callbacks()):
         monitor = getattr(callback, "monitor", None)
         if isinstance(monitor, Monitor):
             monitor.value(row)
+    return row
 
 
 def check_callback_states(callbacks: Sequence[Callback]) -> None:
-    """Raise `InvalidSettingsError` if the state of a callback cannot be written to a checkpoint."""
+    """Raise InvalidSettingsError if the state of a callback cannot be written to a checkpoint."""
     for callback, state in zip(callbacks, callback_states(callbacks), strict=True):
         try:
             json.dumps(state)
@@ -139,13 +203,36 @@ def check_callback_states(callbacks: Sequence[Callback]) -> None:
             ) from error
 
 
-def warn_of_local_batch_statistics(layers: Sequence[str], method: str, alternative: str) -> None:
-    """Warn of layers whose batch statistics stay those of each worker's own rows."""
-    if layers:
-        log.warning(
-            "batch statistics of %s are not synchronised, because the class overrides %s: the result of the training "
-            "will depend on the number of workers. Use %s, or set sync_batch_norm=False to accept it",
-            ", ".join(layers),
-            method,
-            alternative,
-        )
+def try_transform(
+    training: Training,
+    batch: Batch,
+    predict: Callable[[Mapping[str, Any]], Sequence[Any]],
+    inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
+) -> tuple[tuple[OutputShape, ...], str]:
+    """Call the model as `transform` calls it. A failure is a warning, because the training works without it.
+
+    Args:
+        training: the training.
+        batch: its first rows.
+        predict: returns the model's outputs for arrays by name.
+        inference_fn: the user's setting of that name.
+
+    Returns:
+        The shapes of the outputs and ""; or no shapes and the reason why `transform` will not work.
+    """
+    features: dict[str, Any] = {
+        field.name: reshaped(batch.tensors[field.name], field.shape, batch.rows)
+        for field in model_inputs(training.dataset, training.input_shapes)
+    }
+    try:
+        outputs = predict(features if inference_fn is None else dict(inference_fn(features)))
+        for index, output in enumerate(outputs):
+            if output.shape[:1] != (batch.rows,):
+                raise DataError(f"output {index} has shape {list(output.shape)} for {batch.rows} rows")
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        if inference_fn is None and training.transformation_fn is not None:
+            why += " (training saw the rows through transformation_fn; transform does so through inference_fn)"
+        log.warning("transform will not work: the model cannot be called with its features alone: %s", why)
+        return (), why
+    return tuple(OutputShape(output.dtype.str, output.shape[1:]) for output in outputs), ""

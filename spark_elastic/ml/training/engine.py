@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from spark_elastic.collective.objects import allgather_object
 from spark_elastic.elastic.state import ElasticState
+from spark_elastic.ml.training.metrics_common import MetricAccumulator
 from spark_elastic.ml.training.progress import Piece, Progress, Sums
 
 if TYPE_CHECKING:
     from spark_elastic.data.reader import Batch
+    from spark_elastic.ml.training.spec import Training
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -166,6 +168,63 @@ class Engine(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+class FrameworkEngine:
+    """The part of an `Engine` that is the same for every framework: rank, metrics, and events that need no action.
+
+    Args:
+        training: the settings.
+        model: the model, as callbacks see it.
+        best: a copy of the model for the weights of the best epoch; None: no callback restores them.
+        metrics: the losses and metrics.
+    """
+
+    def __init__(self, training: Training, model: Any, best: Any, metrics: MetricAccumulator) -> None:
+        self.model = model
+        self.best = best
+        self._training = training
+        self._metrics = metrics
+        self._rank, self._size = 0, 1
+
+    @property
+    def keeps_best(self) -> bool:
+        return self.best is not None
+
+    def enter(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def begin_steps(self) -> None: ...
+
+    def begin_validation(self) -> None: ...
+
+    def logs(self, sums: Sums, pieces: Sequence[Piece], prefix: str = "") -> dict[str, float]:
+        return self._metrics.logs(sums, pieces, prefix)
+
+    def rows(self, sums: Sums) -> int:
+        return self._metrics.rows(sums)
+
+    def non_finite_loss(self, sums: Sums) -> float | None:
+        return self._metrics.non_finite_loss(sums)
+
+    def live_logs(self, sums: Sums) -> dict[str, float]:
+        return self._metrics.live_logs(sums)
+
+    def after_epoch(self, row: Mapping[str, float]) -> None: ...
+
+    def after_callbacks(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def first_rows(training: Training, rows: int) -> Batch:
+    """Read the first rows of the training dataset, in the order of its files."""
+    with training.dataset.reader(
+        "train", batch_size=rows, shuffle=False, prefetch=0, cache_dir=training.cache_dir
+    ) as reader:
+        return next(iter(reader.epoch(0)))
 
 
 class TrainingState(ElasticState):

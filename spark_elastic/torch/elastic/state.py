@@ -45,7 +45,9 @@ class TorchState(ElasticState):
     def __init__(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(handler_for, TorchLoopWatch, TorchSteps, {"model": model, "optimizer": optimizer, **kwargs})
+        super().__init__(
+            handler_for, TorchLoopWatch, TorchOptimizerSteps, {"model": model, "optimizer": optimizer, **kwargs}
+        )
 
 
 class TorchLoopWatch(LoopWatch):
@@ -140,7 +142,7 @@ class TorchLoopWatch(LoopWatch):
         return [number for handler in self._handlers.of(ModelStateHandler).values() for number in handler.versions()]
 
 
-class TorchSteps(OptimizerSteps):
+class TorchOptimizerSteps(OptimizerSteps):
     """Counts steps by hooks of torch's optimizers, and undoes the changes of an unfinished one to buffers and samplers.
 
     The hooks hold this object weakly: an optimizer may outlive its state.

@@ -8,7 +8,7 @@ import pytest
 
 from spark_elastic.membership.timeline import WorldStarted
 from tests.unit.ml.torch import trainings
-from tests.unit.ml.torch.test_training_worlds import assert_as_undisturbed
+from tests.unit.ml.torch.trainings import assert_as_undisturbed
 
 PREIMPORT = ("torch", "torch._dynamo")
 

@@ -1,16 +1,115 @@
-"""For trainings of either framework in worlds that change: callbacks that tell the test, and kills and arrivals."""
+"""Trainings of either framework in tests: callbacks that act at a chosen moment, kills, arrivals, comparison."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from spark_elastic.data.store import Store
 from spark_elastic.ml.callbacks import Callback
+from spark_elastic.ml.checkpoints import Checkpoints
+from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan, TrainingResult
 from tests.unit.world_link import tell
 from tests.unit.worlds import WorldDriver
+
+ROWS, VALIDATION_ROWS, BATCH, EPOCHS = 203, 77, 16, 3
+STEPS_AN_EPOCH = 13
+"""203 rows make 12 batches of 16 and one of 11, which three workers share unevenly."""
+STEPS = EPOCHS * STEPS_AN_EPOCH
+NEVER = 1 << 30
+"""A count that no event reaches."""
+
+
+class TheEnd(Exception):
+    """The job is over, before the training is."""
+
+
+def end() -> None:
+    raise TheEnd
+
+
+def at_call(count: int, action: Callable[[], None]) -> Callable[..., None]:
+    """Return a function that calls the action when it is called itself for the `count`-th time."""
+    calls = itertools.count(1)
+
+    def called(*_: Any) -> None:
+        if next(calls) == count:
+            action()
+
+    return called
+
+
+class At(Callback):
+    """Does something at the `count`-th time that `event` happens, in this process."""
+
+    def __init__(self, event: str, count: int, action: Callable[[], None]) -> None:
+        setattr(self, event, at_call(count, action))
+
+
+def plain_outcome(result: TrainingResult, size: int) -> dict[str, Any]:
+    """Return the result of a training as plain values that are equal in every world."""
+    return {
+        "history": [{k: v for k, v in row.items() if k not in ("seconds", "ended")} for row in result.history],
+        "steps": result.steps,
+        "stopped": result.stopped,
+        "restored": result.restored,
+        "diverged": result.diverged and asdict(result.diverged),
+        "caused_divergence": result.caused_divergence,
+        "size": size,
+    }
+
+
+def close(expected: Any, tolerance: float = 1e-12) -> Any:
+    return pytest.approx(expected, rel=1e-9, abs=tolerance)
+
+
+def assert_same_outcome(
+    result: Mapping[str, Any], weights: Any, undisturbed: tuple[Any, Any], tolerance: float = 1e-12
+) -> None:
+    """Compare steps, history and weights with those of a training that nothing has disturbed."""
+    expected, expected_weights = undisturbed
+    assert result["steps"] == expected["steps"]
+    for row, wanted in zip(result["history"], expected["history"], strict=True):
+        assert row == close(wanted, tolerance)
+        assert row["rows"] == ROWS
+    assert weights == close(expected_weights, tolerance)
+
+
+def checkpoints_in(folder: Path) -> Checkpoints:
+    return Checkpoints(Store.create(folder).sub(CHECKPOINTS))
+
+
+def stop_and_resume(
+    trainings: Any,
+    data: Path,
+    folder: Path,
+    event: str,
+    count: int,
+    plan: CheckpointPlan,
+    make: Callable[[], Any] = dict,
+) -> tuple[dict[str, Any], Any]:
+    """Return the outcome of a training that ended at an event and was resumed, and the checkpoint that was used.
+
+    `make` makes the settings anew for each of the two, as another process would.
+    """
+
+    def training(count: int, **more: Any) -> Any:
+        settings = make()
+        callbacks = [*settings.pop("callbacks", []), At(event, count, end)]
+        return trainings.make_training(data, folder, checkpoints=plan, callbacks=callbacks, **settings, **more)
+
+    with pytest.raises(TheEnd):
+        trainings.alone(training(count))
+    latest = checkpoints_in(folder).latest()
+    return trainings.alone(training(NEVER, resume_from=latest.name)), latest
 
 
 class EpochCounter(Callback):

@@ -1,4 +1,4 @@
-"""An estimator that trains in this process, alone, for what does not depend on workers."""
+"""An estimator that trains in this process, as a world of one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import cloudpickle
 import keras
 
 from spark_elastic import ElasticKerasEstimator, LocalLauncher
-from spark_elastic.ml.keras.spec import KerasTraining
+from spark_elastic.ml.keras.training import KerasTraining
 
 
 class HereEstimator(ElasticKerasEstimator):
-    """training: what the worker was told."""
+    """Trains in this process; `training` is the settings that a worker would get."""
 
     training: KerasTraining
 
@@ -22,7 +22,7 @@ class HereEstimator(ElasticKerasEstimator):
 
 
 def make_net(width: int = 8) -> Any:
-    """6 numbers to 3 classes."""
+    """Make a model from 6 numbers to 3 classes."""
     layers = keras.layers
     first, last = (keras.initializers.GlorotUniform(seed=seed) for seed in (3, 4))
     return keras.Sequential(

@@ -1,4 +1,4 @@
-"""Callbacks of Keras in a training: when they are called, with what, and what of them outlives a worker."""
+"""Callbacks of Keras in a training: their calls and arguments, and the attributes that survive a lost worker."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ import pytest
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.keras.callback_state import CallbackSnapshot
 from spark_elastic.ml.callbacks import LambdaCallback
-from spark_elastic.ml.keras.spec import MODEL_FILE
-from spark_elastic.ml.keras.weights import dump_arrays, load_arrays
+from spark_elastic.ml.keras.engine import MODEL_FILE
+from spark_elastic.ml.keras.serialization import arrays_from_bytes, arrays_to_bytes
 from tests.unit.ml.keras import trainings
-from tests.unit.ml.keras.test_training_worlds import close
-from tests.unit.ml.keras.trainings import EPOCHS, STEPS, alone, make_training
+from tests.unit.ml.keras.trainings import EPOCHS, STEPS, alone, close, make_training
 from tests.unit.worlds import WorldDriver
 
 
 class Diary(keras.callbacks.Callback):
-    """Writes all that it is told to a file, which outlives its copy in the worker."""
+    """Writes its calls to a file, because the worker has a copy of the callback."""
 
     def __init__(self, path):
         super().__init__()
@@ -60,7 +59,7 @@ class Diary(keras.callbacks.Callback):
         self.note("train end")
 
 
-def test_they_are_called_as_fit_calls_them(data, tmp_path):
+def test_keras_callbacks_are_called_as_in_model_fit(data, tmp_path):
     result = alone(make_training(data, tmp_path, callbacks=[Diary(tmp_path / "diary")], epochs=2))
     told = [json.loads(line) for line in (tmp_path / "diary").read_text().splitlines()]
     an_epoch = ["epoch begin", *["batch begin", "batch end"] * 13, "test begin", *["test batch end"] * 5, "test end"]
@@ -89,7 +88,7 @@ def halved(epoch, rate):
     return rate / 2 if epoch else rate
 
 
-def test_learning_rates_are_what_callbacks_make_them_and_others_see_them(data, tmp_path):
+def test_learning_rate_set_by_a_callback_is_used_and_seen_by_others(data, tmp_path):
     reducing = keras.callbacks.ReduceLROnPlateau("label_sum", mode="max", factor=0.1, patience=1)
     scheduler = keras.callbacks.LearningRateScheduler(halved)
     logger = keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))
@@ -119,12 +118,12 @@ def stop_at_the_fifth(callback, batch, logs):
         callback.model.stop_training = True
 
 
-def test_files_of_models_are_written_by_keras(data, tmp_path):
+def test_model_checkpoint_callback_writes_files_of_keras(data, tmp_path):
     checkpoint = keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.keras"), save_best_only=False)
     weights = keras.callbacks.ModelCheckpoint(str(tmp_path / "x.weights.h5"), save_weights_only=True, save_freq=5)
     alone(make_training(data, tmp_path / "run", callbacks=[checkpoint, weights], epochs=2))
     saved = keras.saving.load_model(tmp_path / "2.keras", custom_objects={"LabelSum": trainings.LabelSum})
-    trained = load_arrays((tmp_path / "run" / MODEL_FILE).read_bytes())
+    trained = arrays_from_bytes((tmp_path / "run" / MODEL_FILE).read_bytes())
     assert all(np.array_equal(a, b) for a, b in zip(saved.get_weights(), trained.values(), strict=True))
     assert int(saved.optimizer.iterations) == 26
     assert (tmp_path / "1.keras").exists()
@@ -136,7 +135,7 @@ def appended(path, text):
         file.write(text)
 
 
-def test_ours_and_kerass_go_together_in_their_order(data, tmp_path):
+def test_our_callbacks_and_those_of_keras_run_in_the_given_order(data, tmp_path):
     seen = str(tmp_path / "seen")
     ours = LambdaCallback(on_epoch_end=lambda run, logs: appended(seen, "ours "))
     of_keras = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: appended(seen, "Keras's "))
@@ -152,7 +151,7 @@ def test_ours_and_kerass_go_together_in_their_order(data, tmp_path):
         (lambda: len, "<built-in function len> is neither"),
     ],
 )
-def test_what_cannot_be_used_is_refused(callback, said, data, tmp_path):
+def test_unsupported_keras_callbacks_are_refused(callback, said, data, tmp_path):
     with pytest.raises(InvalidSettingsError, match=said):
         alone(make_training(data, tmp_path, callbacks=[callback()]))
 
@@ -161,7 +160,7 @@ def test_what_cannot_be_used_is_refused(callback, said, data, tmp_path):
 
 
 class Remembering(keras.callbacks.Callback):
-    """As callbacks are written: plain values, arrays, and things that cannot be kept."""
+    """A callback with plain values, arrays, and attributes that cannot be kept."""
 
     def __init__(self):
         super().__init__()
@@ -179,7 +178,7 @@ class Remembering(keras.callbacks.Callback):
         self.sums += [1, logs["accuracy"]]
 
 
-def test_plain_values_and_arrays_are_remembered_and_nothing_else():
+def test_only_plain_values_and_arrays_of_callbacks_survive():
     callback = Remembering()
     callback.on_train_begin()
     callback.on_epoch_end(3, {"loss": np.float32(0.5), "accuracy": 0.25})
@@ -187,7 +186,7 @@ def test_plain_values_and_arrays_are_remembered_and_nothing_else():
     document = json.loads(json.dumps(CallbackSnapshot.of(callback, True).to_json(found, "0/")))
     fresh = Remembering()
     fresh.on_train_begin()
-    CallbackSnapshot.from_json(document, load_arrays(dump_arrays(found))).put_into(fresh)
+    CallbackSnapshot.from_json(document, arrays_from_bytes(arrays_to_bytes(found))).put_into(fresh)
     assert (fresh.count, fresh.seen, fresh.sums.tolist()) == (1, [(3, {"loss": 0.5})], [1, 0.25])
     fresh.on_epoch_end(4, {"loss": 0.1, "accuracy": 1.0})
     assert (callback.count, callback.sums.tolist()) == (1, [1, 0.25]), "copies do not change with what they are of"
@@ -206,9 +205,9 @@ def in_worker_that_remembers(data, folder, victim):
     training = make_training(data, folder, callbacks=[])
     from spark_elastic.ml.keras import assembly
 
-    plain = assembly.adapted
+    plain = assembly.adapt_callbacks
     given = [remembering, checkpoint, logger, stopping, ends]
-    assembly.adapted = lambda _, *rest: plain(given, *rest)
+    assembly.adapt_callbacks = lambda _, *rest: plain(given, *rest)
     result = trainings.outcome(training)
     return {
         **result,
@@ -220,7 +219,7 @@ def in_worker_that_remembers(data, folder, victim):
 
 
 @pytest.mark.parametrize("victim", [1, 2], ids=["rank 0", "another"])
-def test_what_they_remember_outlives_a_lost_worker(victim, data, tmp_path):
+def test_attributes_of_callbacks_survive_a_lost_worker(victim, data, tmp_path):
     with WorldDriver(start_with=2) as driver:
         driver.start(in_worker_that_remembers, data, tmp_path, victim, count=2)
         (result,) = driver.results(1)

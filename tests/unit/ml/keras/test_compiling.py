@@ -1,4 +1,4 @@
-"""What a model is compiled with, and what its losses say."""
+"""The arguments that a model is compiled with, and the properties of its losses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ keras = pytest.importorskip("keras")
 pytest.importorskip("tensorflow")
 
 from spark_elastic.errors import InvalidSettingsError  # noqa: E402
-from spark_elastic.ml.keras import losses  # noqa: E402
+from spark_elastic.ml.keras import compiling  # noqa: E402
 from spark_elastic.ml.keras.compiling import check_losses, compile_arguments  # noqa: E402
 from spark_elastic.ml.keras.structure import input_names, inputs_of, output_names  # noqa: E402
 
@@ -47,8 +47,8 @@ def two(as_dict: bool = False) -> Any:
     ],
     ids=str,
 )
-def test_a_loss_says_how_predictions_are_made_and_what_labels_are_stored_as(loss: Any, rule: Any, label: Any) -> None:
-    assert (losses.rule(loss), losses.label_dtype(loss)) == (rule, label)
+def test_loss_decides_the_prediction_and_the_type_of_labels(loss: Any, rule: Any, label: Any) -> None:
+    assert (compiling.rule(loss), compiling.label_dtype(loss)) == (rule, label)
 
 
 def test_settings_come_before_what_the_model_was_compiled_with() -> None:
@@ -72,7 +72,7 @@ def test_settings_come_before_what_the_model_was_compiled_with() -> None:
         (3, "must be a keras.optimizers.Optimizer, its name or its configuration, not 3"),
     ],
 )
-def test_what_is_no_optimizer_is_refused(optimizer: Any, said: str) -> None:
+def test_value_that_is_not_an_optimizer_is_refused(optimizer: Any, said: str) -> None:
     with pytest.raises(InvalidSettingsError, match=said):
         compile_arguments(two(), optimizer=optimizer, loss="mse")
 
@@ -80,14 +80,14 @@ def test_what_is_no_optimizer_is_refused(optimizer: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        ("msee", "loss='msee' is no loss of Keras"),
+        ("msee", "loss='msee' is not a loss of Keras"),
         (keras.losses.MeanSquaredError, r"make one: MeanSquaredError\(\)"),
         (["mse"], "1 losses for the 2 outputs of the model"),
         ({"colour": "mse"}, "'colour', and the model's outputs are kind, size"),
         ({"size": "mse"}, r"1 losses \(of the outputs size\) for 2 label_cols \(x, y\)"),
     ],
 )
-def test_what_is_no_loss_of_the_outputs_is_refused(loss: Any, said: str) -> None:
+def test_loss_that_does_not_fit_the_outputs_is_refused(loss: Any, said: str) -> None:
     with pytest.raises(InvalidSettingsError, match=said):
         check_losses(two(), loss, ["x", "y"])
 

@@ -1,4 +1,4 @@
-"""What the estimator takes, and what it says of what it cannot take."""
+"""Settings that the Keras estimator accepts, and errors for those that it refuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spark_elastic.data.store import Store  # noqa: E402
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError  # noqa: E402
 from tests.unit.ml.keras.estimators import estimator, make_net, settings  # noqa: E402
 from tests.unit.ml.keras.test_compiling import two  # noqa: E402
-from tests.unit.ml.keras.test_sealing import Own, OwnModel, Told  # noqa: E402
+from tests.unit.ml.keras.test_pickling import Own, OwnModel, Told  # noqa: E402
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_every_setting_is_a_param_with_a_doc_a_getter_and_a_setter(kind: Any) ->
         assert getattr(made, f"set{ending}").__doc__
 
 
-def test_it_has_the_settings_of_the_estimator_for_torch_but_those_of_torch_alone() -> None:
+def test_keras_estimator_has_the_common_settings_of_the_torch_estimator() -> None:
     from spark_elastic import ElasticTorchEstimator
 
     names, torchs = ({param.name for param in kind().params} for kind in (ElasticKerasEstimator, ElasticTorchEstimator))
@@ -52,7 +52,7 @@ def test_it_has_the_settings_of_the_estimator_for_torch_but_those_of_torch_alone
     assert names - torchs == {"weighted_metrics", "custom_objects"}
 
 
-def test_integers_are_written_as_the_models_input_takes_them_so_that_what_it_would_round_is_refused_then() -> None:
+def test_integers_that_the_models_input_would_round_are_refused_while_writing() -> None:
     schema = StructType([StructField("id", LongType()), StructField("other", LongType()), StructField("y", LongType())])
     for kind, stored in (("float32", "<f4"), ("int64", "<i8")):
         net = keras.Sequential([keras.Input((2,), dtype=kind), keras.layers.Embedding(5, 3), keras.layers.Flatten()])
@@ -83,7 +83,7 @@ def compiled(**more: Any) -> Any:
         {"device": "gpu:1"},
     ],
 )
-def test_what_keras_users_write_is_taken(changes: dict[str, Any]) -> None:
+def test_forms_of_compile_arguments_are_accepted(changes: dict[str, Any]) -> None:
     checked(**changes)
 
 
@@ -96,13 +96,13 @@ def test_what_keras_users_write_is_taken(changes: dict[str, Any]) -> None:
         ({"optimizer": None}, "optimizer is not set, and the model is not compiled"),
         ({"optimizer": "adan"}, "did you mean 'adam'"),
         ({"loss": None}, "loss is not set, and the model is not compiled"),
-        ({"loss": "crossentropy"}, "loss='crossentropy' is no loss of Keras"),
+        ({"loss": "crossentropy"}, "loss='crossentropy' is not a loss of Keras"),
         ({"loss": ["mse", "mse"]}, "2 losses for the 1 outputs of the model"),
         ({"model": two(), "loss": "mse"}, r"2 losses \(of the outputs kind, size\) for 1 label_cols"),
         ({"loss": ["mse"], "loss_weights": [1, 2]}, "2 loss_weights for 1 losses"),
         ({"loss": {"a": "mse"}, "loss_weights": {"b": 2}}, "loss_weights has 'b', and loss has a"),
         ({"callbacks": [print]}, "callbacks must be a list of .*, not of <built-in function print>"),
-        ({"device": "abacus"}, "'abacus' is no device"),
+        ({"device": "abacus"}, "'abacus' is not a device"),
         ({"custom_objects": [Own]}, "custom_objects must be a dict with names as keys"),
         ({"batchsize": 3}, "did you mean 'batch_size'"),
         (
@@ -111,7 +111,7 @@ def test_what_keras_users_write_is_taken(changes: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_cannot_be_trained_is_refused_with_what_would_be_possible(changes: dict[str, Any], said: str) -> None:
+def test_settings_that_cannot_be_trained_are_refused_with_a_remedy(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidSettingsError, match=said):
         checked(**changes)
 
@@ -142,7 +142,7 @@ def test_labels_are_stored_as_the_loss_needs_them(loss: Any, label: str, dtype: 
     assert made.dtypes["label_0"] == dtype
 
 
-def test_numbers_of_classes_are_refused_where_the_loss_compares_with_a_value_for_each() -> None:
+def test_class_numbers_are_refused_by_one_hot_losses() -> None:
     made = estimator(loss="categorical_crossentropy", feature_cols=["x"], label_cols=["whole"])
     with pytest.raises(DataError, match=r"'whole' is one number a row, but categorical_crossentropy .* use sparse_"):
         made._tensors(SCHEMA)
@@ -152,7 +152,7 @@ def training(dataset: Any, tmp_path: Path, **changes: Any) -> Any:
     return estimator(**changes)._training(dataset, Store.create(tmp_path), None)
 
 
-def test_the_workers_are_told_what_was_set(dataset: Any, tmp_path: Path) -> None:
+def test_settings_reach_the_workers(dataset: Any, tmp_path: Path) -> None:
     made = training(
         dataset,
         tmp_path,
@@ -165,13 +165,13 @@ def test_the_workers_are_told_what_was_set(dataset: Any, tmp_path: Path) -> None
         data_options={"prefetch": 1},
     )
     assert (made.clip_norm, made.compression, made.accumulation, made.prefetch) == (2, "bf16", 3, 1)
-    compiled = made.compiled.open()
+    compiled = made.compiled.load()
     assert (compiled.metrics, compiled.weighted_metrics) == (["accuracy"], ["mse"])
-    assert [type(each).__name__ for each in made.callbacks.open()] == ["EarlyStopping"]
+    assert [type(each).__name__ for each in made.callbacks.load()] == ["EarlyStopping"]
     assert made.optimizer_values is None
 
 
-def test_what_the_optimizer_of_a_compiled_model_has_learnt_goes_on(dataset: Any, tmp_path: Path) -> None:
+def test_state_of_a_compiled_models_optimizer_is_continued(dataset: Any, tmp_path: Path) -> None:
     net = make_net()
     net.compile(keras.optimizers.Adam(0.1), "mse")
     net.fit(np.ones((4, 6)), np.ones((4, 3)), verbose=0)
@@ -188,23 +188,21 @@ def test_what_the_optimizer_of_a_compiled_model_has_learnt_goes_on(dataset: Any,
         lambda: Told(3),
     ],
 )
-def test_a_model_that_is_not_built_is_built_for_the_columns_and_the_one_that_was_given_stays(
-    make: Any, dataset: Any, tmp_path: Path
-) -> None:
+def test_unbuilt_model_is_copied_and_built_for_the_columns(make: Any, dataset: Any, tmp_path: Path) -> None:
     given = make()
-    first, second = (training(dataset, tmp_path, model=given).model.open().get_weights() for _ in range(2))
+    first, second = (training(dataset, tmp_path, model=given).model.load().get_weights() for _ in range(2))
     assert not given.built
     assert first[0].shape[0] == 6
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True)), "the seed decides"
-    other = training(dataset, tmp_path, model=given, seed=5).model.open().get_weights()
+    other = training(dataset, tmp_path, model=given, seed=5).model.load().get_weights()
     assert not np.array_equal(first[0], other[0])
 
 
-def test_inputs_that_do_not_fit_are_told_by_name(dataset: Any, tmp_path: Path) -> None:
+def test_inputs_that_do_not_fit_are_named(dataset: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidSettingsError, match=r"the model has 2 inputs \(a, b\), and feature_cols make 1"):
         training(dataset, tmp_path, model=two())
     wrong = keras.Sequential([keras.layers.Conv2D(3, 3)])
-    with pytest.raises(InvalidSettingsError, match=r"cannot be for rows of these columns \(features_0 <f4 \[1, 6\]\)"):
+    with pytest.raises(InvalidSettingsError, match=r"cannot be built for rows of .* \(features_0 <f4 \[1, 6\]\)"):
         training(dataset, tmp_path, model=wrong)
     with pytest.raises(InvalidSettingsError, match="its inputs are not known because transformation_fn makes them"):
         training(dataset, tmp_path, model=keras.Sequential([keras.layers.Dense(3)]), transformation_fn=dict)
@@ -219,7 +217,7 @@ class Forgetful(keras.layers.Layer):
         return x
 
 
-def test_what_cannot_be_sent_is_named_with_what_mends_it(dataset: Any, tmp_path: Path) -> None:
+def test_setting_that_cannot_be_pickled_is_named_with_a_remedy(dataset: Any, tmp_path: Path) -> None:
     forgetful = OwnModel(3)
     forgetful(np.zeros((1, 6)))
     no_config = keras.Sequential([keras.Input((6,)), Forgetful(object())])

@@ -1,4 +1,4 @@
-"""From a reader's batches to tensors: types, shapes, structures, and whose memory they are."""
+"""From a reader's batches to tensors: types, shapes, structures, and shared memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from spark_elastic.data.packing import pack
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import DataError
 from spark_elastic.ml.keras.compiling import CompileArguments
-from spark_elastic.ml.keras.feeding import Feeding
-from spark_elastic.ml.keras.predictor import KerasPredictor
+from spark_elastic.ml.keras.feeding import BatchFeeder
+from spark_elastic.ml.keras.model import KerasPredictor
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import alone, make_net, make_training
 
@@ -23,7 +23,7 @@ def feeding(tmp_path, columns, model=None, loss=None, **changes):
     pack(columns, tmp_path / "plain")
     model = model or make_net()
     training = make_training(tmp_path, tmp_path / "run", model=model, **changes)
-    return Feeding(training, model, CompileArguments(optimizer=None, loss=loss)), training
+    return BatchFeeder(training, model, CompileArguments(optimizer=None, loss=loss)), training
 
 
 def fed(feed, training, batch_size=4, **options):
@@ -36,7 +36,7 @@ def numbers(*shape, dtype=np.float32):
     return np.arange(np.prod((ROWS, *shape))).reshape(ROWS, *shape).astype(dtype)
 
 
-def test_batches_come_with_their_places_and_all_their_rows(tmp_path):
+def test_batches_have_their_positions_and_all_rows(tmp_path):
     columns = {"features_0": numbers(6), "label_0": numbers(dtype=np.int64)}
     feed, training = feeding(tmp_path, columns)
     batches = list(fed(feed, training))
@@ -55,7 +55,7 @@ def test_a_share_is_cut_into_parts_and_a_worker_without_rows_has_none(tmp_path):
     assert 0 in [one.rows for one in batches]
 
 
-def test_64_bits_are_what_the_model_computes_with(tmp_path):
+def test_float64_columns_take_the_type_of_the_model(tmp_path):
     columns = {"features_0": numbers(6, dtype=np.float64), "label_0": numbers(dtype=np.float64)}
     feed, training = feeding(tmp_path, columns)
     assert [spec.dtype for spec in feed.specs] == [tf.float32, tf.float32]
@@ -143,7 +143,7 @@ class Growing:
         return {**columns, "features_0": columns["features_0"][:, : 7 - self.calls]}
 
 
-def test_rows_that_change_their_shape_are_told_from_those_of_the_first_batch(tmp_path):
+def test_rows_with_another_shape_than_the_first_batch_are_refused(tmp_path):
     columns = {"features_0": numbers(6), "label_0": numbers(dtype=np.int64)}
     feed, training = feeding(tmp_path, columns, transformation_fn=Growing())
     with pytest.raises(
@@ -164,7 +164,7 @@ def test_errors_of_a_transformation_are_the_users_own(tmp_path):
         list(fed(feed, training))
 
 
-def test_whoever_stops_early_leaves_no_generator_behind(tmp_path):
+def test_stopping_early_closes_the_generator(tmp_path):
     columns = {"features_0": numbers(6), "label_0": numbers(dtype=np.int64)}
     feed, _ = feeding(tmp_path, columns)
     closed = []
@@ -185,7 +185,7 @@ def test_whoever_stops_early_leaves_no_generator_behind(tmp_path):
     assert closed == [True, True]
 
 
-def test_memory_that_lies_well_becomes_a_tensor_without_a_copy(tmp_path):
+def test_aligned_memory_becomes_a_tensor_without_a_copy(tmp_path):
     columns = {"features_0": numbers(6), "label_0": numbers(dtype=np.int64)}
     feed, _ = feeding(tmp_path, columns)
     whole = np.empty(1024 + 64, np.uint8)
@@ -200,6 +200,6 @@ def test_memory_that_lies_well_becomes_a_tensor_without_a_copy(tmp_path):
     running.close()
 
 
-def test_a_set_of_several_kinds_goes_through_a_whole_training(data, tmp_path):
+def test_dataset_with_several_kinds_of_fields_is_trained_on(data, tmp_path):
     result = alone(make_training(data, tmp_path, rows="two inputs", model=trainings.embedded(), epochs=1))
     assert result["history"][0]["rows"] == trainings.ROWS

@@ -1,4 +1,4 @@
-"""One step: what it changes, what a failed one leaves behind, and how often it is traced."""
+"""One step: its effect, a failed one, and the number of traces."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.packing import pack
 from spark_elastic.errors import HorovodInternalError, InvalidSettingsError
-from spark_elastic.ml.keras.assembly import buffers_of, prepared, seeds_of
+from spark_elastic.ml.keras.assembly import buffers_of, prepare, seeds_of
 from spark_elastic.ml.keras.engine import KerasEngine
-from spark_elastic.ml.keras.steps import Steps
+from spark_elastic.ml.keras.steps import StepGraphs
 from tests.unit.ml.keras import trainings
-from tests.unit.ml.keras.test_training_worlds import assert_as_undisturbed, close
 from tests.unit.ml.keras.trainings import (
     EPOCHS,
     ROWS,
     STEPS,
     alone,
+    assert_as_undisturbed,
+    close,
     dense,
     in_float64,
     in_worker,
@@ -53,7 +54,7 @@ def test_a_step_that_fails_in_the_reduction_has_changed_nothing(options, data, t
     assert_as_undisturbed(result, tmp_path / "2", expected)
 
 
-def test_any_other_error_of_a_step_is_not_taken_for_a_lost_peer(data, tmp_path):
+def test_other_errors_of_a_step_are_not_taken_for_a_lost_peer(data, tmp_path):
     def broken(y_true, y_pred):
         tf.debugging.assert_less(tf.reduce_max(tf.abs(y_pred)), tf.constant(1e-30, y_pred.dtype), "too large")
         return tf.reduce_mean(tf.square(y_pred), -1)
@@ -64,8 +65,8 @@ def test_any_other_error_of_a_step_is_not_taken_for_a_lost_peer(data, tmp_path):
 
 def test_batches_of_all_sizes_and_worlds_are_of_one_trace(data, tmp_path, monkeypatch):
     made = []
-    plain = Steps.__init__
-    monkeypatch.setattr(Steps, "__init__", lambda self, *a, **k: (made.append(self), plain(self, *a, **k))[1])
+    plain = StepGraphs.__init__
+    monkeypatch.setattr(StepGraphs, "__init__", lambda self, *a, **k: (made.append(self), plain(self, *a, **k))[1])
     with in_float64():
         net = keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.5), dense(3, 1)])
     alone(make_training(data, tmp_path, model=net, batch_size=20, epochs=2))
@@ -98,15 +99,15 @@ class Losses(keras.callbacks.Callback):
 
 
 def test_running_means_are_those_of_one_worker_when_a_model_is_validated_and_written(data, tmp_path):
-    from spark_elastic.ml.keras import weights
-    from spark_elastic.ml.keras.spec import MODEL_FILE
+    from spark_elastic.ml.keras import serialization
+    from spark_elastic.ml.keras.engine import MODEL_FILE
 
     with WorldDriver(start_with=3) as driver:
         driver.start(in_worker, data, tmp_path, {}, {"norm": True}, count=3)
         results = driver.results(3)
     rows = next(Dataset.open(data / "plain").reader("validation", batch_size=1000).epoch(0))
     with in_float64():
-        net = weights.fill(make_net(norm=True), (tmp_path / MODEL_FILE).read_bytes())
+        net = serialization.fill(make_net(norm=True), (tmp_path / MODEL_FILE).read_bytes())
         net.compile(loss=trainings.cross_entropy())
         loss = net.evaluate(rows["features_0"], rows["label_0"], verbose=0)
     for result in results:
@@ -219,7 +220,7 @@ def test_a_train_step_that_cannot_be_reduced_once_is_refused(make, said, data, t
 
 
 class Most(keras.metrics.Metric):
-    """Which says so itself."""
+    """A maximum, whose variable says itself that it is not a sum."""
 
     def __init__(self, name="most", **options):
         super().__init__(name=name, **options)
@@ -237,24 +238,24 @@ def test_a_metric_that_cannot_be_added_up_is_refused(data, tmp_path):
         alone(make_training(data, tmp_path, metrics=[Most()]))
 
 
-def test_what_a_step_changes_is_told_from_what_is_only_frozen():
+def test_buffers_are_distinguished_from_frozen_weights():
     net = make_net(norm=True, dropout=0.5)
     net.get_layer("first").trainable = False
     assert [variable.name for variable in buffers_of(net)] == ["moving_mean", "moving_variance"]
     assert len(seeds_of(net)) == 1
 
 
-def test_a_state_puts_back_only_a_step_that_was_begun(data, tmp_path):
+def test_only_a_started_step_is_undone(data, tmp_path):
     with in_float64():
         training = make_training(data, tmp_path, **moving())
-        ready = prepared(training)
+        ready = prepare(training)
     engine = KerasEngine.__new__(KerasEngine)
-    engine._steps, engine._stepping = ready.steps, False
+    engine._graphs, engine._stepping = ready.graphs, False
     (mean,) = [each for each in ready.buffers if each.name == "moving_mean"]
     mean.assign(keras.ops.ones_like(mean))
     engine.put_back()
     assert float(keras.ops.min(mean)) == 1.0, "no step was begun"
-    ready.steps._begin(tf.zeros([3], tf.int64))
+    ready.graphs._begin(tf.zeros([3], tf.int64))
     mean.assign(keras.ops.zeros_like(mean))
     engine._stepping = True
     engine.put_back()

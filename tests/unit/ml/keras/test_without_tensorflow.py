@@ -1,4 +1,4 @@
-"""TensorFlow is an extra: nothing else needs it, and who does says what to install."""
+"""TensorFlow is an optional extra: other parts work without it, and the Keras estimator says what to install."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(program: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
 
 
-def test_everything_of_torch_works_without_it() -> None:
+def test_torch_estimator_works_without_tensorflow() -> None:
     done = run(
         f"{BLOCKED}\n{OF_TORCH}\n"
         "spark_elastic.ElasticTorchEstimator(epochs=2); spark_elastic.ElasticTorchModel(); spark_elastic.run"
@@ -38,7 +38,7 @@ def test_everything_of_torch_works_without_it() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_it_is_not_imported_by_what_does_not_need_it() -> None:
+def test_torch_modules_do_not_import_tensorflow() -> None:
     done = run(
         f"import sys\n{OF_TORCH}\n"
         "from spark_elastic import ElasticKerasEstimator, ElasticKerasModel\n"
@@ -48,14 +48,14 @@ def test_it_is_not_imported_by_what_does_not_need_it() -> None:
 
 
 @pytest.mark.parametrize("use", ["Estimator()", "Model()"])
-def test_the_estimator_can_be_named_and_says_what_is_missing_when_it_is_used(use: str) -> None:
+def test_estimator_without_tensorflow_says_what_to_install(use: str) -> None:
     done = run(BLOCKED + f"import spark_elastic\nspark_elastic.ElasticKeras{use}")
     assert "MissingExtraError: ElasticKeras" in done.stderr
     assert 'pip install "spark-elastic[tensorflow]"' in done.stderr
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_keras_on_something_else_is_refused(backend: str) -> None:
+def test_keras_on_another_backend_is_refused(backend: str) -> None:
     pytest.importorskip("tensorflow")
     if backend == "jax":
         pytest.importorskip("jax")

@@ -6,9 +6,7 @@ What is random is the same in every process: initial weights have seeds of their
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +18,34 @@ import spark_elastic.tensorflow as hvd
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.packing import pack
 from spark_elastic.data.store import Store
-from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.keras.compiling import CompileArguments
-from spark_elastic.ml.keras.pickling import Sealed
-from spark_elastic.ml.keras.spec import MODEL_FILE, KerasTraining
-from spark_elastic.ml.keras.training import train
-from spark_elastic.ml.keras.weights import load_arrays
+from spark_elastic.ml.keras.engine import MODEL_FILE
+from spark_elastic.ml.keras.pickling import KerasPickle
+from spark_elastic.ml.keras.serialization import arrays_from_bytes
+from spark_elastic.ml.keras.training import KerasTraining, train
 from spark_elastic.ml.training.spec import CheckpointPlan
-from tests.unit.ml.in_worlds import EpochCounter, Telling
+from tests.unit.ml import in_worlds
+from tests.unit.ml.in_worlds import (
+    BATCH,
+    EPOCHS,
+    ROWS,
+    STEPS,
+    VALIDATION_ROWS,
+    At,
+    EpochCounter,
+    Telling,
+    assert_same_outcome,
+    at_call,
+    end,
+    plain_outcome,
+)
 
-ROWS, VALIDATION_ROWS, BATCH, EPOCHS = 203, 77, 16, 3
-STEPS = EPOCHS * 13
-"""203 rows make 12 batches of 16 and one of 11, which three workers share unevenly."""
+TOLERANCE = 1e-11
 
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """Losses and metrics are of Keras's own type of numbers, and not of their inputs'."""
+    """Make Keras compute in float64, because losses and metrics do not take the type of their inputs."""
     before, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
@@ -47,6 +56,8 @@ def in_float64() -> Iterator[None]:
         keras.config.set_dtype_policy(policy)
 
 
+precise = in_float64
+
 SETS: dict[str, tuple[str, ...]] = {
     "plain": ("features_0", "label_0"),
     "weighted": ("features_0", "label_0", "sample_weight"),
@@ -55,8 +66,8 @@ SETS: dict[str, tuple[str, ...]] = {
 }
 
 
-def make_sets(folder: Path) -> None:
-    """Of the same rows."""
+def make_sets(folder: Path) -> Path:
+    """Write the datasets of `SETS` from the same rows; return the folder."""
     generator = np.random.default_rng(7)
     truth = generator.normal(size=(6, 3))
 
@@ -74,6 +85,7 @@ def make_sets(folder: Path) -> None:
     for name, fields in SETS.items():
         train_part, validation_part = ({key: part[key] for key in fields} for part in (train_rows, validation_rows))
         pack(train_part, folder / name, validation=validation_part, shards=3)
+    return folder
 
 
 def dense(units: int, seed: int, **options: Any) -> keras.layers.Dense:
@@ -91,7 +103,7 @@ def make_net(*, dropout: float = 0.0, norm: bool = False, kind: Any = keras.Sequ
 
 @keras.saving.register_keras_serializable("trainings")
 class LabelSum(keras.metrics.Metric):
-    """Tells which rows were seen."""
+    """A metric that shows the rows that were seen."""
 
     def __init__(self, name: str = "label_sum", **options: Any) -> None:
         super().__init__(name=name, **options)
@@ -122,16 +134,16 @@ COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
 
 
 def make_training(data: Path, folder: Path, **changes: Any) -> KerasTraining:
-    """changes: of the training, or of what the model is compiled with; rows: one of `SETS`."""
+    """Make a training with changed settings or arguments of `compile`; `rows` is one of `SETS`."""
     chosen = data / changes.pop("rows", "plain")
     with in_float64():
         net = changes.pop("model", None) or make_net()
         made = {name: changes.pop(name) for name in COMPILED if name in changes}
         callbacks = changes.pop("callbacks", [])
         settings: dict[str, Any] = {
-            "model": Sealed.of(net),
-            "compiled": Sealed.of(compiled(**made)),
-            "callbacks": Sealed.of(callbacks),
+            "model": KerasPickle.of(net),
+            "compiled": KerasPickle.of(compiled(**made)),
+            "callbacks": KerasPickle.of(callbacks),
             "batch_size": BATCH,
             "epochs": EPOCHS,
             "checkpoints": CheckpointPlan(every_epochs=1),
@@ -142,22 +154,13 @@ def make_training(data: Path, folder: Path, **changes: Any) -> KerasTraining:
 
 
 def outcome(training: KerasTraining) -> dict[str, Any]:
-    """Do it, and say what came of it in plain values."""
+    """Train, and return the result as plain values."""
     with in_float64():
-        result = train(training)
-    return {
-        "history": [{k: v for k, v in row.items() if k not in ("seconds", "ended")} for row in result.history],
-        "steps": result.steps,
-        "stopped": result.stopped,
-        "restored": result.restored,
-        "diverged": result.diverged and asdict(result.diverged),
-        "caused_divergence": result.caused_divergence,
-        "size": hvd.size(),
-    }
+        return plain_outcome(train(training), hvd.size())
 
 
 def alone(training: KerasTraining) -> dict[str, Any]:
-    """In this process, a world of one."""
+    """Train in this process, a world of one."""
     try:
         return outcome(training)
     finally:
@@ -165,44 +168,20 @@ def alone(training: KerasTraining) -> dict[str, Any]:
 
 
 def weights(folder: Path) -> list[float]:
-    found = load_arrays((folder / MODEL_FILE).read_bytes())
+    found = arrays_from_bytes((folder / MODEL_FILE).read_bytes())
     return [float(number) for array in found.values() for number in array.reshape(-1).tolist()]
 
 
-class At(Callback):
-    """Does something at the `count`-th time that `event` happens, in this process."""
-
-    def __init__(self, event: str, count: int, action: Callable[[], None]) -> None:
-        self.left, self.action = count, action
-        setattr(self, event, self._happened)
-
-    def _happened(self, *_: Any) -> None:
-        self.left -= 1
-        if self.left == 0:
-            self.action()
+def assert_as_undisturbed(result: Mapping[str, Any], folder: Path, undisturbed: tuple[Any, Any]) -> None:
+    assert_same_outcome(result, weights(folder), undisturbed, TOLERANCE)
 
 
-class TheEnd(Exception):
-    """The job is over, before the training is."""
-
-
-def end() -> None:
-    raise TheEnd
+def close(expected: Any) -> Any:
+    return in_worlds.close(expected, TOLERANCE)
 
 
 def ending(event: str, count: int) -> At:
     return At(event, count, end)
-
-
-def at(count: int, action: Callable[[], None]) -> Callable[..., None]:
-    """Calls the action at the `count`-th time that it is called itself."""
-    calls = itertools.count(1)
-
-    def called(*_: Any) -> None:
-        if next(calls) == count:
-            action()
-
-    return called
 
 
 # --- variants ---------------------------------------------------------------------------------------
@@ -210,7 +189,7 @@ def at(count: int, action: Callable[[], None]) -> Callable[..., None]:
 
 @keras.saving.register_keras_serializable("trainings")
 class OwnStep(keras.Sequential):
-    """With a train_step and a test_step of its own, and what they return is no metric."""
+    """A model with its own train_step and test_step, which return values that are not metrics."""
 
     def train_step(self, data: Any) -> Any:
         x, y = data
@@ -320,7 +299,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def variant_of(name: str) -> dict[str, Any]:
-    """With functions called that make something new."""
+    """Return the settings of a variant, with new models, optimizers and losses."""
     with in_float64():
         return {
             key: value() if key in (*COMPILED, "model") and isinstance(value, type(make_net)) else value
@@ -328,11 +307,26 @@ def variant_of(name: str) -> dict[str, Any]:
         }
 
 
+def settings_of(name: str) -> dict[str, Any]:
+    """Make the settings of a resumed training anew, as another process would."""
+    if name == "plain":
+        return {}
+    with in_float64():
+        return {
+            "model": make_net(dropout=0.3, norm=True),
+            "optimizer": keras.optimizers.AdamW(keras.optimizers.schedules.CosineDecay(0.02, 50)),
+            "callbacks": [keras.callbacks.EarlyStopping("loss", restore_best_weights=True)],
+        }
+
+
 # --- what workers do, for a WorldDriver ---------------------------------------------------------------
 
 
 def in_worker(data: Path, folder: Path, plans: Mapping[int, tuple[Any, ...]], changes: Mapping[str, Any] | None = None):
-    """plans: worker -> what ends it: ("on_batch_end", 7), ("before a reduction", 3), ("in a validation", 2)."""
+    """Train in a worker of a `WorldDriver`.
+
+    `plans` has the moment at which a worker ends: ("on_batch_end", 7), ("before a reduction", 3).
+    """
     from tests.unit.world_link import die, link
 
     callbacks: list[Any] = []
@@ -354,7 +348,7 @@ def _nothing() -> None: ...
 
 
 def _die_within(kind: str, count: int) -> None:
-    """Have this process end at the `count`-th time."""
+    """Let this process end at the `count`-th time."""
     from spark_elastic.collective.fused import FusedReduction
     from spark_elastic.keras import tensorflow_backend
     from spark_elastic.ml.keras.engine import KerasEngine
@@ -365,10 +359,10 @@ def _die_within(kind: str, count: int) -> None:
         "before a reduction": (FusedReduction, "__call__"),
         "after a reduction": (FusedReduction, "__call__"),
         "in a validation": (KerasEngine, "measure"),
-        "when all are to have one's buffers": (KerasEngine, "share_buffers"),
+        "before buffers are shared": (KerasEngine, "share_buffers"),
         "while the model is written": (KerasEngine, "model_file"),
     }[kind]
-    plain_method, dies = getattr(place, name), at(count, die)
+    plain_method, dies = getattr(place, name), at_call(count, die)
 
     def method(*args: Any, **options: Any) -> Any:
         if kind != "after a reduction":
@@ -382,7 +376,7 @@ def _die_within(kind: str, count: int) -> None:
 
 
 def in_worker_variants(data: Path, folder: Path, names: Sequence[str]) -> dict[str, Any]:
-    """One after the other in one world."""
+    """Train the variants one after the other in one world."""
     return {name: outcome(make_training(data, folder / name, **variant_of(name))) for name in names}
 
 
@@ -391,12 +385,12 @@ def in_worker_slowly(data: Path, folder: Path) -> Any:
     training = make_training(data, folder)
     from spark_elastic.ml.keras import assembly
 
-    plain_adapted = assembly.adapted
+    plain_adapted = assembly.adapt_callbacks
 
     def with_counter(callbacks: Any, *rest: Any) -> Any:
         return [*plain_adapted(callbacks, *rest), counter]
 
-    assembly.adapted = with_counter
+    assembly.adapt_callbacks = with_counter
     return {**outcome(training), "epochs counted": counter.epochs}
 
 

@@ -1,4 +1,4 @@
-"""An estimator that trains in this process, alone, for what does not depend on workers."""
+"""An estimator that trains in this process, as a world of one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spark_elastic.ml.torch.training import train
 
 
 class HereEstimator(ElasticTorchEstimator):
-    """training: what the worker was told."""
+    """Trains in this process; `training` is the settings that a worker would get."""
 
     training: TorchTraining
 

@@ -1,4 +1,4 @@
-"""The model gets its inputs in training, in the trial and in transform alike: by their numbers, in one shape."""
+"""Training, dry run and transform give a model the same inputs: ordered by number, in one shape."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Image(nn.Module):
 
 
 def rows(**more: Any) -> dict[str, Any]:
-    """As somebody might name them who does not think of order."""
+    """Columns by names in another order than their numbers."""
     generator = np.random.default_rng(1)
     features = {"features_1": (24, 2), "features_x": (24, 1), "features_0": (24, 6)}
     made = {name: generator.normal(size=shape).astype(np.float32) for name, shape in features.items()}
@@ -49,7 +49,7 @@ def fitted(dataset: Dataset, model: nn.Module, **changes: Any) -> Any:
     return HereEstimator(**settings(**chosen)).from_dataset_path(dataset)
 
 
-def test_inputs_come_by_their_numbers_however_the_set_has_them(tmp_path: Path) -> None:
+def test_inputs_are_ordered_by_number_not_by_their_order_in_the_dataset(tmp_path: Path) -> None:
     model = fitted(pack(rows(), tmp_path), Two())
     inputs = model._facts_of_fit().inputs
     assert [field.name for field in inputs] == ["features_0", "features_1"]
@@ -67,7 +67,7 @@ def cropped(columns: dict[str, Any]) -> dict[str, Any]:
     return {**columns, "features_0": columns["features_0"][:, :, :1]}
 
 
-def test_a_transformation_gets_the_shape_that_was_asked_for_and_may_change_it(tmp_path: Path) -> None:
+def test_transformation_fn_gets_the_set_shapes_and_may_change_them(tmp_path: Path) -> None:
     dataset = pack(rows(only=["features_0"]), tmp_path)
     changes = {"input_shapes": [(1, 2, 3)], "transformation_fn": cropped, "inference_fn": cropped}
     model = fitted(dataset, Image(1), **changes)

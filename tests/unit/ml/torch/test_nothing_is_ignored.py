@@ -1,4 +1,4 @@
-"""What is set and could have no effect is an error, and what must not be kept is not."""
+"""Settings without an effect are errors, and credentials are not saved."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
         ({"scheduler_interval": "step"}, "scheduler_interval is set, but there is no lr_scheduler"),
     ],
 )
-def test_a_setting_without_the_one_that_it_is_about_is_refused(settings: dict[str, Any], said: str) -> None:
+def test_setting_without_the_setting_it_depends_on_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidSettingsError, match=said):
         ElasticTorchEstimator(**settings)
 
@@ -76,14 +76,14 @@ def test_a_scheduler_that_does_not_go_with_its_settings_is_refused(
         ({"sample_weight_col": "w"}, DatasetError, r"sample_weight_col='w', but the dataset .* was made of \[\]"),
     ],
 )
-def test_what_a_set_that_is_there_cannot_do_is_refused(
+def test_settings_that_contradict_an_existing_dataset_are_refused(
     settings: dict[str, Any], error: type[Exception], said: str, dataset: Dataset
 ) -> None:
     with pytest.raises(error, match=said):
         estimator(**settings).from_dataset_path(dataset)
 
 
-def test_a_set_without_validation_rows_is_refused_by_an_estimator_that_asks_for_them(tmp_path: Path) -> None:
+def test_dataset_without_validation_rows_is_refused_if_validation_is_set(tmp_path: Path) -> None:
     from spark_elastic.data.packing import pack
 
     rows = {"features_0": np.zeros((8, 6), np.float32), "label_0": np.zeros(8, np.int64)}

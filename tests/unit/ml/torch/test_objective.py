@@ -10,7 +10,7 @@ from torch import nn
 
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.torch.batches import TorchBatch
-from spark_elastic.ml.torch.metrics import Tally
+from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.objective import Objective, shaped_like
 from tests.unit.ml.torch.trainings import ListMetric, SumMetric, accuracy, label_sum
 
@@ -18,7 +18,7 @@ ROWS = 11
 
 
 class Fixed(nn.Module):
-    """Its outputs are its inputs."""
+    """A model that returns its inputs."""
 
     def forward(self, *inputs):
         return inputs if len(inputs) > 1 else inputs[0]
@@ -68,11 +68,11 @@ LOSSES = {
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 @pytest.mark.parametrize("sizes", [[11], [4, 4, 3], [1] * 11])
-def test_the_parts_add_up_to_what_the_loss_is_of_the_whole(loss, sizes):
+def test_losses_of_parts_add_up_to_the_loss_of_the_batch(loss, sizes):
     whole = batch(scores(), labels=(classes(),))
     objective = Objective(loss, None, labels=1, weighted=False)
     counts = [sum(each) for each in zip(*(objective.counts([part]) for part in cut(whole, sizes)), strict=True)]
-    parts = [objective.share(objective.measure(Fixed(), part), ROWS, counts) for part in cut(whole, sizes)]
+    parts = [objective.share(objective.forward(Fixed(), part), ROWS, counts) for part in cut(whole, sizes)]
     assert sum(parts).item() == pytest.approx(loss(whole.inputs[0], whole.labels[0]).item(), rel=1e-12)
 
 
@@ -82,7 +82,7 @@ def test_labels_that_are_probabilities_count_by_rows_whatever_their_weights(size
     loss = LOSSES["class weights"]
     objective = Objective(loss, None, labels=1, weighted=False)
     counts = [sum(each) for each in zip(*(objective.counts([part]) for part in cut(whole, sizes)), strict=True)]
-    parts = [objective.share(objective.measure(Fixed(), part), ROWS, counts) for part in cut(whole, sizes)]
+    parts = [objective.share(objective.forward(Fixed(), part), ROWS, counts) for part in cut(whole, sizes)]
     assert sum(parts).item() == pytest.approx(loss(whole.inputs[0], whole.labels[0]).item(), rel=1e-12)
 
 
@@ -90,13 +90,13 @@ def test_integers_as_labels_of_a_loss_of_numbers_take_the_shape_of_the_output():
     column = batch(scores(classes=1), labels=(classes(),))
     expected = (scores(classes=1)[:, 0] - classes()).abs().sum().item()
     objective = Objective(nn.L1Loss(), None, labels=1, weighted=False)
-    assert objective.measure(Fixed(), column).sums[0].item() == pytest.approx(expected)
+    assert objective.forward(Fixed(), column).sums[0].item() == pytest.approx(expected)
 
 
-def test_a_class_that_there_is_not_is_named_with_its_label():
+def test_label_beyond_the_classes_is_reported_with_its_column():
     wrong = batch(scores(), labels=(classes() + 3,))
-    with pytest.raises(DataError, match=r"label_0 \(the label column at place 0\) has values from 3 to 5.*\(11, 3\)"):
-        Objective(nn.CrossEntropyLoss(), None, labels=1, weighted=False).measure(Fixed(), wrong)
+    with pytest.raises(DataError, match=r"label_0 \(label column number 0, from 0\) has values from 3 to 5.*\(11, 3\)"):
+        Objective(nn.CrossEntropyLoss(), None, labels=1, weighted=False).forward(Fixed(), wrong)
 
 
 @pytest.mark.parametrize("loss", [LOSSES["mean"], LOSSES["function"]], ids=["module", "function"])
@@ -105,21 +105,21 @@ def test_sample_weights_multiply_the_rows_and_the_sum_is_divided_by_their_number
     whole = batch(scores(), labels=(classes(),), weights=weights)
     objective = Objective(loss, None, labels=1, weighted=True)
     by_row = nn.functional.cross_entropy(scores(), classes(), reduction="none")
-    parts = [objective.share(objective.measure(Fixed(), part), ROWS, ()) for part in cut(whole, [5, 6])]
+    parts = [objective.share(objective.forward(Fixed(), part), ROWS, ()) for part in cut(whole, [5, 6])]
     assert sum(parts).item() == pytest.approx((by_row * weights).sum().item() / ROWS)
 
 
-def test_sample_weights_need_a_loss_that_can_tell_its_rows_apart():
+def test_sample_weights_need_a_loss_with_a_value_for_each_row():
     whole = batch(scores(), labels=(classes(),), weights=torch.ones(ROWS, dtype=torch.float64))
     objective = Objective(LOSSES["own mean"], None, labels=1, weighted=True)
     with pytest.raises(DataError, match="has to return a value for each row"):
-        objective.measure(Fixed(), whole)
+        objective.forward(Fixed(), whole)
 
 
 def test_several_losses_are_multiplied_by_their_weights():
     whole = batch(scores(), scores(seed=5), labels=(classes(), scores(seed=6)))
     objective = Objective([nn.CrossEntropyLoss(), nn.MSELoss()], None, labels=2, weighted=False, loss_weights=[2, 0.5])
-    measured = objective.measure(Fixed(), whole)
+    measured = objective.forward(Fixed(), whole)
     first = nn.functional.cross_entropy(scores(), classes()).item()
     second = nn.functional.mse_loss(scores(seed=5), scores(seed=6)).item()
     assert objective.share(measured, ROWS, (0, 0)).item() == pytest.approx(2 * first + 0.5 * second)
@@ -134,14 +134,14 @@ def test_several_losses_are_multiplied_by_their_weights():
         (nn.MSELoss(), 1, [1, 2], "2 loss_weights were given for 1 losses"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(loss, labels, weights, message):
+def test_differing_numbers_of_losses_and_labels_are_refused(loss, labels, weights, message):
     with pytest.raises(InvalidSettingsError, match=message):
         Objective(loss, None, labels=labels, weighted=False, loss_weights=weights)
 
 
 def test_too_few_outputs_are_refused():
     with pytest.raises(DataError, match="1 outputs and there are 2 losses"):
-        Objective(nn.MSELoss(), None, labels=2, weighted=False).measure(
+        Objective(nn.MSELoss(), None, labels=2, weighted=False).forward(
             Fixed(), batch(scores(), labels=(scores(), scores()))
         )
 
@@ -151,35 +151,35 @@ def test_numbers_as_labels_take_the_shape_of_the_output_and_classes_do_not():
     assert shaped_like(torch.zeros(4, dtype=torch.int64), torch.zeros(4, 1)).shape == (4,)
     assert shaped_like(torch.zeros(4), torch.zeros(4, 3)).shape == (4,)
     column = batch(scores(classes=1), labels=(scores(classes=1)[:, 0],))
-    assert Objective(nn.MSELoss(), None, labels=1, weighted=False).measure(Fixed(), column).sums[0].item() == 0
+    assert Objective(nn.MSELoss(), None, labels=1, weighted=False).forward(Fixed(), column).sums[0].item() == 0
 
 
 def test_without_labels_the_loss_is_of_the_input():
-    measured = Objective(nn.MSELoss(), None, labels=0, weighted=False).measure(Fixed(), batch(scores(), labels=()))
+    measured = Objective(nn.MSELoss(), None, labels=0, weighted=False).forward(Fixed(), batch(scores(), labels=()))
     assert measured.sums[0].item() == 0
 
 
 def test_train_fn_computes_the_loss_itself():
     objective = Objective(None, lambda model, batch: model(batch["features_0"]).mean(), labels=1, weighted=False)
-    measured = objective.measure(Fixed(), batch(scores(), labels=(classes(),)))
+    measured = objective.forward(Fixed(), batch(scores(), labels=(classes(),)))
     assert objective.share(measured, 2 * ROWS, ()).item() == pytest.approx(scores().mean().item() / 2)
     wrong = Objective(None, lambda model, batch: scores(), labels=1, weighted=False)
     with pytest.raises(DataError, match="train_fn must return a loss of one value"):
-        wrong.measure(Fixed(), batch(scores(), labels=(classes(),)))
+        wrong.forward(Fixed(), batch(scores(), labels=(classes(),)))
 
 
 @pytest.mark.parametrize("sizes", [[11], [4, 4, 3], [1] * 11])
 def test_metrics_count_each_row_once_however_the_rows_are_cut(sizes):
     metrics = {"accuracy": accuracy, "label": label_sum, "by_class": SumMetric(), "outputs": ListMetric()}
     objective = Objective(nn.CrossEntropyLoss(), None, labels=1, weighted=False)
-    tally = Tally(objective, metrics)
-    sums, pieces = torch.zeros(tally.width, dtype=torch.float64), []
+    accumulator = TorchMetricAccumulator(objective, metrics)
+    sums, pieces = torch.zeros(accumulator.width, dtype=torch.float64), []
     whole = batch(scores(), labels=(classes(),))
     for part in cut(whole, sizes):
-        pieces.append(tally.measure(objective.measure(Fixed(), part), part.rows, sums))
-    logs = tally.logs(sums.numpy(), pieces, "val_")
+        pieces.append(accumulator.measure(objective.forward(Fixed(), part), part.rows, sums))
+    logs = accumulator.logs(sums.numpy(), pieces, "val_")
     right = scores().argmax(1) == classes()
-    assert tally.rows(sums.numpy()) == ROWS
+    assert accumulator.rows(sums.numpy()) == ROWS
     assert logs["val_accuracy"] == pytest.approx(right.double().mean().item())
     assert logs["val_label"] == pytest.approx(classes().double().mean().item())
     assert logs["val_by_class_1"] == pytest.approx((right & (classes() == 1)).sum().item() / ROWS)
@@ -188,7 +188,7 @@ def test_metrics_count_each_row_once_however_the_rows_are_cut(sizes):
     assert logs["val_outputs_count"] == ROWS
 
 
-def test_metrics_of_torchmetrics_are_what_they_are_of_all_rows_at_once():
+def test_torchmetrics_metrics_equal_those_of_all_rows_at_once():
     classification = pytest.importorskip("torchmetrics.classification")
     metrics = {
         "accuracy": classification.MulticlassAccuracy(3),
@@ -196,12 +196,12 @@ def test_metrics_of_torchmetrics_are_what_they_are_of_all_rows_at_once():
         "f1": classification.MulticlassF1Score(3),
     }
     objective = Objective(nn.CrossEntropyLoss(), None, labels=1, weighted=False)
-    tally = Tally(objective, metrics)
-    sums, pieces = torch.zeros(tally.width, dtype=torch.float64), []
+    accumulator = TorchMetricAccumulator(objective, metrics)
+    sums, pieces = torch.zeros(accumulator.width, dtype=torch.float64), []
     whole = batch(scores(), labels=(classes(),))
     for part in cut(whole, [4, 1, 6]):
-        pieces.append(tally.measure(objective.measure(Fixed(), part), part.rows, sums))
-    logs = tally.logs(sums.numpy(), pieces)
+        pieces.append(accumulator.measure(objective.forward(Fixed(), part), part.rows, sums))
+    logs = accumulator.logs(sums.numpy(), pieces)
     for name, metric in metrics.items():
         metric.reset()
         assert logs[name] == pytest.approx(metric(scores(), classes()).item())
@@ -210,11 +210,11 @@ def test_metrics_of_torchmetrics_are_what_they_are_of_all_rows_at_once():
 def test_the_mean_by_class_weights_is_the_same_for_an_epoch_as_for_a_batch():
     loss = LOSSES["class weights"]
     objective = Objective(loss, None, labels=1, weighted=False)
-    tally = Tally(objective, {})
-    sums = torch.zeros(tally.width, dtype=torch.float64)
+    accumulator = TorchMetricAccumulator(objective, {})
+    sums = torch.zeros(accumulator.width, dtype=torch.float64)
     for part in cut(batch(scores(), labels=(classes(),)), [5, 6]):
-        tally.measure(objective.measure(Fixed(), part), part.rows, sums)
-    assert tally.logs(sums.numpy(), [])["loss"] == pytest.approx(loss(scores(), classes()).item())
+        accumulator.measure(objective.forward(Fixed(), part), part.rows, sums)
+    assert accumulator.logs(sums.numpy(), [])["loss"] == pytest.approx(loss(scores(), classes()).item())
 
 
 @pytest.mark.parametrize(
@@ -225,14 +225,14 @@ def test_the_mean_by_class_weights_is_the_same_for_an_epoch_as_for_a_batch():
         (lambda output, label: torch.zeros(7), DataError, r"returned a tensor of shape \(7,\) for 11 rows"),
     ],
 )
-def test_a_metric_of_no_use_is_refused(metric, error, message):
+def test_metric_without_a_usable_value_is_refused(metric, error, message):
     objective = Objective(nn.CrossEntropyLoss(), None, labels=1, weighted=False)
 
     def measure():
-        tally = Tally(objective, {"wrong": metric})
-        sums = torch.zeros(tally.width, dtype=torch.float64)
-        tally.measure(objective.measure(Fixed(), batch(scores(), labels=(classes(),))), ROWS, sums)
-        return tally.logs(sums.numpy(), [])["wrong"]
+        accumulator = TorchMetricAccumulator(objective, {"wrong": metric})
+        sums = torch.zeros(accumulator.width, dtype=torch.float64)
+        accumulator.measure(objective.forward(Fixed(), batch(scores(), labels=(classes(),))), ROWS, sums)
+        return accumulator.logs(sums.numpy(), [])["wrong"]
 
     if error is None:
         assert measure() == pytest.approx(scores().mean().item())
@@ -241,20 +241,20 @@ def test_a_metric_of_no_use_is_refused(metric, error, message):
             measure()
 
 
-def test_with_several_outputs_a_metric_sees_all_or_the_one_it_was_given():
+def test_metric_of_several_outputs_sees_all_or_the_chosen_one():
     whole = batch(scores(), scores(seed=5), labels=(classes(), scores(seed=6)))
     objective = Objective([nn.CrossEntropyLoss(), nn.MSELoss()], None, labels=2, weighted=False)
-    tally = Tally(
+    accumulator = TorchMetricAccumulator(
         objective, {"first": (0, accuracy), "both": lambda outputs, labels: float(len(outputs) + len(labels))}
     )
-    sums = torch.zeros(tally.width, dtype=torch.float64)
-    tally.measure(objective.measure(Fixed(), whole), ROWS, sums)
-    logs = tally.logs(sums.numpy(), [])
+    sums = torch.zeros(accumulator.width, dtype=torch.float64)
+    accumulator.measure(objective.forward(Fixed(), whole), ROWS, sums)
+    logs = accumulator.logs(sums.numpy(), [])
     assert logs["both"] == 4
     assert logs["first"] == pytest.approx(accuracy(scores(), classes()).item())
     assert set(logs) == {"loss", "loss_0", "loss_1", "first", "both"}
 
 
-def test_a_mean_over_no_rows_that_count_is_not_a_number():
+def test_mean_over_no_rows_is_nan():
     objective = Objective(nn.CrossEntropyLoss(ignore_index=0), None, labels=1, weighted=False)
     assert math.isnan(objective.means([0.0], [0.0])["loss"])

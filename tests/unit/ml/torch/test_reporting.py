@@ -1,4 +1,4 @@
-"""What rank 0 tells of a training while it goes on."""
+"""The reports of rank 0 during a training."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 import spark_elastic.torch as hvd
-from spark_elastic.ml.torch.training import _assemble
+from spark_elastic.ml.torch.training import assemble
 from spark_elastic.ml.training.progress import Progress, TrainingPhase
 from spark_elastic.ml.training.reporting import Reporter, RunView
 from spark_elastic.reporting.history import History
@@ -18,7 +16,7 @@ from tests.unit.ml.torch.trainings import EPOCHS, ROWS, make_training
 
 
 class Link:
-    """Keeps what it is told."""
+    """A channel that keeps the reports."""
 
     def __init__(self, broken: bool = False) -> None:
         self.said: list[Any] = []
@@ -42,10 +40,10 @@ def row(epoch: int) -> dict[str, float]:
     return {"epoch": epoch, "seconds": 1.0, "ended": 5.0, "steps": 3, "rows": 100, "lr": 0.1, "loss": 0.5}
 
 
-def test_each_epoch_of_a_training_is_told_with_what_it_has_come_to(data, tmp_path):
+def test_each_epoch_is_reported_with_its_losses_and_metrics(data, tmp_path):
     hvd.init()
     try:
-        trainer = _assemble(make_training(data, tmp_path))
+        trainer = assemble(make_training(data, tmp_path))
         link = Link()
         trainer.reporter = Reporter(trainer.view, link)
         result = trainer.run()
@@ -57,30 +55,7 @@ def test_each_epoch_of_a_training_is_told_with_what_it_has_come_to(data, tmp_pat
     assert "lr" not in ended[0].values
 
 
-def test_what_can_be_told_at_any_moment_is_what_the_history_would_say(data, tmp_path):
-    hvd.init()
-    told = []
-    try:
-        trainer = _assemble(make_training(data, tmp_path))
-        logs = trainer.engine.logs
-
-        def both(sums: Any, pieces: Any, prefix: str = "") -> Any:
-            out = logs(sums, pieces, prefix)
-            told.append(
-                (trainer.engine.live_logs(sums), {name.removeprefix("val_"): value for name, value in out.items()})
-            )
-            return out
-
-        trainer.engine.logs = both
-        trainer.run()
-    finally:
-        hvd.shutdown()
-    assert told
-    for now, later in told:
-        assert now == pytest.approx(later)
-
-
-def test_only_rank_0_tells():
+def test_only_rank_0_reports():
     link = Link()
     view = view_at(Progress(position=40, serial=4), rank=1)
     reporter = Reporter(view, link)
@@ -91,7 +66,7 @@ def test_only_rank_0_tells():
     assert link.said == [LiveProgress(0, 3, "train", 40, 100, {})]
 
 
-def test_a_new_rank_0_tells_the_epochs_that_it_has_seen():
+def test_new_rank_0_reports_the_epochs_that_it_has_seen():
     link = Link()
     history = History([row(0), row(1)])
     view = view_at(Progress(phase=TrainingPhase.VALIDATE, epoch=2, val_position=10, serial=9, history=history))
@@ -100,7 +75,7 @@ def test_a_new_rank_0_tells_the_epochs_that_it_has_seen():
     assert link.said[-1] == LiveProgress(2, 3, "validate", 10, 100, {})
 
 
-def test_nothing_is_told_twice_where_nothing_has_changed():
+def test_unchanged_progress_is_reported_once():
     link = Link()
     view = view_at(Progress(position=40, serial=4))
     reporter = Reporter(view, link)
@@ -109,7 +84,7 @@ def test_nothing_is_told_twice_where_nothing_has_changed():
     assert len(link.said) == 1
 
 
-def test_what_a_broken_channel_has_not_taken_is_told_again():
+def test_report_lost_in_a_broken_channel_is_repeated():
     link = Link(broken=True)
     view = view_at(Progress(serial=4, phase=TrainingPhase.EPOCH_END, history=History([row(0)])))
     reporter = Reporter(view, link)
@@ -120,7 +95,7 @@ def test_what_a_broken_channel_has_not_taken_is_told_again():
     assert [said.epoch for said in link.said] == [0]
 
 
-def test_an_error_while_telling_stays_there():
+def test_error_while_reporting_does_not_reach_the_training():
     view = view_at(Progress(position=ROWS, serial=4))
     view.training.dataset = None
     Reporter(view, Link()).report()

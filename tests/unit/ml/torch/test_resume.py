@@ -1,4 +1,4 @@
-"""A training that ended somewhere goes on from its last durable checkpoint, to the same result."""
+"""Durable checkpoints of a PyTorch training: when they are written, their contents, and resuming from them."""
 
 from __future__ import annotations
 
@@ -10,72 +10,15 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
-from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback
-from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
-from spark_elastic.ml.torch.training import _assemble
-from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan
+from spark_elastic.ml.torch.training import assemble
+from spark_elastic.ml.training.spec import CheckpointPlan
+from tests.unit.ml.in_worlds import STEPS, At, TheEnd, checkpoints_in, close, end, stop_and_resume
 from tests.unit.ml.torch import trainings
-from tests.unit.ml.torch.test_training_worlds import assert_as_undisturbed, close
-from tests.unit.ml.torch.trainings import EPOCHS, STEPS, At, alone, make_training
+from tests.unit.ml.torch.trainings import alone, assert_as_undisturbed, make_training
 from tests.unit.worlds import WorldDriver
-
-
-class TheEnd(Exception):
-    """The job is over, before the training is."""
-
-
-def end():
-    raise TheEnd
-
-
-def checkpoints_in(folder):
-    return Checkpoints(Store.create(folder).sub(CHECKPOINTS))
-
-
-def stop_and_resume(data, folder, event, count, plan, **changes):
-    """What the training comes to that ended at an event, was loaded from its latest checkpoint, and went on."""
-    ending = At(event, count, end)
-    changes = {"checkpoints": plan, **changes}
-    with pytest.raises(TheEnd):
-        alone(make_training(data, folder, **{**changes, "callbacks": [*changes.get("callbacks", ()), ending]}))
-    latest = checkpoints_in(folder).latest()
-    nothing = At(event, 1 << 30, end)  # the same callbacks as before
-    changes["callbacks"] = [*changes.get("callbacks", ()), nothing]
-    return alone(make_training(data, folder, resume_from=latest.name, **changes)), latest
-
-
-VARIANTS = [
-    "plain",
-    "Adam with options by parameter",
-    "a schedule by epoch",
-    "a schedule by step",
-    "a schedule by metric",
-    "metrics with states",
-    "an optimizer's class",
-]
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_in_the_middle_of_an_epoch_it_goes_on_after_the_last_row(variant, data, tmp_path):
-    changes = trainings.variant_of(variant)
-    expected = alone(make_training(data, tmp_path / "whole", **changes)), trainings.weights(tmp_path / "whole")
-    plan = CheckpointPlan(every_epochs=None, every_steps=5)
-    result, latest = stop_and_resume(data, tmp_path / "cut", "on_batch_end", 22, plan, **changes)
-    assert latest.step in (5, 10, 15, 20)  # one that comes while another is being written is left out
-    assert (latest.epoch, latest.position) == (latest.step // 13, latest.step % 13 * 16)
-    assert_as_undisturbed(result, tmp_path / "cut", expected)
-
-
-@pytest.mark.parametrize(
-    ("event", "count"), [("on_epoch_begin", 2), ("on_validation_end", 2), ("on_epoch_end", 3), ("on_fit_end", 1)]
-)
-def test_between_epochs_it_goes_on_with_the_next(event, count, data, tmp_path, undisturbed):
-    result, latest = stop_and_resume(data, tmp_path, event, count, CheckpointPlan(every_epochs=1))
-    assert latest.position == 0
-    assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
 def test_dropout_is_the_same_after_a_resume(data, tmp_path):
@@ -96,14 +39,7 @@ def test_dropout_is_the_same_after_a_resume(data, tmp_path):
     assert_as_undisturbed(result, tmp_path / "cut", expected)
 
 
-def test_more_epochs_than_before_go_on_from_the_end(data, tmp_path, undisturbed):
-    alone(make_training(data, tmp_path, epochs=EPOCHS - 1))
-    latest = checkpoints_in(tmp_path).latest()
-    result = alone(make_training(data, tmp_path, resume_from=latest.name))
-    assert_as_undisturbed(result, tmp_path, undisturbed)
-
-
-def test_a_training_that_was_done_does_nothing_again(data, tmp_path, undisturbed):
+def test_finished_training_is_not_repeated(data, tmp_path, undisturbed):
     alone(make_training(data, tmp_path))
     latest = checkpoints_in(tmp_path).latest()
     steps = Counter()
@@ -116,7 +52,7 @@ def test_a_training_that_was_done_does_nothing_again(data, tmp_path, undisturbed
 
 @pytest.mark.parametrize("half", [True, False], ids=["half written", "written"])
 @pytest.mark.parametrize("file", ["state.pt", "checkpoint.json"])
-def test_a_job_whose_only_worker_was_killed_while_it_wrote_goes_on(file, half, data, tmp_path, undisturbed):
+def test_only_worker_killed_while_it_writes_a_checkpoint_can_be_resumed(file, half, data, tmp_path, undisturbed):
     with WorldDriver(start_with=1) as driver:
         driver.start(trainings.in_worker_that_checkpoints, data, tmp_path, file, half)
         driver.wait(lambda: driver.told("dying"))
@@ -127,7 +63,7 @@ def test_a_job_whose_only_worker_was_killed_while_it_wrote_goes_on(file, half, d
     assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
-def test_another_number_of_workers_goes_on_to_the_same_result(data, tmp_path, undisturbed):
+def test_another_number_of_workers_resumes_to_the_same_result(data, tmp_path, undisturbed):
     plan = CheckpointPlan(every_steps=5)
     with pytest.raises(TheEnd):
         alone(make_training(data, tmp_path, checkpoints=plan, callbacks=[At("on_batch_end", 18, end)]))
@@ -139,14 +75,14 @@ def test_another_number_of_workers_goes_on_to_the_same_result(data, tmp_path, un
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_newcomer_begins_where_the_checkpoint_is_in_case_nobody_else_is_left(known, data, tmp_path, monkeypatch):
+def test_new_worker_starts_at_the_checkpoint_in_case_all_others_are_lost(known, data, tmp_path, monkeypatch):
     alone(make_training(data, tmp_path, epochs=1))
     latest = checkpoints_in(tmp_path).latest().name if known else "gone"
     hvd.init()
     try:
         monkeypatch.setattr(type(process), "provisional", True)
         monkeypatch.setattr(hvd, "size", lambda: 1)
-        trainer = _assemble(make_training(data, tmp_path, resume_from=latest))
+        trainer = assemble(make_training(data, tmp_path, resume_from=latest))
         trainer.close()
     finally:
         hvd.shutdown()
@@ -173,12 +109,12 @@ def test_a_checkpoint_of_another_training_is_refused(changes, message, data, tmp
 # --- which are written ------------------------------------------------------------------------------
 
 
-def test_checkpoints_come_as_often_as_was_asked_and_the_last_so_many_stay(data, tmp_path):
+def test_checkpoints_follow_the_plan_and_the_newest_are_kept(data, tmp_path):
     alone(make_training(data, tmp_path, checkpoints=CheckpointPlan(every_epochs=2, keep=2)))
     assert [facts.step for facts in checkpoints_in(tmp_path).complete()] == [26, STEPS]
 
 
-def test_without_a_plan_there_are_none(data, tmp_path):
+def test_without_a_plan_no_checkpoints_are_written(data, tmp_path):
     alone(make_training(data, tmp_path, checkpoints=None))
     assert checkpoints_in(tmp_path).complete() == []
 
@@ -209,7 +145,7 @@ def test_the_trained_model_gets_the_weights_of_the_best_epoch(data, tmp_path):
     assert trainings.weights(tmp_path / "best") == close(trainings.weights(tmp_path / "one"))
 
 
-def test_what_is_best_by_another_value_is_kept_and_not_restored(data, tmp_path):
+def test_best_checkpoint_by_another_column_is_kept_and_not_restored(data, tmp_path):
     one_epoch = make_training(data, tmp_path / "one", epochs=1)
     alone(one_epoch)
     changes = {"callbacks": [EarlyStopping("lr", mode="max", patience=9, restore_best=True)]}
@@ -236,8 +172,12 @@ def test_the_best_weights_outlive_the_worker_that_had_found_them_and_a_resume(da
         (result,) = driver.results(1)
         assert result["restored"] == 0
         assert trainings.weights(tmp_path / "two") == close(best)
-    changes = {"lr_scheduler": trainings.halved_every_epoch, "callbacks": [BestCheckpoint("lr", mode="max")]}
-    result, _ = stop_and_resume(data, tmp_path / "cut", "on_batch_end", 32, CheckpointPlan(every_steps=2), **changes)
+
+    def make():
+        return {"lr_scheduler": trainings.halved_every_epoch, "callbacks": [BestCheckpoint("lr", mode="max")]}
+
+    plan = CheckpointPlan(every_steps=2)
+    result, _ = stop_and_resume(trainings, data, tmp_path / "cut", "on_batch_end", 32, plan, make)
     assert result["restored"] == 0
     assert trainings.weights(tmp_path / "cut") == close(best)
 
@@ -285,14 +225,14 @@ def test_only_tensors_and_plain_values_are_written():
         detached({"a": [1, TheEnd()]}, "it")
 
 
-def test_what_would_run_code_is_not_loaded():
+def test_file_that_would_run_code_is_not_loaded():
     with pytest.raises(CheckpointError, match=r"not what torch\.save has written"):
         from_bytes(to_bytes(TheEnd))
     with pytest.raises(CheckpointError):
         from_bytes(b"nothing of ours")
 
 
-def test_a_copy_does_not_change_with_what_it_is_of():
+def test_detached_copy_does_not_change_with_the_original():
     weight = torch.ones(2)
     copy = detached({"weight": weight}, "it")
     weight += 1

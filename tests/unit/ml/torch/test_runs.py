@@ -1,4 +1,4 @@
-"""Each training has a folder of its own, which others leave alone while it runs and remove when its driver is dead."""
+"""Each training has its own folder: others keep it while it runs, and remove it when its driver has died."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def by_lr(lr: float) -> Any:
     return lambda params: torch.optim.SGD(params, lr=lr)
 
 
-def test_each_of_several_param_maps_is_a_training_of_its_own(tmp_path: Path) -> None:
+def test_each_param_map_is_a_separate_training(tmp_path: Path) -> None:
     dataset = make_set(tmp_path / "set")
     made = estimator(optimizer=by_lr(0.1), epochs=2, checkpoint_dir=tmp_path / "runs", run_id="a")
     made._shared_datasets = object()  # as within fitMultiple
@@ -52,7 +52,7 @@ def test_runs_of_processes_that_died_are_removed_once_they_are_old(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([young, strange, "named"])
 
 
-def test_a_set_that_is_there_is_leased_while_a_fit_trains_on_it(tmp_path: Path) -> None:
+def test_existing_dataset_is_leased_during_a_fit(tmp_path: Path) -> None:
     dataset = make_set(tmp_path)
 
     def leased_now(optimizer: Any) -> Any:
@@ -63,14 +63,14 @@ def test_a_set_that_is_there_is_leased_while_a_fit_trains_on_it(tmp_path: Path) 
     assert not is_leased(Store.create(tmp_path), time.time())
 
 
-def test_a_set_that_lies_where_nothing_can_be_written_is_read_all_the_same(tmp_path: Path) -> None:
+def test_dataset_on_read_only_storage_is_read(tmp_path: Path) -> None:
     dataset = make_set(tmp_path)
     (tmp_path / "leases").write_text("a file where the folder of the leases would be")
     assert len(estimator(epochs=1).from_dataset_path(dataset).history) == 1
 
 
 class Frame:
-    """What a fit asks of a DataFrame before and after its rows are written."""
+    """The part of a DataFrame that a fit uses before and after its rows are written."""
 
     sparkSession = None
     isStreaming = False
@@ -78,7 +78,7 @@ class Frame:
 
 
 class Writes(HereEstimator):
-    """A process that ends takes the set away between its writing, or finding, and the lease."""
+    """Another process removes the dataset before this one has leased it."""
 
     written = 0
 
@@ -90,9 +90,7 @@ class Writes(HereEstimator):
         return made
 
 
-def test_a_set_that_was_removed_before_it_was_leased_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dataset_removed_before_its_lease_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spark_elastic.driver.preflight.check_spark", lambda spark: None)
     columns: dict[str, Any] = {"feature_cols": ["x"], "label_cols": ["y"], "keep_dataset": True}
     made = Writes(**settings(epochs=1, store=str(tmp_path), **columns))
@@ -124,7 +122,7 @@ class Elsewhere:
 
 
 @pytest.mark.parametrize("setting", ["store", "checkpoint_dir"])
-def test_workers_whose_results_the_driver_would_not_see_do_not_train_first(
+def test_unshared_storage_is_refused_before_the_training(
     setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spark_elastic.driver.preflight.check_spark", lambda spark: Elsewhere())

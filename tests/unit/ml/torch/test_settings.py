@@ -1,4 +1,4 @@
-"""What each setting of a training does, in a world of one."""
+"""The effect of each setting of a training, in a world of one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def maker(data, tmp_path, **changes):
     return BatchMaker(make_training(data, tmp_path, **changes), CPU)
 
 
-def test_inputs_and_labels_are_told_by_their_names_and_the_rest_stays_within_reach(data, tmp_path):
+def test_inputs_and_labels_are_found_by_name_and_other_columns_are_kept(data, tmp_path):
     (batch,) = maker(data, tmp_path).parts(one_batch())
     assert [tuple(one.shape) for one in batch.inputs] == [(5, 4), (5, 1)]
     assert [one.tolist() for one in batch.labels] == [[0, 1, 2, 3, 4]]
@@ -82,12 +82,12 @@ def test_accumulation_cuts_a_share_into_parts_of_about_equal_size(rows, parts, d
         (lambda columns: {**columns, "features_0": columns["text"]}, "features_0 holds list values of variable length"),
     ],
 )
-def test_a_transformation_has_to_return_what_can_be_trained_on(function, message, data, tmp_path):
+def test_transformation_fn_must_return_arrays_with_all_rows(function, message, data, tmp_path):
     with pytest.raises(DataError, match=message):
         maker(data, tmp_path, transformation_fn=function).parts(one_batch())
 
 
-def test_a_transformation_has_to_return_the_labels_and_the_weights_that_the_loss_is_of(weighted_data, tmp_path):
+def test_transformation_fn_must_return_labels_and_weights(weighted_data, tmp_path):
     rows = one_batch()
     rows.tensors["sample_weight"] = np.ones(5)
 
@@ -118,7 +118,7 @@ def test_settings_that_cannot_be_are_refused_before_anything_runs(changes, messa
 @pytest.mark.parametrize(
     "plan", [{"every_epochs": 0}, {"every_steps": 0}, {"every_seconds": -1.0}, {"keep": 0}, {"mode": "most"}]
 )
-def test_a_plan_for_checkpoints_that_cannot_be_is_refused(plan):
+def test_invalid_checkpoint_plan_is_refused(plan):
     with pytest.raises(InvalidSettingsError, match=next(iter(plan))):
         CheckpointPlan(**plan)
 
@@ -134,13 +134,13 @@ def foreign():
         ({"optimizer": lambda params: None}, "it gave NoneType"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS evaluates the loss several times"),
         ({"lr_scheduler": torch.optim.lr_scheduler.StepLR(foreign(), 1)}, "belongs to another optimizer"),
-        ({"lr_scheduler": lambda optimizer: 3}, "is no scheduler"),
+        ({"lr_scheduler": lambda optimizer: 3}, "is not a scheduler"),
         ({"lr_scheduler": trainings.plateau, "scheduler_monitor": "f1"}, "scheduler_monitor='f1' is not one of"),
         ({"device": "cuda:7"}, "sees no GPU"),
         ({"device": "abacus"}, "device='abacus'"),
     ],
 )
-def test_what_does_not_fit_the_model_or_the_machine_is_refused(changes, message, data, tmp_path):
+def test_settings_that_do_not_fit_model_or_machine_are_refused(changes, message, data, tmp_path):
     if "cuda" in str(changes.get("device")) and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(InvalidSettingsError, match=message):
@@ -153,7 +153,7 @@ def test_a_model_without_parameters_cannot_be_trained():
 
 
 class Busy:
-    """A store that refuses the model the first so many times."""
+    """A store that refuses the model a number of times."""
 
     def __init__(self, store, times):
         self._store, self._left = store, times
@@ -183,7 +183,7 @@ def test_a_store_that_is_busy_is_asked_again(data, tmp_path):
     assert (tmp_path / "model.pt").exists()
 
 
-def test_what_a_store_refuses_for_good_comes_with_the_result(data, tmp_path, monkeypatch):
+def test_file_that_the_store_refuses_comes_with_the_result(data, tmp_path, monkeypatch):
     monkeypatch.setenv("SPARK_ELASTIC_SAVE_TIMEOUT", "0")
     training = make_training(data, tmp_path / "refused", epochs=1)
     result = result_of(replace(training, store=Busy(training.store, 1 << 30)))
@@ -196,7 +196,7 @@ def test_what_a_store_refuses_for_good_comes_with_the_result(data, tmp_path, mon
         assert torch.equal(value, expected[name])
 
 
-def test_a_time_to_save_that_is_none_is_refused_before_the_first_step(data, tmp_path, monkeypatch):
+def test_invalid_save_timeout_is_refused_before_the_first_step(data, tmp_path, monkeypatch):
     monkeypatch.setenv("SPARK_ELASTIC_SAVE_TIMEOUT", "5m")
     called = []
     training = make_training(data, tmp_path, callbacks=[LambdaCallback(on_batch_begin=called.append)])
@@ -206,7 +206,7 @@ def test_a_time_to_save_that_is_none_is_refused_before_the_first_step(data, tmp_
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_who_keeps_the_error_of_a_step_does_not_keep_what_reads_ahead(split, data, tmp_path, monkeypatch):
+def test_kept_error_of_a_step_does_not_keep_the_reader_alive(split, data, tmp_path, monkeypatch):
     begun = []
 
     def fail(*_, **__):
@@ -228,7 +228,7 @@ def test_who_keeps_the_error_of_a_step_does_not_keep_what_reads_ahead(split, dat
     assert [inspect.getgeneratorstate(each) for each in begun] == [inspect.GEN_CLOSED] * (1 + (split == "validation"))
 
 
-def test_rows_are_brought_near_before_the_worker_joins_the_others(data, tmp_path, monkeypatch):
+def test_rows_are_loaded_before_the_worker_joins_the_world(data, tmp_path, monkeypatch):
     order = []
     monkeypatch.setattr(LocalSource, "preload", lambda self, *stopping: order.append("rows"))
     monkeypatch.setattr(trainers.Trainer, "run_in_world", lambda self: order.append("joined"))
@@ -242,13 +242,13 @@ def test_a_scheduler_may_be_a_class(data, tmp_path):
     assert [row["lr"] for row in result["history"]] == pytest.approx([0.1 / 3] * 3)
 
 
-def test_what_a_loss_holds_goes_to_the_device(data, tmp_path):
+def test_tensors_of_a_loss_move_to_the_device(data, tmp_path):
     loss = torch.nn.CrossEntropyLoss(torch.ones(3))
     objective_of(make_training(data, tmp_path, loss=loss), torch.device("meta"))
     assert loss.weight.is_meta
 
 
-def test_a_loss_that_is_no_number_ends_the_training_at_its_step_without_a_model(data, tmp_path):
+def test_nan_loss_ends_the_training_at_its_step_without_a_model(data, tmp_path):
     called = []
     watch = LambdaCallback(on_batch_end=lambda run: called.append(run.step), on_fit_end=called.append)
     result = alone(make_training(data, tmp_path, loss=trainings.NanFrom(3), callbacks=[watch]))
@@ -262,7 +262,7 @@ def test_a_loss_that_is_no_number_ends_the_training_at_its_step_without_a_model(
     ] in ({"step": 0, "epoch": 0, "loss": sign * float("inf")} for sign in (1, -1))
 
 
-def test_a_weight_that_is_no_number_after_the_last_step_is_no_model(data, tmp_path):
+def test_nan_weight_after_the_last_step_means_no_model(data, tmp_path):
     result = alone(make_training(data, tmp_path, loss=NanGradient(STEPS)))
     assert result["diverged"] == {"step": STEPS - 1, "epoch": EPOCHS - 1, "loss": None}
     assert not (tmp_path / MODEL_FILE).exists()
@@ -277,7 +277,7 @@ def test_weights_that_are_no_numbers_are_not_written_to_a_checkpoint(data, tmp_p
 
 
 class NanGradient:
-    """A loss that is finite, and whose gradient is none in the `count`-th step."""
+    """A finite loss whose gradient is NaN in the `count`-th step."""
 
     def __init__(self, count):
         self.count, self.calls = count, 0
@@ -288,7 +288,7 @@ class NanGradient:
         return loss + torch.sqrt(output.sum() * 0) if self.calls == self.count else loss
 
 
-def test_a_loss_that_is_no_number_is_said_once_where_it_is_allowed(data, tmp_path, caplog):
+def test_allowed_nan_loss_is_logged_once(data, tmp_path, caplog):
     loss = lambda output, label: output.mean() * float("nan")  # noqa: E731
     assert alone(make_training(data, tmp_path, loss=loss, allow_nan_loss=True))["diverged"] is None
     assert [record.getMessage() for record in caplog.records if "is NaN" in record.getMessage()] == [
@@ -314,7 +314,7 @@ def test_a_model_can_be_trained_again_in_the_same_process(data, tmp_path):
     assert second["history"][0]["loss"] < first["history"][-1]["loss"]
 
 
-def test_the_events_come_in_their_order_and_each_as_often_as_it_happens(data, tmp_path):
+def test_events_come_in_order_and_once_each(data, tmp_path):
     events = []
     names = ["fit_begin", "epoch_begin", "batch_end", "validation_end", "epoch_end", "fit_end"]
     callback = LambdaCallback(**{f"on_{name}": lambda *_, name=name: events.append(name) for name in names})
@@ -323,7 +323,7 @@ def test_the_events_come_in_their_order_and_each_as_often_as_it_happens(data, tm
     assert events == ["fit_begin", *an_epoch * 3, "fit_end"]
 
 
-def test_callbacks_see_how_far_it_is(data, tmp_path):
+def test_callbacks_see_the_progress(data, tmp_path):
     seen = []
 
     def look(run, logs):
@@ -334,7 +334,7 @@ def test_callbacks_see_how_far_it_is(data, tmp_path):
 
 
 @pytest.mark.parametrize(("verbose", "lines"), [(0, 0), (1, 3), (2, 6)])
-def test_rank_0_says_as_much_as_it_was_asked_to(verbose, lines, data, tmp_path, capsys):
+def test_rank_0_prints_according_to_verbose(verbose, lines, data, tmp_path, capsys):
     alone(make_training(data, tmp_path, verbose=verbose))
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == lines
@@ -342,7 +342,7 @@ def test_rank_0_says_as_much_as_it_was_asked_to(verbose, lines, data, tmp_path, 
 
 
 @pytest.mark.parametrize("empty", [False, True], ids=["no split", "a split without rows"])
-def test_a_set_without_validation_is_trained_without_it(empty, tmp_path):
+def test_dataset_without_validation_split_is_trained_on(empty, tmp_path):
     rows = {"features_0": np.random.default_rng(0).normal(size=(50, 6)), "label_0": np.arange(50) % 3}
     made = pack(rows, tmp_path / "set")
     training = make_training(tmp_path / "set", tmp_path / "run")
@@ -353,7 +353,7 @@ def test_a_set_without_validation_is_trained_without_it(empty, tmp_path):
     assert all(not name.startswith("val_") for name in result["history"][0])
 
 
-def test_frozen_parameters_and_those_that_no_loss_reaches_stay_as_they_are(data, tmp_path):
+def test_frozen_and_unused_parameters_do_not_change(data, tmp_path):
     net = make_net()
     net[0].requires_grad_(False)
     net.register_parameter("unused", torch.nn.Parameter(torch.ones(3, dtype=torch.float64)))
@@ -382,7 +382,7 @@ class Remembers(torch.nn.Module):
         self.seen = state
 
 
-def test_a_model_may_have_a_state_that_is_no_tensor(data, tmp_path):
+def test_model_may_have_a_state_beside_tensors(data, tmp_path):
     net = Remembers()
     alone(make_training(data, tmp_path, model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1)))
     state = torch.load(tmp_path / "model.pt", weights_only=True)

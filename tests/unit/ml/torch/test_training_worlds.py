@@ -1,50 +1,16 @@
-"""The same training in worlds that differ, grow and break: real processes, real kills, one result."""
+"""Trainings of PyTorch in worlds that differ and break; see `both/test_worlds.py` for what Keras does too."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.data.dataset import Dataset
-from tests.unit.ml.in_worlds import kill_and_add
+from tests.unit.ml.in_worlds import BATCH, EPOCHS, ROWS, STEPS_AN_EPOCH, close
 from tests.unit.ml.torch import trainings
-from tests.unit.ml.torch.trainings import BATCH, EPOCHS, ROWS, STEPS, in_worker, in_worker_slowly
+from tests.unit.ml.torch.trainings import assert_as_undisturbed, in_worker
 from tests.unit.worlds import WorldDriver
-
-STEPS_AN_EPOCH = STEPS // EPOCHS
-
-
-def close(expected):
-    return pytest.approx(expected, rel=1e-9, abs=1e-12)
-
-
-def assert_as_undisturbed(result, folder, undisturbed):
-    expected, weights = undisturbed
-    assert result["steps"] == expected["steps"]
-    for row, wanted in zip(result["history"], expected["history"], strict=True):
-        assert row == close(wanted)
-        assert row["rows"] == ROWS
-    assert trainings.weights(folder) == close(weights)
-
-
-def test_every_row_counts_once_in_training_and_in_validation(undisturbed, data):
-    dataset = Dataset.open(data)
-    labels = {split: next(dataset.reader(split, batch_size=1000).epoch(0))["label_0"] for split in dataset.splits}
-    for row in undisturbed[0]["history"]:
-        assert row["label_sum"] == close(labels["train"].mean())
-        assert row["val_label_sum"] == close(labels["validation"].mean())
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_number_of_workers_changes_nothing(size, data, tmp_path, undisturbed):
-    with WorldDriver(start_with=size) as driver:
-        driver.start(in_worker, data, tmp_path, {}, count=size)
-        for result in driver.results(size):
-            assert result["size"] == size
-            assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
 @pytest.mark.parametrize("variant", [name for name in trainings.VARIANTS if name != "plain"])
@@ -99,7 +65,7 @@ def test_a_worker_that_is_killed_changes_nothing_of_the_statistics(variant, kill
             assert_as_undisturbed(result, tmp_path / "three", expected)
 
 
-def test_a_loss_that_is_no_number_on_one_worker_ends_all_of_them_at_the_same_step(data, tmp_path):
+def test_nan_loss_on_one_worker_ends_all_workers_at_the_same_step(data, tmp_path):
     with WorldDriver(start_with=3) as driver:
         driver.start(trainings.in_worker_that_diverges, data, tmp_path, count=3)
         results = driver.results(3)
@@ -107,30 +73,6 @@ def test_a_loss_that_is_no_number_on_one_worker_ends_all_of_them_at_the_same_ste
         assert (result["diverged"]["step"], result["diverged"]["epoch"]) == (STEPS_AN_EPOCH + 2, 1)
         assert len(result["history"]) == 1
     assert sorted(result["caused_divergence"] for result in results) == [False, False, True]
-
-
-KILLS = {
-    "in the forward pass": ("forward", 7),
-    "in the backward pass": ("backward", STEPS_AN_EPOCH + 2),
-    "after a step": ("on_batch_end", 5),
-    "after the last step of an epoch": ("on_batch_end", STEPS_AN_EPOCH),
-    "in a validation": ("forward", STEPS_AN_EPOCH + 2),
-    "when the validation has ended": ("on_validation_end", 1),
-    "at the end of an epoch": ("on_epoch_end", 2),
-    "at the beginning of an epoch": ("on_epoch_begin", 2),
-    "after the last step": ("on_batch_end", STEPS),
-    "at the end": ("on_fit_end", 1),
-}
-
-
-@pytest.mark.parametrize("victim", [1, 3], ids=["rank 0", "the last rank"])
-@pytest.mark.parametrize("kill", KILLS.values(), ids=KILLS.keys())
-def test_a_worker_that_is_killed_changes_nothing(kill, victim, data, tmp_path, undisturbed):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(in_worker, data, tmp_path, {victim: kill}, count=3)
-        for result in driver.results(2):
-            assert_as_undisturbed(result, tmp_path, undisturbed)
-        assert len(driver.worlds) >= 2
 
 
 @pytest.mark.parametrize("half", [True, False], ids=["half written", "written"])
@@ -161,18 +103,6 @@ def test_metrics_with_states_count_each_row_once_through_a_kill(kill, data, tmp_
         for result in driver.results(2):
             assert_as_undisturbed(result, tmp_path / "three", expected)
             assert result["history"][0]["outputs_count"] == ROWS
-
-
-def test_newcomers_take_over_everything_and_change_nothing(data, tmp_path, undisturbed):
-    with WorldDriver(start_with=1) as driver:
-        driver.start(in_worker_slowly, data, tmp_path)
-        driver.wait(lambda: driver.told("step"))
-        driver.start(in_worker_slowly, data, tmp_path, count=2)
-        results = driver.results(3)
-        assert max(world.size for world in driver.worlds) > 1
-        for result in results:
-            assert result["epochs counted"] == EPOCHS
-            assert_as_undisturbed(result, tmp_path, undisturbed)
 
 
 def test_the_batch_follows_the_number_of_workers_if_it_is_given_by_worker(data, tmp_path):
@@ -219,14 +149,3 @@ def test_all_workers_stop_when_one_of_them_asks_for_it(data, tmp_path):
     assert [result["steps"] for result in results] == [5, 5, 5]
     assert results[1]["stopped"] == "rank 1 has seen enough"
     assert results[0]["stopped"] == "a callback of another worker requested the end of the training"
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(30))
-def test_kills_and_arrivals_at_any_moment_change_nothing(seed, data, tmp_path, undisturbed):
-    start = (trainings.in_worker_that_tells, data, tmp_path)
-    with WorldDriver(start_with=3) as driver:
-        driver.start(*start, count=3)
-        kill_and_add(driver, random.Random(seed), lambda: driver.start(*start))
-        for result in driver.results(1):
-            assert_as_undisturbed(result, tmp_path, undisturbed)

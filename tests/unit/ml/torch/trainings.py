@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,30 @@ import spark_elastic.torch as hvd
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.packing import pack
 from spark_elastic.data.store import Store
-from spark_elastic.ml.callbacks import BestCheckpoint, Callback, LambdaCallback
+from spark_elastic.ml.callbacks import BestCheckpoint, LambdaCallback
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
 from spark_elastic.ml.torch.training import train
 from spark_elastic.ml.training.spec import CheckpointPlan
-from tests.unit.ml.in_worlds import EpochCounter, Telling
+from tests.unit.ml.in_worlds import (
+    BATCH,
+    EPOCHS,
+    ROWS,
+    STEPS,
+    VALIDATION_ROWS,
+    At,
+    EpochCounter,
+    Telling,
+    assert_same_outcome,
+    at_call,
+    plain_outcome,
+)
 
-ROWS, VALIDATION_ROWS, BATCH, EPOCHS = 203, 77, 16, 3
-STEPS = EPOCHS * 13
-"""203 rows make 12 batches of 16 and one of 11, which three workers share unevenly."""
+
+def make_sets(folder: Path) -> Path:
+    """Write the dataset, and the same with sample weights beside it; return the path of the first."""
+    make_set(folder / "weighted", weights=True)
+    make_set(folder / "set")
+    return folder / "set"
 
 
 def make_set(folder: Path, *, weights: bool = False, float32: bool = False) -> Dataset:
@@ -56,7 +72,7 @@ def accuracy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 def label_sum(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """A value for each row: tells which rows were seen."""
+    """A metric with a value for each row, which shows the rows that were seen."""
     return label.double()
 
 
@@ -77,21 +93,17 @@ def make_training(data: Path, folder: Path, **changes: Any) -> TorchTraining:
 
 
 def outcome(training: TorchTraining) -> dict[str, Any]:
-    """Do it, and say what came of it in plain values."""
-    result = train(training)
-    return {
-        "history": [{k: v for k, v in row.items() if k not in ("seconds", "ended")} for row in result.history],
-        "steps": result.steps,
-        "stopped": result.stopped,
-        "restored": result.restored,
-        "diverged": result.diverged and asdict(result.diverged),
-        "caused_divergence": result.caused_divergence,
-        "size": hvd.size(),
-    }
+    """Train, and return the result as plain values."""
+    return plain_outcome(train(training), hvd.size())
+
+
+def precise() -> Any:
+    """Return a context in which the framework computes in float64; PyTorch takes the type of the data."""
+    return contextlib.nullcontext()
 
 
 def alone(training: TorchTraining) -> dict[str, Any]:
-    """In this process, a world of one."""
+    """Train in this process, a world of one."""
     try:
         return outcome(training)
     finally:
@@ -103,15 +115,17 @@ def weights(folder: Path) -> list[float]:
     return [number for tensor in state.values() for number in tensor.double().reshape(-1).tolist()]
 
 
-class At(Callback):
-    """Does something at the `count`-th time that `event` happens, in this process."""
+def assert_as_undisturbed(result: Mapping[str, Any], folder: Path, undisturbed: tuple[Any, Any]) -> None:
+    assert_same_outcome(result, weights(folder), undisturbed)
 
-    def __init__(self, event: str, count: int, action: Callable[[], None]) -> None:
-        setattr(self, event, _at(count, action))
+
+def settings_of(name: str) -> dict[str, Any]:
+    """Make the settings of a variant anew, as another process would."""
+    return variant_of(name)
 
 
 class SumMetric:
-    """Shaped like a torchmetrics metric whose states are added up: the share of right answers of each class."""
+    """A metric like those of torchmetrics, with states that are added up: the accuracy by class."""
 
     def __init__(self) -> None:
         self._reductions = {"right": dim_zero_sum, "total": dim_zero_sum}
@@ -130,7 +144,7 @@ class SumMetric:
 
 
 class ListMetric:
-    """Shaped like one that keeps all it has seen: the median of the largest outputs, and how many there were."""
+    """A metric like those of torchmetrics, with a list of all values: the median and number of the largest outputs."""
 
     def __init__(self) -> None:
         self._reductions = {"seen": dim_zero_cat, "most": dim_zero_max}
@@ -163,7 +177,7 @@ def dim_zero_max(states: torch.Tensor) -> torch.Tensor:
 
 
 class StoreThat:
-    """A store that does something before or after it writes a file whose name ends so."""
+    """A store that calls `action` before or after it writes a file whose name ends with `ending`."""
 
     def __init__(self, store: Any, ending: str, action: Callable[[], None], *, half: bool = False) -> None:
         self._store, self._ending, self._action, self._half = store, ending, action, half
@@ -187,7 +201,7 @@ class StoreThat:
 
 
 def adam(params: list[Any]) -> torch.optim.Optimizer:
-    """With options of its own for the first layer."""
+    """Adam with other options for the first layer."""
     return torch.optim.Adam([{"params": params[:2], "lr": 0.01}, {"params": params[2:], "weight_decay": 0.1}], lr=0.02)
 
 
@@ -257,7 +271,10 @@ WORLDLY: dict[str, dict[str, Any]] = {
 
 
 def in_worker(data: Path, folder: Path, plans: Mapping[int, tuple[Any, ...]], variant: str = "plain") -> Any:
-    """For a `WorldDriver`. plans: worker -> what ends it: ("on_batch_end", 7), ("forward", 3) or ("store", "a.pt")."""
+    """Train in a worker of a `WorldDriver`.
+
+    `plans` has the moment at which a worker ends: ("on_batch_end", 7), ("forward", 3) or ("store", "a.pt", half).
+    """
     from tests.unit.world_link import die, link
 
     training = make_training(data, folder, **variant_of(variant))
@@ -266,9 +283,9 @@ def in_worker(data: Path, folder: Path, plans: Mapping[int, tuple[Any, ...]], va
         if kind.startswith("on_"):  # all workers have the same callbacks
             training = replace(training, callbacks=[*training.callbacks, At(kind, rest[0], action)])
         elif kind == "forward":
-            training.model.register_forward_hook(_at(rest[0], action))
+            training.model.register_forward_hook(at_call(rest[0], action))
         elif kind == "backward":
-            next(iter(training.model.parameters())).register_hook(_at(rest[0], action))
+            next(iter(training.model.parameters())).register_hook(at_call(rest[0], action))
         elif kind == "store":
             training = replace(training, store=StoreThat(training.store, rest[0], action, half=rest[1]))
     return outcome(training)
@@ -278,24 +295,13 @@ def variant_of(name: str) -> dict[str, Any]:
     return {key: value for key, value in {**VARIANTS, **WORLDLY}[name].items() if key != "weighted"}
 
 
-def _at(count: int, action: Callable[[], None]) -> Callable[..., None]:
-    """Calls the action at the `count`-th time that it is called itself."""
-    calls = itertools.count(1)
-
-    def called(*_: Any) -> None:
-        if next(calls) == count:
-            action()
-
-    return called
-
-
 def in_worker_slowly(data: Path, folder: Path) -> Any:
     counter = EpochCounter(STEPS - 5, pause_s=0.05)
     return {**outcome(make_training(data, folder, callbacks=[counter])), "epochs counted": counter.epochs}
 
 
 def in_worker_that_checkpoints(data: Path, folder: Path, file: str, half: bool) -> Any:
-    """Ends while it writes its second checkpoint."""
+    """End this worker while it writes its second checkpoint."""
     from tests.unit.world_link import die, tell
 
     training = make_training(data, folder)
@@ -317,7 +323,7 @@ def in_worker_resumed(data: Path, folder: Path, name: str) -> Any:
 
 
 def in_worker_with_best(data: Path, folder: Path) -> Any:
-    """The first epoch is the best; rank 0 ends in the second."""
+    """Train with the best weights in the first epoch; rank 0 ends in the second."""
     from tests.unit.world_link import die, link
 
     dies = At("on_batch_end", 20, die if link().worker == 1 else lambda: None)
@@ -332,14 +338,14 @@ def in_worker_with_norm(data: Path, folder: Path) -> Any:
 
 
 def in_worker_with_a_head(data: Path, folder: Path) -> Any:
-    """Only the last layer is the optimizer's, and the whole gradient is clipped."""
+    """Train the last layer only, with a clipped gradient."""
     net = make_net()
     optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1)
     return outcome(make_training(data, folder, model=net, optimizer=optimizer, clip_norm=0.05))
 
 
 def in_worker_that_stops(data: Path, folder: Path) -> Any:
-    """Rank 1 alone asks for the end."""
+    """Train until rank 1 alone asks to stop."""
 
     def enough(run: Any) -> None:
         if run.rank == 1 and run.step == 4:
@@ -361,7 +367,7 @@ class NanFrom:
 
 
 def in_worker_that_diverges(data: Path, folder: Path) -> Any:
-    """Rank 1 alone has a loss that is no number, in the third step of the second epoch."""
+    """Train with a NaN loss on rank 1 alone, in the third step of the second epoch."""
     return outcome(make_training(data, folder, loss=NanFrom(13 + 5 + 3, rank=1)))
 
 

@@ -1,4 +1,4 @@
-"""The step on the driver: what does not fit is said before any worker starts."""
+"""The dry run on the driver: errors before any worker starts."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import tensorflow as tf
 from spark_elastic.data.packing import pack
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError
 from spark_elastic.ml.callbacks import Callback, EarlyStopping
-from spark_elastic.ml.keras import dry_run
+from spark_elastic.ml.keras.dry_run import dry_run
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import dense, make_net, make_training
 
 
-def run_once(data, tmp_path, inference_fn=None, **changes):
-    return dry_run.run_once(make_training(data, tmp_path, **changes), inference_fn)
+def try_training(data, tmp_path, inference_fn=None, **changes):
+    return dry_run(make_training(data, tmp_path, **changes), inference_fn)
 
 
 @pytest.mark.parametrize("variant", ["two outputs", "divided by sample weights", "a train_step of one's own"])
-def test_what_trains_passes_and_its_outputs_are_known(variant, data, tmp_path):
-    found = run_once(data, tmp_path, **trainings.variant_of(variant))
+def test_valid_training_passes_and_its_outputs_are_known(variant, data, tmp_path):
+    found = try_training(data, tmp_path, **trainings.variant_of(variant))
     shapes = [output.shape for output in found.outputs]
     assert shapes == ([(3,), (1,)] if variant == "two outputs" else [(3,)])
     assert (found.rule, found.why_not) == ("argmax", "")
@@ -32,14 +32,15 @@ def test_what_trains_passes_and_its_outputs_are_known(variant, data, tmp_path):
 def test_the_rule_is_that_of_the_first_output_if_it_has_a_loss(data, tmp_path):
     x = keras.Input((6,))
     net = keras.Model(x, [dense(1, 1, name="size")(x), dense(3, 2, name="kind")(x)])
-    found = run_once(data, tmp_path, model=net, loss={"kind": trainings.cross_entropy()}, metrics=None)
+    found = try_training(data, tmp_path, model=net, loss={"kind": trainings.cross_entropy()}, metrics=None)
     assert found.rule is None
-    found = run_once(data, tmp_path, model=keras.Sequential([keras.Input((6,)), dense(1, 1)]), loss="mse", metrics=[])
+    net = keras.Sequential([keras.Input((6,)), dense(1, 1)])
+    found = try_training(data, tmp_path, model=net, loss="mse", metrics=[])
     assert found.rule == "value"
 
 
 class Most(keras.metrics.Metric):
-    """Whose variable Keras takes for a sum."""
+    """A maximum, whose variable Keras takes for a sum."""
 
     def __init__(self, name="most", **options):
         super().__init__(name=name, **options)
@@ -95,7 +96,7 @@ OTHER = {"metrics": []}
         (
             {"callbacks": [keras.callbacks.EarlyStopping("val_f1")]},
             InvalidSettingsError,
-            "EarlyStopping follows 'val_f1', and the logs have loss, accuracy, label_sum, val_loss",
+            "EarlyStopping monitors 'val_f1', and the logs have loss, accuracy, label_sum, val_loss",
         ),
         ({"callbacks": [keras.callbacks.EarlyStopping("label_sum")]}, InvalidSettingsError, "mode='max'"),
         ({"callbacks": [Odd()]}, InvalidSettingsError, r"state_dict\(\) of Odd must return values that JSON can hold"),
@@ -110,21 +111,21 @@ OTHER = {"metrics": []}
         ),
     ],
 )
-def test_what_does_not_fit_is_said_with_names_types_and_shapes(changes, error, said, data, tmp_path):
+def test_misfit_is_reported_with_names_types_and_shapes(changes, error, said, data, tmp_path):
     with pytest.raises(error, match=said):
-        run_once(data, tmp_path, **changes)
+        try_training(data, tmp_path, **changes)
 
 
-def test_a_label_beyond_the_classes_is_said_with_the_shape_of_the_output(tmp_path):
+def test_label_beyond_the_classes_is_reported_with_its_shape(tmp_path):
     pack({"features_0": np.zeros((4, 6)), "label_0": np.array([0, 1, 2, 7])}, tmp_path / "plain")
     with pytest.raises(DataError, match=r"(?s)label value.*7.*outside.*label_0 int64 \[4\]"):
-        run_once(tmp_path, tmp_path / "run")
+        try_training(tmp_path, tmp_path / "run")
 
 
-def test_a_loss_that_is_no_number_is_told_and_no_error(tmp_path, caplog):
+def test_nan_loss_of_the_first_rows_is_a_warning(tmp_path, caplog):
     pack({"features_0": np.full((4, 6), np.nan), "label_0": np.arange(4) % 3}, tmp_path / "plain")
-    run_once(tmp_path, tmp_path / "run")
-    assert "the loss of the first rows is not a number" in caplog.text
+    try_training(tmp_path, tmp_path / "run")
+    assert "the loss of the first rows is NaN" in caplog.text
 
 
 def by_row(y_true, y_pred):
@@ -135,9 +136,9 @@ def of_all_rows(y_true, y_pred):
     return keras.ops.mean(by_row(y_true, y_pred))
 
 
-def test_a_metric_that_is_one_number_for_all_rows_is_said_to_be_averaged_and_counts_by_rows(data, tmp_path, caplog):
+def test_metric_with_one_number_for_all_rows_is_warned_of_and_weighted_by_rows(data, tmp_path, caplog):
     metrics = ["accuracy", by_row, of_all_rows]
-    run_once(data, tmp_path, metrics=metrics)
+    try_training(data, tmp_path, metrics=metrics)
     assert "the metric of_all_rows returns one number for the rows" in caplog.text
     result = trainings.alone(make_training(data, tmp_path, metrics=metrics))
     for row in result["history"]:
@@ -145,17 +146,17 @@ def test_a_metric_that_is_one_number_for_all_rows_is_said_to_be_averaged_and_cou
         assert row["val_of_all_rows"] == pytest.approx(row["val_by_row"], rel=1e-9)
 
 
-def test_a_model_that_transform_cannot_call_says_why(data, tmp_path, caplog):
+def test_model_that_transform_cannot_call_has_a_reason(data, tmp_path, caplog):
     net = keras.Sequential([keras.Input((5,)), dense(3, 2)])
-    found = run_once(data, tmp_path, model=net, transformation_fn=small)
+    found = try_training(data, tmp_path, model=net, transformation_fn=small)
     assert found.outputs == ()
     assert "transform does so through inference_fn" in found.why_not
-    found = run_once(data, tmp_path, inference_fn=small, model=net, transformation_fn=small)
+    found = try_training(data, tmp_path, inference_fn=small, model=net, transformation_fn=small)
     assert [output.shape for output in found.outputs] == [(3,)]
 
 
-def test_what_is_tried_is_a_copy(data, tmp_path):
+def test_dry_run_does_not_change_the_model(data, tmp_path):
     training = make_training(data, tmp_path, model=make_net())
-    before = [value.tolist() for value in training.model.open().get_weights()]
-    dry_run.run_once(training, None)
-    assert [value.tolist() for value in training.model.open().get_weights()] == before
+    before = [value.tolist() for value in training.model.load().get_weights()]
+    dry_run(training, None)
+    assert [value.tolist() for value in training.model.load().get_weights()] == before

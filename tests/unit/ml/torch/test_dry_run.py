@@ -1,4 +1,4 @@
-"""What the driver says before any worker starts, and what the fitted model is told of its outputs."""
+"""The dry run on the driver: errors before any worker starts, and the outputs that the fitted model gets."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Odd(Callback):
 
 
 class Odder(nn.Linear):
-    """With a state that nothing but pickle can write."""
+    """A layer with a state that only a pickle can hold."""
 
     def __init__(self) -> None:
         super().__init__(6, 3)
@@ -121,7 +121,7 @@ def frozen() -> nn.Module:
         ({"transformation_fn": no_label}, DataError, "returned no label_0, but features_0"),
     ],
 )
-def test_what_does_not_fit_is_said_with_names_types_and_shapes(
+def test_misfit_is_reported_with_names_types_and_shapes(
     changes: dict[str, Any], error: Any, said: str, dataset: Dataset
 ) -> None:
     made = estimator(**changes)
@@ -160,7 +160,7 @@ def test_a_scheduler_of_another_optimizer_is_refused(dataset: Dataset) -> None:
         estimator(model=net, optimizer=first, lr_scheduler=scheduler).from_dataset_path(dataset)
 
 
-def test_a_set_without_the_tensors_of_an_estimator_is_refused(tmp_path: Any) -> None:
+def test_dataset_without_the_tensors_of_an_estimator_is_refused(tmp_path: Any) -> None:
     other = pack({"x": torch.zeros(3, 2).numpy()}, tmp_path)
     with pytest.raises(DatasetError, match=r"has the tensors \['x'\]"):
         estimator().from_dataset_path(other)
@@ -187,7 +187,7 @@ def through_a_column(columns: dict[str, Any]) -> dict[str, Any]:
     return {**columns, "features_0": columns["features_0"][:, :5]}
 
 
-def test_a_model_that_needs_the_transformation_says_so_only_where_it_is_asked_to_transform(dataset: Dataset) -> None:
+def test_model_that_needs_transformation_fn_fails_in_transform_only(dataset: Dataset) -> None:
     chosen: dict[str, Any] = {"model": nn.Linear(5, 3), "optimizer": torch.optim.SGD, "epochs": 1}
     model = estimator(**chosen, transformation_fn=through_a_column).from_dataset_path(dataset)
     with pytest.raises(InvalidSettingsError, match="transform does so through inference_fn"):
@@ -221,9 +221,7 @@ def test_several_outputs_become_several_columns(dataset: Dataset) -> None:
         model.setOutputCols(["one"])._added()
 
 
-def test_a_metric_that_is_one_number_for_all_rows_is_said_to_be_averaged(
-    dataset: Dataset, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_metric_with_one_number_for_all_rows_is_warned_of(dataset: Dataset, caplog: pytest.LogCaptureFixture) -> None:
     def share(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return (output.argmax(1) == label).float().mean()
 

@@ -1,4 +1,4 @@
-"""Keras objects in another process: the user's classes and functions come along, and nothing is imported early."""
+"""Keras objects reach another process with the user's classes and functions, and import nothing early."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ keras = pytest.importorskip("keras")
 pytest.importorskip("tensorflow")
 
 from spark_elastic.errors import NotPicklableError  # noqa: E402
-from spark_elastic.ml.keras.pickling import Sealed  # noqa: E402
+from spark_elastic.ml.keras.pickling import KerasPickle  # noqa: E402
 
 ROOT = Path(__file__).parents[4]
 
@@ -31,7 +31,7 @@ class Own(keras.layers.Layer):
 
 
 class OwnModel(keras.Model):
-    """Which Keras would make anew with width=1."""
+    """A model without get_config, which Keras would copy with width=1."""
 
     def __init__(self, width: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -65,7 +65,7 @@ class OwnMetric(keras.metrics.Mean):
 
 
 def relu(x: Any) -> Any:
-    """Not the one of Keras."""
+    """Negate; the name is that of another function of Keras."""
     return -x
 
 
@@ -77,11 +77,11 @@ def net(*layers: Any) -> Any:
     return keras.Sequential([keras.Input((3,)), *layers])
 
 
-def test_a_model_comes_back_with_its_weights_and_not_compiled_and_the_one_that_was_given_is_as_before() -> None:
+def test_pickled_model_keeps_its_weights_and_comes_back_uncompiled() -> None:
     model = net(keras.layers.Dense(4), keras.layers.BatchNormalization())
     model.compile("adam", loss=lambda label, output: output - label)
-    sealed = Sealed.of(model)
-    first, second = sealed.open(), sealed.open()
+    sealed = KerasPickle.of(model)
+    first, second = sealed.load(), sealed.load()
     assert model.compiled
     assert not first.compiled
     assert first is not second
@@ -94,33 +94,33 @@ def test_a_model_comes_back_with_its_weights_and_not_compiled_and_the_one_that_w
     [Own(3.0), keras.layers.Dense(2, activation=negative), keras.layers.Lambda(lambda x: x + 1)],
     ids=["class", "function", "lambda"],
 )
-def test_classes_and_functions_of_ones_own_come_along_without_being_registered(layer: Any) -> None:
+def test_users_classes_and_functions_are_pickled_without_registration(layer: Any) -> None:
     model = net(layer)
     x = np.array([[1.0, 2.0, 3.0]], np.float32)
-    assert np.array_equal(Sealed.of(model).open()(x), model(x))
+    assert np.array_equal(KerasPickle.of(model).load()(x), model(x))
 
 
 def test_a_function_that_keras_would_take_for_its_own_is_refused() -> None:
     with pytest.raises(NotPicklableError, match="relu has the name of one of Keras's"):
-        Sealed.of(net(keras.layers.Dense(2, activation=relu)))
+        KerasPickle.of(net(keras.layers.Dense(2, activation=relu)))
 
 
-def test_a_model_of_ones_own_class_needs_a_config_that_says_how_it_was_made() -> None:
+def test_users_model_class_needs_a_complete_config() -> None:
     told = Told(5)
     told(np.zeros((1, 3)))
-    assert Sealed.of(told).open().dense.units == 5
+    assert KerasPickle.of(told).load().dense.units == 5
     forgetful = OwnModel(5)
     forgetful(np.zeros((1, 3)))
     for value in (forgetful, OwnMetric(2.0)):
         with pytest.raises(pickle.PicklingError, match=r"get_config\(\) leaves out arguments of Own.*__init__"):
-            Sealed.of(value)
+            KerasPickle.of(value)
 
 
 def test_losses_keep_what_their_config_does_not_say_and_optimizers_their_schedules() -> None:
     schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
-    loss, crossentropy, optimizer = Sealed.of(
+    loss, crossentropy, optimizer = KerasPickle.of(
         [OwnLoss(3.0), keras.losses.BinaryCrossentropy(from_logits=True), keras.optimizers.Adam(schedule)]
-    ).open()
+    ).load()
     assert loss.factor == 3.0
     assert crossentropy.get_config()["from_logits"]
     assert optimizer.get_config()["learning_rate"]["config"]["initial_learning_rate"] == 0.5
@@ -128,7 +128,7 @@ def test_losses_keep_what_their_config_does_not_say_and_optimizers_their_schedul
 
 MAKES = """
 import sys, pickle, keras
-from spark_elastic.ml.keras.pickling import Sealed
+from spark_elastic.ml.keras.pickling import KerasPickle
 
 @keras.saving.register_keras_serializable()
 class Mine(keras.layers.Layer):
@@ -136,18 +136,18 @@ class Mine(keras.layers.Layer):
         return 2 * x
 
 model = keras.Sequential([keras.Input((3,)), Mine()])
-sys.stdout.buffer.write(pickle.dumps(Sealed.of(model)))
+sys.stdout.buffer.write(pickle.dumps(KerasPickle.of(model)))
 """
 OPENS = """
 import sys, pickle
 sealed = pickle.loads(sys.stdin.buffer.read())
 assert not {"keras", "tensorflow"} & set(sys.modules)
 import numpy
-print(sealed.open()(numpy.ones((1, 3))).numpy().tolist())
+print(sealed.load()(numpy.ones((1, 3))).numpy().tolist())
 """
 
 
-def test_classes_of_main_reach_another_process_where_nothing_is_imported_before_it_is_opened() -> None:
+def test_classes_of_main_reach_another_process_and_load_imports_keras() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     made = subprocess.run([sys.executable, "-c", MAKES], env=env, capture_output=True, check=True).stdout
     opened = subprocess.run([sys.executable, "-c", OPENS], env=env, input=made, capture_output=True, check=True).stdout
@@ -165,7 +165,7 @@ def _functional():
 
 @pytest.mark.parametrize("make", [_layer_by_layer, _functional])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_model_of_keras_s_own_parts_is_stored_as_data_alone(make, compiled):
+def test_model_of_keras_layers_is_stored_without_a_pickle(make, compiled):
     from spark_elastic.ml.keras import safe_objects
 
     model = make()
@@ -176,3 +176,19 @@ def test_a_model_of_keras_s_own_parts_is_stored_as_data_alone(make, compiled):
     again = safe_objects.loads(file)["model"]
     assert again.compiled == compiled
     assert [w.tolist() for w in again.get_weights()] == [w.tolist() for w in model.get_weights()]
+
+
+@pytest.mark.parametrize("name", ["archives\nloads", "sealing\n_compiled", "sealing\n_made"])
+def test_functions_named_by_pickles_of_earlier_versions_are_found(name):
+    model = net(keras.layers.Dense(2))
+    found = pickle.loads(f"cspark_elastic.ml.keras.{name}\n.".encode())
+    if name.endswith("_made"):
+        made = found(keras.saving.serialize_keras_object(keras.optimizers.SGD(0.5)), {})
+        assert float(made.learning_rate) == 0.5
+    else:
+        from spark_elastic.ml.keras.serialization import model_to_archive
+
+        more = [{"optimizer": "sgd", "loss": "mse"}, None] if name.endswith("_compiled") else []
+        made = found(model_to_archive(model), {}, *more)
+        assert made.compiled == bool(more)
+        assert [w.tolist() for w in made.get_weights()] == [w.tolist() for w in model.get_weights()]

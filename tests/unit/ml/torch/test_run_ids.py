@@ -1,4 +1,4 @@
-"""The checkpoints from which a fit resumes, and those from which it does not."""
+"""The checkpoints that a fit with the same run_id resumes from, and those that it refuses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.persistence import _decode
 from spark_elastic.ml.run_lease import OWNERS, Owner, ProcessIdentity, lease_of
-from spark_elastic.ml.torch import safe_objects
+from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.torch.training import train
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_set, settings, weights_of
@@ -61,9 +61,7 @@ def test_checkpoints_of_a_training_with_other_settings_are_refused(
     estimator(**common, verbose=0, num_threads=1).from_dataset_path(dataset)
 
 
-def test_a_fit_whose_loss_is_no_number_fails_with_what_to_look_at_and_leaves_its_checkpoints(
-    dataset: Dataset, tmp_path: Path
-) -> None:
+def test_fit_with_nan_loss_fails_with_advice_and_keeps_its_checkpoints(dataset: Dataset, tmp_path: Path) -> None:
     common: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "run_id": "a", "epochs": 3}
     said = r"the loss of step 14 is nan .*epoch 3, .*rank 0.*allow_nan_loss=True"
     with pytest.raises(LossNotFiniteError, match=said) as caught:
@@ -91,9 +89,7 @@ def test_rows_in_another_order_or_with_other_text_are_other_rows(dataset: Datase
     estimator(**common, epochs=3).from_dataset_path(dataset)
 
 
-def test_checkpoints_of_a_version_that_did_not_note_the_order_are_taken_where_it_is_certain(
-    dataset: Dataset, tmp_path: Path
-) -> None:
+def test_checkpoint_without_a_noted_order_is_used_if_the_order_is_certain(dataset: Dataset, tmp_path: Path) -> None:
     alone = pack({"features_0": np.ones((8, 6), np.float32), "label_0": np.arange(8) % 3}, tmp_path / "one")
     for number, rows in enumerate((alone, dataset)):
         common: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "run_id": f"{number}", "optimizer": sgd(0.1)}
@@ -112,7 +108,7 @@ def test_checkpoints_of_a_version_that_did_not_note_the_order_are_taken_where_it
             estimator(**common, epochs=4).from_dataset_path(rows)
 
 
-def test_functions_are_told_apart_by_what_they_do_and_what_they_have_captured() -> None:
+def test_functions_differ_by_code_and_captured_values() -> None:
     assert described(sgd(0.1)) == described(sgd(0.1))
     assert described(sgd(0.1)) != described(sgd(0.2))
     assert described(lambda x: x + 1) != described(lambda x: x + 2)
@@ -132,7 +128,7 @@ class LosesItsWorkers(HereEstimator):
         return super()._run_job(training, context, *events)
 
 
-def test_a_fit_that_lost_all_workers_goes_on_from_its_checkpoint_by_itself(dataset: Dataset, tmp_path: Path) -> None:
+def test_fit_that_lost_all_workers_resumes_from_its_checkpoint(dataset: Dataset, tmp_path: Path) -> None:
     made = LosesItsWorkers(**settings(epochs=3, checkpoint_dir=str(tmp_path)))
     model = made.from_dataset_path(dataset)
     assert (made.lost, made.training.resume_from is None) == (1, False)
@@ -141,7 +137,7 @@ def test_a_fit_that_lost_all_workers_goes_on_from_its_checkpoint_by_itself(datas
         LosesItsWorkers(**settings()).from_dataset_path(dataset)
 
 
-def test_damaged_checkpoints_are_neither_passed_over_nor_replaced(dataset: Dataset, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_an_error_and_are_kept(dataset: Dataset, tmp_path: Path) -> None:
     common: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "run_id": "a", "epochs": 1}
     estimator(**common).from_dataset_path(dataset)
     (state,) = (tmp_path / "a").glob("checkpoints/*/state.pt")
@@ -154,7 +150,7 @@ def test_damaged_checkpoints_are_neither_passed_over_nor_replaced(dataset: Datas
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff"])
-def test_a_damaged_file_of_what_the_run_is_says_so(text: bytes, dataset: Dataset, tmp_path: Path) -> None:
+def test_damaged_description_of_a_run_is_reported(text: bytes, dataset: Dataset, tmp_path: Path) -> None:
     common: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "run_id": "a", "epochs": 1}
     estimator(**common).from_dataset_path(dataset)
     (tmp_path / "a" / "run.json").write_bytes(text)
@@ -162,7 +158,7 @@ def test_a_damaged_file_of_what_the_run_is_says_so(text: bytes, dataset: Dataset
         estimator(**common).from_dataset_path(dataset)
 
 
-def test_a_run_that_another_driver_takes_over_meanwhile_is_left_to_it(dataset: Dataset, tmp_path: Path) -> None:
+def test_run_taken_over_by_another_driver_is_left_to_it(dataset: Dataset, tmp_path: Path) -> None:
     run = Store.create(tmp_path / "a")
 
     def take_over(view: Any, row: Any) -> None:
@@ -181,7 +177,7 @@ def test_a_run_that_another_driver_takes_over_meanwhile_is_left_to_it(dataset: D
     assert [entry.path for entry in run.list("checkpoints")] == []
 
 
-def test_a_model_that_cannot_be_written_is_returned_all_the_same(
+def test_model_that_cannot_be_written_is_returned_with_the_results(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SPARK_ELASTIC_SAVE_TIMEOUT", "0")
@@ -197,14 +193,14 @@ def test_a_run_id_is_the_name_of_a_folder_and_nothing_else(run_id: str) -> None:
         estimator(run_id=run_id, checkpoint_dir="/tmp")
 
 
-def test_resume_false_leaves_alone_what_is_no_run(dataset: Dataset, tmp_path: Path) -> None:
+def test_resume_false_keeps_folders_that_are_not_runs(dataset: Dataset, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "thesis.txt").write_text("years")
     estimator(checkpoint_dir=str(tmp_path), run_id="a", resume=False).from_dataset_path(dataset)
     assert (tmp_path / "a" / "thesis.txt").exists()
 
 
-def test_a_checkpoint_dir_that_is_a_file_is_said_to_be_none(dataset: Dataset, tmp_path: Path) -> None:
+def test_checkpoint_dir_that_is_a_file_is_refused(dataset: Dataset, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be used"):
         estimator(checkpoint_dir=str(tmp_path / "file"), run_id="a").from_dataset_path(dataset)
@@ -219,7 +215,7 @@ class Difference(nn.Module):
         return (a - 10 * b) * self.weight
 
 
-def test_inputs_go_by_their_numbers_whatever_their_order_in_the_set(tmp_path: Path) -> None:
+def test_numbered_inputs_do_not_depend_on_the_order_in_the_dataset(tmp_path: Path) -> None:
     ones = np.ones(8, np.float32)
     swapped = pack({"features_1": 2 * ones, "features_0": ones, "label_0": ones}, tmp_path)
     model = estimator(model=Difference(), optimizer=torch.optim.SGD, loss=nn.MSELoss(), epochs=1).from_dataset_path(
@@ -229,7 +225,7 @@ def test_inputs_go_by_their_numbers_whatever_their_order_in_the_set(tmp_path: Pa
 
 
 @pytest.mark.parametrize("prefix", ["x", "", "Pickled", "pickled"])
-def test_nothing_but_a_pickle_that_is_trusted_is_ever_unpickled(prefix: str, tmp_path: Path) -> None:
+def test_only_trusted_pickles_are_unpickled(prefix: str, tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
             return Path.touch, (tmp_path / "evil",)
@@ -237,15 +233,15 @@ def test_nothing_but_a_pickle_that_is_trusted_is_ever_unpickled(prefix: str, tmp
     files = {"loss.pkl": cloudpickle.dumps({"loss": Evil()})}
     stored = {"loss": f"{prefix}:loss.pkl"}
     with pytest.raises(CheckpointError, match="running code"):
-        _decode(stored, files, safe_objects, False, "path")
+        _decode(stored, files, serialization, False, "path")
     if prefix != "pickled":
         with pytest.raises(CheckpointError, match="damaged"):
-            _decode(stored, files, safe_objects, True, "path")
+            _decode(stored, files, serialization, True, "path")
     assert not (tmp_path / "evil").exists()
 
 
 class Away(HereEstimator):
-    """Its storage goes away when the training is done, and the model has come with the results."""
+    """An estimator whose storage fails after the training, when the model has come with the results."""
 
     def _run_job(self, training: TorchTraining, context: Any, *events: Any) -> list[Any]:
         (result,) = super()._run_job(training, context, *events)
@@ -258,7 +254,7 @@ class Away(HereEstimator):
         raise TimeoutError("the storage is away")
 
 
-def test_a_storage_that_is_still_away_at_the_end_does_not_cost_the_model_that_came_with_the_results(
+def test_model_comes_with_the_results_if_the_storage_is_away_at_the_end(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Away(**settings(checkpoint_dir=str(tmp_path), run_id="a"))
@@ -266,7 +262,7 @@ def test_a_storage_that_is_still_away_at_the_end_does_not_cost_the_model_that_ca
     assert len(made.from_dataset_path(dataset).history) == 2
 
 
-def test_starting_anew_needs_no_note_of_what_was_there(dataset: Dataset, tmp_path: Path) -> None:
+def test_starting_over_needs_no_description_of_the_old_run(dataset: Dataset, tmp_path: Path) -> None:
     common: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "run_id": "a"}
     estimator(**common, epochs=2).from_dataset_path(dataset)
     (tmp_path / "a" / "run.json").unlink()  # by one that was killed while it deleted the old run

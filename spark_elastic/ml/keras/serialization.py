@@ -1,0 +1,338 @@
+"""Keras objects as bytes, arrays and plain values, and back.
+
+Four forms, each used where it is enough: the `.keras` archive of a model; the weights of a model as arrays; the classes
+and functions of a user that a configuration names; a configuration that two processes can compare.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import json
+import tempfile
+import threading
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from spark_elastic.errors import CheckpointError, NotPicklableError
+from spark_elastic.keras.variables import same_path
+from spark_elastic.ml import trust
+
+Array = npt.NDArray[Any]
+
+# --- models as `.keras` archives, without the arguments they were compiled with -----------------------
+
+_saving = threading.Lock()
+
+
+def model_to_archive(model: Any) -> bytes:
+    """Return architecture and weights of a model; raise Keras's own error for a class without a configuration."""
+    with _temporary_archive() as path, _as_uncompiled(model):
+        model.save(path)
+        return path.read_bytes()
+
+
+def model_from_archive(file: bytes, custom_objects: Mapping[str, Any] | None = None, *, safe: bool = False) -> Any:
+    """Load a model, not compiled; raise Keras's own errors.
+
+    Args:
+        file: the bytes of the archive.
+        custom_objects: classes and functions by the names in the configuration.
+        safe: refuse Lambda layers, which are code in the archive.
+
+    Raises:
+        CheckpointError: `safe` was asked for, and this version of Keras is not safe.
+    """
+    if safe:
+        trust.KERAS.check(keras.__version__)
+    with _temporary_archive() as path:
+        path.write_bytes(file)
+        return keras.saving.load_model(path, custom_objects=dict(custom_objects or {}), compile=False, safe_mode=safe)
+
+
+loads = model_from_archive  # Pickles of version 0.1 call it by this name.
+
+
+def architecture(model: Any) -> Any:
+    """Return the model's configuration, as `archive_config` returns that of an archive."""
+    with _as_uncompiled(model):
+        return keras.saving.serialize_keras_object(model)
+
+
+def archive_config(file: bytes) -> Any:
+    """Return the configuration in an archive; raise CheckpointError if it is not an archive."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(file)) as archive:
+            return json.loads(archive.read("config.json"))
+    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+        raise CheckpointError(f"not a .keras archive: {error}") from error
+
+
+@contextlib.contextmanager
+def _temporary_archive() -> Iterator[Path]:
+    """Yield a path for an archive, because Keras reads and writes archives by path only."""
+    with tempfile.TemporaryDirectory(prefix="spark_elastic-keras-") as folder:
+        yield Path(folder, "model.keras")
+
+
+@contextlib.contextmanager
+def _as_uncompiled(model: Any) -> Iterator[None]:
+    """Keep losses and metrics, which may have no configuration, out of the archive.
+
+    One thread at a time, because the fits of a CrossValidator share one model.
+    """
+    with _saving, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Keras warns of lambdas, which the caller handles
+        compiled = [each for each in model._flatten_layers() if vars(each).get("compiled")]
+        for each in compiled:
+            vars(each)["compiled"] = False
+        try:
+            yield
+        finally:
+            for each in compiled:
+                vars(each)["compiled"] = True
+
+
+# --- weights as arrays, in a file that can be read without running code ---------------------------------
+
+_TYPES = "types.json"
+
+
+def arrays_to_bytes(arrays: Mapping[str, Array]) -> bytes:
+    """Return arrays as an .npz file; types that numpy has no name for (bfloat16) are stored as bytes and a name."""
+    out, types, plain = io.BytesIO(), {}, {}
+    for name, array in arrays.items():
+        array = np.asarray(array)
+        if array.dtype.kind == "V":
+            types[name] = [array.dtype.name, list(array.shape)]
+            array = np.frombuffer(array.tobytes(), np.uint8)
+        plain[name] = array
+    np.savez(out, **{_TYPES: np.frombuffer(json.dumps(types).encode(), np.uint8)}, **plain)  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def arrays_from_bytes(data: bytes) -> dict[str, Array]:
+    """Load what `arrays_to_bytes` has written; raise CheckpointError if it is damaged or something else."""
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        types = json.loads(arrays.pop(_TYPES).tobytes())
+        for name, (kind, shape) in types.items():
+            import ml_dtypes  # installed with TensorFlow
+
+            arrays[name] = arrays[name].view(np.dtype(getattr(ml_dtypes, kind))).reshape(shape)
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"not a file of arrays: {error}") from error
+    return arrays
+
+
+def weights_to_bytes(model: Any) -> bytes:
+    """Return all weights of the model, including those that are not trained."""
+    return arrays_to_bytes(named_values(model.weights))
+
+
+def fill(model: Any, file: bytes) -> Any:
+    """Load the weights that `weights_to_bytes` has written into a built model, and return it.
+
+    Raises:
+        CheckpointError: the file is damaged, or of another architecture.
+    """
+    try:
+        assign(model.weights, arrays_from_bytes(file))
+    except ValueError as error:
+        raise CheckpointError(f"the saved weights do not fit {model.name}: {error}") from error
+    return model
+
+
+def named_values(variables: Sequence[Any], prefix: str = "") -> dict[str, Array]:
+    """Copy the values of variables, by number and path, because paths alone need not be unique."""
+    return {f"{prefix}{number}:{each.path}": each.numpy() for number, each in enumerate(variables)}
+
+
+def assign(variables: Sequence[Any], values: Mapping[str, Array], prefix: str = "") -> None:
+    """Assign what `named_values` returned to variables, all of it or nothing.
+
+    Raises:
+        ValueError: the values are of other variables.
+    """
+    found = {
+        int(number): (path, value)
+        for name, value in values.items()
+        if name.startswith(prefix)
+        for number, _, path in [name[len(prefix) :].partition(":")]
+        if number.isdigit()
+    }
+    if len(found) != len(variables):
+        raise ValueError(f"there are {len(found)} arrays for {len(variables)} variables")
+    for number, variable in enumerate(variables):
+        path, value = found.get(number, ("nothing", None))
+        if value is None or tuple(value.shape) != tuple(variable.shape) or not _same_variable(path, variable.path):
+            have = "" if value is None else f" {list(value.shape)}"
+            raise ValueError(f"{path}{have} is not {variable.path} {list(variable.shape)}")
+    for number, variable in enumerate(variables):
+        variable.assign(found[number][1])
+
+
+def _same_variable(one: str, other: str) -> bool:
+    """Return whether two paths can name one variable of a model that may have another name by now."""
+    return same_path(one.rpartition("/")[2], other.rpartition("/")[2])
+
+
+# --- the user's classes and functions that a configuration names ----------------------------------------
+
+_KEPT_BY_KERAS = ("name", "dtype", "trainable", "reduction", "self")
+"""Arguments that Keras itself writes into a configuration."""
+
+
+def custom_names(value: Any, config: Any) -> list[str]:
+    """Return the names in the configuration of `value` that are not Keras's own; a lambda is "<lambda>".
+
+    `custom_objects` must have them, unless they are registered.
+
+    Raises:
+        NotPicklableError: Keras would take a function for one of its own.
+    """
+    for name, each in _custom_parts(value):
+        if isinstance(each, FunctionType) and is_builtin(name):
+            raise NotPicklableError(
+                f"the function {name} has the name of one of Keras's, which the model would get instead of it; give it "
+                "another name"
+            )
+    return [name for name in _names_in(config) if not is_builtin(name)]
+
+
+def custom_objects_of(value: Any, names: Sequence[str], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Find the classes and functions of these names: in `given`, within `value` itself, or registered with Keras."""
+    made = dict(given or {})
+    missing = [name for name in names if name not in made]
+    within = dict(_custom_parts(value)) if missing else {}
+    for name in missing:
+        found = within.get(name, keras.saving.get_registered_object(name))
+        if found is not None:
+            made[name] = found
+    return made
+
+
+def is_builtin(function: str) -> bool:
+    """Return whether Keras has a function of this name in the modules where it looks up configurations."""
+    places = (keras.activations, keras.initializers, keras.losses, keras.metrics, keras.regularizers, keras.constraints)
+    return any(hasattr(place, function) for place in places)
+
+
+def check_config(value: Any, error: type[Exception]) -> None:
+    """Raise `error` if the configuration of `value` leaves out arguments of its constructor.
+
+    Keras writes the arguments by itself for layers only: a Model gets their defaults, a Metric nothing.
+    """
+    kind = type(value)
+    maker = next(each for each in kind.__mro__ if "__init__" in vars(each))
+    teller = next((each for each in kind.__mro__ if "get_config" in vars(each)), object)
+    if maker.__module__.partition(".")[0] == "keras" or teller in kind.__mro__[: kind.__mro__.index(maker) + 1]:
+        return
+    if isinstance(value, keras.layers.Layer) and not isinstance(value, keras.Model):
+        return
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    parameters = inspect.signature(maker.__init__).parameters.values()  # type: ignore[misc]
+    if any(each.kind not in variable and each.name not in _KEPT_BY_KERAS for each in parameters):
+        name = kind.__name__
+        raise error(f"{name}.get_config() leaves out arguments of {name}.__init__; it has to return all of them")
+
+
+def _names_in(config: Any) -> list[str]:
+    """Return all names that may be a user's; Keras does not write the module of a function down."""
+    found: dict[str, None] = {}
+    stack = [config]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, (list, tuple)):
+            stack += reversed(node)
+        elif isinstance(node, Mapping):
+            if (name := _name(node)) is not None:
+                found[name] = None
+            stack += reversed(list(node.values()))
+    return list(found)
+
+
+def _name(node: Mapping[str, Any]) -> str | None:
+    kind = node.get("class_name")
+    if not isinstance(kind, str) or "config" not in node:
+        return None
+    if kind == "__lambda__":
+        return "<lambda>"
+    if str(node.get("module") or "").partition(".")[0] == "keras":  # Keras's Functional has a registered name, too
+        return None
+    if kind == "function":
+        return node["config"] if isinstance(node["config"], str) else None
+    registered = node.get("registered_name")
+    return str(registered) if registered is not None else None
+
+
+def _custom_parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, class or function) of everything that a Keras object refers to and that is not Keras's own."""
+    stack, seen = [value], set()
+    while stack:
+        each = stack.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, (list, tuple, set, frozenset)):
+            stack += each
+        elif isinstance(each, Mapping):
+            stack += each.values()
+        elif isinstance(each, FunctionType):
+            if each.__module__.partition(".")[0] != "keras":
+                yield keras.saving.get_registered_name(each), each
+        elif hasattr(type(each), "get_config"):
+            if type(each).__module__.partition(".")[0] != "keras":
+                yield keras.saving.get_registered_name(type(each)), type(each)
+            stack += getattr(each, "__dict__", {}).values()
+
+
+# --- configurations that two processes can compare ------------------------------------------------------
+
+_PROCESS_KEYS = ("shared_object_id", "compile_config", "build_config", "registered_name")
+"""Entries of a configuration that differ between processes."""
+
+
+def comparable_config(value: Any) -> Any:
+    """Replace Keras objects by their configurations, with layers numbered in the order of their appearance.
+
+    Another process may name the layer `dense` `dense_3`.
+    """
+    if isinstance(value, (list, tuple)):
+        return [comparable_config(each) for each in value]
+    if isinstance(value, Mapping):
+        return {str(name): comparable_config(each) for name, each in value.items()}
+    if isinstance(value, (str, type, FunctionType)) or not hasattr(value, "get_config"):
+        return value
+    own = {} if type(value).__module__.partition(".")[0] == "keras" else _own_attributes(value)
+    is_model = isinstance(value, keras.Model)
+    config = architecture(value) if is_model else keras.saving.serialize_keras_object(value)
+    return _numbered(config, {}) | own
+
+
+def _numbered(node: Any, names: dict[str, str]) -> Any:
+    if isinstance(node, Mapping):
+        if isinstance(node.get("name"), str):
+            names.setdefault(node["name"], f"#{len(names)}")
+        return {name: _numbered(each, names) for name, each in node.items() if name not in _PROCESS_KEYS}
+    if isinstance(node, (list, tuple)):
+        return [_numbered(each, names) for each in node]
+    return names.get(node, node) if isinstance(node, str) else node
+
+
+def _own_attributes(value: Any) -> dict[str, Any]:
+    """Return the plain attributes of a user's loss, because its configuration may leave them out."""
+    if not isinstance(value, keras.losses.Loss):
+        return {}
+    plain = (bool, int, float, str, type(None), FunctionType)
+    return {name: each for name, each in vars(value).items() if name[0] != "_" and isinstance(each, plain)}

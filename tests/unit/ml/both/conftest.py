@@ -1,0 +1,33 @@
+"""Each test here runs once for PyTorch and once for Keras, on the twin modules `trainings` and `estimators`."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+
+
+@pytest.fixture(scope="session", params=["torch", "keras"])
+def framework(request):
+    """The test modules of a framework."""
+    if request.param == "keras":
+        pytest.importorskip("keras")
+        pytest.importorskip("tensorflow")
+    modules = {
+        name: importlib.import_module(f"tests.unit.ml.{request.param}.{name}") for name in ("trainings", "estimators")
+    }
+    return SimpleNamespace(name=request.param, **modules)
+
+
+@pytest.fixture(scope="session")
+def data(framework, tmp_path_factory):
+    """The path that `make_training` takes: of datasets with a validation split."""
+    return framework.trainings.make_sets(tmp_path_factory.mktemp(f"{framework.name}-sets"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(framework, data, tmp_path_factory):
+    """The outcome and weights of the training in a world of one."""
+    folder, trainings = tmp_path_factory.mktemp(f"{framework.name}-undisturbed"), framework.trainings
+    return trainings.alone(trainings.make_training(data, folder)), trainings.weights(folder)

@@ -1,0 +1,189 @@
+"""Settings that the estimators of both frameworks have in common, and what each of them changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.ml.linalg import VectorUDT
+from pyspark.ml.param import Params
+from pyspark.sql.types import ArrayType, DoubleType, FloatType, StructField, StructType
+
+from spark_elastic import LocalLauncher
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.errors import StoreError
+from tests.unit.ml.torch.estimators import make_set
+
+SCHEMA = StructType([StructField("features_0", ArrayType(FloatType()))])
+ONLY_READ_WITH_SPARK = {"dataset_id", "keep_dataset", "transform_batch_size"}
+
+
+def scaled(columns: dict[str, Any]) -> dict[str, Any]:
+    return {**columns, "features_0": columns["features_0"] * 3}
+
+
+CHANGES_THE_WEIGHTS: dict[str, dict[str, Any]] = {
+    "loss_weights": {"loss_weights": [3.0]},
+    "batch_size": {"batch_size": 48},
+    "per_worker_batch_size": {"batch_size": None, "per_worker_batch_size": 48},
+    "shuffle": {"shuffle": False},
+    "seed": {"seed": 5},
+    "transformation_fn": {"transformation_fn": scaled},
+    "gradient_clip_norm": {"gradient_clip_norm": 0.01},
+    "gradient_clip_value": {"gradient_clip_value": 0.001},
+}
+
+
+@pytest.fixture(scope="session")
+def dataset(framework: Any, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_set(tmp_path_factory.mktemp("set"))
+
+
+@pytest.fixture(scope="session")
+def fit(framework: Any, dataset: Dataset) -> Any:
+    """Train with changed settings; return the model and the estimator."""
+
+    def fit(**changes: Any) -> tuple[Any, Any]:
+        made = framework.estimators.estimator(**changes)
+        return made.from_dataset_path(dataset), made
+
+    return fit
+
+
+@pytest.fixture(scope="session")
+def plain(fit: Any) -> Any:
+    return fit()[0]
+
+
+def test_two_fits_with_the_same_settings_give_the_same_weights(framework: Any, fit: Any, plain: Any) -> None:
+    again, _ = fit()
+    assert framework.estimators.weights_of(again) == framework.estimators.weights_of(plain)
+    assert again.history["loss"] == plain.history["loss"]
+
+
+@pytest.mark.parametrize("name", CHANGES_THE_WEIGHTS)
+def test_trained_weights_depend_on(name: str, framework: Any, fit: Any, plain: Any) -> None:
+    changes = dict(CHANGES_THE_WEIGHTS[name])
+    if name == "loss_weights" and framework.name == "torch":
+        changes["loss"] = [framework.estimators.settings()["loss"]]
+    model, _ = fit(**changes)
+    assert framework.estimators.weights_of(model) != framework.estimators.weights_of(plain)
+
+
+def test_epochs_are_the_rows_of_the_history(fit: Any) -> None:
+    assert len(fit(epochs=3)[0].history) == 3
+
+
+def test_verbose_prints_a_line_for_each_epoch(fit: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(verbose=1)
+    assert capsys.readouterr().out.count("epoch ") == 2
+    fit(verbose=0)
+    assert capsys.readouterr().out == ""
+
+
+def test_store_is_used_and_left_without_files(fit: Any, tmp_path: Path) -> None:
+    _, made = fit(store=str(tmp_path / "place"), epochs=1)
+    assert made.training.store.url.startswith(str(tmp_path / "place"))
+    assert not [path for path in (tmp_path / "place").rglob("*") if path.is_file()]
+
+
+def test_storage_options_are_given_to_the_filesystem(fit: Any) -> None:
+    with pytest.raises(StoreError):
+        fit(store="no-such-scheme://x", storage_options={"key": "a"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "left"),
+    [
+        ({}, 4),
+        ({"checkpoint_interval": 2}, 2),
+        ({"keep_checkpoints": 2}, 2),
+        ({"epochs": 5, "keep_checkpoints": 2}, 2),
+        # the first epoch has the fewest steps, and the last is the newest
+        ({"keep_checkpoints": 1, "checkpoint_best_of": "steps", "checkpoint_best_mode": "min"}, 2),
+        ({"keep_checkpoints": 1, "checkpoint_best_of": "steps", "checkpoint_best_mode": "max"}, 1),
+    ],
+)
+def test_checkpoints_are_written_and_kept_as_set(changes: dict[str, Any], left: int, fit: Any, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"epochs": 4, "keep_checkpoints": 9, **changes}
+    fit(checkpoint_dir=tmp_path, run_id="a", **settings)
+    assert len(list((tmp_path / "a").rglob("checkpoint.json"))) == left
+
+
+def test_checkpoint_seconds_adds_checkpoints_within_an_epoch(fit: Any, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"epochs": 1, "keep_checkpoints": 99, "batch_size": 1}
+    fit(checkpoint_dir=tmp_path, run_id="a", checkpoint_seconds=1e-6, **settings)
+    assert len(list((tmp_path / "a").rglob("checkpoint.json"))) > 1
+
+
+def test_fit_with_the_same_run_id_resumes_and_resume_false_starts_over(
+    framework: Any, fit: Any, tmp_path: Path
+) -> None:
+    whole, _ = fit(epochs=4)
+    fit(epochs=2, checkpoint_dir=tmp_path, run_id="a")
+    model, resumed = fit(epochs=4, checkpoint_dir=tmp_path, run_id="a")
+    assert resumed.training.resume_from is not None
+    assert framework.estimators.weights_of(model) == framework.estimators.weights_of(whole)
+    assert model.history["loss"] == whole.history["loss"]
+    _, fresh = fit(epochs=4, checkpoint_dir=tmp_path, run_id="a", resume=False)
+    assert fresh.training.resume_from is None
+
+
+def test_numbers_of_workers_and_run_options_go_to_run(
+    framework: Any, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        given.update(kwargs)
+        raise RuntimeError("recorded")
+
+    monkeypatch.setattr("spark_elastic.jobs.run.run_async", record)
+    options = {"launcher": LocalLauncher(), "elastic_timeout": 7, "env": {"MINE": "1"}}
+    numbers = {"num_proc": 3, "min_num_proc": 2, "max_num_proc": 4}
+    estimator = framework.estimators.HereEstimator.__base__
+    made = estimator(**framework.estimators.settings(**numbers, run_options=options, verbose=2))
+    with pytest.raises(RuntimeError, match="recorded"):
+        made.from_dataset_path(dataset)
+    backend = {"KERAS_BACKEND": "tensorflow"} if framework.name == "keras" else {}
+    assert given == {**numbers, **options, "env": {**backend, "MINE": "1"}, "verbose": 2}
+
+
+def test_output_columns_have_the_chosen_names_and_types(plain: Any) -> None:
+    def added(**changes: Any) -> dict[str, Any]:
+        made = plain.copy({plain.getParam(name): value for name, value in changes.items()})
+        return {field.name: field.dataType for field in made.transformSchema(SCHEMA).fields[1:]}
+
+    assert added() == {"output": ArrayType(FloatType()), "prediction": DoubleType()}
+    assert list(added(output_cols=["logits"], prediction_col="class")) == ["logits", "class"]
+    assert added(output_type="vector", prediction_col="") == {"output": VectorUDT()}
+    assert added(output_cols=[], probability_col="p", prediction_col="") == {"p": VectorUDT()}
+    assert [column.rule for column in plain._added()] == ["", "argmax"]
+    chosen = plain.copy({plain.prediction: "argmax_probability"})
+    assert [column.rule for column in chosen._added()] == ["", "argmax_probability"]
+
+
+def test_settings_of_transform_go_with_the_model(fit: Any) -> None:
+    model, _ = fit(inference_fn=scaled, transform_batch_size=7, transform_threads=2, transform_device="cpu", epochs=1)
+    predictor = model._saved_predictor()
+    assert (predictor.threads, predictor.device) == (2, "cpu")
+    assert (model.getInferenceFn(), model.getTransformBatchSize()) == (scaled, 7)
+
+
+def test_every_setting_is_read(fit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting that nothing reads has no effect."""
+    read: set[str] = set()
+    get = Params.getOrDefault
+
+    def record(self: Params, param: Any) -> Any:
+        read.add(param if isinstance(param, str) else param.name)
+        return get(self, param)
+
+    # Describing a training reads all settings that decide over its result, whether they have an effect or not.
+    monkeypatch.setattr("spark_elastic.ml.estimator.ElasticEstimator._identity", lambda self, dataset: {})
+    monkeypatch.setattr(Params, "getOrDefault", record)
+    model, made = fit(checkpoint_dir=tmp_path, run_id="a", checkpoint_best_of="loss", epochs=1)
+    model._saved_predictor()
+    model.transformSchema(SCHEMA)
+    assert {param.name for param in made.params} - read == ONLY_READ_WITH_SPARK

@@ -1,0 +1,190 @@
+"""Settings of the PyTorch estimator alone, and what each of them changes; see `both/test_estimators.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.errors import CheckpointError, InvalidSettingsError
+from spark_elastic.ml.callbacks import Callback, EarlyStopping
+from tests.unit.ml.torch.estimators import estimator, make_net, make_set, weights_of
+
+
+def doubled(model: nn.Module, batch: Any) -> torch.Tensor:
+    return 2 * nn.functional.cross_entropy(model(*batch.inputs), batch.labels[0])
+
+
+def slower(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+
+
+CHANGES_THE_WEIGHTS: dict[str, dict[str, Any]] = {
+    "optimizer": {"optimizer": torch.optim.Adam},
+    "loss": {"loss": nn.CrossEntropyLoss(label_smoothing=0.5)},
+    "lr_scheduler": {"lr_scheduler": slower},
+    "scheduler_interval": {"lr_scheduler": slower, "scheduler_interval": "step"},
+    "train_fn": {"loss": None, "train_fn": doubled},
+}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_set(tmp_path_factory.mktemp("set"))
+
+
+@pytest.fixture(scope="module")
+def plain(dataset: Dataset) -> Any:
+    return estimator().from_dataset_path(dataset)
+
+
+@pytest.mark.parametrize("name", CHANGES_THE_WEIGHTS)
+def test_the_trained_weights_depend_on(name: str, dataset: Dataset, plain: Any) -> None:
+    changes = dict(CHANGES_THE_WEIGHTS[name])
+    reference = plain
+    if name == "scheduler_interval":
+        reference = estimator(lr_scheduler=slower).from_dataset_path(dataset)
+    assert weights_of(estimator(**changes).from_dataset_path(dataset)) != weights_of(reference)
+
+
+def test_model_is_what_is_trained_and_is_not_changed(dataset: Dataset) -> None:
+    net = make_net(width=5)
+    before = [value.clone() for value in net.state_dict().values()]
+    model = estimator(model=net).from_dataset_path(dataset)
+    assert model.module[0].out_features == 5
+    assert all(torch.equal(a, b) for a, b in zip(before, net.state_dict().values(), strict=True))
+    assert not torch.equal(model.module[0].weight, net[0].weight)
+
+
+def test_metrics_are_columns_of_the_history(dataset: Dataset) -> None:
+    model = estimator(metrics={"ones": lambda output, label: torch.ones(len(label))}).from_dataset_path(dataset)
+    assert model.history["ones"] == [1.0, 1.0]
+    assert model.history["val_ones"] == [1.0, 1.0]
+
+
+def test_scheduler_monitor_is_the_column_that_is_followed(dataset: Dataset) -> None:
+    def never_better(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1)
+
+    settings: dict[str, Any] = {"lr_scheduler": never_better, "epochs": 3}
+    assert estimator(**settings).from_dataset_path(dataset).history["lr"] == [0.1, 0.1, 0.1]  # the loss gets better
+    model = estimator(**settings, scheduler_monitor="rows").from_dataset_path(dataset)  # always the same
+    assert model.history["lr"] == pytest.approx([0.1, 0.1, 0.01])
+
+
+def test_callbacks_are_called_and_may_stop_the_training(dataset: Dataset) -> None:
+    stop = EarlyStopping("rows", patience=1)
+    model = estimator(callbacks=[stop], epochs=10).from_dataset_path(dataset)
+    assert len(model.history) == 2
+
+
+def test_device_is_where_workers_train(dataset: Dataset) -> None:
+    made = estimator(device="cpu")
+    made.from_dataset_path(dataset)
+    assert made.training.device == "cpu"
+    with pytest.raises(InvalidSettingsError, match="device='gpu'"):
+        estimator(device="gpu").from_dataset_path(dataset)
+
+
+class Threads(Callback):
+    """Writes the number of threads of the worker to a file, because the worker has a copy of the callback."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def on_batch_end(self, run: Any) -> None:
+        Path(self.path).write_text(str(torch.get_num_threads()))
+
+
+def test_num_threads_are_those_of_the_worker(dataset: Dataset, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            estimator(num_threads=count, callbacks=[Threads(tmp_path / "t")]).from_dataset_path(dataset)
+            assert (tmp_path / "t").read_text() == str(count)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_gradient_compression_and_accumulation_steps_reach_the_workers(dataset: Dataset) -> None:
+    made = estimator(gradient_compression="bf16", accumulation_steps=4)
+    made.from_dataset_path(dataset)
+    assert (made.training.compression, made.training.accumulation) == ("bf16", 4)
+
+
+def with_norm(norm: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), norm, nn.Linear(8, 3))
+
+
+def test_sync_batch_norm_is_on_and_the_fitted_model_has_ordinary_layers(dataset: Dataset) -> None:
+    net = with_norm(nn.BatchNorm1d(8))
+    made = estimator(model=net)
+    model = made.from_dataset_path(dataset)
+    assert made.training.sync_batch_norm
+    assert (
+        [type(each) for each in model.module] == [type(each) for each in net] == [nn.Linear, nn.BatchNorm1d, nn.Linear]
+    )
+    assert int(model.module[1].num_batches_tracked) == 12
+    made = estimator(model=net, sync_batch_norm=False)
+    made.from_dataset_path(dataset)
+    assert not made.training.sync_batch_norm
+
+
+class Scaled(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_layer_that_cannot_be_synchronised_is_named(
+    wanted: bool, dataset: Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    estimator(model=with_norm(Scaled(8)), sync_batch_norm=wanted).from_dataset_path(dataset)
+    said = [record.getMessage() for record in caplog.records if "batch statistics" in record.getMessage()]
+    assert len(said) == wanted
+    assert all("1 (Scaled)" in each for each in said)
+
+
+def shapes(model: nn.Module, batch: Any) -> Any:
+    loss = nn.functional.cross_entropy(model(batch.inputs[0].flatten(1)), batch.labels[0].reshape(-1))
+    return loss, torch.tensor([batch.inputs[0].shape[1], batch.labels[0].dim()]).expand(batch.rows, 2)
+
+
+def test_input_shapes_and_label_shapes_are_those_that_the_model_sees(dataset: Dataset) -> None:
+    settings: dict[str, Any] = {"loss": None, "train_fn": shapes}
+    settings["metrics"] = {
+        "axis": lambda output, label: output[:, 0].double(),
+        "axes": lambda output, label: output[:, 1].double(),
+    }
+    model = estimator(**settings, input_shapes=[(2, 3)], label_shapes=[(1,)]).from_dataset_path(dataset)
+    assert (model.history["axis"], model.history["axes"]) == ([2.0, 2.0], [2.0, 2.0])
+    model = estimator(**settings).from_dataset_path(dataset)
+    assert (model.history["axis"], model.history["axes"]) == ([6.0, 6.0], [1.0, 1.0])
+
+
+def test_data_options_reach_the_readers(dataset: Dataset) -> None:
+    made = estimator(data_options={"order": "lanes", "prefetch": 1})
+    made.from_dataset_path(dataset)
+    assert (made.training.order, made.training.prefetch) == ("lanes", 1)
+
+
+def test_a_run_id_of_a_training_on_other_rows_is_refused(dataset: Dataset, tmp_path: Path) -> None:
+    estimator(checkpoint_dir=tmp_path / "runs", run_id="a").from_dataset_path(dataset)
+    other = make_set(tmp_path / "other", extra=lambda count: torch.zeros(count, 2).numpy())
+    with pytest.raises(CheckpointError, match="checkpoints of another training: tensors was"):
+        estimator(checkpoint_dir=tmp_path / "runs", run_id="a").from_dataset_path(other)
+    with pytest.raises(CheckpointError, match="seed was 0 and is 1"):
+        estimator(checkpoint_dir=tmp_path / "runs", run_id="a", seed=1).from_dataset_path(dataset)
+
+
+def test_prediction_says_how_it_is_made_and_has_to_fit_the_output(dataset: Dataset) -> None:
+    def rules(**changes: Any) -> list[str]:
+        return [column.rule for column in estimator(**changes).from_dataset_path(dataset)._added()]
+
+    assert rules(prediction="argmax", epochs=1) == ["", "argmax"]
+    with pytest.raises(InvalidSettingsError, match=r"prediction='value' does not go with .* shape \[3\]"):
+        rules(prediction="value", epochs=1)
