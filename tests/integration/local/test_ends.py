@@ -100,7 +100,7 @@ def test_a_newcomer_that_cannot_have_an_earlier_loops_result_does_not_end_the_jo
     ((rank, size, _, first, *_, steps, _, _),) = job.result(WAIT_S)
     assert (rank, size, steps) == (0, 1, 8)
     assert first.startswith("('6 steps', <unlocked")
-    assert "cannot be replaced: loop 1 returned what others cannot be given" in capfd.readouterr().err
+    assert "cannot be replaced: the result of loop 1 cannot be sent to new ones, because it" in capfd.readouterr().err
 
 
 def test_a_finished_workers_result_that_is_lost_with_its_agent_is_made_again(start_job, tmp_path):

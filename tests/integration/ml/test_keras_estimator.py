@@ -177,7 +177,7 @@ def test_several_inputs_and_outputs_are_columns_in_their_order(digits: Any) -> N
 def test_labels_that_the_loss_cannot_compare_are_named_before_any_worker_starts(digits: Any) -> None:
     df = prepared(digits[0])
     for changes, said in (
-        ({"loss": "categorical_crossentropy"}, "take sparse_categorical_crossentropy"),
+        ({"loss": "categorical_crossentropy"}, "use sparse_categorical_crossentropy"),
         ({"model": keras.Sequential([keras.Input((3,)), keras.layers.Dense(10)])}, r"features_0 .*\[4, 64\]"),
         ({"label_cols": ["digit"]}, "label_cols 'digit' is string"),
     ):

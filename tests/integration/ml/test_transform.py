@@ -102,7 +102,7 @@ def test_partitions_without_rows_are_fine(spark: Any, rows: Any) -> None:
 
 def test_a_null_is_an_error_that_names_the_column(rows: Any) -> None:
     model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
-    with pytest.raises(PythonException, match=r"column 'a': .* hold null"):
+    with pytest.raises(PythonException, match=r"column 'a': .* have null"):
         model.transform(rows.withColumn("a", F.when(F.col("id") != 5, F.col("a")))).collect()
 
 
@@ -113,7 +113,7 @@ def test_rows_without_a_value_are_refused_left_out_or_get_null_in_all_added_colu
     module = nn.Linear(3, 2)
     model_of(module, [JOINED], OutputShape("<f4", (2,)), **settings).save(str(tmp_path / "model"))
     model = ElasticTorchModel.load(str(tmp_path / "model"))
-    with pytest.raises(PythonException, match=r"hold (null|NaN).*handle_invalid='skip'"):
+    with pytest.raises(PythonException, match=r"have (null|NaN).*handle_invalid='skip'"):
         model.transform(bad).collect()
     added = ["output", "prediction", "probability"]
     kept = model.setHandleInvalid("keep").transform(bad).orderBy("id").select("id", *added).collect()

@@ -57,7 +57,7 @@ def test_what_can_be_known_to_be_wrong_is_refused_before_anything_runs(jobs):
 
     with pytest.raises(NotPicklableError, match="lock"):
         jobs.start(captures)
-    with pytest.raises(InvalidSettingsError, match="min_num_proc=3 is larger than max_num_proc=2"):
+    with pytest.raises(InvalidSettingsError, match="min_num_proc=3 is larger than num_proc=2"):
         jobs.start(abs, (-1,), num_proc=2, min_num_proc=3, max_num_proc=2)
     with pytest.raises(InvalidSettingsError, match="num_proc must be at least 1, not 0"):
         jobs.start(abs, (-1,), num_proc=0)
