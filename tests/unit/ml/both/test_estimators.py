@@ -16,7 +16,7 @@ from spark_elastic.errors import StoreError
 from tests.unit.ml.torch.estimators import make_set
 
 SCHEMA = StructType([StructField("features_0", ArrayType(FloatType()))])
-ONLY_READ_WITH_SPARK = {"dataset_id", "keep_dataset", "transform_batch_size"}
+ONLY_READ_WITH_SPARK = {"dataset_id", "keep_dataset", "store", "transform_batch_size"}
 
 
 def scaled(columns: dict[str, Any]) -> dict[str, Any]:
