@@ -1,4 +1,4 @@
-"""What a command needs to run: the script with its modules, and the Spark session."""
+"""Prepare a command: collect the script with its modules, and get the Spark session."""
 
 from __future__ import annotations
 

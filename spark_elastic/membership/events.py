@@ -167,7 +167,7 @@ class CancelRequested:
 
 @dataclass(frozen=True, slots=True)
 class DriverPaused:
-    """The driver stood still and heard nobody. The machine's time stood still too."""
+    """The driver process was suspended and received nothing. The machine's clock did not advance meanwhile."""
 
     seconds: float
 

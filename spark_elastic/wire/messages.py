@@ -99,7 +99,7 @@ class AgentWelcome:
 
 @dataclass(frozen=True, slots=True)
 class StartWorkerProcess:
-    """Give a worker process this id and the function, and start a process if there is none."""
+    """Give a worker process this id and the function; start a process first if none is running."""
 
     worker: int
 
