@@ -1,6 +1,6 @@
-"""All tests, in two streams beside each other: those that need a cluster mostly wait, and the others mostly compute.
+"""All tests, in three streams beside each other: those that need a cluster mostly wait, and the others mostly compute.
 
-    python scripts/run_tests.py [NAME=FOLDER[,FOLDER...] ...]
+    python scripts/run_tests.py [NAME=FOLDER[,FOLDER or option of pytest...] ...]
 
 Each stream is a pytest of its own. What it does is shown line by line behind its name, what it found in one piece when
 it has ended. The last line has the sums; the exit status is not 0 if that of any stream is not.
@@ -16,8 +16,14 @@ import sys
 import threading
 import time
 
-STREAMS = ["integration=tests/integration", "unit=tests/unit,tests/simulation"]
-"""Earlier ones go first when all want the processor: the clusters have deadlines to keep."""
+_CLUSTERS = ["tests/integration/spark", "tests/integration/spark_edges", "tests/integration/ml"]
+STREAMS = [
+    f"clusters={','.join(_CLUSTERS)}",
+    f"integration=tests/integration,{','.join(f'--ignore={folder}' for folder in _CLUSTERS)}",
+    "unit=tests/unit,tests/simulation",
+]
+"""Each test is in one of them. Earlier streams go first when all want the processor: the clusters have deadlines to
+keep. They take about equally long on 2 cores."""
 
 QUIET_S = 60.0
 """After so long without a word from a stream it is shown where it stands."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
 import time
@@ -61,6 +62,14 @@ def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> 
         time.sleep(pause)
         pause = min(1.1 * pause, 0.05)
     return time.monotonic() - start
+
+
+def wait_for_file(folder: Path, name: str, timeout_s: float, what: str) -> None:
+    """Wait until a file of this name is somewhere below the folder, while others may delete folders in it.
+
+    `Path.rglob` raises FileNotFoundError if a folder is deleted while it looks into it; `glob.glob` does not.
+    """
+    wait_until(lambda: glob.glob(f"{glob.escape(str(folder))}/**/{name}", recursive=True), timeout_s, what)
 
 
 def assert_gone(processes: Callable[[], dict[int, str]], timeout_s: float) -> None:

@@ -26,7 +26,7 @@ from spark_elastic.errors import CheckpointError, DataError
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.persistence import trusted_files
 from tests.integration.ml.modules import Ids
-from tests.integration.processes import wait_until
+from tests.integration.processes import wait_for_file, wait_until
 from tests.unit.ml.torch.estimators import HereEstimator, make_set, weights_of
 from tests.unit.ml.torch.estimators import estimator as small_estimator
 
@@ -260,16 +260,21 @@ def test_ctrl_c_ends_the_workers_and_the_session_goes_on(digits: Any, spark: Any
         **digit_settings(num_proc=2, epochs=100_000, checkpoint_dir=str(tmp_path), run_id="a")
     )
     here = threading.get_ident()
+    seen: list[bool] = []
 
     def press() -> None:
-        wait_until(lambda: list(tmp_path.rglob("checkpoint.json")), 120, "the first checkpoint")
-        signal.pthread_kill(here, signal.SIGINT)
+        try:
+            wait_for_file(tmp_path, "checkpoint.json", 120, "the first checkpoint")
+            seen.append(True)
+        finally:
+            signal.pthread_kill(here, signal.SIGINT)
 
     presser = threading.Thread(target=press)
     presser.start()
     with pytest.raises(KeyboardInterrupt):
         estimator.fit(df)
     presser.join()
+    assert seen, "it was interrupted before its first checkpoint"
     wait_until(lambda: not spark.sparkContext.statusTracker().getActiveJobsIds(), 20, "no job is left")
     assert spark.range(10).count() == 10
 
@@ -295,7 +300,7 @@ def test_a_fit_whose_driver_was_killed_goes_on_under_its_run_id(tmp_path: Path) 
         cwd=ROOT,
     )
     try:
-        wait_until(lambda: list(runs.rglob("checkpoint.json")), 120, "a checkpoint")
+        wait_for_file(runs, "checkpoint.json", 120, "a checkpoint")
     finally:
         driver.kill()
         driver.wait()

@@ -17,7 +17,7 @@ from spark_elastic import ElasticTorchEstimator
 from spark_elastic.data.catalog import delete_temporary
 from tests.integration.clusters import Cluster, local_cluster
 from tests.integration.ml.holding import Hold, HoldingCallback, StepLog, standing_rows
-from tests.integration.processes import children, wait_until
+from tests.integration.processes import children, wait_for_file, wait_until
 from tests.unit.ml.torch.estimators import HereEstimator
 
 EPOCHS, STEPS = 3, 8  # an epoch
@@ -162,7 +162,7 @@ def test_when_all_workers_are_lost_fit_goes_on_from_the_last_checkpoint(
     cluster: Cluster, hold: Hold, tmp_path: Path, undisturbed: Any
 ) -> None:
     def kill(pids: list[int]) -> None:
-        wait_until(lambda: list(tmp_path.rglob("checkpoint.json")), 60, "the checkpoint of the first epoch")
+        wait_for_file(tmp_path, "checkpoint.json", 60, "the checkpoint of the first epoch")
         kill_executors_of(cluster, pids)
 
     log = tmp_path / "steps"

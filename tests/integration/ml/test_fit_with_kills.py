@@ -14,7 +14,7 @@ from torch import nn
 
 from spark_elastic import ElasticTorchEstimator
 from tests.integration.clusters import local_cluster
-from tests.integration.processes import wait_until
+from tests.integration.processes import wait_for_file
 from tests.unit.ml.torch.estimators import HereEstimator
 
 EPOCHS = 40
@@ -67,7 +67,7 @@ def test_the_history_is_that_of_a_fit_without_the_kill(cluster: Any, tmp_path: P
     )
 
     def kill() -> None:
-        wait_until(lambda: list(tmp_path.rglob("checkpoint.json")), 200, "the first checkpoint")
+        wait_for_file(tmp_path, "checkpoint.json", 200, "the first checkpoint")
         cluster.kill_executor(next(iter(cluster.executors())))
 
     killer = threading.Thread(target=kill)

@@ -15,7 +15,7 @@ pytest.importorskip("tensorflow")
 
 from spark_elastic import ElasticKerasEstimator  # noqa: E402
 from tests.integration.clusters import local_cluster  # noqa: E402
-from tests.integration.processes import wait_until  # noqa: E402
+from tests.integration.processes import wait_for_file  # noqa: E402
 from tests.unit.ml.keras.estimators import HereEstimator  # noqa: E402
 
 EPOCHS = 40
@@ -73,7 +73,7 @@ def test_the_history_is_that_of_a_fit_without_the_kill(cluster: Any, tmp_path: P
     )
 
     def kill() -> None:
-        wait_until(lambda: list(tmp_path.rglob("checkpoint.json")), 200, "the first checkpoint")
+        wait_for_file(tmp_path, "checkpoint.json", 200, "the first checkpoint")
         cluster.kill_executor(next(iter(cluster.executors())))
 
     killer = threading.Thread(target=kill)

@@ -9,12 +9,13 @@ import sys
 import pytest
 
 TORCH_WORLD = """
-import keras, numpy as np
-import spark_elastic.keras as hvd
-from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
-from tests.unit.world_link import die, link
-
 def train(dies):
+    # imported here, so that the fork server alone imports them, and not the program that starts it as well
+    import keras, numpy as np
+    import spark_elastic.keras as hvd
+    from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
+    from tests.unit.world_link import die, link
+
     hvd.init()
     keras.utils.set_random_seed(hvd.rank())
     model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(6), keras.layers.BatchNormalization(),

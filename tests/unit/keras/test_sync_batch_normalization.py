@@ -266,11 +266,9 @@ def test_saved_model_with_synchronised_layers_loads(tmp_path):
 
 
 TORCH_WORLD = """
-import keras, numpy as np, torch
-import spark_elastic.keras as hvd
-import spark_elastic.torch as on_torch
-
+# imported in the functions, so that the fork server alone imports them, and not the program that starts it as well
 def gradients(norm, mine):
+    import keras, numpy as np, torch
     keras.utils.set_random_seed(1)
     layers = keras.layers
     model = keras.Sequential([keras.Input((4,)), layers.Dense(6), norm(), layers.Dense(3)])
@@ -280,6 +278,9 @@ def gradients(norm, mine):
     return [v.value.grad for v in model.trainable_variables]
 
 def train():
+    import keras, torch
+    import spark_elastic.keras as hvd
+    import spark_elastic.torch as on_torch
     hvd.init()
     expected = gradients(keras.layers.BatchNormalization, slice(0, 8))
     mine = [slice(0, 5), slice(5, 8)][hvd.rank()]
