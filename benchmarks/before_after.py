@@ -1,11 +1,11 @@
-"""Compare this checkout with another one of this project, in turns: step time, and kill → next step.
+"""Compare this checkout with another one of this project, in turns: steps, kills, reading, writing and `fit`.
 
     git worktree add ../before v0.1.0
-    python benchmarks/before_after.py ../before [--turns 6] [--kills 10] [--only step|kill]
+    python benchmarks/before_after.py ../before [--turns 6] [--only step kill read write fit]
 
-Each turn runs `step_time.py` (and `recovery.py`) of either checkout in processes of its own; the order of the two
-alternates. Reported are the medians over turns and the ratios "after / before" of turns next to each other. Prints a
-table and writes benchmarks/results/before_after.json.
+Each turn runs the benchmark of either checkout in processes of its own; the order of the two alternates. Reported are
+the medians over turns and the ratios "after / before" of turns next to each other: below 1 is quicker. Prints a table
+and writes benchmarks/results/before_after.json.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from _harness import Series, parser, report
 
 HERE = Path(__file__).resolve().parents[1]
 MODELS = ("784-128-10", "784-512-512-10", "784-3072-2048-512-10")
-PLAIN, COMMITTING = "spark_elastic", "spark_elastic, commit every step"
+STEP_CONTENDERS = ("spark_elastic", "spark_elastic, commit every step")
 
 
 def run(checkout: Path, script: str, *arguments: object) -> None:
@@ -35,70 +36,89 @@ def run(checkout: Path, script: str, *arguments: object) -> None:
         raise RuntimeError(f"{script} of {checkout.name} ended with {done.returncode}:\n{done.stdout[-4000:]}")
 
 
-def step_times(checkout: Path, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the median milliseconds a step: model -> contender -> time. The checkout's own figures are left alone."""
+def raw_of(checkout: Path, script: str, *arguments: object) -> dict[str, Any]:
+    """Run one benchmark of a checkout. Return what it measured, before any summary."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(checkout, script, *arguments, "--results", folder)
+        raw: dict[str, Any] = json.loads(next(Path(folder).glob("*.json")).read_text())["raw"]
+    return raw
+
+
+def steps(checkout: Path) -> dict[str, float]:
+    """Return the median milliseconds a step, by model and contender. The checkout's own figures are left alone."""
     kept = checkout / "benchmarks" / "results" / "step_time.json"
     before = kept.read_bytes() if kept.exists() else None
     try:
-        run(checkout, "step_time.py", "--rounds", rounds, "--models", *MODELS)
+        run(checkout, "step_time.py", "--rounds", 20, "--models", *MODELS)
         models = json.loads(kept.read_text())["models"]
     finally:
         if before is not None:
             kept.write_bytes(before)
     return {
-        model: {name: rows[name]["median_ms"] for name in ("no reduction", PLAIN, COMMITTING)}
+        f"step, {model}, {contender} [ms]": rows[contender]["median_ms"]
         for model, rows in models.items()
+        for contender in STEP_CONTENDERS
     }
 
 
-def kills(checkout: Path, repeat: int) -> list[float]:
-    """Return the milliseconds from SIGKILL of one of three workers to the last survivor's next step."""
-    with tempfile.TemporaryDirectory() as folder:
-        run(checkout, "recovery.py", "--repeat", repeat, "--sizes", 3, "--results", folder)
-        document = json.loads(next(Path(folder).glob("*.json")).read_text())
-    values: list[float] = document["raw"]["to_next_step"]["3 -> 2"]
-    return values
+def kills(checkout: Path) -> dict[str, float]:
+    """Return the median milliseconds from SIGKILL of one of three workers to the last survivor's next step."""
+    raw = raw_of(checkout, "recovery.py", "--repeat", 10, "--sizes", 3)
+    return {"kill -> next step, 3 -> 2 [ms]": statistics.median(raw["to_next_step"]["3 -> 2"])}
 
 
-def ratios(after: list[float], before: list[float]) -> list[float]:
-    return [a / b for a, b in zip(after, before, strict=True)]
+def reading(checkout: Path) -> dict[str, float]:
+    """Return the median nanoseconds a row of a reader in global order, files in the page cache."""
+    raw = raw_of(checkout, "data_read.py", "--only", "resident", "--repeat", 3)
+    return {f"reading, {shape} [ns/row]": statistics.median(raw[shape]["global"]) for shape in ("A", "B", "C")}
+
+
+def writing(checkout: Path) -> dict[str, float]:
+    """Return the median seconds in which a cached DataFrame is written."""
+    raw = raw_of(checkout, "data_write.py", "--only", "A", "B", "--scale", 0.5, "--repeat", 2)
+    return {f"writing, {shape} [s]": statistics.median(raw[shape]["materialize_s"]) for shape in ("A", "B")}
+
+
+def fits(checkout: Path) -> dict[str, float]:
+    """Return the median seconds of `ElasticTorchEstimator.fit`, and of its epochs alone."""
+    runs = raw_of(checkout, "fit.py", "--repeat", 2, "--no-peer")["fit"]
+    return {f"fit, {part} [s]": statistics.median(each[part] for each in runs) for part in ("wall", "epochs")}
+
+
+PARTS: dict[str, Callable[[Path], dict[str, float]]] = {
+    "step": steps,
+    "kill": kills,
+    "read": reading,
+    "write": writing,
+    "fit": fits,
+}
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("other", type=Path, help="the checkout to compare with")
     arguments.add_argument("--turns", type=int, default=6)
-    arguments.add_argument("--rounds", type=int, default=20, help="of step_time.py, a turn")
-    arguments.add_argument("--kills", type=int, default=10, help="of recovery.py, a turn")
-    arguments.add_argument("--only", choices=["step", "kill"])
+    arguments.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     args = arguments.parse_args()
     checkouts = {"before": args.other.resolve(), "after": HERE}
-    steps: dict[str, list[dict[str, dict[str, float]]]] = {"before": [], "after": []}
-    pauses: dict[str, list[list[float]]] = {"before": [], "after": []}
+    found: dict[str, dict[str, list[float]]] = {}
     for turn in range(args.turns):
-        for name in ("before", "after") if turn % 2 else ("after", "before"):
-            if args.only != "kill":
-                steps[name].append(step_times(checkouts[name], args.rounds))
-            if args.only != "step":
-                pauses[name].append(kills(checkouts[name], args.kills))
+        for part in args.only:
+            for name in ("before", "after") if turn % 2 else ("after", "before"):
+                for label, value in PARTS[part](checkouts[name]).items():
+                    found.setdefault(label, {"before": [], "after": []})[name].append(value)
         print(f"turn {turn + 1} of {args.turns} is done, load {os.getloadavg()[0]:.2f}", file=sys.stderr)
-    report(
-        "before_after", args, *series(steps, pauses), raw={"step_ms": steps, "kill_ms": pauses, "load": os.getloadavg()}
-    )
+    report("before_after", args, *series(found), raw={"turns": found, "load": os.getloadavg()})
 
 
-def series(steps: dict[str, list[dict[str, dict[str, float]]]], pauses: dict[str, Any]) -> list[Series]:
+def series(found: dict[str, dict[str, list[float]]]) -> list[Series]:
+    """Return three rows for each label: before, after, and the ratio of each turn."""
     out = []
-    for model in MODELS if steps["after"] else ():
-        for contender in (PLAIN, COMMITTING):
-            each = {name: [turn[model][contender] for turn in turns] for name, turns in steps.items()}
-            out += [Series(f"{model}, {contender}, {name}", values, "ms") for name, values in each.items()]
-            out.append(Series(f"{model}, {contender}, ratio", ratios(each["after"], each["before"]), "x"))
-    if pauses["after"]:
-        for name, turns in pauses.items():
-            out.append(Series(f"kill -> next step, 3 -> 2, {name}", [ms for turn in turns for ms in turn], "ms"))
-        medians = {name: [statistics.median(turn) for turn in turns] for name, turns in pauses.items()}
-        out.append(Series("kill -> next step, ratio", ratios(medians["after"], medians["before"]), "x"))
+    for label, values in found.items():
+        what, _, unit = label.rstrip("]").rpartition(" [")
+        out += [Series(f"{what}, {name}", each, unit) for name, each in values.items()]
+        ratios = [after / before for after, before in zip(values["after"], values["before"], strict=True)]
+        out.append(Series(f"{what}, ratio", ratios, "x"))
     return out
 
 
