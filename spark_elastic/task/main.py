@@ -35,7 +35,7 @@ from spark_elastic.settings import DEVICE_SETTING
 from spark_elastic.task.driver_client import ChannelLink, exit_now
 from spark_elastic.wire import worker_link
 from spark_elastic.wire.channel import connect
-from spark_elastic.wire.launch_spec import interpreter
+from spark_elastic.wire.messages import interpreter
 from spark_elastic.wire.worker_link import loops
 
 log = logging.getLogger("spark_elastic.task")

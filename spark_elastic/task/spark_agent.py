@@ -25,7 +25,7 @@ from spark_elastic.wire.interfaces import address_of, interface_addresses
 
 if TYPE_CHECKING:
     from spark_elastic.membership.states import AgentOutcome
-    from spark_elastic.wire.launch_spec import LaunchSpec
+    from spark_elastic.wire.messages import LaunchSpec
 
 
 def slot_report() -> SlotReport:

@@ -1,7 +1,7 @@
-"""The messages that cross a channel, and their encoding.
+"""The messages that cross a channel, their encoding, and the specification that an agent is launched with.
 
-A message is a frozen dataclass of plain values: its fields as JSON, followed by the raw bytes of `payload`. Nothing is
-ever unpickled. Decoding checks the type of each field, so invalid bytes raise `ProtocolError` and never reach the
+A message is a frozen dataclass of plain values: its fields as JSON, followed by the raw bytes of `payload`. No message
+is ever unpickled. Decoding checks the type of each field, so invalid bytes raise `ProtocolError` and never reach the
 driver's state.
 """
 
@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
+import sys
 import types
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import cloudpickle
 
 from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.topology import Place, StateVersion, World
@@ -53,7 +57,7 @@ class WorkerExited:
     exit_code: int
     stderr_tail: str
     oom_kills: int
-    """Processes that the kernel killed for lack of memory while the worker ran."""
+    """The number of processes that the kernel killed for lack of memory while the worker ran."""
     memory: str
     """A description of those kills and of the memory limits; "" if there were none."""
 
@@ -360,10 +364,14 @@ _SEPARATOR = b"\n"
 
 def encode(message: Message) -> bytes:
     """Return a message as bytes: a line of JSON, then the payload if the message has one."""
-    fields = {f.name: _plain(getattr(message, f.name)) for f in dataclasses.fields(message) if f.name != "payload"}
+    fields = _values(message)
+    payload: bytes = fields.pop("payload", b"")
     fields["type"] = type(message).__name__
-    head = json.dumps(fields, separators=(",", ":")).encode()
-    return head + _SEPARATOR + getattr(message, "payload", b"")
+    return json.dumps(fields, separators=(",", ":"), default=_values).encode() + _SEPARATOR + payload
+
+
+def _values(value: Any) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
 
 
 def decode(data: bytes) -> Message:
@@ -385,31 +393,20 @@ def decode(data: bytes) -> Message:
     cls = _TYPES.get(name) if isinstance(name, str) else None
     if cls is None:
         raise ProtocolError(f"unknown message type {name!r}")
-    hints = _hints(cls)
-    if "payload" in hints:
-        if "payload" in fields:
-            raise ProtocolError(f"{name}: payload in the head")
-        return typing.cast(Message, _build(cls, fields, name, payload=payload))
-    if payload:
+    ready = {"payload": payload} if "payload" in _hints(cls) else {}
+    if ready and "payload" in fields:
+        raise ProtocolError(f"{name}: payload in the head")
+    if payload and not ready:
         raise ProtocolError(f"{name}: {len(payload)} bytes behind a message that carries none")
-    return typing.cast(Message, _build(cls, fields, name))
+    return typing.cast(Message, _build(cls, fields, name, **ready))
 
 
 def _hints(cls: type[Any]) -> dict[str, Any]:
+    """Return the type of each field of a dataclass."""
     if cls not in _HINTS:
         hints = typing.get_type_hints(cls)
         _HINTS[cls] = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
     return _HINTS[cls]
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
 
 
 def _build(cls: type[Any], fields: dict[str, Any], where: str, **ready: Any) -> Any:
@@ -451,3 +448,51 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     if type(value) is not hint:  # exact: a bool must not pass as an int
         raise ProtocolError(f"{where}: expected {hint.__name__}, got {type(value).__name__}")
     return value
+
+
+# --- the specification that a launched agent gets ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """Everything that an agent needs; the same for each slot of a job.
+
+    It holds the job's key, so it travels only in Spark's own serialisation or through a launcher's pipe, pickled.
+    """
+
+    job: str
+    """The job's name in logs and descriptions."""
+    driver_addresses: tuple[tuple[str, int], ...]
+    """Addresses of the driver's rendezvous server, in the order in which to try them."""
+    key: bytes = field(repr=False)
+    """The job's key for the channels."""
+    function: bytes = field(repr=False)
+    """cloudpickle of (fn, args, kwargs)."""
+    connect_timeout_s: float
+    made_by: str
+    """`interpreter()` of the driver, for the error of a worker that cannot load the function."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables to add to the worker's environment."""
+    device: str = "auto"
+    """Device of the workers: "auto", "cpu", "cuda" or "cuda:N"."""
+    nics: tuple[str, ...] | None = None
+    """Network interfaces that may carry collectives; None for any."""
+    preimport: tuple[str, ...] = ("torch", "torch._dynamo")
+    """Modules that a worker imports while it waits for its order, see `modules_of`."""
+
+
+def modules_of(function: bytes) -> tuple[str, ...]:
+    """Guess from the names in a pickled function which slow modules it imports, so that workers import them early.
+
+    A wrong guess costs time and nothing else.
+    """
+    if b"tensorflow" in function:
+        return ("torch", "tensorflow", "keras", "spark_elastic.tensorflow")
+    if b"keras" in function:  # keras imports the backend that KERAS_BACKEND names
+        return ("torch", "keras", "spark_elastic.collective.operations")
+    return ("torch", "torch._dynamo")  # the first optimizer in a process imports torch._dynamo, in 2 s
+
+
+def interpreter() -> str:
+    """Describe this process's Python and cloudpickle for error messages."""
+    return f"Python {platform.python_version()} ({sys.executable}) with cloudpickle {cloudpickle.__version__}"

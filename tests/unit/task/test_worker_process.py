@@ -7,7 +7,7 @@ import os
 import signal
 
 from spark_elastic.task.worker_process import WorkerProcess, process_state, worker_environment
-from spark_elastic.wire.launch_spec import LaunchSpec
+from spark_elastic.wire.messages import LaunchSpec
 
 WAIT_S = 20.0
 
