@@ -15,11 +15,13 @@ from spark_elastic.collective.gloo import Fill, GlooGroup, LinkStore
 from spark_elastic.collective.gloo_shutdown import has_ended
 from spark_elastic.collective.gpu_reduction import GpuReduction, NcclWork
 from spark_elastic.collective.joining import STALL_S, CollectiveLog
-from spark_elastic.collective.shared_memory.peers import SpinWait, find_peers
-from spark_elastic.collective.shared_memory.reducer import (
+from spark_elastic.collective.shared_memory import find_peers
+from spark_elastic.collective.shared_memory_reducer import (
     SLICED_FROM_BYTES,
     SharedMemoryReducer,
     SharedWork,
+    SpinWait,
+    reducible,
     serve_peers,
 )
 from spark_elastic.wire.worker_link import WorkerLink
@@ -139,7 +141,7 @@ class Group(GlooGroup):
                 fill(tensor, 0)
             return self._allreduce_on_gpu(tensor, op)
         shared = self._shared
-        if shared is None or not shared.takes(tensor, op) or self._is_too_large(tensor):
+        if shared is None or not reducible(tensor, op) or self._is_too_large(tensor):
             return super().allreduce(tensor, op, fill)
         self.check_alive()
         self.log.launched("allreduce", tensor, op)
