@@ -12,7 +12,6 @@ import inspect
 import json
 import re
 import sys
-import typing
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -53,7 +52,7 @@ def message_tables() -> str:
     """Every message with its fields, under the direction that the source gives it."""
     source = inspect.getsource(messages)
     headings = [(source[: m.start()].count("\n"), m[1]) for m in re.finditer(r"^# --- (.*?) -+$", source, re.MULTILINE)]
-    sent = {message.__name__ for message in typing.get_args(messages.Message)}
+    sent = {message.__name__ for message in messages.Message.__subclasses__()}
     lines: list[str] = []
     current = ""
     for node in ast.parse(source).body:

@@ -45,7 +45,7 @@ class Bucket:
         params: tensors of one type and device; only their shapes are used.
         compression: the compressor of the sent values.
         flagged: the bucket has a `flag`.
-        piggyback: the number of elements for other numbers that are reduced with the gradients.
+        piggyback: the number of float64 or float32 numbers that are reduced with the gradients.
         align: each view begins at a multiple of this many bytes.
 
     Attributes:
@@ -55,23 +55,6 @@ class Bucket:
         flag: the element of `flat` that says that the driver has announced a coming world; None in other buckets.
         after: the factor to multiply `flat` by after the sum.
     """
-
-    __slots__ = (
-        "_before",
-        "_context",
-        "_sources",
-        "_starts",
-        "_wire",
-        "after",
-        "compression",
-        "flag",
-        "flat",
-        "params",
-        "piggyback",
-        "ready",
-        "uses",
-        "views",
-    )
 
     def __init__(
         self,
@@ -84,7 +67,9 @@ class Bucket:
         self.params = list(params)
         self.compression = compression
         self.ready = 0
+        """The number of gradients that backward has computed; counted by `torch.gradients`."""
         self.uses = 0
+        """The number of tensors that use the memory of a free bucket."""
         first = params[0]
         unit = max(1, align // first.element_size())
         sizes = [-(-param.numel() // unit) * unit for param in params]
@@ -201,7 +186,7 @@ def partition(
     """Divide parameters into buckets.
 
     Args:
-        params: the parameters in the order of their registration.
+        params: the parameters, in the order of their registration.
         groups: the number of about equal buckets; or lists of parameters that share a bucket, where the parameters in
             none of them are divided by size; or None to fill buckets up to their size, last layer first.
 

@@ -38,7 +38,7 @@ Fill = Callable[[torch.Tensor, int], None]
 CONNECT_TIMEOUT_S = 20.0
 """The time limit for the members of a new world to connect; all of them are waiting when it is published."""
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""Gloo's own timeout, at least. The driver sees deaths and hangs much earlier, and then orders a cut."""
+"""The least value of Gloo's own timeout. The driver notices lost workers much earlier, and then ends the round."""
 _LONGEST_TIMEOUT_S = 20 * 24 * 3600.0
 """Gloo waits with `poll`, whose timeout in milliseconds has 32 bits."""
 
@@ -91,10 +91,10 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
         self._guarded(self._link.kv_set, self._round, self._prefix + key, bytes(value))
 
     def get(self, key: str) -> bytes:
-        return self._fetch([key], CONNECT_TIMEOUT_S)[0]
+        return self.fetch([key])[0]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._fetch(keys, timeout.total_seconds() if timeout else CONNECT_TIMEOUT_S)
+        self.fetch(keys, timeout.total_seconds() if timeout else CONNECT_TIMEOUT_S)
 
     def check(self, keys: list[str]) -> bool:
         return all(self._prefix + key in self._values for key in keys)
@@ -102,12 +102,11 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
     def has_extended_api(self) -> bool:
         return False
 
-    def known(self, suffixes: Sequence[str]) -> list[bytes]:
-        """Return the values of keys that are given without the prefix; missing ones are fetched."""
-        return self._fetch(suffixes, CONNECT_TIMEOUT_S)
+    def fetch(self, keys: Sequence[str], timeout_s: float = CONNECT_TIMEOUT_S) -> list[bytes]:
+        """Return the values of keys, given without the prefix.
 
-    def _fetch(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        """Return the values of keys; fetch all expected ones in one request, since Gloo asks for one at a time."""
+        Missing ones are requested with all others that are expected, since Gloo asks for one at a time.
+        """
         wanted = [self._prefix + key for key in keys]
         missing = [key for key in wanted if key not in self._values]
         if missing:
@@ -206,8 +205,8 @@ class GlooGroup:
             options._threads = 2
             pg = ProcessGroupGloo(store, self.rank, self.size, options)
             pg._set_default_timeout(collective_timeout(self._link.stall_timeout_s))
-            sockets = GroupSockets(before, set(self._addresses), store.known(keys))
-            values = [value.decode().partition(" ") for value in store.known(kinds)]
+            sockets = GroupSockets(before, set(self._addresses), store.fetch(keys))
+            values = [value.decode().partition(" ") for value in store.fetch(kinds)]
             self.kinds, self.notes = {kind for kind, _, _ in values}, [note for _, _, note in values]
         except BaseException as error:  # raised in the thread that waits
             failure = store.error or error
@@ -339,11 +338,6 @@ class GlooGroup:
 
     def _while_waiting(self) -> None:
         """Do other work; called repeatedly during a long wait."""
-
-    @staticmethod
-    def operator(name: str) -> Any:
-        """Return Gloo's reduction operator by the name that `str` returns for it."""
-        return getattr(dist.ReduceOp, name.rsplit(".", 1)[-1])
 
     def _launch(self, name: str, *args: Any) -> dist.Work:
         self.check_alive()

@@ -1,4 +1,4 @@
-"""Reductions of tensors on GPUs: the decision between NCCL and the host's memory, and a NCCL communicator of a round.
+"""Reductions of tensors on GPUs: the decision between NCCL and the host's memory, and the NCCL communicator of a round.
 
 All members decide together, at the first tensor on a GPU; until then nothing is connected.
 
@@ -6,7 +6,7 @@ NCCL waits for ever for a peer that is gone, or for its own timeout, and by defa
 So nothing here blocks in a call that cannot be interrupted: a wait polls the collective, and a cut aborts the
 communicator from another thread, which frees its kernels. The values that aborted kernels leave behind are garbage:
 after each wait, check whether the round was cut before using the result. The environment that the agent starts workers
-in switches the watchdog off that would end the process.
+in switches off torch's watchdog, which would end the process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,22 +61,11 @@ _warned: set[str] = set()
 # --- the communicator -------------------------------------------------------------------------------
 
 
-class Runtime(Protocol):
-    """The part of CUDA and NCCL that is needed here; tests have one without a GPU."""
+class CudaRuntime:
+    """The calls of CUDA and NCCL that need a GPU; tests replace them."""
 
     def connect(self, store: Any, rank: int, size: int, device: torch.device) -> Any:
         """Return a process group whose communicator exists. Blocks until all members have called it."""
-        ...
-
-    def mark(self, device: torch.device) -> Any:
-        """Return an event behind all work on the device's current stream; its `query()` is True once that is done."""
-        ...
-
-
-class CudaRuntime:
-    """The runtime of a process with a GPU."""
-
-    def connect(self, store: Any, rank: int, size: int, device: torch.device) -> Any:
         torch.cuda.set_device(device)  # of this thread
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _BACKEND_TIMEOUT
@@ -85,6 +74,7 @@ class CudaRuntime:
         return pg
 
     def mark(self, device: torch.device) -> Any:
+        """Return an event behind all work on the device's current stream; its `query()` is True once that is done."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         return event
@@ -108,7 +98,7 @@ class NcclGroup:
         report_stall: called with True when a wait takes longer than `stall_s`, and with False when that wait ends.
         while_waiting: does other work; called repeatedly during a wait.
         stall_s: the time after which a wait is long.
-        runtime: CUDA and NCCL, or a test's replacement.
+        runtime: the calls of CUDA and NCCL.
     """
 
     def __init__(
@@ -118,14 +108,14 @@ class NcclGroup:
         report_stall: Callable[[bool], None],
         while_waiting: Callable[[], None],
         stall_s: float,
-        runtime: Runtime | None = None,
+        runtime: CudaRuntime | None = None,
     ) -> None:
         self.device = device
         self._check_alive = check_alive
         self._report_stall = report_stall
         self._while_waiting = while_waiting
         self._stall_s = stall_s
-        self._runtime: Runtime = runtime or CudaRuntime()
+        self._runtime = runtime or CudaRuntime()
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._cut = False
@@ -227,7 +217,10 @@ class NcclGroup:
         return HorovodInternalError(f"NCCL failed: {error}")
 
     def cut(self) -> None:
-        """Abort the communicator, from any thread, without waiting for it; the round is over already."""
+        """Abort the communicator, from any thread, without waiting for it; safe to repeat.
+
+        This is also how it is closed: an orderly end would need all members.
+        """
         with self._lock:
             self._cut = True
             pg, self._pg = self._pg, None
@@ -241,13 +234,9 @@ class NcclGroup:
         pg, self._pg = self._pg, None
         return pg
 
-    def close(self) -> None:
-        """Free the communicator by aborting it; safe to repeat. An orderly end would need all members."""
-        self.cut()
-
 
 def _failure_of(work: Any) -> Any:
-    """Return the error of a completed work, or None."""
+    """Return the error of a completed collective, or None."""
     try:
         return work.exception()
     except Exception as error:
@@ -325,7 +314,7 @@ class GpuReduction:
             # all members use NCCL, or none does
             connected = self._group.exchange(bytes([failure is None]))
             if not all(int.from_bytes(message, "little") for message in connected):
-                self.close()
+                self.cut()
                 self._nccl = None
                 self.reason = failure or "another worker could not connect to the others' GPUs"
         log.info("gradients on GPUs go through %s: %s", "NCCL" if self._nccl else "Gloo", self.reason)
@@ -366,13 +355,10 @@ class GpuReduction:
             raise
 
     def cut(self) -> None:
-        """Abort the communicator, from any thread; the group's own state already says that the round is over."""
+        """Abort the communicator, from any thread; safe to repeat. Also called when the group is closed."""
         self._over = True
         if self._nccl is not None:
             self._nccl.cut()
-
-    def close(self) -> None:
-        self.cut()
 
     def close_in_child(self) -> list[Any]:
         """Return what a forked child must keep: its destructor waits for threads that the child does not have."""
@@ -380,5 +366,5 @@ class GpuReduction:
 
 
 def _parse(message: bytes) -> MemberDevice:
-    fields = json.loads(message.rstrip())
+    fields = json.loads(message)
     return MemberDevice(str(fields["uuid"]), (int(fields["nccl"][0]), int(fields["nccl"][1])), str(fields["why"]))

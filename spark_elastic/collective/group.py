@@ -211,7 +211,7 @@ class Group(GlooGroup):
 
     def close(self) -> None:
         super().close()
-        self._gpu.close()
+        self._gpu.cut()
         if self._between is not None:
             self._between.close()
         if self._shared is not None:

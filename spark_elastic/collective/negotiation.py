@@ -89,10 +89,11 @@ class _Comparison(NamedTuple):
 
 
 class Negotiation:
-    """The queue of one group. Only the group's thread uses it.
+    """The queue of one group's collectives, and its comparison with the queues of the other members.
 
-    While a member waits for one group, it also compares the queues of its other groups: a member of those may have to
-    wait for that comparison before it calls the collective of this group.
+    Only the group's thread uses it. While a member waits for a collective of this group, it also compares the queues of
+    its other groups. Otherwise two members could wait for each other: one may have to finish a collective of another
+    group before it calls the one of this group.
     """
 
     def __init__(self, group: GlooGroup) -> None:
@@ -102,7 +103,9 @@ class Negotiation:
         """The number of collectives without a name that were queued, by kind."""
         self._comparison: _Comparison | None = None
         self._busy = False
+        """True while this negotiation launches collectives itself, so that they are not queued behind it."""
         self._waiting = False
+        """True while the caller waits for one of the queued collectives."""
 
     @property
     def is_due(self) -> bool:

@@ -20,7 +20,7 @@ from spark_elastic.errors import MismatchError, UsageError
 from spark_elastic.wire.worker_link import loops
 
 Rule = Callable[[int], Iterable[int]]
-"""A function from the size of a world to the ranks of a set in it."""
+"""A function that returns the ranks of a set in a world of the given size."""
 
 
 class ProcessSet:
@@ -142,17 +142,8 @@ class StandingSet(ProcessSet):
     def group(self) -> GlooGroup | None:
         return process.group(self.name)
 
-    def size(self) -> int:
-        position = process.require()
-        if process.provisional:
-            return 1
-        return {"global": position.size, "local": position.local_size, "cross": position.cross_size}[self.name]
-
-    def rank(self) -> int:
-        position = process.require()
-        if process.provisional:
-            return 0
-        return {"global": position.rank, "local": position.local_rank, "cross": position.cross_rank}[self.name]
+    def _members(self) -> list[int]:
+        return self.ranks
 
     def included(self) -> bool:
         return True

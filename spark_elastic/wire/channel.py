@@ -209,10 +209,6 @@ class MessageStream(asyncio.Protocol):
         self.local_address = ""
 
     @property
-    def is_open(self) -> bool:
-        return self._open
-
-    @property
     def unsent_bytes(self) -> int:
         """Bytes queued because the peer does not accept them yet."""
         return self._transport.get_write_buffer_size() if self._transport is not None else 0

@@ -21,11 +21,16 @@ import cloudpickle
 from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.topology import Place, StateVersion, World
 
+
+class Message:
+    """The base of all messages."""
+
+
 # --- agent -> driver ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class AgentHello:
+@dataclass(frozen=True)
+class AgentHello(Message):
     """First message of an agent: where it runs and what it may use there."""
 
     place: Place
@@ -41,16 +46,16 @@ class AgentHello:
     python: str
 
 
-@dataclass(frozen=True, slots=True)
-class AgentHeartbeat:
+@dataclass(frozen=True)
+class AgentHeartbeat(Message):
     """The agent is alive, and so is the worker process `running`."""
 
     running: int | None
     """See `membership.events.AgentAlive`."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerExited:
+@dataclass(frozen=True)
+class WorkerExited(Message):
     """The worker's process has ended; a negative `exit_code` is the signal that killed it."""
 
     worker: int
@@ -62,8 +67,8 @@ class WorkerExited:
     """A description of those kills and of the memory limits; "" if there were none."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutputLines:
+@dataclass(frozen=True)
+class OutputLines(Message):
     """Whole lines that the worker printed to `stream` ("stdout" or "stderr"), without line ends."""
 
     worker: int
@@ -71,8 +76,8 @@ class OutputLines:
     lines: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ResultStored:
+@dataclass(frozen=True)
+class ResultStored(Message):
     """The function returned: the agent holds the result and returns it from its task when the job finishes."""
 
     worker: int
@@ -83,8 +88,8 @@ class ResultStored:
     """Number of the function's call, see `RunAgain`; the newest result counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeersReachable:
+@dataclass(frozen=True)
+class PeersReachable(Message):
     """Answer to `ProbePeers`: the peers that accepted a connection."""
 
     reachable: tuple[str, ...]
@@ -93,38 +98,38 @@ class PeersReachable:
 # --- driver -> agent ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class AgentWelcome:
+@dataclass(frozen=True)
+class AgentWelcome(Message):
     """The agent is accepted: send heartbeats, and take the driver for dead after `silence_limit_s` of silence."""
 
     heartbeat_interval_s: float
     silence_limit_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class StartWorkerProcess:
+@dataclass(frozen=True)
+class StartWorkerProcess(Message):
     """Give a worker process this id and the function; start a process first if none is running."""
 
     worker: int
 
 
-@dataclass(frozen=True, slots=True)
-class StopWorkerProcess:
+@dataclass(frozen=True)
+class StopWorkerProcess(Message):
     """Kill the worker's process."""
 
     worker: int
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class ProbePeers:
+@dataclass(frozen=True)
+class ProbePeers(Message):
     """Connect to each "address:port" and answer with `PeersReachable`."""
 
     peers: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FinishAgent:
+@dataclass(frozen=True)
+class FinishAgent(Message):
     """Return from the task, with the stored result if `keep_result`."""
 
     keep_result: bool
@@ -134,16 +139,16 @@ class FinishAgent:
 # --- worker -> driver ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerHello:
+@dataclass(frozen=True)
+class WorkerHello(Message):
     """First message of a worker process, with the id that its agent gave it."""
 
     worker: int
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerHeartbeat:
+@dataclass(frozen=True)
+class WorkerHeartbeat(Message):
     """The worker is alive; the fields say how far its training is, see `membership.events.WorkerAlive`."""
 
     version: StateVersion | None
@@ -152,8 +157,8 @@ class WorkerHeartbeat:
     begun: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+@dataclass(frozen=True)
+class Ready(Message):
     """The worker waits for a world newer than `round`, with state `version`; see `membership.events.WorkerReady`."""
 
     round: int
@@ -162,8 +167,8 @@ class Ready:
     loop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Raised:
+@dataclass(frozen=True)
+class Raised(Message):
     """The user's function raised an exception, which fails the job."""
 
     error_type: str
@@ -173,15 +178,15 @@ class Raised:
     """The code that a script exited with; None: it raised something else."""
 
 
-@dataclass(frozen=True, slots=True)
-class Abandoned:
+@dataclass(frozen=True)
+class Abandoned(Message):
     """A HorovodInternalError left the user's function: the process exits and has to be started again."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class LiveProgress:
+@dataclass(frozen=True)
+class LiveProgress(Message):
     """Progress of rank 0's training for display, sent several times a second; losing one is harmless."""
 
     epoch: int
@@ -196,8 +201,8 @@ class LiveProgress:
     """The loss and the metrics so far."""
 
 
-@dataclass(frozen=True, slots=True)
-class EpochEnded:
+@dataclass(frozen=True)
+class EpochEnded(Message):
     """Results of an epoch. A new rank 0 sends them again."""
 
     epoch: int
@@ -206,15 +211,15 @@ class EpochEnded:
     values: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
+@dataclass(frozen=True)
+class Notice(Message):
     """A message for the user about the training; kept in the job's event log."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class KvSet:
+@dataclass(frozen=True)
+class KvSet(Message):
     """Store `payload` under the key; each round has separate keys."""
 
     round: int
@@ -222,8 +227,8 @@ class KvSet:
     payload: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class KvGet:
+@dataclass(frozen=True)
+class KvGet(Message):
     """Ask for values. Answered by one `KvValues` once every key is set; not answered if the round ends first."""
 
     round: int
@@ -234,8 +239,8 @@ class KvGet:
 # --- driver -> worker ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerWelcome:
+@dataclass(frozen=True)
+class WorkerWelcome(Message):
     """The worker is accepted: send heartbeats, and take the driver for dead after `silence_limit_s` of silence."""
 
     heartbeat_interval_s: float
@@ -244,8 +249,8 @@ class WorkerWelcome:
     """How long a member may wait in a collective before the driver acts."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorldAssigned:
+@dataclass(frozen=True)
+class WorldAssigned(Message):
     """The next world; the receiver is a member of it."""
 
     world: World
@@ -253,8 +258,8 @@ class WorldAssigned:
     """The address that each worker binds to, by its id as a string."""
 
 
-@dataclass(frozen=True, slots=True)
-class Provisional:
+@dataclass(frozen=True)
+class Provisional(Message):
     """Leave `init()` with this probable position; the worker joins the world from its elastic loop."""
 
     rank: int
@@ -263,31 +268,31 @@ class Provisional:
     """Number of the loop that the job is in; a worker in an earlier loop leaves that with its `LoopResult`."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostsUpdated:
+@dataclass(frozen=True)
+class HostsUpdated(Message):
     """The world is about to change: raise `HostsUpdatedInterrupt` at the next agreed step."""
 
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+@dataclass(frozen=True)
+class Cut(Message):
     """The round is over because a member is lost: end its collectives, which would wait for that member."""
 
     round: int
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class RunAgain:
+@dataclass(frozen=True)
+class RunAgain(Message):
     """The function returned but its world broke: call it again, with the states that its loops left."""
 
     run: int
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class KvValues:
+@dataclass(frozen=True)
+class KvValues(Message):
     """Answer to the `KvGet` with this request number: the values in sequence, with their sizes."""
 
     request: int
@@ -298,8 +303,8 @@ class KvValues:
 # --- either -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LoopResult:
+@dataclass(frozen=True)
+class LoopResult(Message):
     """The return value of an elastic loop, pickled and signed by the worker that it comes from.
 
     Rank 0 sends it when it enters the next loop; the driver sends it to newcomers that skip to that loop.
@@ -311,53 +316,21 @@ class LoopResult:
     payload: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Pong:
+@dataclass(frozen=True)
+class Pong(Message):
     """The driver's answer to a heartbeat, so that both sides notice silence."""
 
 
-@dataclass(frozen=True, slots=True)
-class Goodbye:
+@dataclass(frozen=True)
+class Goodbye(Message):
     """The sender closes the channel next; this is not a loss."""
 
     why: str
 
 
-Message = (
-    AgentHello
-    | AgentHeartbeat
-    | WorkerExited
-    | OutputLines
-    | ResultStored
-    | PeersReachable
-    | AgentWelcome
-    | StartWorkerProcess
-    | StopWorkerProcess
-    | ProbePeers
-    | FinishAgent
-    | WorkerHello
-    | WorkerHeartbeat
-    | Ready
-    | Raised
-    | Abandoned
-    | LiveProgress
-    | EpochEnded
-    | Notice
-    | KvSet
-    | KvGet
-    | WorkerWelcome
-    | WorldAssigned
-    | Provisional
-    | HostsUpdated
-    | Cut
-    | RunAgain
-    | KvValues
-    | LoopResult
-    | Pong
-    | Goodbye
-)
+# --- encoding ---------------------------------------------------------------------------------
 
-_TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(Message)}
+_TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in Message.__subclasses__()}
 _HINTS: dict[type[Any], dict[str, Any]] = {}
 _SEPARATOR = b"\n"
 

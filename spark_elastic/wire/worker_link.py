@@ -41,7 +41,7 @@ class Loops:
         self._finished: list[FinishedLoop] = []
         self._has_joined = True
         self.on_run_again: Callable[[], None] | None = None
-        """Leaves the world, and does without one until a loop is entered. Set by `collective.process`."""
+        """A function that leaves the world until a loop is entered. Set by `collective.process`."""
 
     def enter(self) -> int:
         """Enter the next loop, and return its number."""
@@ -191,13 +191,13 @@ class WorkerLink(Protocol):
         ...
 
     def cut_round(self) -> int:
-        """Return the newest round that the driver ordered to cut (0: none). Cheap."""
+        """Return the number of the newest round that the driver has ended with a `Cut` message (0: none). Cheap."""
         ...
 
     def on_cut(self, callback: Callable[[int, str], None] | None) -> None:
-        """Call `callback(round, why)` from the channel thread the moment a cut arrives; None ends that.
+        """Call `callback(round, why)` from the channel's thread when a `Cut` message arrives; None: call nothing.
 
-        Called at once if the cut of the newest round came before the registration.
+        The callback is called at once if the newest round was ended before the registration.
         """
         ...
 
