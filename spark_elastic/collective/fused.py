@@ -423,6 +423,19 @@ def excluded() -> bool:
     return _excluded
 
 
+def sum_rows(numbers: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
+    """Return the sums of float64 `numbers` over the members, as a new tensor; within `without_rows`, add zeros.
+
+    Raises:
+        HorovodInternalError: see `add_up`.
+    """
+    sums = numbers.detach().clone()
+    if _excluded:
+        sums.zero_()
+    group = group_of(process_set)
+    return sums if group is None else add_up(group, sums)
+
+
 def group_of(process_set: ProcessSet) -> GlooGroup | None:
     """Return the group whose rows are normalised together; None if this process is alone or in no world."""
     if process.position is None or process.provisional:

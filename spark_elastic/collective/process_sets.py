@@ -192,7 +192,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Rule) -> ProcessSe
     chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if isinstance(chosen, StandingSet) or chosen.process_set_id is not None:
         raise UsageError(f"{chosen} is in use already")
-    in_loop = loops.entered > loops.last and (process.alone or not process.provisional)
+    in_loop = loops.entered > loops.last and (process.is_local or not process.provisional)
     same = next((known for known in process.sets.values() if known._rule is None and known.ranks == chosen.ranks), None)
     # inside of the loop, ranks are computed from the size, and may equal those of another set by chance
     if same is not None and chosen._rule is None and not in_loop:

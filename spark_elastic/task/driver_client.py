@@ -74,7 +74,7 @@ class ChannelLink:
         self._blocked_since: float | None = None
         self._after_loop = False
         self._loop_results: dict[int, LoopResult] = {}
-        self._run_again: Callable[[int], None] = _ignore_run_again
+        self._run_again: Callable[[int], None] = lambda run: None  # the function has not returned yet
         self._ending = False
         self._beat_now = threading.Event()
         self._stall_timeout_s = 0.0
@@ -210,7 +210,7 @@ class ChannelLink:
     # --- the end of the function ----------------------------------------------------------------------
 
     def raised(self, error: BaseException, traceback: str) -> None:
-        """Report an exception of the user's function; long messages and tracebacks are cut."""
+        """Report an exception of the user's function, with a shortened message and traceback if they are long."""
         try:
             text = str(error)
         except Exception as problem:
@@ -224,14 +224,18 @@ class ChannelLink:
         self._send(Abandoned(why))
 
     def returned(self, over: bool) -> None:
-        """Note that the function has returned and a closed channel is harmless; False: it is called again."""
+        """Note that the function has returned, so that a closed channel is harmless.
+
+        Args:
+            over: False: the function is called again, and needs the channel.
+        """
         self._ending = over
         if not over:
             self._after_loop = False
             self._beat_now.set()
 
     def on_run_again(self, callback: Callable[[int], None]) -> None:
-        """Register `callback(run)` for the order to call the function again; runs on the channel's thread."""
+        """Call `callback(run)`, on the channel's thread, when the driver has the function called again."""
         self._run_again = callback
 
     # --- threads --------------------------------------------------------------------------------------
@@ -302,10 +306,6 @@ class ChannelLink:
     def _on_closed(self, why: str) -> None:
         if not self._ending:
             exit_now(EXIT_CHANNEL_LOST, f"spark_elastic: worker {self._worker} ends: {why}")
-
-
-def _ignore_run_again(run: int) -> None:
-    """Ignore the order: the function has not returned yet."""
 
 
 def exit_now(code: int, why: str = "") -> NoReturn:

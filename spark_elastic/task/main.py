@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import cloudpickle
 
@@ -97,7 +97,7 @@ def main(argv: list[str]) -> None:
 
 
 def _watch_lifeline(lifeline: BinaryIO, returned: threading.Event, next_run: queue.SimpleQueue[int | None]) -> None:
-    """Wait until the lifeline closes: a release after the function has returned, the loss of the agent before."""
+    """Wait until the lifeline closes: the agent releases this process, or is gone if the function has not returned."""
     lifeline.read()
     if returned.is_set():
         next_run.put(None)
@@ -137,8 +137,13 @@ def _load(link: ChannelLink, pickled: bytes, made_by: str) -> Callable[[], Any]:
             f"{made_by} and this is {interpreter()}: if they differ, let PYSPARK_PYTHON name the same Python for both; "
             "if a module is missing, install it on the executors"
         )
-        link.raised(problem, "".join(traceback.format_exception(error)))
-        exit_now(EXIT_RAISED, str(problem))
+        _fail(link, problem, error)
+
+
+def _fail(link: ChannelLink, problem: Exception, cause: Exception) -> NoReturn:
+    """Report an error with the traceback of its cause, and exit."""
+    link.raised(problem, "".join(traceback.format_exception(cause)))
+    exit_now(EXIT_RAISED, str(problem))
 
 
 def _check_device(link: ChannelLink) -> None:
@@ -151,8 +156,7 @@ def _check_device(link: ChannelLink) -> None:
     try:
         choose_device(device, device_info(), local_rank=0)
     except InvalidSettingsError as error:
-        link.raised(error, "".join(traceback.format_exception(error)))
-        exit_now(EXIT_RAISED, str(error))
+        _fail(link, error, error)
 
 
 def _run(link: ChannelLink, function: Callable[[], Any]) -> bytes:
@@ -178,8 +182,7 @@ def _run(link: ChannelLink, function: Callable[[], Any]) -> bytes:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:
         problem = NotPicklableError(f"the function returned a {type(value).__name__} that cannot be pickled: {error}")
-        link.raised(problem, "".join(traceback.format_exception(error)))
-        exit_now(EXIT_RAISED, str(problem))
+        _fail(link, problem, error)
 
 
 def _call_until_returned(function: Callable[[], Any]) -> Any:

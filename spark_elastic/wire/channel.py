@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import socket
@@ -130,10 +131,8 @@ class Channel:
     def close(self) -> None:
         """Close the connection without calling `on_closed`."""
         self._closing = True
-        try:
+        with contextlib.suppress(OSError):  # the other side has closed it already
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other side has closed it already
         self._socket.close()
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join(timeout=5.0)

@@ -30,9 +30,8 @@ class FinishedLoop:
 class Loops:
     """The elastic loops of this process, numbered from 1 in the order in which a call of the function enters them.
 
-    When a world breaks after a loop, the user's function is called again in the same process. It runs anew up to that
-    loop, which takes up the state and the result that are kept here; then what follows it is run again. `task.main`
-    calls the function, `elastic.loop` enters and finishes the loops.
+    When a world breaks after a loop, `task.main` calls the user's function again in the same process. `elastic.loop`
+    then skips the finished loops, whose states and results are kept here, and what follows them is run again.
     """
 
     def __init__(self) -> None:
@@ -59,7 +58,7 @@ class Loops:
 
     @property
     def unbroken(self) -> bool:
-        """True if this process was in every finished loop, so that what it builds rests on their states."""
+        """True if this process took part in every finished loop, and has their states."""
         return all(loop.state is not None for loop in self._finished)
 
     def finish(self, number: int, state: Any, result: Any) -> None:
@@ -67,7 +66,7 @@ class Loops:
         self._finished[number - 1 :] = [FinishedLoop(state, result)]
 
     def joined(self) -> None:
-        """Note that this process is a member of a world."""
+        """Record that this process is a member of a world."""
         self._has_joined = True
 
     @property
@@ -152,11 +151,11 @@ class WorkerLink(Protocol):
         ...
 
     def entered_loop(self) -> None:
-        """Note that an elastic loop was entered: this worker's state can be recovered from now on."""
+        """Record that an elastic loop was entered: this worker's state can be recovered from now on."""
         ...
 
     def left_loop(self) -> None:
-        """Note that the elastic loop has returned: if the world breaks, the driver waits for the function's end."""
+        """Record that the elastic loop has returned: if the world breaks, the driver waits for the function's end."""
         ...
 
     def offer_loop_result(self, loop: int, problem: str, result: bytes) -> None:
@@ -170,7 +169,7 @@ class WorkerLink(Protocol):
         ...
 
     def loop_result(self, loop: int, timeout_s: float) -> tuple[str, bytes]:
-        """Return what another worker has offered of a loop that this one skips: (problem, result).
+        """Return the (problem, result) that another worker has offered of a loop that this one skips.
 
         Raises:
             TimeoutError: Nothing arrived within `timeout_s`.
@@ -178,7 +177,7 @@ class WorkerLink(Protocol):
         ...
 
     def blocked(self, waiting: bool) -> None:
-        """Note that the training thread begins or ends to wait in a collective. Cheap; sent with the heartbeats."""
+        """Record that the training thread begins or ends to wait in a collective. Cheap; sent with the heartbeats."""
         ...
 
     @property
