@@ -56,6 +56,7 @@ _failures: list[str] = []
 """NCCL's failures in this process since it last succeeded. A peer that is gone is one failure, and the next world
 continues; where NCCL cannot work at all, each world would end with one."""
 _warned: set[str] = set()
+_kept_in_child: list[Any] = []
 
 
 # --- the communicator -------------------------------------------------------------------------------
@@ -229,10 +230,10 @@ class NcclGroup:
             # in another thread: an abort can take long, and this one must keep reading the driver's messages
             threading.Thread(target=_abort, args=(pg,), name="spark-elastic-nccl-abort", daemon=True).start()
 
-    def release(self) -> Any:
-        """Return the process group, which a forked child must not destroy."""
-        pg, self._pg = self._pg, None
-        return pg
+    def close_in_child(self) -> None:
+        """Keep the process group in a forked child: its destructor waits for threads that the child does not have."""
+        _kept_in_child.append(self._pg)
+        self._pg = None
 
 
 def _failure_of(work: Any) -> Any:
@@ -360,9 +361,9 @@ class GpuReduction:
         if self._nccl is not None:
             self._nccl.cut()
 
-    def close_in_child(self) -> list[Any]:
-        """Return what a forked child must keep: its destructor waits for threads that the child does not have."""
-        return [] if self._nccl is None else [self._nccl.release()]
+    def close_in_child(self) -> None:
+        if self._nccl is not None:
+            self._nccl.close_in_child()
 
 
 def _parse(message: bytes) -> MemberDevice:

@@ -28,9 +28,8 @@ from spark_elastic.wire.worker_link import WorkerLink
 
 log = logging.getLogger("spark_elastic.collective")
 
-_kept_in_child: list[Any] = []
 _TURN = timedelta(seconds=1e-3)
-"""The time to wait for Gloo before the next look for members that wait for this member's slices."""
+"""The time to wait for Gloo before this member looks again for others that wait for its slices."""
 
 MOST_BYTES_BETWEEN_HOSTS = 1 << 20
 """With several hosts, larger tensors go through Gloo. Measured with two hosts of two workers on one bridge and two
@@ -45,7 +44,7 @@ class StagedWork(NamedTuple):
 
     inner: Any
     """The collective that was launched on the copies."""
-    copy_back: Callable[[], None]
+    copy_back: Callable[[], object]
     """Copies the result to the GPU; called once `inner` is done."""
 
     def is_completed(self) -> bool:
@@ -57,14 +56,9 @@ def is_on_gpu(*tensors: torch.Tensor) -> bool:
 
 
 def launch_staged(collective: Callable[..., Any], result: torch.Tensor, *inputs: torch.Tensor) -> StagedWork:
-    """Call `collective` with host copies of the tensors, the result's first, which is copied back in the end."""
+    """Call `collective` with copies of `result` and `inputs` in the host's memory; `wait` copies the result back."""
     copies = [tensor.detach().to("cpu", copy=True) for tensor in (result, *inputs)]
-    work = collective(*copies)
-
-    def copy_back() -> None:
-        result.copy_(copies[0])
-
-    return StagedWork(work, copy_back)
+    return StagedWork(collective(*copies), lambda: result.copy_(copies[0]))
 
 
 # --- the group --------------------------------------------------------------------------------------
@@ -219,7 +213,7 @@ class Group(GlooGroup):
 
     def _close_in_child(self) -> None:
         super()._close_in_child()
-        _kept_in_child.extend(self._gpu.close_in_child())
+        self._gpu.close_in_child()
         if self._shared is not None:
             self._shared.close_in_child()
 
