@@ -128,7 +128,7 @@ def queue_call(
     Args:
         group: the members.
         kind: the name of the collective.
-        name: the user's name for this call, by which it is matched; None: it is matched by its order.
+        name: the user's name for this call, by which it is matched; None: calls are matched in their order.
         description: types, shapes and settings; it must be the same on all members.
         launch: launches it on the group.
         handle: the class of the handle.
@@ -150,7 +150,7 @@ def agree(group: GlooGroup | None, kind: str, description: str = "", name: str |
         group: the members; None: a world of one.
         kind: the name of the collective.
         description: a text that must be the same on all members.
-        name: the user's name for this call; None: it is matched by its order.
+        name: see `queue_call`.
         detail: a text that may differ between members.
 
     Returns:

@@ -347,7 +347,7 @@ class FusedReduction:
         return results
 
     def _plan(self, tensors: Sequence[torch.Tensor], scalars: torch.Tensor | None) -> None:
-        """Divide the tensors into buckets, unless their shapes are those of the step before."""
+        """Divide the tensors into buckets, unless they have the same shapes as in the step before."""
         kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         width = 0 if scalars is None else scalars.numel()
         if kinds == self._kinds and width == self._piggyback_width:

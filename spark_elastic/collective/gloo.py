@@ -1,4 +1,4 @@
-"""A Gloo process group over the link's key-value store: made, cut and closed as the world changes.
+"""A Gloo process group of one round, which can be ended while its collectives run; rendezvous goes through the driver.
 
 It is not the default group of `torch.distributed`, so users may have groups of their own beside it.
 """
@@ -75,7 +75,7 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
-    """The rendezvous of a group: the keys of one round and one group in the driver's key-value store."""
+    """The store in which Gloo exchanges addresses: one group's keys of one round in the driver's key-value store."""
 
     def __init__(self, link: WorkerLink, round: int, prefix: str, keys: Sequence[str]) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
 
 
 class GlooGroup:
-    """Processes of one round, connected by `connect`. One thread uses it; `cut` may be called from another.
+    """A process group of one round. One thread uses it; `cut`, which ends it, may be called from any thread.
 
     Args:
         link: the connection to the driver.
@@ -169,7 +169,7 @@ class GlooGroup:
         """Connect all members to one another; all of them call this.
 
         Raises:
-            HorovodInternalError: they did not connect within `CONNECT_TIMEOUT_S`, or the round was cut.
+            HorovodInternalError: they did not connect within `CONNECT_TIMEOUT_S`, or the driver has ended the round.
         """
         # Gloo cannot be interrupted while it connects, and it waits for a peer that dies then until the timeout. So
         # another thread connects, and a cut leaves that thread behind: it ends by itself and frees what it has made.
@@ -220,7 +220,7 @@ class GlooGroup:
         self._over.set()
 
     def cut(self, why: str) -> None:
-        """End the group now, from any thread: blocked and later collectives raise HorovodInternalError."""
+        """End the group at once, from any thread: blocked and later collectives raise HorovodInternalError."""
         with self._lock:
             if self._why is None:
                 self._why = why
@@ -233,7 +233,7 @@ class GlooGroup:
         """Check that the group is in use.
 
         Raises:
-            HorovodInternalError: the group was cut or closed.
+            HorovodInternalError: the group was closed, or the driver has ended the round.
         """
         if self._why is not None:
             raise HorovodInternalError(f"round {self.round} is over: {self._why}")
@@ -316,7 +316,7 @@ class GlooGroup:
         """Block until a launched collective is done.
 
         Raises:
-            HorovodInternalError: a peer is gone, or the group was cut.
+            HorovodInternalError: a peer is gone, or the driver has ended the round.
         """
         try:
             if not has_ended(work, _STALL):

@@ -3,10 +3,10 @@
 All members decide together, at the first tensor on a GPU; until then nothing is connected.
 
 NCCL waits for ever for a peer that is gone, or for its own timeout, and by default torch then ends the whole process.
-So nothing here blocks in a call that cannot be interrupted: a wait polls the collective, and a cut aborts the
-communicator from another thread, which frees its kernels. The values that aborted kernels leave behind are garbage:
-after each wait, check whether the round was cut before using the result. The environment that the agent starts workers
-in switches off torch's watchdog, which would end the process.
+So nothing here blocks in a call that cannot be interrupted: a wait polls the collective, and `cut`, called when the
+driver ends the round, aborts the communicator from another thread, which frees its kernels. The values that aborted
+kernels leave behind are garbage: after each wait, check that the round has not ended before using the result. The agent
+starts workers in an environment without torch's watchdog, which would end the process.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class NcclWork(NamedTuple):
 
 
 class NcclGroup:
-    """The NCCL communicator of a group with one GPU for each member. One thread uses it; `cut` may come from another.
+    """The NCCL communicator of a group with one GPU for each member. One thread uses it; any thread may call `cut`.
 
     Args:
         device: this member's GPU.
@@ -127,7 +127,7 @@ class NcclGroup:
         """Make the communicator; all members call this together.
 
         Raises:
-            HorovodInternalError: the round was cut meanwhile.
+            HorovodInternalError: the driver has ended the round in the meantime.
             RuntimeError: NCCL failed, or did not connect within `CONNECT_TIMEOUT_S`.
         """
 
@@ -176,7 +176,7 @@ class NcclGroup:
         """Wait until the tensor holds the sum for later work on this thread's current stream.
 
         Raises:
-            HorovodInternalError: a peer is gone, or the round was cut. The tensor then holds garbage.
+            HorovodInternalError: a peer is gone, or the driver has ended the round. The tensor then holds garbage.
         """
         try:
             work.work.wait()  # the stream waits, this thread does not

@@ -45,7 +45,7 @@ class Pending:
     kind: str
     """The name of the collective."""
     key: str
-    """The user's name for the call, or its number among those of its kind without a name."""
+    """The user's name for the call; without one, its number among the calls of this collective without a name."""
     description: str
     """A text that must be the same on all members."""
     problem: str

@@ -336,7 +336,7 @@ def join(device: int = -1) -> int:
         The rank that joined last, the same on every rank.
 
     Raises:
-        UsageError: another rank has called a collective that this one cannot take part in, such as an all-to-all.
+        UsageError: another rank has called a collective in which this rank cannot take part, such as an all-to-all.
     """
     group = process.group()
     if group is None:

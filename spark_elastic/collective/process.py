@@ -23,7 +23,7 @@ log = logging.getLogger("spark_elastic.collective")
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The numbers of this process in its world; by default those of a world of one."""
+    """The ranks and sizes of this process in its world; by default of a world of one."""
 
     rank: int = 0
     size: int = 1
@@ -36,7 +36,7 @@ class Position:
 class Process:
     """The state of this process: the link to the driver, its position and its groups. There is one instance, `process`.
 
-    The user's thread calls everything but `_on_cut`.
+    Its methods are called on the user's thread, apart from `_on_cut`, which the channel's thread calls.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Process sets, on which a collective can be called: the world, its parts by host, and sets of chosen ranks.
 
-A set of chosen ranks consists of **numbers of ranks**, as Horovod's do: in each world, its members are those of its
-ranks that exist there. After a loss the survivors get new ranks, so the same set may have other workers in the next
-world. A set can also be given as a rule, which is called for each size of the world.
+A set of chosen ranks consists of **numbers of ranks**, as with Horovod: its members in a world are the ranks of the set
+that exist in this world. After a loss the survivors get new ranks, so the set may have other workers in the next world.
+A set can also be given as a rule, which is called for each size of the world.
 
 A set that is added before the elastic loop, where newcomers add it too, stays for all worlds. A set that is added
 inside of the loop belongs to the present world: the loop's function is called again in the next one and adds it again.

@@ -30,7 +30,7 @@ class ReduceOp(Enum):
 
     @property
     def gloo(self) -> Any:
-        """Gloo's operator for it; an average is a sum that is divided afterwards.
+        """The operator of Gloo; for an average, the sum, which the caller then divides.
 
         Raises:
             UnsupportedOperationError: for Adasum.

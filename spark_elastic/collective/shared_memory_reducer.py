@@ -145,7 +145,7 @@ class SpinWait:
     Args:
         check: raises if the round is over.
         report_stall: called with True when a wait takes longer than `STALL_S`, and with False when that wait ends.
-        meanwhile: does other work; called after each nap of a wait.
+        meanwhile: does other work; called after each sleep of a wait.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class SharedMemoryReducer:
         return any(chunk.slices for chunk in self._pending)
 
     def interrupt(self) -> None:
-        """Make a wait notice that the round is over."""
+        """Wake a sleeping wait so that it checks the round again; from any thread."""
         self._spin_wait.interrupt()
 
     def close(self) -> None:

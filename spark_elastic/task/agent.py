@@ -138,7 +138,7 @@ def run_agent(
     A failure of the job is an outcome, not an exception: Spark would run a failed task again without the driver.
 
     Args:
-        order: what the driver gives to every agent of the job.
+        order: the specification that every agent of the job gets.
         slot: the slot that the agent occupies.
         launch: number of the slot's launch, by which the launcher recognises this agent.
         report: where the agent runs and what it may use there.

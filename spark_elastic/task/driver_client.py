@@ -224,7 +224,7 @@ class ChannelLink:
         self._send(Abandoned(why))
 
     def returned(self, over: bool) -> None:
-        """Note that the function has returned, so that a closed channel is harmless.
+        """Record that the function has returned, so that a closed channel is harmless.
 
         Args:
             over: False: the function is called again, and needs the channel.

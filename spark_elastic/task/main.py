@@ -1,9 +1,10 @@
-"""The worker process: imports what training needs, waits for its order and runs the user's function.
+"""The worker process: imports what training needs, waits for its worker id and runs the user's function.
 
-The agent starts it as ``python -m spark_elastic.task.main AGENT_PID RESULT_FD [module ...]``. The order and the
-function arrive on stdin, which is afterwards the lifeline: the process ends when it closes. The result is written to
-RESULT_FD. Then the process waits until the agent releases it or the driver has the function run again. The latter
-happens when another member of the world is lost: the world is rebuilt from the states that this process still holds.
+The agent starts it as ``python -m spark_elastic.task.main AGENT_PID RESULT_FD [module ...]``. The id, the addresses of
+the driver and the function arrive on stdin. The agent then keeps that pipe open as a lifeline: the process ends when it
+closes. The result is written to RESULT_FD. Then the process waits until the agent releases it, or until the driver has
+the function called again, because another member of the world was lost: the world is rebuilt from the states that this
+process still holds.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def _take_stdin() -> BinaryIO:
-    """Return the pipe from the agent, give the user's code an empty stdin, and have output flushed line by line."""
+    """Return the pipe from the agent, replace stdin by an empty one, and flush stdout and stderr after each line."""
     control = os.fdopen(os.dup(0), "rb")
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)

@@ -1,4 +1,4 @@
-"""A worker subprocess as its agent sees it: pipes, output, result and exit, and why the kernel killed it.
+"""A worker subprocess as its agent sees it: pipes, output, result and exit, and whether it was killed for its memory.
 
 Runs on the agent's event loop, without threads.
 """

@@ -277,7 +277,7 @@ class HostsUpdated(Message):
 
 @dataclass(frozen=True)
 class Cut(Message):
-    """The round is over because a member is lost: end its collectives, which would wait for that member."""
+    """The driver ends the round because a member is lost: interrupt collectives, which would wait for that member."""
 
     round: int
     why: str

@@ -138,8 +138,8 @@ class WorkerLink(Protocol):
         Args:
             round: The round of the last world, 0 if there was none.
             version: Version of the state held here.
-            loop: Number of the elastic loop that calls this; 0: `init()` does.
-            meanwhile: Called between the report and the wait.
+            loop: Number of the elastic loop that calls this; 0: `init()` calls it.
+            meanwhile: A function to call between the report and the wait.
 
         Returns:
             The world; a provisional position if the job is in a later loop, to which the function has to skip.
@@ -221,7 +221,7 @@ class WorkerLink(Protocol):
         """Wait until every key is set, and return their values.
 
         Raises:
-            HorovodInternalError: The round was cut or replaced meanwhile.
+            HorovodInternalError: The driver has ended the round, or published a newer one.
             TimeoutError: A key was not set within `timeout_s`.
         """
         ...
