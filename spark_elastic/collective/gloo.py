@@ -60,11 +60,6 @@ _CONNECTION_WORDS = (
 )
 
 
-def collective_timeout(stall_timeout_s: float) -> timedelta:
-    """Return Gloo's own timeout: far enough above `stall_timeout` for the driver to act first."""
-    return timedelta(seconds=min(max(COLLECTIVE_TIMEOUT_S, 2 * stall_timeout_s), _LONGEST_TIMEOUT_S))
-
-
 def is_connection_error(error: BaseException) -> bool:
     """Return True if Gloo's error means that a peer is gone, False if the call was wrong.
 
@@ -204,7 +199,8 @@ class GlooGroup:
             options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
             options._threads = 2
             pg = ProcessGroupGloo(store, self.rank, self.size, options)
-            pg._set_default_timeout(collective_timeout(self._link.stall_timeout_s))
+            timeout_s = max(COLLECTIVE_TIMEOUT_S, 2 * self._link.stall_timeout_s)  # so that the driver acts first
+            pg._set_default_timeout(timedelta(seconds=min(timeout_s, _LONGEST_TIMEOUT_S)))
             sockets = GroupSockets(before, set(self._addresses), store.fetch(keys))
             values = [value.decode().partition(" ") for value in store.fetch(kinds)]
             self.kinds, self.notes = {kind for kind, _, _ in values}, [note for _, _, note in values]

@@ -89,7 +89,7 @@ class WorkerProcess:
         self._partial = {"stdout": bytearray(), "stderr": bytearray()}
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
         self._pending_order = b""
-        self._exited = False
+        self.is_running = True
         self._streams = {self._process.stdout.fileno(): "stdout", self._process.stderr.fileno(): "stderr"}
         self._result_fd = result_read
         for fd in (*self._streams, result_read):
@@ -103,22 +103,14 @@ class WorkerProcess:
             self._loop.call_later(_POLL_S, self._poll)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def stderr_tail(self) -> str:
         """The last lines that the process wrote to stderr."""
         return "\n".join(self._stderr_tail)
 
     @property
-    def is_running(self) -> bool:
-        return not self._exited
-
-    @property
     def is_seen_running(self) -> bool:
         """True if the process exists and is not stopped; False if the system does not show its state."""
-        return not self._exited and process_state(self._process.pid) not in _NOT_RUNNING
+        return self.is_running and process_state(self._process.pid) not in _NOT_RUNNING
 
     def assign(self, worker: WorkerId, order: LaunchSpec) -> None:
         """Send the process its id and the function; it then connects to the driver and runs the function."""
@@ -137,7 +129,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """SIGKILL the process and its whole process group."""
-        if self._exited:
+        if not self.is_running:
             return
         self._kill_group()  # fails if the process has not created its own group yet
         self._process.kill()
@@ -193,7 +185,7 @@ class WorkerProcess:
             self._loop.remove_reader(fd)
 
     def _resume(self, fd: int) -> None:
-        if not self._exited:
+        if self.is_running:
             self._loop.add_reader(fd, self._readable, fd)
 
     def _take(self, fd: int, data: bytes) -> None:
@@ -244,12 +236,12 @@ class WorkerProcess:
             self._gone()
 
     def _gone(self) -> None:
-        if self._exited:
+        if not self.is_running:
             return
         exit_code = self._process.wait()
         self._kill_group()  # children left behind, which might still write
         self._drain()
-        self._exited = True
+        self.is_running = False
         self._close_pipes()
         self._observer.exited(self, exit_code)
 

@@ -96,11 +96,6 @@ class Channel:
         self._reader: threading.Thread | None = None
         self._closing = False
 
-    @property
-    def local_address(self) -> str:
-        """This machine's address in the connection."""
-        return str(self._socket.getsockname()[0])
-
     def set_silence_limit(self, timeout_s: float) -> None:
         """Treat the driver as gone after this time without a byte from it, or with data that it does not accept."""
         self._socket.settimeout(timeout_s)
@@ -205,7 +200,6 @@ class MessageStream(asyncio.Protocol):
         """Why this side closed an unauthenticated connection; "" if the other side did."""
         self._server = server
         self.peer_address = ""
-        self.local_address = ""
 
     @property
     def unsent_bytes(self) -> int:
@@ -249,7 +243,6 @@ class MessageStream(asyncio.Protocol):
         sock: socket.socket = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer_address = str(transport.get_extra_info("peername")[0])
-        self.local_address = str(transport.get_extra_info("sockname")[0])
         self._handshake_deadline = asyncio.get_running_loop().call_later(
             HANDSHAKE_TIMEOUT_S, self._refuse, "the peer did not authenticate in time"
         )
