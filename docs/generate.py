@@ -52,10 +52,11 @@ def message_tables() -> str:
     """Every message with its fields, under the direction that the source gives it."""
     source = inspect.getsource(messages)
     headings = [(source[: m.start()].count("\n"), m[1]) for m in re.finditer(r"^# --- (.*?) -+$", source, re.MULTILINE)]
+    sent = {message.__name__ for message in messages.Message.__subclasses__()}
     lines: list[str] = []
     current = ""
     for node in ast.parse(source).body:
-        if not isinstance(node, ast.ClassDef):
+        if not isinstance(node, ast.ClassDef) or node.name not in sent:
             continue
         heading = [title for line, title in headings if line < node.lineno][-1]
         if heading != current:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -36,34 +37,7 @@ def allreduce_async_(
         A handle for `synchronize` and `poll`. Do not use the tensor before `synchronize` has returned.
     """
     how = resolve_op(op, average)
-    group = process_set.group()
-    plain = tensor.detach()
-    try:
-        operator = how.gloo
-        dtype = wire_type(plain.dtype)
-    except UsageError as error:
-        raise refuse_call(group, "allreduce", name, error) from None
-    if group is None:
-        scale_(plain, prescale_factor)
-        scale_(plain, postscale_factor)
-        return Handle(None, [], lambda: tensor)
-
-    def launch(group: GlooGroup) -> Launched:
-        wire = plain.to(dtype).contiguous()
-        scale_(wire, prescale_factor)
-        work = group.allreduce(wire, operator) if wire.numel() else None
-        divisor = group.size if how is Average else 1
-
-        def finish() -> torch.Tensor:
-            scale_(wire, postscale_factor / divisor)
-            if wire.data_ptr() != plain.data_ptr():
-                plain.copy_(wire)
-            return tensor
-
-        return [] if work is None else [work], finish
-
-    description = describe_reduction([plain], how, prescale_factor, postscale_factor)
-    return queue_call(group, "allreduce", name, description, launch)
+    return _reduce("allreduce", [tensor], tensor, how, name, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_async(
@@ -104,45 +78,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Reduce several tensors in place, those of one type together; the handle's result is their list."""
-    how = resolve_op(op, average)
-    group = process_set.group()
-    outputs = list(tensors)
-    try:
-        operator = how.gloo
-        for tensor in outputs:
-            wire_type(tensor.dtype)
-    except UsageError as error:
-        raise refuse_call(group, "grouped_allreduce", name, error) from None
-    if group is None:
-        for tensor in outputs:
-            scale_(tensor.detach(), prescale_factor)
-            scale_(tensor.detach(), postscale_factor)
-        return Handle(None, [], lambda: outputs)
-
-    def launch(group: GlooGroup) -> Launched:
-        factor = postscale_factor / (group.size if how is Average else 1)
-        works = []
-        packed: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        for alike in _by_type(outputs):
-            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-            flat = flat.to(wire_type(flat.dtype))
-            scale_(flat, prescale_factor)
-            if flat.numel():
-                works.append(group.allreduce(flat, operator))
-            packed.append((flat, alike))
-
-        def finish() -> list[torch.Tensor]:
-            for flat, alike in packed:
-                scale_(flat, factor)
-                parts = flat.split([tensor.numel() for tensor in alike])
-                for tensor, part in zip(alike, parts, strict=True):
-                    tensor.copy_(part.view_as(tensor))
-            return outputs
-
-        return works, finish
-
-    description = describe_reduction(outputs, how, prescale_factor, postscale_factor)
-    return queue_call(group, "grouped_allreduce", name, description, launch)
+    how, outputs = resolve_op(op, average), list(tensors)
+    return _reduce("grouped_allreduce", outputs, outputs, how, name, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce_async(
@@ -169,16 +106,60 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduce several tensors in place and return them."""
-    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-    handle.wait()
+    grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set).wait()
     return list(tensors)
 
 
-def _by_type(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+def _reduce(
+    kind: str,
+    tensors: list[torch.Tensor],
+    result: Any,
+    op: ReduceOp,
+    name: str | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+) -> Handle:
+    """Queue the reduction of these tensors in place, those of one type together; `result` is the handle's result."""
+    group = process_set.group()
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
-        kinds.setdefault(tensor.dtype, []).append(tensor.detach())
-    return list(kinds.values())
+        by_type.setdefault(tensor.dtype, []).append(tensor.detach())
+    try:
+        operator = op.gloo
+        types = {dtype: wire_type(dtype) for dtype in by_type}
+    except UsageError as error:
+        raise refuse_call(group, kind, name, error) from None
+    if group is None:
+        for tensor in tensors:
+            scale_(scale_(tensor.detach(), prescale), postscale)
+        return Handle(None, [], lambda: result)
+
+    def launch(group: GlooGroup) -> Launched:
+        factor = postscale / (group.size if op is Average else 1)
+        works = []
+        sent: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        for dtype, alike in by_type.items():
+            flat = alike[0] if len(alike) == 1 else torch.cat([tensor.reshape(-1) for tensor in alike])
+            flat = flat.to(types[dtype]).contiguous()
+            scale_(flat, prescale)
+            if flat.numel():
+                works.append(group.allreduce(flat, operator))
+            sent.append((flat, alike))
+
+        def finish() -> Any:
+            for flat, alike in sent:
+                scale_(flat, factor)
+                if flat.data_ptr() == alike[0].data_ptr():
+                    continue
+                parts = flat.view(-1).split([tensor.numel() for tensor in alike])
+                for tensor, part in zip(alike, parts, strict=True):
+                    tensor.copy_(part.view_as(tensor))
+            return result
+
+        return works, finish
+
+    return queue_call(group, kind, name, describe_reduction(tensors, op, prescale, postscale), launch)
 
 
 def sparse_allreduce_async(

@@ -21,13 +21,13 @@ from spark_elastic.errors import UsageError
 
 
 class Handle:
-    """A collective that was called. `wait` returns its result, or raises its error, as often as it is called.
+    """A collective that was called. Each call of `wait` returns its result or raises its error.
 
     Args:
         group: the members; None: a world of one.
-        works: the works that were launched already.
-        finish: makes the result from the completed works.
-        pending: the queued call, if it is launched only after the members have agreed; it has its works and `finish`.
+        works: the operations of Gloo, NCCL or shared memory that were launched for it.
+        finish: a function that makes the result once the works are complete.
+        pending: the queued call, if it is launched only after the members have agreed; it has the works and `finish`.
     """
 
     __slots__ = ("_error", "_finish", "_group", "_pending", "_result", "_works")
@@ -128,7 +128,7 @@ def queue_call(
     Args:
         group: the members.
         kind: the name of the collective.
-        name: the user's name for this call, by which it is matched; None: it is matched by its order.
+        name: the user's name for this call, by which it is matched; None: calls are matched in their order.
         description: types, shapes and settings; it must be the same on all members.
         launch: launches it on the group.
         handle: the class of the handle.
@@ -150,7 +150,7 @@ def agree(group: GlooGroup | None, kind: str, description: str = "", name: str |
         group: the members; None: a world of one.
         kind: the name of the collective.
         description: a text that must be the same on all members.
-        name: the user's name for this call; None: it is matched by its order.
+        name: see `queue_call`.
         detail: a text that may differ between members.
 
     Returns:

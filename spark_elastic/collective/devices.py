@@ -17,7 +17,7 @@ from spark_elastic.settings import DEVICE_SETTING
 
 OLDEST_NCCL = (2, 26)
 OLDEST_TORCH_FOR_NCCL = (2, 7)
-"""Older versions can hang when a communicator is aborted whose peer is gone: a lost worker would not be survived."""
+"""Older versions can hang when a communicator is aborted after a peer was lost, and the job could not continue."""
 
 REDUCTION_SETTING = "SPARK_ELASTIC_REDUCTION"
 AUTO, GLOO, SHARED = "auto", "gloo", "shared"
@@ -99,7 +99,7 @@ def choose_device(asked: str | None, seen: DeviceInfo, local_rank: int) -> Choic
     if asked in (None, "auto"):
         if not seen.gpus:
             return Choice("cpu", f"torch {seen.torch} sees no GPU" if seen.cuda else f"torch {seen.torch} has no CUDA")
-        return _of_rank(seen, local_rank)
+        return _gpu_of_rank(seen, local_rank)
     assert asked is not None
     found = re.fullmatch(r"cuda(?::(\d+))?", asked)
     if found is None:
@@ -114,13 +114,13 @@ def choose_device(asked: str | None, seen: DeviceInfo, local_rank: int) -> Choic
             f"CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); {_REMEDY}"
         )
     if found.group(1) is None:
-        return _of_rank(seen, local_rank)
+        return _gpu_of_rank(seen, local_rank)
     if int(found.group(1)) >= seen.gpus:
         raise InvalidSettingsError(f"device={asked!r}, but torch sees {seen.gpus} GPUs in this worker; {_REMEDY}")
     return Choice(asked, "it was asked for")
 
 
-def _of_rank(seen: DeviceInfo, local_rank: int) -> Choice:
+def _gpu_of_rank(seen: DeviceInfo, local_rank: int) -> Choice:
     if seen.gpus == 1:
         return Choice("cuda:0", "the only GPU that this worker sees")
     return Choice(f"cuda:{local_rank % seen.gpus}", f"by local rank, of {seen.gpus} GPUs that this worker sees")

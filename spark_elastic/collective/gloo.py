@@ -1,4 +1,4 @@
-"""A Gloo process group over the link's key-value store: made, cut and closed as the world changes.
+"""A Gloo process group of one round, which can be ended while its collectives run; rendezvous goes through the driver.
 
 It is not the default group of `torch.distributed`, so users may have groups of their own beside it.
 """
@@ -38,7 +38,7 @@ Fill = Callable[[torch.Tensor, int], None]
 CONNECT_TIMEOUT_S = 20.0
 """The time limit for the members of a new world to connect; all of them are waiting when it is published."""
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""Gloo's own timeout, at least. The driver sees deaths and hangs much earlier, and then orders a cut."""
+"""The least value of Gloo's own timeout. The driver notices lost workers much earlier, and then ends the round."""
 _LONGEST_TIMEOUT_S = 20 * 24 * 3600.0
 """Gloo waits with `poll`, whose timeout in milliseconds has 32 bits."""
 
@@ -60,11 +60,6 @@ _CONNECTION_WORDS = (
 )
 
 
-def collective_timeout(stall_timeout_s: float) -> timedelta:
-    """Return Gloo's own timeout: far enough above `stall_timeout` for the driver to act first."""
-    return timedelta(seconds=min(max(COLLECTIVE_TIMEOUT_S, 2 * stall_timeout_s), _LONGEST_TIMEOUT_S))
-
-
 def is_connection_error(error: BaseException) -> bool:
     """Return True if Gloo's error means that a peer is gone, False if the call was wrong.
 
@@ -75,7 +70,7 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
-    """The rendezvous of a group: the keys of one round and one group in the driver's key-value store."""
+    """The store in which Gloo exchanges addresses: one group's keys of one round in the driver's key-value store."""
 
     def __init__(self, link: WorkerLink, round: int, prefix: str, keys: Sequence[str]) -> None:
         super().__init__()
@@ -91,10 +86,10 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
         self._guarded(self._link.kv_set, self._round, self._prefix + key, bytes(value))
 
     def get(self, key: str) -> bytes:
-        return self._fetch([key], CONNECT_TIMEOUT_S)[0]
+        return self.fetch([key])[0]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._fetch(keys, timeout.total_seconds() if timeout else CONNECT_TIMEOUT_S)
+        self.fetch(keys, timeout.total_seconds() if timeout else CONNECT_TIMEOUT_S)
 
     def check(self, keys: list[str]) -> bool:
         return all(self._prefix + key in self._values for key in keys)
@@ -102,12 +97,11 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
     def has_extended_api(self) -> bool:
         return False
 
-    def known(self, suffixes: Sequence[str]) -> list[bytes]:
-        """Return the values of keys that are given without the prefix; missing ones are fetched."""
-        return self._fetch(suffixes, CONNECT_TIMEOUT_S)
+    def fetch(self, keys: Sequence[str], timeout_s: float = CONNECT_TIMEOUT_S) -> list[bytes]:
+        """Return the values of keys, given without the prefix.
 
-    def _fetch(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        """Return the values of keys; fetch all expected ones in one request, since Gloo asks for one at a time."""
+        Missing ones are requested with all others that are expected, since Gloo asks for one at a time.
+        """
         wanted = [self._prefix + key for key in keys]
         missing = [key for key in wanted if key not in self._values]
         if missing:
@@ -126,7 +120,7 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
 
 
 class GlooGroup:
-    """Processes of one round, connected by `connect`. One thread uses it; `cut` may be called from another.
+    """A process group of one round. One thread uses it; `cut`, which ends it, may be called from any thread.
 
     Args:
         link: the connection to the driver.
@@ -170,7 +164,7 @@ class GlooGroup:
         """Connect all members to one another; all of them call this.
 
         Raises:
-            HorovodInternalError: they did not connect within `CONNECT_TIMEOUT_S`, or the round was cut.
+            HorovodInternalError: they did not connect within `CONNECT_TIMEOUT_S`, or the driver has ended the round.
         """
         # Gloo cannot be interrupted while it connects, and it waits for a peer that dies then until the timeout. So
         # another thread connects, and a cut leaves that thread behind: it ends by itself and frees what it has made.
@@ -205,9 +199,10 @@ class GlooGroup:
             options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
             options._threads = 2
             pg = ProcessGroupGloo(store, self.rank, self.size, options)
-            pg._set_default_timeout(collective_timeout(self._link.stall_timeout_s))
-            sockets = GroupSockets(before, set(self._addresses), store.known(keys))
-            values = [value.decode().partition(" ") for value in store.known(kinds)]
+            timeout_s = max(COLLECTIVE_TIMEOUT_S, 2 * self._link.stall_timeout_s)  # so that the driver acts first
+            pg._set_default_timeout(timedelta(seconds=min(timeout_s, _LONGEST_TIMEOUT_S)))
+            sockets = GroupSockets(before, set(self._addresses), store.fetch(keys))
+            values = [value.decode().partition(" ") for value in store.fetch(kinds)]
             self.kinds, self.notes = {kind for kind, _, _ in values}, [note for _, _, note in values]
         except BaseException as error:  # raised in the thread that waits
             failure = store.error or error
@@ -221,7 +216,7 @@ class GlooGroup:
         self._over.set()
 
     def cut(self, why: str) -> None:
-        """End the group now, from any thread: blocked and later collectives raise HorovodInternalError."""
+        """End the group at once, from any thread: blocked and later collectives raise HorovodInternalError."""
         with self._lock:
             if self._why is None:
                 self._why = why
@@ -234,7 +229,7 @@ class GlooGroup:
         """Check that the group is in use.
 
         Raises:
-            HorovodInternalError: the group was cut or closed.
+            HorovodInternalError: the group was closed, or the driver has ended the round.
         """
         if self._why is not None:
             raise HorovodInternalError(f"round {self.round} is over: {self._why}")
@@ -317,7 +312,7 @@ class GlooGroup:
         """Block until a launched collective is done.
 
         Raises:
-            HorovodInternalError: a peer is gone, or the group was cut.
+            HorovodInternalError: a peer is gone, or the driver has ended the round.
         """
         try:
             if not has_ended(work, _STALL):
@@ -339,11 +334,6 @@ class GlooGroup:
 
     def _while_waiting(self) -> None:
         """Do other work; called repeatedly during a long wait."""
-
-    @staticmethod
-    def operator(name: str) -> Any:
-        """Return Gloo's reduction operator by the name that `str` returns for it."""
-        return getattr(dist.ReduceOp, name.rsplit(".", 1)[-1])
 
     def _launch(self, name: str, *args: Any) -> dist.Work:
         self.check_alive()

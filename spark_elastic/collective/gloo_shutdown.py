@@ -35,10 +35,7 @@ _DESCRIPTORS = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
 
 
 def open_descriptors() -> frozenset[int]:
-    """Return the numbers of all open descriptors of this process.
-
-    The descriptor that lists them is not among them: it is closed again by now.
-    """
+    """Return the numbers of all open descriptors of this process, without the one that lists them."""
     return frozenset(number for number in map(int, os.listdir(_DESCRIPTORS)) if _is_open(number))
 
 
@@ -168,7 +165,7 @@ class InFlight:
             self._works.remove(work)
 
     def stuck(self) -> list[dist.Work]:
-        """Return those that do not end although the group's connections were shut down."""
+        """Return the collectives that do not end although the group's connections were shut down."""
         return [work for work in self._works if not _has_ended_or_failed(work)]
 
 
@@ -183,7 +180,7 @@ _left_behind: list[tuple[Any, list[dist.Work]]] = []
 
 
 def leave_behind(group: Any, stuck: list[dist.Work]) -> None:
-    """Keep a process group alive until its collectives have ended."""
+    """Keep a process group alive until its stuck collectives have ended; see `free_ended_groups`."""
     log.warning(
         "Gloo does not let go of %d collectives of a world that is over; their threads stay for now", len(stuck)
     )

@@ -1,12 +1,12 @@
-"""Reductions of tensors on GPUs: the decision between NCCL and the host's memory, and a NCCL communicator of a round.
+"""Reductions of tensors on GPUs: the decision between NCCL and the host's memory, and the NCCL communicator of a round.
 
 All members decide together, at the first tensor on a GPU; until then nothing is connected.
 
 NCCL waits for ever for a peer that is gone, or for its own timeout, and by default torch then ends the whole process.
-So nothing here blocks in a call that cannot be interrupted: a wait polls the collective, and a cut aborts the
-communicator from another thread, which frees its kernels. The values that aborted kernels leave behind are garbage:
-after each wait, check whether the round was cut before using the result. The environment that the agent starts workers
-in switches the watchdog off that would end the process.
+So nothing here blocks in a call that cannot be interrupted: a wait polls the collective, and `cut`, called when the
+driver ends the round, aborts the communicator from another thread, which frees its kernels. The values that aborted
+kernels leave behind are garbage: after each wait, check that the round has not ended before using the result. The agent
+starts workers in an environment without torch's watchdog, which would end the process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,27 +56,17 @@ _failures: list[str] = []
 """NCCL's failures in this process since it last succeeded. A peer that is gone is one failure, and the next world
 continues; where NCCL cannot work at all, each world would end with one."""
 _warned: set[str] = set()
+_kept_in_child: list[Any] = []
 
 
 # --- the communicator -------------------------------------------------------------------------------
 
 
-class Runtime(Protocol):
-    """The part of CUDA and NCCL that is needed here; tests have one without a GPU."""
+class CudaRuntime:
+    """The calls of CUDA and NCCL that need a GPU; tests replace them."""
 
     def connect(self, store: Any, rank: int, size: int, device: torch.device) -> Any:
         """Return a process group whose communicator exists. Blocks until all members have called it."""
-        ...
-
-    def mark(self, device: torch.device) -> Any:
-        """Return an event behind all work on the device's current stream; its `query()` is True once that is done."""
-        ...
-
-
-class CudaRuntime:
-    """The runtime of a process with a GPU."""
-
-    def connect(self, store: Any, rank: int, size: int, device: torch.device) -> Any:
         torch.cuda.set_device(device)  # of this thread
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _BACKEND_TIMEOUT
@@ -85,6 +75,7 @@ class CudaRuntime:
         return pg
 
     def mark(self, device: torch.device) -> Any:
+        """Return an event behind all work on the device's current stream; its `query()` is True once that is done."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         return event
@@ -100,7 +91,7 @@ class NcclWork(NamedTuple):
 
 
 class NcclGroup:
-    """The NCCL communicator of a group with one GPU for each member. One thread uses it; `cut` may come from another.
+    """The NCCL communicator of a group with one GPU for each member. One thread uses it; any thread may call `cut`.
 
     Args:
         device: this member's GPU.
@@ -108,7 +99,7 @@ class NcclGroup:
         report_stall: called with True when a wait takes longer than `stall_s`, and with False when that wait ends.
         while_waiting: does other work; called repeatedly during a wait.
         stall_s: the time after which a wait is long.
-        runtime: CUDA and NCCL, or a test's replacement.
+        runtime: the calls of CUDA and NCCL.
     """
 
     def __init__(
@@ -118,14 +109,14 @@ class NcclGroup:
         report_stall: Callable[[bool], None],
         while_waiting: Callable[[], None],
         stall_s: float,
-        runtime: Runtime | None = None,
+        runtime: CudaRuntime | None = None,
     ) -> None:
         self.device = device
         self._check_alive = check_alive
         self._report_stall = report_stall
         self._while_waiting = while_waiting
         self._stall_s = stall_s
-        self._runtime: Runtime = runtime or CudaRuntime()
+        self._runtime = runtime or CudaRuntime()
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._cut = False
@@ -136,7 +127,7 @@ class NcclGroup:
         """Make the communicator; all members call this together.
 
         Raises:
-            HorovodInternalError: the round was cut meanwhile.
+            HorovodInternalError: the driver has ended the round in the meantime.
             RuntimeError: NCCL failed, or did not connect within `CONNECT_TIMEOUT_S`.
         """
 
@@ -185,7 +176,7 @@ class NcclGroup:
         """Wait until the tensor holds the sum for later work on this thread's current stream.
 
         Raises:
-            HorovodInternalError: a peer is gone, or the round was cut. The tensor then holds garbage.
+            HorovodInternalError: a peer is gone, or the driver has ended the round. The tensor then holds garbage.
         """
         try:
             work.work.wait()  # the stream waits, this thread does not
@@ -227,7 +218,10 @@ class NcclGroup:
         return HorovodInternalError(f"NCCL failed: {error}")
 
     def cut(self) -> None:
-        """Abort the communicator, from any thread, without waiting for it; the round is over already."""
+        """Abort the communicator, from any thread, without waiting for it; safe to repeat.
+
+        This is also how it is closed: an orderly end would need all members.
+        """
         with self._lock:
             self._cut = True
             pg, self._pg = self._pg, None
@@ -236,18 +230,14 @@ class NcclGroup:
             # in another thread: an abort can take long, and this one must keep reading the driver's messages
             threading.Thread(target=_abort, args=(pg,), name="spark-elastic-nccl-abort", daemon=True).start()
 
-    def release(self) -> Any:
-        """Return the process group, which a forked child must not destroy."""
-        pg, self._pg = self._pg, None
-        return pg
-
-    def close(self) -> None:
-        """Free the communicator by aborting it; safe to repeat. An orderly end would need all members."""
-        self.cut()
+    def close_in_child(self) -> None:
+        """Keep the process group in a forked child: its destructor waits for threads that the child does not have."""
+        _kept_in_child.append(self._pg)
+        self._pg = None
 
 
 def _failure_of(work: Any) -> Any:
-    """Return the error of a completed work, or None."""
+    """Return the error of a completed collective, or None."""
     try:
         return work.exception()
     except Exception as error:
@@ -325,7 +315,7 @@ class GpuReduction:
             # all members use NCCL, or none does
             connected = self._group.exchange(bytes([failure is None]))
             if not all(int.from_bytes(message, "little") for message in connected):
-                self.close()
+                self.cut()
                 self._nccl = None
                 self.reason = failure or "another worker could not connect to the others' GPUs"
         log.info("gradients on GPUs go through %s: %s", "NCCL" if self._nccl else "Gloo", self.reason)
@@ -366,19 +356,16 @@ class GpuReduction:
             raise
 
     def cut(self) -> None:
-        """Abort the communicator, from any thread; the group's own state already says that the round is over."""
+        """Abort the communicator, from any thread; safe to repeat. Also called when the group is closed."""
         self._over = True
         if self._nccl is not None:
             self._nccl.cut()
 
-    def close(self) -> None:
-        self.cut()
-
-    def close_in_child(self) -> list[Any]:
-        """Return what a forked child must keep: its destructor waits for threads that the child does not have."""
-        return [] if self._nccl is None else [self._nccl.release()]
+    def close_in_child(self) -> None:
+        if self._nccl is not None:
+            self._nccl.close_in_child()
 
 
 def _parse(message: bytes) -> MemberDevice:
-    fields = json.loads(message.rstrip())
+    fields = json.loads(message)
     return MemberDevice(str(fields["uuid"]), (int(fields["nccl"][0]), int(fields["nccl"][1])), str(fields["why"]))

@@ -15,20 +15,21 @@ from spark_elastic.collective.gloo import Fill, GlooGroup, LinkStore
 from spark_elastic.collective.gloo_shutdown import has_ended
 from spark_elastic.collective.gpu_reduction import GpuReduction, NcclWork
 from spark_elastic.collective.joining import STALL_S, CollectiveLog
-from spark_elastic.collective.shared_memory.peers import SpinWait, find_peers
-from spark_elastic.collective.shared_memory.reducer import (
+from spark_elastic.collective.shared_memory import find_peers
+from spark_elastic.collective.shared_memory_reducer import (
     SLICED_FROM_BYTES,
     SharedMemoryReducer,
     SharedWork,
+    SpinWait,
+    reducible,
     serve_peers,
 )
 from spark_elastic.wire.worker_link import WorkerLink
 
 log = logging.getLogger("spark_elastic.collective")
 
-_kept_in_child: list[Any] = []
 _TURN = timedelta(seconds=1e-3)
-"""The time to wait for Gloo before the next look for members that wait for this member's slices."""
+"""The time to wait for Gloo before this member looks again for others that wait for its slices."""
 
 MOST_BYTES_BETWEEN_HOSTS = 1 << 20
 """With several hosts, larger tensors go through Gloo. Measured with two hosts of two workers on one bridge and two
@@ -43,7 +44,7 @@ class StagedWork(NamedTuple):
 
     inner: Any
     """The collective that was launched on the copies."""
-    copy_back: Callable[[], None]
+    copy_back: Callable[[], object]
     """Copies the result to the GPU; called once `inner` is done."""
 
     def is_completed(self) -> bool:
@@ -55,14 +56,9 @@ def is_on_gpu(*tensors: torch.Tensor) -> bool:
 
 
 def launch_staged(collective: Callable[..., Any], result: torch.Tensor, *inputs: torch.Tensor) -> StagedWork:
-    """Call `collective` with host copies of the tensors, the result's first, which is copied back in the end."""
+    """Call `collective` with copies of `result` and `inputs` in the host's memory; `wait` copies the result back."""
     copies = [tensor.detach().to("cpu", copy=True) for tensor in (result, *inputs)]
-    work = collective(*copies)
-
-    def copy_back() -> None:
-        result.copy_(copies[0])
-
-    return StagedWork(work, copy_back)
+    return StagedWork(collective(*copies), lambda: result.copy_(copies[0]))
 
 
 # --- the group --------------------------------------------------------------------------------------
@@ -139,7 +135,7 @@ class Group(GlooGroup):
                 fill(tensor, 0)
             return self._allreduce_on_gpu(tensor, op)
         shared = self._shared
-        if shared is None or not shared.takes(tensor, op) or self._is_too_large(tensor):
+        if shared is None or not reducible(tensor, op) or self._is_too_large(tensor):
             return super().allreduce(tensor, op, fill)
         self.check_alive()
         self.log.launched("allreduce", tensor, op)
@@ -209,7 +205,7 @@ class Group(GlooGroup):
 
     def close(self) -> None:
         super().close()
-        self._gpu.close()
+        self._gpu.cut()
         if self._between is not None:
             self._between.close()
         if self._shared is not None:
@@ -217,7 +213,7 @@ class Group(GlooGroup):
 
     def _close_in_child(self) -> None:
         super()._close_in_child()
-        _kept_in_child.extend(self._gpu.close_in_child())
+        self._gpu.close_in_child()
         if self._shared is not None:
             self._shared.close_in_child()
 

@@ -15,6 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from spark_elastic.errors import SparkElasticError, UsageError
 from spark_elastic.wire.worker_link import WorkerLink
@@ -54,7 +55,7 @@ class CollectiveLog:
             self._publish(*entry)
 
     def stalled(self) -> None:
-        """Find out whether a collective takes long because a rank has joined."""
+        """Start to ask the driver for a rank that has joined, since a collective takes long; repeats do nothing."""
         if not self._asking:
             self._asking = True
             threading.Thread(target=self._ask, args=(self._generation,), name="spark-elastic-join", daemon=True).start()
@@ -74,8 +75,8 @@ class CollectiveLog:
 
     def _publish(self, number: int, entry: dict[str, Any]) -> None:
         dtype, count, device = entry["tensor"]
-        plain = {"name": entry["name"], "dtype": str(dtype), "count": count, "device": device}
-        plain["argument"] = _plain(entry["argument"])
+        argument = entry["argument"] if isinstance(entry["argument"], int) else str(entry["argument"])
+        plain = {"name": entry["name"], "dtype": str(dtype), "count": count, "device": device, "argument": argument}
         self._link.kv_set(self._round, self._key(number), json.dumps(plain).encode())
 
     def _key(self, number: int) -> str:
@@ -116,15 +117,11 @@ class CollectiveLog:
             return
 
 
-def _plain(argument: Any) -> Any:
-    return argument if isinstance(argument, int) else str(argument)
-
-
 def _contribute_neutral(group: GlooGroup, call: dict[str, Any]) -> None:
     """Take part in one collective of the others with neutral values."""
     dtype = getattr(torch, call["dtype"].removeprefix("torch."))
     if call["name"] == "allreduce":
-        operator = group.operator(call["argument"])
+        operator = getattr(dist.ReduceOp, call["argument"].rsplit(".", 1)[-1])
         # on the same kind of device: it decides which backend reduces the tensor
         neutral = _neutral(call["argument"], dtype)
         tensor = torch.full((call["count"],), neutral, dtype=dtype, device=call["device"])
@@ -136,8 +133,9 @@ def _contribute_neutral(group: GlooGroup, call: dict[str, Any]) -> None:
         group.wait(group.broadcast(torch.empty(call["count"], dtype=dtype), call["argument"]))
     else:
         raise UsageError(
-            f"another rank has called {call['name']} while this one is in hvd.join(), which it cannot take part in; "
-            "allreduce, allgather and broadcasts from ranks that have not joined are possible then"
+            f"another rank has called {call['name']}, in which a rank that waits in hvd.join() cannot take part; "
+            "while a rank has joined, only allreduce, allgather and broadcast from a rank that has not joined are "
+            "possible"
         )
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from spark_elastic.collective.gloo import GlooGroup
 
 Launched = tuple[Sequence[Any], Callable[[], Any]]
-"""The works of a collective, and the function that makes its result once they are done."""
+"""The launched operations (works) of a collective, and the function that makes its result once they are complete."""
 
 _LONGEST_QUEUE_BYTES = 64 << 20
 _LONGEST_TEXT = 300
@@ -45,7 +45,7 @@ class Pending:
     kind: str
     """The name of the collective."""
     key: str
-    """The user's name for the call, or its number among those of its kind without a name."""
+    """The user's name for the call; without one, its number among the calls of this collective without a name."""
     description: str
     """A text that must be the same on all members."""
     problem: str
@@ -55,7 +55,7 @@ class Pending:
     detail: str = ""
     """A text that may differ between members."""
     alike: bool = False
-    """All members are known to have the same detail; the answer is the same on all of them."""
+    """True once all members are known to have the same detail; all members get the same answer."""
     launched: Launched | None = None
     error: Exception | None = None
 
@@ -64,14 +64,14 @@ class Pending:
         return self.launched is not None or self.error is not None
 
     def message(self) -> list[str]:
-        """Return the part that the other members get."""
+        """Return the part that is sent to the other members."""
         return [self.key, self.kind, self.description, self.problem]
 
     def start(self) -> None:
         """Launch it; an error is kept and raised to the waiting caller."""
         launch, self.launch = self.launch, None
         try:
-            self.launched = ((), _nothing) if launch is None else launch()
+            self.launched = ((), lambda: None) if launch is None else launch()
         except Exception as error:
             self.error = error
 
@@ -81,7 +81,7 @@ class Pending:
 
 
 class _Comparison(NamedTuple):
-    """A comparison in progress, of the calls that this member had queued when it began."""
+    """A comparison in progress: the calls that this member had queued at its beginning, and their all-reduce."""
 
     queued: list[Pending]
     token: torch.Tensor
@@ -89,10 +89,11 @@ class _Comparison(NamedTuple):
 
 
 class Negotiation:
-    """The queue of one group. Only the group's thread uses it.
+    """The queue of one group's collectives, and its comparison with the queues of the other members.
 
-    While a member waits for one group, it also compares the queues of its other groups: a member of those may have to
-    wait for that comparison before it calls the collective of this group.
+    Only the group's thread uses it. While a member waits for a collective of this group, it also compares the queues of
+    its other groups. Otherwise two members could wait for each other: one may have to finish a collective of another
+    group before it calls the one of this group.
     """
 
     def __init__(self, group: GlooGroup) -> None:
@@ -102,7 +103,9 @@ class Negotiation:
         """The number of collectives without a name that were queued, by kind."""
         self._comparison: _Comparison | None = None
         self._busy = False
+        """True while this negotiation launches collectives itself, so that they are not queued behind it."""
         self._waiting = False
+        """True while the caller waits for one of the queued collectives."""
 
     @property
     def is_due(self) -> bool:
@@ -180,7 +183,7 @@ class Negotiation:
         self._numbers.clear()
 
     def close(self) -> None:
-        """End the negotiation with its group; waiting for a queued collective then raises."""
+        """End the negotiation, when its group is closed; a wait for a queued collective then raises an error."""
         _in_use.discard(self)
 
     # --- comparing ----------------------------------------------------------------------------
@@ -238,7 +241,7 @@ class Negotiation:
 
         Args:
             others: the negotiations of these groups.
-            is_over: ends the work once it returns True.
+            is_over: returns True once this member does not have to wait any longer.
             begin: also begin comparisons; False: only complete those that were begun.
         """
         began, stalled = clock.monotonic(), False
@@ -341,10 +344,6 @@ _in_use: weakref.WeakSet[Negotiation] = weakref.WeakSet()
 
 def _fingerprint(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
-
-
-def _nothing() -> None:
-    """Return no result."""
 
 
 def _shown(entry: list[str]) -> str:

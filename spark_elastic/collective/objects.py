@@ -65,7 +65,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     agree(group, "allgather_object", name=name)
     group.objects += 1
     data = cloudpickle.dumps(obj)
-    mine = torch.frombuffer(bytearray(_sealed_size(len(data), group, group.rank)), dtype=torch.uint8)
+    mine = _tensor(_sealed_size(len(data), group, group.rank))
     sealed_sizes = mine.new_empty((group.size, _SIZE_BYTES + _MAC_BYTES))
     group.wait(group.allgather(sealed_sizes.view(-1), mine))
     sizes = [_opened_size(row.numpy().tobytes(), group, rank) for rank, row in enumerate(sealed_sizes)]
@@ -79,6 +79,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def _mac(data: bytes, group: GlooGroup, sender: int) -> bytes:
+    """Return a MAC that only workers of this job can make, for this object collective and this sender."""
     assert process.link is not None
     key = process.link.derive_key("objects")
     return hmac.digest(key, f"{group.round} {group.name} {group.objects} {sender} ".encode() + data, hashlib.sha256)

@@ -1,9 +1,9 @@
-"""Collectives on tensors, with the names and arguments that Horovod users know.
+"""Collectives on tensors, with the names and arguments that Horovod users know; all-reduces are in `allreduce`.
 
 Before any data is sent, the members of a group compare what they call, see `calls` and `negotiation`. Calls are matched
-by their `name`; those without one by their order among those of their kind. In a world of one, collectives return their
-input. They do so too before the elastic loop in a newcomer, and in a process that runs its function again: the loop
-brings the state. The all-reduces are in `allreduce`.
+by their `name`, or, without a name, by their order among the calls of the same collective. In a world of one,
+collectives return their input. So they do before the elastic loop in a newcomer, and in a process that runs its
+function again: the loop brings the state.
 
 To add a collective, write it here and add its name to `__all__`: `spark_elastic.torch` exports all of them.
 """
@@ -119,7 +119,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Overwrite `tensor` with that of `root_rank`; type and shape must be the same on all members."""
+    """Overwrite `tensor` with the tensor of `root_rank`; type and shape must be the same on all members."""
     if outside_world():
         return Handle(None, [], lambda: tensor)
     group = process_set.group()
@@ -151,7 +151,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Overwrite `tensor` with that of `root_rank` and return it."""
+    """Overwrite `tensor` with the tensor of `root_rank` and return it."""
     broadcast_async_(tensor, root_rank, name, process_set).wait()
     return tensor
 
@@ -244,17 +244,14 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Reduce `tensor`, and keep this rank's part of the rows; the first ranks keep one row more if need be.
+    """Reduce `tensor`, and keep this rank's part of the rows.
+
+    If the rows cannot be divided equally, the first ranks keep one row more.
 
     Raises:
         UsageError: another operator than Average or Sum, or a scalar.
     """
-
-    def only(parts: list[torch.Tensor]) -> torch.Tensor:
-        (part,) = parts
-        return part
-
-    return _reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor, only)
+    return _reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor, lambda parts: parts[0])
 
 
 def grouped_reducescatter_async(
@@ -330,7 +327,7 @@ def join(device: int = -1) -> int:
     """Declare that this rank has no more data, and take part in the others' collectives until all have joined.
 
     A rank that has joined adds nothing to an allreduce (averages are still over all ranks) and no rows to an allgather.
-    Its model is not updated: broadcast that of the rank that joined last.
+    Its model is not updated: broadcast the model of the rank that joined last.
 
     Args:
         device: accepted for compatibility with Horovod; ignored.
@@ -339,7 +336,7 @@ def join(device: int = -1) -> int:
         The rank that joined last, the same on every rank.
 
     Raises:
-        UsageError: another rank has called a collective that this one cannot take part in, such as an all-to-all.
+        UsageError: another rank has called a collective in which this rank cannot take part, such as an all-to-all.
     """
     group = process.group()
     if group is None:

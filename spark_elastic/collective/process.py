@@ -23,7 +23,7 @@ log = logging.getLogger("spark_elastic.collective")
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The numbers of this process in its world; by default those of a world of one."""
+    """The ranks and sizes of this process in its world; by default of a world of one."""
 
     rank: int = 0
     size: int = 1
@@ -36,7 +36,7 @@ class Position:
 class Process:
     """The state of this process: the link to the driver, its position and its groups. There is one instance, `process`.
 
-    The user's thread calls everything but `_on_cut`.
+    Its methods are called on the user's thread, apart from `_on_cut`, which the channel's thread calls.
     """
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class Process:
         self.link: WorkerLink | None = None
         self.position: Position | None = None
         self.assignment: Assignment | None = None
-        self.apart = False
-        """Its world is over, and it has not reached the elastic loop, where it joins the next one."""
-        self.alone = False
-        """It is a member of a world, but its collectives stay local for a while, see `collectives_alone`."""
-        self._warned_alone = False
+        self.awaits_loop = False
+        """True from the end of this process's world until the elastic loop, where it joins the next one."""
+        self.is_local = False
+        """True within `local_collectives`: this process is a member of a world, but its collectives stay local."""
+        self._warned = False
         self.updates_handled = 0
         self.update_agreed: bool | None = None
         """Since the last check, a reduction has reported a coming world (True) or none (False); None: no reduction."""
@@ -67,7 +67,7 @@ class Process:
     # --- joining and leaving worlds -----------------------------------------------------------
 
     def init(self, sets: Sequence[ProcessSet] = ()) -> None:
-        """Register the process sets and take a position in the world, unless it has one; see the function `init`."""
+        """Register the process sets, and take a position in the world unless this process has one; see `init` below."""
         if self.position is not None and not self.provisional:
             return
         for chosen in sets:
@@ -83,7 +83,7 @@ class Process:
         answer = self.link.join_at_init()
         if loops.waits_for_loop and not isinstance(answer, ProvisionalPosition):
             self._take_position(answer)  # that world is over; the loop joins the next
-            self.apart = True
+            self.awaits_loop = True
             return
         if isinstance(answer, ProvisionalPosition):
             self.position = Position(rank=answer.rank, size=answer.size)
@@ -96,15 +96,15 @@ class Process:
                 log.info("round %d broke before it was connected: %s", answer.world.round, error)
                 next_answer = self.link.join(answer.world.round, None, 0)
                 if isinstance(next_answer, ProvisionalPosition):  # the others are in the loop
-                    self.stand_apart()
+                    self.leave_until_loop()
                     return
                 answer = next_answer
 
     def adopt(self, assignment: Assignment) -> None:
-        """Leave the present world and join this one.
+        """Leave the present world and join the one of this assignment.
 
         Raises:
-            HorovodInternalError: it broke before it was connected.
+            HorovodInternalError: the new world broke before it was connected.
         """
         assert self.link is not None
         self.leave()
@@ -112,7 +112,7 @@ class Process:
             if chosen.ends_with_world:
                 self.unregister(chosen)
         self._take_position(assignment)
-        self.apart = False
+        self.awaits_loop = False
         self.updates_handled = max(self.updates_handled, assignment.updates_seen)
         self.group("global")
         loops.joined()
@@ -128,12 +128,12 @@ class Process:
         """Prepare for another call of the user's function, which adds its process sets and reaches a loop again."""
         for chosen in list(self.sets.values()):
             self.unregister(chosen)
-        self.stand_apart()
+        self.leave_until_loop()
 
-    def stand_apart(self) -> None:
+    def leave_until_loop(self) -> None:
         """Leave the world; collectives are local until an elastic loop joins the next one."""
         self.leave()
-        self.apart = self.assignment is not None
+        self.awaits_loop = self.assignment is not None
 
     def leave(self) -> None:
         """Disconnect from the present world; rank and size stay readable."""
@@ -209,23 +209,23 @@ class Process:
         That is so for a newcomer, and for a process that runs its function again, until the elastic loop is entered;
         and for all processes during their reset callbacks.
         """
-        return self.link is not None and (self.assignment is None or self.apart or self.alone)
+        return self.link is not None and (self.assignment is None or self.awaits_loop or self.is_local)
 
     @contextmanager
-    def collectives_alone(self) -> Iterator[None]:
-        """Keep collectives local within this context."""
-        self.alone = True
+    def local_collectives(self) -> Iterator[None]:
+        """Keep collectives local within this context: each returns this process's own values."""
+        self.is_local = True
         try:
             yield
         finally:
-            self.alone = False
+            self.is_local = False
 
-    def say_alone(self) -> None:
-        """Warn, once, that a collective is local."""
-        if self.alone:
+    def _warn_local(self) -> None:
+        """Log that a collective is local: each time in a reset callback, otherwise once, as a warning."""
+        if self.is_local:
             log.info("a collective in a reset callback reaches nobody else, and gives this worker's own values")
-        elif not self._warned_alone:
-            self._warned_alone = True
+        elif not self._warned:
+            self._warned = True
             log.warning(
                 "this worker joins the others in the elastic loop; until then its collectives reach nobody else, and "
                 "give its own values. Keep what was computed with them in the state, which the loop brings"
@@ -245,7 +245,7 @@ class Process:
             HorovodInternalError: the round is over.
         """
         if self.provisional:
-            self.say_alone()
+            self._warn_local()
             return None
         if name in self._groups:
             group = self._groups[name]

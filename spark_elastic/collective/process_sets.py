@@ -1,8 +1,8 @@
 """Process sets, on which a collective can be called: the world, its parts by host, and sets of chosen ranks.
 
-A set of chosen ranks consists of **numbers of ranks**, as Horovod's do: in each world, its members are those of its
-ranks that exist there. After a loss the survivors get new ranks, so the same set may have other workers in the next
-world. A set can also be given as a rule, which is called for each size of the world.
+A set of chosen ranks consists of **numbers of ranks**, as with Horovod: its members in a world are the ranks of the set
+that exist in this world. After a loss the survivors get new ranks, so the set may have other workers in the next world.
+A set can also be given as a rule, which is called for each size of the world.
 
 A set that is added before the elastic loop, where newcomers add it too, stays for all worlds. A set that is added
 inside of the loop belongs to the present world: the loop's function is called again in the next one and adds it again.
@@ -20,7 +20,7 @@ from spark_elastic.errors import MismatchError, UsageError
 from spark_elastic.wire.worker_link import loops
 
 Rule = Callable[[int], Iterable[int]]
-"""A function from the size of a world to the ranks of a set in it."""
+"""A function that returns the ranks of a set in a world of the given size."""
 
 
 class ProcessSet:
@@ -142,17 +142,8 @@ class StandingSet(ProcessSet):
     def group(self) -> GlooGroup | None:
         return process.group(self.name)
 
-    def size(self) -> int:
-        position = process.require()
-        if process.provisional:
-            return 1
-        return {"global": position.size, "local": position.local_size, "cross": position.cross_size}[self.name]
-
-    def rank(self) -> int:
-        position = process.require()
-        if process.provisional:
-            return 0
-        return {"global": position.rank, "local": position.local_rank, "cross": position.cross_rank}[self.name]
+    def _members(self) -> list[int]:
+        return self.ranks
 
     def included(self) -> bool:
         return True
@@ -201,7 +192,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Rule) -> ProcessSe
     chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if isinstance(chosen, StandingSet) or chosen.process_set_id is not None:
         raise UsageError(f"{chosen} is in use already")
-    in_loop = loops.entered > loops.last and (process.alone or not process.provisional)
+    in_loop = loops.entered > loops.last and (process.is_local or not process.provisional)
     same = next((known for known in process.sets.values() if known._rule is None and known.ranks == chosen.ranks), None)
     # inside of the loop, ranks are computed from the size, and may equal those of another set by chance
     if same is not None and chosen._rule is None and not in_loop:

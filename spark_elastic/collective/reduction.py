@@ -30,7 +30,7 @@ class ReduceOp(Enum):
 
     @property
     def gloo(self) -> Any:
-        """Gloo's operator for it; an average is a sum that is divided afterwards.
+        """The operator of Gloo; for an average, the sum, which the caller then divides.
 
         Raises:
             UnsupportedOperationError: for Adasum.
@@ -39,16 +39,8 @@ class ReduceOp(Enum):
             raise UnsupportedOperationError(
                 "Adasum is not supported; use op=hvd.Average (and scale the learning rate by hvd.size())"
             )
-        return _GLOO[self]
+        return _Gloo.SUM if self is ReduceOp.Average else getattr(_Gloo, self.name.upper())
 
-
-_GLOO = {
-    ReduceOp.Average: _Gloo.SUM,
-    ReduceOp.Sum: _Gloo.SUM,
-    ReduceOp.Min: _Gloo.MIN,
-    ReduceOp.Max: _Gloo.MAX,
-    ReduceOp.Product: _Gloo.PRODUCT,
-}
 
 Average = ReduceOp.Average
 Sum = ReduceOp.Sum
@@ -58,7 +50,7 @@ Product = ReduceOp.Product
 Adasum = ReduceOp.Adasum
 
 _WIDENED = {torch.int16: torch.int32}
-"""Types that Gloo does not reduce, and the type they are reduced in."""
+"""The types that Gloo does not reduce, and the types that they are converted to for a reduction."""
 
 
 def wire_type(dtype: torch.dtype) -> torch.dtype:
@@ -240,7 +232,8 @@ def reduce_compressed(
         compression: the compressor.
         op: the operator.
         size: the number of members.
-        reduce: reduces compressed tensors by an operator; called twice if only some of the tensors are compressed.
+        reduce: a function that reduces compressed tensors with an operator; called twice if only some of the tensors
+            are compressed.
     """
     scaling = [compressed_sum_scaling(compression, op, size, tensor.dtype) for tensor in tensors]
     results: list[Any] = [None] * len(tensors)

@@ -32,7 +32,7 @@ from spark_elastic.collective.process_sets import (
 from spark_elastic.collective.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, NotInitializedError, OutsideLoopError
 
-# --- the questions about a build that programs ask Horovod ----------------------------------------------
+# --- functions by which programs ask Horovod for the features of its build ---------------------------------
 
 
 def _no(*_: Any, **__: Any) -> bool:

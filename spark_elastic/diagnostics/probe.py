@@ -314,7 +314,7 @@ def import_torch(gpus: list[str], timeout_s: float) -> dict[str, Any]:
 
 
 class _MemoryFile:
-    """Nameless memory that another process of the same user opens, as in `collective.shared_memory.segment`."""
+    """Nameless memory that another process of the same user opens, as in `collective.shared_memory`."""
 
     def __init__(self) -> None:
         self._descriptor = -1

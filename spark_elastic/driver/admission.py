@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 
 from spark_elastic import clock
-from spark_elastic.wire.stream import MessageStream
+from spark_elastic.wire.channel import MessageStream
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from spark_elastic.reporting.announcer import Announcer
 from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.settings import ElasticSettings
-from spark_elastic.wire.launch_spec import LaunchSpec
+from spark_elastic.wire.messages import LaunchSpec
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, SlotId
 from spark_elastic.wire.interfaces import address_of
-from spark_elastic.wire.launch_spec import LaunchSpec
+from spark_elastic.wire.messages import LaunchSpec
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class LocalAgents:
             if self._closed:
                 return LaunchEnd(slot, reported("the launcher was closed"))
             process = subprocess.Popen(
-                [sys.executable, "-m", "spark_elastic.task.local_agent", str(os.getpid())],
+                [sys.executable, "-m", "spark_elastic.task.agent", str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=env,

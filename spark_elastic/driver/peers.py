@@ -24,7 +24,7 @@ from spark_elastic.membership.wording import change_in_words, loss_in_words
 from spark_elastic.reporting.announcer import Announcer
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire import messages as wire
-from spark_elastic.wire.launch_spec import LaunchSpec
+from spark_elastic.wire.messages import LaunchSpec
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from typing import Protocol
 from spark_elastic.driver.admission import MAX_UNAUTHENTICATED, Admission
 from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.topology import AgentId, WorkerId, World
+from spark_elastic.wire.channel import MessageStream
 from spark_elastic.wire.messages import (
     AgentHello,
     AgentWelcome,
@@ -27,7 +28,6 @@ from spark_elastic.wire.messages import (
     WorkerWelcome,
     WorldAssigned,
 )
-from spark_elastic.wire.stream import MessageStream
 
 MAX_ROUND_BYTES = 64 * 2**20
 """Gloo needs about 200 bytes for each pair of ranks. The limit is for broken workers, which could fill the memory."""

@@ -67,7 +67,7 @@ class CollectiveFrontend:
 
     def alone(self) -> AbstractContextManager[None]:
         """Within it this member's collectives reach nobody, and return its own values."""
-        return process.collectives_alone()
+        return process.local_collectives()
 
     def agree_on_update(self) -> bool:
         """Return True if any member knows of a coming world; the same answer on every member.
@@ -203,7 +203,7 @@ class CollectiveFrontend:
         # closing the groups takes as long as the driver needs for the next world
         assignment = process.link.join(round, version, loops.entered, meanwhile=process.leave)
         if isinstance(assignment, ProvisionalPosition):
-            process.stand_apart()
+            process.leave_until_loop()
             raise SentOn()
         process.adopt(assignment)
         after = process.require()

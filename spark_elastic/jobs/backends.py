@@ -17,7 +17,7 @@ from spark_elastic.errors import InvalidSettingsError, NotEnoughSlotsError, Unkn
 from spark_elastic.membership.reasons import Wait, WaitKind
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.interfaces import address_of, interface_addresses, is_address, is_loopback
-from spark_elastic.wire.launch_spec import LaunchSpec
+from spark_elastic.wire.messages import LaunchSpec
 
 LARGE_FUNCTION_BYTES = 128 * 1024
 """Functions from this size on are sent in one broadcast for all slots."""

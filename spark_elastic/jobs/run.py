@@ -25,7 +25,7 @@ from spark_elastic.jobs.settings import RunCall
 from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.settings import ElasticSettings, declarations
 from spark_elastic.wire.framing import new_key
-from spark_elastic.wire.launch_spec import LaunchSpec, interpreter, modules_of
+from spark_elastic.wire.messages import LaunchSpec, interpreter, modules_of
 
 CONNECT_TIMEOUT_S = 60.0
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util  # private; no public function recognises a graph for XLA
 
-from spark_elastic.collective.fused import add_up, excluded, group_of
+from spark_elastic.collective.fused import excluded, sum_rows
 from spark_elastic.collective.process_sets import ProcessSet
 from spark_elastic.errors import UsageError
 from spark_elastic.tensorflow.gradients import Gradient, GradientReducer
@@ -205,10 +205,5 @@ def sum_over_members(numbers: Any, process_set: ProcessSet) -> Any:
 
 
 def _sums(array: Array, process_set: ProcessSet) -> Array:
-    # a copy: the memory is TensorFlow's, and a world of one would return it
-    numbers = torch_of(array).clone()
-    if excluded():
-        numbers.zero_()
-    group = group_of(process_set)
-    summed: Array = (numbers if group is None else add_up(group, numbers)).numpy()
-    return summed
+    sums: Array = sum_rows(torch_of(array), process_set).numpy()
+    return sums

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from spark_elastic.collective.fused import FusedReduction, add_up, excluded, group_of
+from spark_elastic.collective.fused import FusedReduction, excluded, sum_rows
 from spark_elastic.collective.process_sets import ProcessSet
 
 Gradient = torch.Tensor | None
@@ -143,17 +143,9 @@ class _SumOverMembers(Function):
     @staticmethod
     def forward(ctx: Any, numbers: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
         ctx.process_set = process_set
-        return _sums(numbers, process_set)
+        return sum_rows(numbers, process_set)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        sums = _sums(grad, ctx.process_set)
+        sums = sum_rows(grad, ctx.process_set)
         return sums.zero_() if excluded() else sums, None
-
-
-def _sums(given: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
-    numbers = given.detach().clone()
-    if excluded():
-        numbers.zero_()
-    group = group_of(process_set)
-    return numbers if group is None else add_up(group, numbers)

@@ -2,6 +2,9 @@
 
 Single-threaded, on its own event loop. It ends when the driver tells it to, when the channel to the driver breaks or
 when the driver falls silent. In every case the worker process ends before the agent does.
+
+The local launcher starts it as ``python -m spark_elastic.task.agent LAUNCHER_PID``, writes the pickled specification to
+its stdin and reads the pickled outcome from its stdout.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import asyncio
 import errno
 import logging
 import os
+import pickle
+import platform
 import socket
 import sys
 from collections.abc import Iterable
@@ -17,15 +22,15 @@ from collections.abc import Iterable
 from spark_elastic import clock
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, Place, SlotId, SlotReport
-from spark_elastic.task.memory import describe_kills, memory_kills
-from spark_elastic.task.worker_process import WorkerProcess, worker_environment
-from spark_elastic.wire.channel import retry_pause_s
-from spark_elastic.wire.launch_spec import LaunchSpec
+from spark_elastic.task.worker_process import WorkerProcess, describe_kills, memory_kills, worker_environment
+from spark_elastic.wire.channel import MessageStream, retry_pause_s
+from spark_elastic.wire.interfaces import interface_addresses
 from spark_elastic.wire.messages import (
     AgentHeartbeat,
     AgentHello,
     AgentWelcome,
     FinishAgent,
+    LaunchSpec,
     Message,
     OutputLines,
     PeersReachable,
@@ -35,9 +40,8 @@ from spark_elastic.wire.messages import (
     StopWorkerProcess,
     WorkerExited,
 )
-from spark_elastic.wire.stream import MessageStream
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("spark_elastic.task")
 
 RELEASE_TIMEOUT_S = 2.0
 """Time for a worker whose function has returned to flush its output and exit."""
@@ -55,7 +59,7 @@ _BIND_ATTEMPTS = 20
 class ProbePort:
     """A port where other agents find out which addresses of this host they can reach.
 
-    Accepts connections and closes each at once, so none keeps a descriptor in use. Call it on the loop's thread.
+    Accepts connections and closes each at once, so none keeps a descriptor in use. Used on the loop's thread only.
 
     Args:
         addresses: IPv4 addresses of this host; addresses that cannot be bound are left out.
@@ -134,7 +138,7 @@ def run_agent(
     A failure of the job is an outcome, not an exception: Spark would run a failed task again without the driver.
 
     Args:
-        order: what the driver gives to every agent of the job.
+        order: the specification that every agent of the job gets.
         slot: the slot that the agent occupies.
         launch: number of the slot's launch, by which the launcher recognises this agent.
         report: where the agent runs and what it may use there.
@@ -163,7 +167,7 @@ class _Agent:
         self._finish: FinishAgent | None = None
         """Why and how the agent has to end; None while it runs."""
         self._disconnected = False
-        """Whether the agent ends because the channel to the driver closed."""
+        """True if the agent ends because the channel to the driver closed."""
         self._over = asyncio.Event()
         """Set together with `_finish`."""
         self._opened = asyncio.Event()
@@ -232,6 +236,7 @@ class _Agent:
         self._finish_because(f"cannot reach the driver from {self._report.host}: {'; '.join(failures.values())}")
 
     async def _opened_or_dropped(self) -> bool:
+        """Wait for the end of the handshake; return True if the driver is authenticated."""
         waits = [asyncio.ensure_future(event.wait()) for event in (self._opened, self._dropped)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -364,3 +369,19 @@ class _Agent:
             kills, _ = now.since(before)
             tail, memory = process.stderr_tail, describe_kills(before, now)
             self._send(WorkerExited(process.worker, exit_code, tail, kills, memory))
+
+
+def main() -> None:
+    from spark_elastic.task.main import die_with_parent  # here: an agent in a Spark task needs nothing of the worker
+
+    die_with_parent(int(sys.argv[1]))
+    order, slot, host, cores = pickle.load(sys.stdin.buffer)
+    out = sys.stdout.buffer
+    sys.stdout = sys.stderr  # stdout carries the outcome alone
+    report = SlotReport(host, f"local-{slot}", interface_addresses(), cores, (), platform.python_version())
+    pickle.dump(run_agent(order, slot, 0, report), out)
+    out.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -52,7 +52,7 @@ class ChannelLink:
     """The `worker_link.WorkerLink` of a worker in a job, over its channel to the driver."""
 
     def __init__(self, worker: WorkerId, channel: Channel, key: bytes) -> None:
-        self._worker = worker
+        self.worker = worker
         self._key = key
         self._channel = channel
         self._changed = threading.Condition()
@@ -69,30 +69,22 @@ class ChannelLink:
         """The state that the current world starts from; None once this worker has applied a step in it."""
         self._begun = 0
         """The newest round in which this worker has reported its state."""
-        self._in_loop = False
+        self.in_loop = False
         """True once an elastic loop was entered."""
         self._blocked_since: float | None = None
         self._after_loop = False
         self._loop_results: dict[int, LoopResult] = {}
-        self._run_again: Callable[[int], None] = _ignore_run_again
+        self._run_again: Callable[[int], None] = lambda run: None  # the function has not returned yet
         self._ending = False
         self._beat_now = threading.Event()
-        self._stall_timeout_s = 0.0
+        self.stall_timeout_s = 0.0
 
     def start(self) -> None:
         """Send the hello, and start to receive messages. Heartbeats begin with the driver's welcome."""
         self._channel.start(self._on_message, self._on_closed, name="link")
-        self._channel.send(WorkerHello(self._worker, os.getpid()))
+        self._channel.send(WorkerHello(self.worker, os.getpid()))
 
     # --- WorkerLink -----------------------------------------------------------------------------------
-
-    @property
-    def worker(self) -> WorkerId:
-        return self._worker
-
-    @property
-    def in_loop(self) -> bool:
-        return self._in_loop
 
     def join_at_init(self) -> Assignment | ProvisionalPosition:
         self._send(Ready(round=0, version=None, at_init=True, loop=1))
@@ -135,7 +127,7 @@ class ChannelLink:
             self._beat_now.set()  # from here on there is a state to lose
 
     def entered_loop(self) -> None:
-        self._in_loop = True
+        self.in_loop = True
         self._after_loop = False
 
     def left_loop(self) -> None:
@@ -154,10 +146,6 @@ class ChannelLink:
 
     def blocked(self, waiting: bool) -> None:
         self._blocked_since = clock.monotonic() if waiting else None
-
-    @property
-    def stall_timeout_s(self) -> float:
-        return self._stall_timeout_s
 
     def updates_seen(self) -> int:
         return self._updates_seen
@@ -210,7 +198,7 @@ class ChannelLink:
     # --- the end of the function ----------------------------------------------------------------------
 
     def raised(self, error: BaseException, traceback: str) -> None:
-        """Report an exception of the user's function; long messages and tracebacks are cut."""
+        """Report an exception of the user's function, with a shortened message and traceback if they are long."""
         try:
             text = str(error)
         except Exception as problem:
@@ -224,14 +212,18 @@ class ChannelLink:
         self._send(Abandoned(why))
 
     def returned(self, over: bool) -> None:
-        """Note that the function has returned and a closed channel is harmless; False: it is called again."""
+        """Record that the function has returned, so that a closed channel is harmless.
+
+        Args:
+            over: False: the function is called again, and needs the channel.
+        """
         self._ending = over
         if not over:
             self._after_loop = False
             self._beat_now.set()
 
     def on_run_again(self, callback: Callable[[int], None]) -> None:
-        """Register `callback(run)` for the order to call the function again; runs on the channel's thread."""
+        """Call `callback(run)`, on the channel's thread, when the driver has the function called again."""
         self._run_again = callback
 
     # --- threads --------------------------------------------------------------------------------------
@@ -243,7 +235,7 @@ class ChannelLink:
         match message:
             case WorkerWelcome(interval_s, silence_limit_s, stall_timeout_s):
                 self._channel.set_silence_limit(silence_limit_s)
-                self._stall_timeout_s = stall_timeout_s
+                self.stall_timeout_s = stall_timeout_s
                 beats = threading.Thread(
                     target=self._send_heartbeats, args=(interval_s,), name="spark_elastic-beat", daemon=True
                 )
@@ -263,7 +255,7 @@ class ChannelLink:
         match message:
             case WorldAssigned(world, addresses):
                 by_worker = {int(worker): address for worker, address in addresses.items()}
-                self._assignment = Assignment(world, self._worker, by_worker, self._updates_seen)
+                self._assignment = Assignment(world, self.worker, by_worker, self._updates_seen)
                 self._replies.clear()
             case Provisional(rank, size, loop):
                 self._provisional = ProvisionalPosition(rank, size, loop)
@@ -301,11 +293,7 @@ class ChannelLink:
 
     def _on_closed(self, why: str) -> None:
         if not self._ending:
-            exit_now(EXIT_CHANNEL_LOST, f"spark_elastic: worker {self._worker} ends: {why}")
-
-
-def _ignore_run_again(run: int) -> None:
-    """Ignore the order: the function has not returned yet."""
+            exit_now(EXIT_CHANNEL_LOST, f"spark_elastic: worker {self.worker} ends: {why}")
 
 
 def exit_now(code: int, why: str = "") -> NoReturn:

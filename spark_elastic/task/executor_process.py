@@ -22,12 +22,12 @@ _LOG_URL = re.compile(r"[?&]executorId=([^&]+)")
 
 def executor_id_in_task() -> str:
     """Return Spark's id of the executor; "driver" in local mode and outside of tasks."""
-    return executor_id_of(_jvm_command(), os.environ)
+    return executor_id_of(_nearest_jvm()[1], os.environ)
 
 
 def host_name_in_task() -> str | None:
     """Return the executor's host as Spark names it; None if the JVM's command line does not have it."""
-    return _option(_jvm_command() or (), "--hostname")
+    return _option(_nearest_jvm()[1] or (), "--hostname")
 
 
 def cores_in_task() -> int:
@@ -60,8 +60,7 @@ def executor_id_of(jvm_command: Sequence[str] | None, environment: Mapping[str, 
 
 def jvm_pid_in_task() -> int | None:
     """Return the process id of the executor's JVM (in local mode the driver's); None if it is not visible."""
-    jvm = _nearest_jvm()
-    return None if jvm is None else jvm[0]
+    return _nearest_jvm()[0]
 
 
 def _task_context() -> Any:
@@ -79,14 +78,9 @@ def _option(command: Sequence[str], name: str) -> str | None:
     return None
 
 
-def _jvm_command() -> list[str] | None:
-    jvm = _nearest_jvm()
-    return None if jvm is None else jvm[1]
-
-
-def _nearest_jvm() -> tuple[int, list[str]] | None:
+def _nearest_jvm() -> tuple[int, list[str]] | tuple[None, None]:
     """Return process id and command line of the nearest JVM above this process; None if none is visible."""
-    return next((found for found in _processes_above() if Path(found[1][0]).name == "java"), None)
+    return next((found for found in _processes_above() if Path(found[1][0]).name == "java"), (None, None))
 
 
 def _processes_above() -> Iterator[tuple[int, list[str]]]:

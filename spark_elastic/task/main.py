@@ -1,9 +1,10 @@
-"""The worker process: imports what training needs, waits for its order and runs the user's function.
+"""The worker process: imports what training needs, waits for its worker id and runs the user's function.
 
-The agent starts it as ``python -m spark_elastic.task.main AGENT_PID RESULT_FD [module ...]``. The order and the
-function arrive on stdin, which is afterwards the lifeline: the process ends when it closes. The result is written to
-RESULT_FD. Then the process waits until the agent releases it or the driver has the function run again. The latter
-happens when another member of the world is lost: the world is rebuilt from the states that this process still holds.
+The agent starts it as ``python -m spark_elastic.task.main AGENT_PID RESULT_FD [module ...]``. The id, the addresses of
+the driver and the function arrive on stdin. The agent then keeps that pipe open as a lifeline: the process ends when it
+closes. The result is written to RESULT_FD. Then the process waits until the agent releases it, or until the driver has
+the function called again, because another member of the world was lost: the world is rebuilt from the states that this
+process still holds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import cloudpickle
 
@@ -35,7 +36,7 @@ from spark_elastic.settings import DEVICE_SETTING
 from spark_elastic.task.driver_client import ChannelLink, exit_now
 from spark_elastic.wire import worker_link
 from spark_elastic.wire.channel import connect
-from spark_elastic.wire.launch_spec import interpreter
+from spark_elastic.wire.messages import interpreter
 from spark_elastic.wire.worker_link import loops
 
 log = logging.getLogger("spark_elastic.task")
@@ -97,7 +98,7 @@ def main(argv: list[str]) -> None:
 
 
 def _watch_lifeline(lifeline: BinaryIO, returned: threading.Event, next_run: queue.SimpleQueue[int | None]) -> None:
-    """Wait until the lifeline closes: a release after the function has returned, the loss of the agent before."""
+    """Wait until the lifeline closes: the agent releases this process, or is gone if the function has not returned."""
     lifeline.read()
     if returned.is_set():
         next_run.put(None)
@@ -115,7 +116,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def _take_stdin() -> BinaryIO:
-    """Return the pipe from the agent, give the user's code an empty stdin, and have output flushed line by line."""
+    """Return the pipe from the agent, replace stdin by an empty one, and flush stdout and stderr after each line."""
     control = os.fdopen(os.dup(0), "rb")
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
@@ -137,8 +138,13 @@ def _load(link: ChannelLink, pickled: bytes, made_by: str) -> Callable[[], Any]:
             f"{made_by} and this is {interpreter()}: if they differ, let PYSPARK_PYTHON name the same Python for both; "
             "if a module is missing, install it on the executors"
         )
-        link.raised(problem, "".join(traceback.format_exception(error)))
-        exit_now(EXIT_RAISED, str(problem))
+        _fail(link, problem, error)
+
+
+def _fail(link: ChannelLink, problem: Exception, cause: Exception) -> NoReturn:
+    """Report an error with the traceback of its cause, and exit."""
+    link.raised(problem, "".join(traceback.format_exception(cause)))
+    exit_now(EXIT_RAISED, str(problem))
 
 
 def _check_device(link: ChannelLink) -> None:
@@ -151,8 +157,7 @@ def _check_device(link: ChannelLink) -> None:
     try:
         choose_device(device, device_info(), local_rank=0)
     except InvalidSettingsError as error:
-        link.raised(error, "".join(traceback.format_exception(error)))
-        exit_now(EXIT_RAISED, str(error))
+        _fail(link, error, error)
 
 
 def _run(link: ChannelLink, function: Callable[[], Any]) -> bytes:
@@ -178,8 +183,7 @@ def _run(link: ChannelLink, function: Callable[[], Any]) -> bytes:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:
         problem = NotPicklableError(f"the function returned a {type(value).__name__} that cannot be pickled: {error}")
-        link.raised(problem, "".join(traceback.format_exception(error)))
-        exit_now(EXIT_RAISED, str(problem))
+        _fail(link, problem, error)
 
 
 def _call_until_returned(function: Callable[[], Any]) -> Any:

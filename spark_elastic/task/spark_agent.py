@@ -25,7 +25,7 @@ from spark_elastic.wire.interfaces import address_of, interface_addresses
 
 if TYPE_CHECKING:
     from spark_elastic.membership.states import AgentOutcome
-    from spark_elastic.wire.launch_spec import LaunchSpec
+    from spark_elastic.wire.messages import LaunchSpec
 
 
 def slot_report() -> SlotReport:
@@ -67,7 +67,7 @@ def run_in_task(slot: SlotId, launch: LaunchId, payload: bytes, function: bytes 
 
 @contextlib.contextmanager
 def hangups_ignored() -> Iterator[None]:
-    """Ignore SIGHUP meanwhile.
+    """Ignore SIGHUP within this context.
 
     Spark replaces the daemon that forks its Python workers when a worker dies while it is created. The old daemon
     then sends SIGHUP to all its children, whatever they do. An agent needs no daemon: its socket leads to the

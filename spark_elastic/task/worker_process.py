@@ -1,4 +1,4 @@
-"""A worker subprocess as its agent sees it: pipes, output, result and exit.
+"""A worker subprocess as its agent sees it: pipes, output, result and exit, and whether it was killed for its memory.
 
 Runs on the agent's event loop, without threads.
 """
@@ -6,6 +6,7 @@ Runs on the agent's event loop, without threads.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -13,12 +14,13 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.settings import DEVICE_SETTING
-from spark_elastic.task.memory import memory_kills
-from spark_elastic.wire.launch_spec import LaunchSpec
+from spark_elastic.wire.messages import LaunchSpec
 
 STDERR_TAIL_LINES = 40
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
@@ -36,7 +38,7 @@ _NOT_RUNNING = ("", "T", "t", "Z", "X")
 
 
 class WorkerObserver(Protocol):
-    """The agent's part: it gets the output, the result and the exit of a worker process."""
+    """The methods of the agent that a worker process calls with its output, its result and its exit."""
 
     def output(self, process: WorkerProcess, stream: str, lines: tuple[str, ...]) -> None: ...
 
@@ -61,15 +63,9 @@ class WorkerProcess:
         self._observer = observer
         self._loop = asyncio.get_running_loop()
         result_read, result_write = os.pipe()
+        arguments = [str(os.getpid()), str(result_write), *order.preimport]
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "spark_elastic.task.main",
-                str(os.getpid()),
-                str(result_write),
-                *order.preimport,
-            ],
+            [sys.executable, "-m", "spark_elastic.task.main", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -93,7 +89,7 @@ class WorkerProcess:
         self._partial = {"stdout": bytearray(), "stderr": bytearray()}
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
         self._pending_order = b""
-        self._exited = False
+        self.is_running = True
         self._streams = {self._process.stdout.fileno(): "stdout", self._process.stderr.fileno(): "stderr"}
         self._result_fd = result_read
         for fd in (*self._streams, result_read):
@@ -107,22 +103,14 @@ class WorkerProcess:
             self._loop.call_later(_POLL_S, self._poll)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def stderr_tail(self) -> str:
         """The last lines that the process wrote to stderr."""
         return "\n".join(self._stderr_tail)
 
     @property
-    def is_running(self) -> bool:
-        return not self._exited
-
-    @property
     def is_seen_running(self) -> bool:
         """True if the process exists and is not stopped; False if the system does not show its state."""
-        return not self._exited and process_state(self._process.pid) not in _NOT_RUNNING
+        return self.is_running and process_state(self._process.pid) not in _NOT_RUNNING
 
     def assign(self, worker: WorkerId, order: LaunchSpec) -> None:
         """Send the process its id and the function; it then connects to the driver and runs the function."""
@@ -141,22 +129,21 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """SIGKILL the process and its whole process group."""
-        if self._exited:
+        if not self.is_running:
             return
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass  # it has not created its own group yet
+        self._kill_group()  # fails if the process has not created its own group yet
         self._process.kill()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def release(self) -> None:
         """Close the lifeline; a worker whose function has returned then exits."""
         assert self._process.stdin is not None
         self._stop_writing()
-        try:
+        with contextlib.suppress(OSError):  # it is gone already
             self._process.stdin.close()
-        except OSError:
-            pass  # it is gone already
 
     # --- pipes --------------------------------------------------------------------------------------
 
@@ -181,27 +168,25 @@ class WorkerProcess:
             self._loop.remove_writer(self._process.stdin.fileno())
 
     def _readable(self, fd: int) -> None:
+        """Read once from a pipe; stop watching it at its end, and pause while the channel has too much unsent data."""
         if fd != self._result_fd and not self._observer.output_may_flow():
             self._loop.remove_reader(fd)
             self._loop.call_later(_POLL_S, self._resume, fd)
             return
-        if not self._read(fd):
-            self._loop.remove_reader(fd)
-
-    def _resume(self, fd: int) -> None:
-        if not self._exited:
-            self._loop.add_reader(fd, self._readable, fd)
-
-    def _read(self, fd: int) -> bool:
-        """Read once; return False at the end of the pipe."""
         try:
             data = os.read(fd, _READ_BYTES)
         except BlockingIOError:
-            return True
+            return
         except OSError:
-            return False
+            self._loop.remove_reader(fd)
+            return
         self._take(fd, data)
-        return bool(data)
+        if not data:
+            self._loop.remove_reader(fd)
+
+    def _resume(self, fd: int) -> None:
+        if self.is_running:
+            self._loop.add_reader(fd, self._readable, fd)
 
     def _take(self, fd: int, data: bytes) -> None:
         if fd == self._result_fd:
@@ -251,15 +236,12 @@ class WorkerProcess:
             self._gone()
 
     def _gone(self) -> None:
-        if self._exited:
+        if not self.is_running:
             return
         exit_code = self._process.wait()
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)  # children left behind, which might still write
-        except (ProcessLookupError, PermissionError):
-            pass
+        self._kill_group()  # children left behind, which might still write
         self._drain()
-        self._exited = True
+        self.is_running = False
         self._close_pipes()
         self._observer.exited(self, exit_code)
 
@@ -287,10 +269,8 @@ class WorkerProcess:
         os.close(self._result_fd)
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
-                try:
+                with contextlib.suppress(OSError):
                     pipe.close()
-                except OSError:
-                    pass
 
 
 def process_state(pid: int) -> str:
@@ -324,3 +304,97 @@ def worker_environment(
     env[DEVICE_SETTING] = order.device
     env.update(order.env)
     return env
+
+
+# --- workers that the kernel killed for lack of memory ------------------------------------------------
+#
+# Such a process ends by SIGKILL like any other killed process. The counters of its control group and of the machine
+# tell the difference.
+
+ROOT = Path("/")
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryKills:
+    """Numbers of processes killed for lack of memory so far; None if the system does not show the counter."""
+
+    in_group: int | None
+    """In this process's control group, such as a container or a Spark executor."""
+    on_machine: int | None
+
+    def since(self, before: MemoryKills) -> tuple[int, bool]:
+        """Return how many were killed since `before`, and True if they belonged to this control group."""
+        in_group = _more(self.in_group, before.in_group)
+        return (in_group, True) if in_group else (_more(self.on_machine, before.on_machine), False)
+
+
+def _more(now: int | None, before: int | None) -> int:
+    return max(0, now - before) if now is not None and before is not None else 0
+
+
+def memory_kills(root: Path = ROOT) -> MemoryKills:
+    """Read the counters; takes tens of microseconds. `root` is the folder that holds /proc and /sys."""
+    group = _group(root)
+    counters = _numbers(group / "memory.events") if group is not None else {}
+    if group is not None and "oom_kill" not in counters:
+        counters = _numbers(group / "memory.oom_control")
+    return MemoryKills(counters.get("oom_kill"), _numbers(root / "proc/vmstat").get("oom_kill"))
+
+
+def describe_kills(before: MemoryKills, now: MemoryKills, root: Path = ROOT) -> str:
+    """Return how many processes were killed for lack of memory, and the limits, in words; "" if none was killed."""
+    kills, in_group = now.since(before)
+    if not kills:
+        return ""
+    processes = "1 process" if kills == 1 else f"{kills} processes"
+    where = "of its container (control group)" if in_group else "on its machine"
+    return f"The kernel killed {processes} {where} for lack of memory while it ran{_limits(root)}"
+
+
+def _limits(root: Path) -> str:
+    parts = []
+    group = _group(root)
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        limit = _number(group / name) if group is not None else None
+        if limit is not None and limit < 2**60:
+            parts.append(f"limit {limit / _GIB:.1f} GiB")
+            break
+    free = _numbers(root / "proc/meminfo").get("MemAvailable:")
+    if free is not None:
+        parts.append(f"{free * 1024 / _GIB:.1f} GiB available on the machine now")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _group(root: Path) -> Path | None:
+    """Return the folder of this process's control group (version 2, or version 1's memory controller)."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        for folder in (mount / path.lstrip("/"), mount):  # in a container, its own group is at the mount itself
+            if (folder / "memory.events").exists() or (folder / "memory.oom_control").exists():
+                return folder
+    return None
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    try:
+        words = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from spark_elastic.collective.buckets import Bucket, partition
 from spark_elastic.collective.calls import Handle, agree, describe_tensor, start_allgather
+from spark_elastic.collective.fused import Bucket, partition
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
@@ -51,7 +51,7 @@ class BackwardReducer:
         passes: the number of backward passes in a step.
         op: Average or Sum.
         predivide: divisor before the sum; after it, sums are divided by size / predivide.
-        groups: see `buckets.partition`.
+        groups: see `collective.fused.partition`.
         sparse_as_dense: reduce sparse gradients as dense ones instead of gathering them.
         process_set: the processes to reduce over.
     """

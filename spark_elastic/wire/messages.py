@@ -1,7 +1,7 @@
-"""The messages that cross a channel, and their encoding.
+"""The messages that cross a channel, their encoding, and the specification that an agent is launched with.
 
-A message is a frozen dataclass of plain values: its fields as JSON, followed by the raw bytes of `payload`. Nothing is
-ever unpickled. Decoding checks the type of each field, so invalid bytes raise `ProtocolError` and never reach the
+A message is a frozen dataclass of plain values: its fields as JSON, followed by the raw bytes of `payload`. No message
+is ever unpickled. Decoding checks the type of each field, so invalid bytes raise `ProtocolError` and never reach the
 driver's state.
 """
 
@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
+import sys
 import types
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import cloudpickle
 
 from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.topology import Place, StateVersion, World
 
+
+class Message:
+    """The base of all messages."""
+
+
 # --- agent -> driver ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class AgentHello:
+@dataclass(frozen=True)
+class AgentHello(Message):
     """First message of an agent: where it runs and what it may use there."""
 
     place: Place
@@ -37,29 +46,29 @@ class AgentHello:
     python: str
 
 
-@dataclass(frozen=True, slots=True)
-class AgentHeartbeat:
+@dataclass(frozen=True)
+class AgentHeartbeat(Message):
     """The agent is alive, and so is the worker process `running`."""
 
     running: int | None
     """See `membership.events.AgentAlive`."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerExited:
+@dataclass(frozen=True)
+class WorkerExited(Message):
     """The worker's process has ended; a negative `exit_code` is the signal that killed it."""
 
     worker: int
     exit_code: int
     stderr_tail: str
     oom_kills: int
-    """Processes that the kernel killed for lack of memory while the worker ran."""
+    """The number of processes that the kernel killed for lack of memory while the worker ran."""
     memory: str
     """A description of those kills and of the memory limits; "" if there were none."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutputLines:
+@dataclass(frozen=True)
+class OutputLines(Message):
     """Whole lines that the worker printed to `stream` ("stdout" or "stderr"), without line ends."""
 
     worker: int
@@ -67,8 +76,8 @@ class OutputLines:
     lines: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ResultStored:
+@dataclass(frozen=True)
+class ResultStored(Message):
     """The function returned: the agent holds the result and returns it from its task when the job finishes."""
 
     worker: int
@@ -79,8 +88,8 @@ class ResultStored:
     """Number of the function's call, see `RunAgain`; the newest result counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeersReachable:
+@dataclass(frozen=True)
+class PeersReachable(Message):
     """Answer to `ProbePeers`: the peers that accepted a connection."""
 
     reachable: tuple[str, ...]
@@ -89,38 +98,38 @@ class PeersReachable:
 # --- driver -> agent ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class AgentWelcome:
+@dataclass(frozen=True)
+class AgentWelcome(Message):
     """The agent is accepted: send heartbeats, and take the driver for dead after `silence_limit_s` of silence."""
 
     heartbeat_interval_s: float
     silence_limit_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class StartWorkerProcess:
+@dataclass(frozen=True)
+class StartWorkerProcess(Message):
     """Give a worker process this id and the function; start a process first if none is running."""
 
     worker: int
 
 
-@dataclass(frozen=True, slots=True)
-class StopWorkerProcess:
+@dataclass(frozen=True)
+class StopWorkerProcess(Message):
     """Kill the worker's process."""
 
     worker: int
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class ProbePeers:
+@dataclass(frozen=True)
+class ProbePeers(Message):
     """Connect to each "address:port" and answer with `PeersReachable`."""
 
     peers: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FinishAgent:
+@dataclass(frozen=True)
+class FinishAgent(Message):
     """Return from the task, with the stored result if `keep_result`."""
 
     keep_result: bool
@@ -130,16 +139,16 @@ class FinishAgent:
 # --- worker -> driver ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerHello:
+@dataclass(frozen=True)
+class WorkerHello(Message):
     """First message of a worker process, with the id that its agent gave it."""
 
     worker: int
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerHeartbeat:
+@dataclass(frozen=True)
+class WorkerHeartbeat(Message):
     """The worker is alive; the fields say how far its training is, see `membership.events.WorkerAlive`."""
 
     version: StateVersion | None
@@ -148,8 +157,8 @@ class WorkerHeartbeat:
     begun: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+@dataclass(frozen=True)
+class Ready(Message):
     """The worker waits for a world newer than `round`, with state `version`; see `membership.events.WorkerReady`."""
 
     round: int
@@ -158,8 +167,8 @@ class Ready:
     loop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Raised:
+@dataclass(frozen=True)
+class Raised(Message):
     """The user's function raised an exception, which fails the job."""
 
     error_type: str
@@ -169,15 +178,15 @@ class Raised:
     """The code that a script exited with; None: it raised something else."""
 
 
-@dataclass(frozen=True, slots=True)
-class Abandoned:
+@dataclass(frozen=True)
+class Abandoned(Message):
     """A HorovodInternalError left the user's function: the process exits and has to be started again."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class LiveProgress:
+@dataclass(frozen=True)
+class LiveProgress(Message):
     """Progress of rank 0's training for display, sent several times a second; losing one is harmless."""
 
     epoch: int
@@ -192,8 +201,8 @@ class LiveProgress:
     """The loss and the metrics so far."""
 
 
-@dataclass(frozen=True, slots=True)
-class EpochEnded:
+@dataclass(frozen=True)
+class EpochEnded(Message):
     """Results of an epoch. A new rank 0 sends them again."""
 
     epoch: int
@@ -202,15 +211,15 @@ class EpochEnded:
     values: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
+@dataclass(frozen=True)
+class Notice(Message):
     """A message for the user about the training; kept in the job's event log."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class KvSet:
+@dataclass(frozen=True)
+class KvSet(Message):
     """Store `payload` under the key; each round has separate keys."""
 
     round: int
@@ -218,8 +227,8 @@ class KvSet:
     payload: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class KvGet:
+@dataclass(frozen=True)
+class KvGet(Message):
     """Ask for values. Answered by one `KvValues` once every key is set; not answered if the round ends first."""
 
     round: int
@@ -230,8 +239,8 @@ class KvGet:
 # --- driver -> worker ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerWelcome:
+@dataclass(frozen=True)
+class WorkerWelcome(Message):
     """The worker is accepted: send heartbeats, and take the driver for dead after `silence_limit_s` of silence."""
 
     heartbeat_interval_s: float
@@ -240,8 +249,8 @@ class WorkerWelcome:
     """How long a member may wait in a collective before the driver acts."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorldAssigned:
+@dataclass(frozen=True)
+class WorldAssigned(Message):
     """The next world; the receiver is a member of it."""
 
     world: World
@@ -249,8 +258,8 @@ class WorldAssigned:
     """The address that each worker binds to, by its id as a string."""
 
 
-@dataclass(frozen=True, slots=True)
-class Provisional:
+@dataclass(frozen=True)
+class Provisional(Message):
     """Leave `init()` with this probable position; the worker joins the world from its elastic loop."""
 
     rank: int
@@ -259,31 +268,31 @@ class Provisional:
     """Number of the loop that the job is in; a worker in an earlier loop leaves that with its `LoopResult`."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostsUpdated:
+@dataclass(frozen=True)
+class HostsUpdated(Message):
     """The world is about to change: raise `HostsUpdatedInterrupt` at the next agreed step."""
 
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The round is over because a member is lost: end its collectives, which would wait for that member."""
+@dataclass(frozen=True)
+class Cut(Message):
+    """The driver ends the round because a member is lost: interrupt collectives, which would wait for that member."""
 
     round: int
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class RunAgain:
+@dataclass(frozen=True)
+class RunAgain(Message):
     """The function returned but its world broke: call it again, with the states that its loops left."""
 
     run: int
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class KvValues:
+@dataclass(frozen=True)
+class KvValues(Message):
     """Answer to the `KvGet` with this request number: the values in sequence, with their sizes."""
 
     request: int
@@ -294,8 +303,8 @@ class KvValues:
 # --- either -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LoopResult:
+@dataclass(frozen=True)
+class LoopResult(Message):
     """The return value of an elastic loop, pickled and signed by the worker that it comes from.
 
     Rank 0 sends it when it enters the next loop; the driver sends it to newcomers that skip to that loop.
@@ -307,63 +316,35 @@ class LoopResult:
     payload: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Pong:
+@dataclass(frozen=True)
+class Pong(Message):
     """The driver's answer to a heartbeat, so that both sides notice silence."""
 
 
-@dataclass(frozen=True, slots=True)
-class Goodbye:
+@dataclass(frozen=True)
+class Goodbye(Message):
     """The sender closes the channel next; this is not a loss."""
 
     why: str
 
 
-Message = (
-    AgentHello
-    | AgentHeartbeat
-    | WorkerExited
-    | OutputLines
-    | ResultStored
-    | PeersReachable
-    | AgentWelcome
-    | StartWorkerProcess
-    | StopWorkerProcess
-    | ProbePeers
-    | FinishAgent
-    | WorkerHello
-    | WorkerHeartbeat
-    | Ready
-    | Raised
-    | Abandoned
-    | LiveProgress
-    | EpochEnded
-    | Notice
-    | KvSet
-    | KvGet
-    | WorkerWelcome
-    | WorldAssigned
-    | Provisional
-    | HostsUpdated
-    | Cut
-    | RunAgain
-    | KvValues
-    | LoopResult
-    | Pong
-    | Goodbye
-)
+# --- encoding ---------------------------------------------------------------------------------
 
-_TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in typing.get_args(Message)}
+_TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in Message.__subclasses__()}
 _HINTS: dict[type[Any], dict[str, Any]] = {}
 _SEPARATOR = b"\n"
 
 
 def encode(message: Message) -> bytes:
     """Return a message as bytes: a line of JSON, then the payload if the message has one."""
-    fields = {f.name: _plain(getattr(message, f.name)) for f in dataclasses.fields(message) if f.name != "payload"}
+    fields = _values(message)
+    payload: bytes = fields.pop("payload", b"")
     fields["type"] = type(message).__name__
-    head = json.dumps(fields, separators=(",", ":")).encode()
-    return head + _SEPARATOR + getattr(message, "payload", b"")
+    return json.dumps(fields, separators=(",", ":"), default=_values).encode() + _SEPARATOR + payload
+
+
+def _values(value: Any) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
 
 
 def decode(data: bytes) -> Message:
@@ -385,31 +366,20 @@ def decode(data: bytes) -> Message:
     cls = _TYPES.get(name) if isinstance(name, str) else None
     if cls is None:
         raise ProtocolError(f"unknown message type {name!r}")
-    hints = _hints(cls)
-    if "payload" in hints:
-        if "payload" in fields:
-            raise ProtocolError(f"{name}: payload in the head")
-        return typing.cast(Message, _build(cls, fields, name, payload=payload))
-    if payload:
+    ready = {"payload": payload} if "payload" in _hints(cls) else {}
+    if ready and "payload" in fields:
+        raise ProtocolError(f"{name}: payload in the head")
+    if payload and not ready:
         raise ProtocolError(f"{name}: {len(payload)} bytes behind a message that carries none")
-    return typing.cast(Message, _build(cls, fields, name))
+    return typing.cast(Message, _build(cls, fields, name, **ready))
 
 
 def _hints(cls: type[Any]) -> dict[str, Any]:
+    """Return the type of each field of a dataclass."""
     if cls not in _HINTS:
         hints = typing.get_type_hints(cls)
         _HINTS[cls] = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
     return _HINTS[cls]
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
 
 
 def _build(cls: type[Any], fields: dict[str, Any], where: str, **ready: Any) -> Any:
@@ -451,3 +421,51 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     if type(value) is not hint:  # exact: a bool must not pass as an int
         raise ProtocolError(f"{where}: expected {hint.__name__}, got {type(value).__name__}")
     return value
+
+
+# --- the specification that a launched agent gets ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """Everything that an agent needs; the same for each slot of a job.
+
+    It holds the job's key, so it travels only in Spark's own serialisation or through a launcher's pipe, pickled.
+    """
+
+    job: str
+    """The job's name in logs and descriptions."""
+    driver_addresses: tuple[tuple[str, int], ...]
+    """Addresses of the driver's rendezvous server, in the order in which to try them."""
+    key: bytes = field(repr=False)
+    """The job's key for the channels."""
+    function: bytes = field(repr=False)
+    """cloudpickle of (fn, args, kwargs)."""
+    connect_timeout_s: float
+    made_by: str
+    """`interpreter()` of the driver, for the error of a worker that cannot load the function."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables to add to the worker's environment."""
+    device: str = "auto"
+    """Device of the workers: "auto", "cpu", "cuda" or "cuda:N"."""
+    nics: tuple[str, ...] | None = None
+    """Network interfaces that may carry collectives; None for any."""
+    preimport: tuple[str, ...] = ("torch", "torch._dynamo")
+    """Modules that a worker imports while it waits for its order, see `modules_of`."""
+
+
+def modules_of(function: bytes) -> tuple[str, ...]:
+    """Guess from the names in a pickled function which slow modules it imports, so that workers import them early.
+
+    A wrong guess costs time and nothing else.
+    """
+    if b"tensorflow" in function:
+        return ("torch", "tensorflow", "keras", "spark_elastic.tensorflow")
+    if b"keras" in function:  # keras imports the backend that KERAS_BACKEND names
+        return ("torch", "keras", "spark_elastic.collective.operations")
+    return ("torch", "torch._dynamo")  # the first optimizer in a process imports torch._dynamo, in 2 s
+
+
+def interpreter() -> str:
+    """Describe this process's Python and cloudpickle for error messages."""
+    return f"Python {platform.python_version()} ({sys.executable}) with cloudpickle {cloudpickle.__version__}"

@@ -30,9 +30,8 @@ class FinishedLoop:
 class Loops:
     """The elastic loops of this process, numbered from 1 in the order in which a call of the function enters them.
 
-    When a world breaks after a loop, the user's function is called again in the same process. It runs anew up to that
-    loop, which takes up the state and the result that are kept here; then what follows it is run again. `task.main`
-    calls the function, `elastic.loop` enters and finishes the loops.
+    When a world breaks after a loop, `task.main` calls the user's function again in the same process. `elastic.loop`
+    then skips the finished loops, whose states and results are kept here, and what follows them is run again.
     """
 
     def __init__(self) -> None:
@@ -41,7 +40,7 @@ class Loops:
         self._finished: list[FinishedLoop] = []
         self._has_joined = True
         self.on_run_again: Callable[[], None] | None = None
-        """Leaves the world, and does without one until a loop is entered. Set by `collective.process`."""
+        """A function that leaves the world until a loop is entered. Set by `collective.process`."""
 
     def enter(self) -> int:
         """Enter the next loop, and return its number."""
@@ -59,7 +58,7 @@ class Loops:
 
     @property
     def unbroken(self) -> bool:
-        """True if this process was in every finished loop, so that what it builds rests on their states."""
+        """True if this process took part in every finished loop, and has their states."""
         return all(loop.state is not None for loop in self._finished)
 
     def finish(self, number: int, state: Any, result: Any) -> None:
@@ -67,7 +66,7 @@ class Loops:
         self._finished[number - 1 :] = [FinishedLoop(state, result)]
 
     def joined(self) -> None:
-        """Note that this process is a member of a world."""
+        """Record that this process is a member of a world."""
         self._has_joined = True
 
     @property
@@ -139,8 +138,8 @@ class WorkerLink(Protocol):
         Args:
             round: The round of the last world, 0 if there was none.
             version: Version of the state held here.
-            loop: Number of the elastic loop that calls this; 0: `init()` does.
-            meanwhile: Called between the report and the wait.
+            loop: Number of the elastic loop that calls this; 0: `init()` calls it.
+            meanwhile: A function to call between the report and the wait.
 
         Returns:
             The world; a provisional position if the job is in a later loop, to which the function has to skip.
@@ -152,11 +151,11 @@ class WorkerLink(Protocol):
         ...
 
     def entered_loop(self) -> None:
-        """Note that an elastic loop was entered: this worker's state can be recovered from now on."""
+        """Record that an elastic loop was entered: this worker's state can be recovered from now on."""
         ...
 
     def left_loop(self) -> None:
-        """Note that the elastic loop has returned: if the world breaks, the driver waits for the function's end."""
+        """Record that the elastic loop has returned: if the world breaks, the driver waits for the function's end."""
         ...
 
     def offer_loop_result(self, loop: int, problem: str, result: bytes) -> None:
@@ -170,7 +169,7 @@ class WorkerLink(Protocol):
         ...
 
     def loop_result(self, loop: int, timeout_s: float) -> tuple[str, bytes]:
-        """Return what another worker has offered of a loop that this one skips: (problem, result).
+        """Return the (problem, result) that another worker has offered of a loop that this one skips.
 
         Raises:
             TimeoutError: Nothing arrived within `timeout_s`.
@@ -178,7 +177,7 @@ class WorkerLink(Protocol):
         ...
 
     def blocked(self, waiting: bool) -> None:
-        """Note that the training thread begins or ends to wait in a collective. Cheap; sent with the heartbeats."""
+        """Record that the training thread begins or ends to wait in a collective. Cheap; sent with the heartbeats."""
         ...
 
     @property
@@ -191,13 +190,13 @@ class WorkerLink(Protocol):
         ...
 
     def cut_round(self) -> int:
-        """Return the newest round that the driver ordered to cut (0: none). Cheap."""
+        """Return the number of the newest round that the driver has ended with a `Cut` message (0: none). Cheap."""
         ...
 
     def on_cut(self, callback: Callable[[int, str], None] | None) -> None:
-        """Call `callback(round, why)` from the channel thread the moment a cut arrives; None ends that.
+        """Call `callback(round, why)` from the channel's thread when a `Cut` message arrives; None: call nothing.
 
-        Called at once if the cut of the newest round came before the registration.
+        The callback is called at once if the newest round was ended before the registration.
         """
         ...
 
@@ -222,7 +221,7 @@ class WorkerLink(Protocol):
         """Wait until every key is set, and return their values.
 
         Raises:
-            HorovodInternalError: The round was cut or replaced meanwhile.
+            HorovodInternalError: The driver has ended the round, or published a newer one.
             TimeoutError: A key was not set within `timeout_s`.
         """
         ...

@@ -45,7 +45,7 @@ def test_a_communicator_of_one_reduces_is_aborted_and_made_anew():
         tensor = torch.arange(1 << 20, dtype=torch.float32, device="cuda")
         communicator.wait(communicator.allreduce(tensor, dist.ReduceOp.SUM))
         assert tensor[:3].tolist() == [0.0, 1.0, 2.0]
-        communicator.close()
+        communicator.cut()
 
 
 def test_a_cut_ends_the_wait_for_a_gpu_that_does_not_get_ready():

@@ -6,7 +6,7 @@ from spark_elastic.collective.devices import DeviceInfo, MemberDevice, choose_ba
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.settings import RunSettings
 from spark_elastic.task.worker_process import worker_environment
-from spark_elastic.wire.launch_spec import LaunchSpec
+from spark_elastic.wire.messages import LaunchSpec
 
 NONE = DeviceInfo("2.7.0+cpu", None, 0)
 BLIND = DeviceInfo("2.7.0", "12.6", 0)

@@ -12,7 +12,7 @@ from spark_elastic.driver.spark import launcher
 from spark_elastic.jobs import backends
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.task import agent, spark_agent
-from spark_elastic.wire.launch_spec import LaunchSpec
+from spark_elastic.wire.messages import LaunchSpec
 
 
 @pytest.fixture

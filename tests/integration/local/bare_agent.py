@@ -1,4 +1,4 @@
-"""An agent on a host without any interface that others reach: as `spark_elastic.task.local_agent` otherwise."""
+"""An agent on a host without any interface that others reach: as `spark_elastic.task.agent` otherwise."""
 
 import os
 import pickle

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.task.memory import MemoryKills, describe_kills, memory_kills
+from spark_elastic.task.worker_process import MemoryKills, describe_kills, memory_kills
 
 
 def system(root: Path, cgroup: str, files: dict[str, str]) -> Path:

@@ -11,7 +11,7 @@ import pytest
 from spark_elastic.membership.topology import SlotReport
 from spark_elastic.task import agent as agents
 from spark_elastic.task.agent import ProbePort
-from spark_elastic.wire.launch_spec import LaunchSpec
+from spark_elastic.wire.messages import LaunchSpec
 
 WAIT_S = 20.0
 

@@ -7,7 +7,7 @@ import os
 import signal
 
 from spark_elastic.task.worker_process import WorkerProcess, process_state, worker_environment
-from spark_elastic.wire.launch_spec import LaunchSpec
+from spark_elastic.wire.messages import LaunchSpec
 
 WAIT_S = 20.0
 
@@ -48,7 +48,7 @@ def kill_worker_with_endlessly_writing_child(tmp_path, own_group):
         process = WorkerProcess(order, env, watcher)
         while not any(line.startswith("child ") for line in watcher.lines):
             await asyncio.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(process._process.pid, signal.SIGKILL)
         code = await asyncio.wait_for(watcher.exit_code, WAIT_S)
         child = next(line for line in watcher.lines if line.startswith("child "))
         return code, int(child.split()[1])
@@ -75,8 +75,8 @@ def test_stopped_process_is_not_seen_running():
         process = WorkerProcess(order, dict(os.environ), watcher)
         seen = [process.is_seen_running]
         for number, letter in ((signal.SIGSTOP, "T"), (signal.SIGCONT, "RS"), (signal.SIGKILL, "Z")):
-            os.kill(process.pid, number)
-            while process_state(process.pid) not in (letter if number != signal.SIGKILL else ("Z", "")):
+            os.kill(process._process.pid, number)
+            while process_state(process._process.pid) not in (letter if number != signal.SIGKILL else ("Z", "")):
                 await asyncio.sleep(0.01)
             seen.append(process.is_seen_running)
         await watcher.exit_code

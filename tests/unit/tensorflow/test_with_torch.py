@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from spark_elastic.task.worker_process import worker_environment
-from spark_elastic.wire.launch_spec import LaunchSpec, modules_of
+from spark_elastic.wire.messages import LaunchSpec, modules_of
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective import devices
+from spark_elastic.collective import devices, shared_memory
 from spark_elastic.collective.process import process
-from spark_elastic.collective.shared_memory import segment
 from spark_elastic.errors import InvalidSettingsError, UsageError
 from tests.leftovers import threads_settle
 from tests.unit.world_link import die, tell
@@ -24,11 +23,11 @@ from tests.unit.worlds import WorldDriver
 ONE_HOST, TWO_HOSTS = ("127.0.0.1",), ("127.0.0.1", "127.0.0.2")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64, torch.uint8)
-COUNTS = (0, 1, 7, 4095, 70_001, segment.LARGE_BYTES // 2 + 5)
+COUNTS = (0, 1, 7, 4095, 70_001, shared_memory.LARGE_BYTES // 2 + 5)
 TWICE_ROUNDED = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-6, torch.float64: 1e-14}
 OPERATORS = {hvd.Sum: torch.Tensor.sum, hvd.Min: torch.Tensor.amin, hvd.Max: torch.Tensor.amax}
 
-pytestmark = pytest.mark.skipif(not segment.FUTEX_AVAILABLE, reason="words cannot be shared here")
+pytestmark = pytest.mark.skipif(not shared_memory.FUTEX_AVAILABLE, reason="words cannot be shared here")
 
 
 def together(function, count, *args, hosts=ONE_HOST):
@@ -101,7 +100,7 @@ def in_any_order():
     os.environ[devices.REDUCTION_SETTING] = "shared"
     hvd.init()
     r, n = hvd.rank(), hvd.size()
-    first = [hvd.allreduce_async(torch.full((3,), float(r + k)), op=hvd.Sum) for k in range(2 * segment.DEPTH)]
+    first = [hvd.allreduce_async(torch.full((3,), float(r + k)), op=hvd.Sum) for k in range(2 * shared_memory.DEPTH)]
     large = hvd.allreduce_async(torch.full((30_000_000,), 1.0), op=hvd.Sum)
     over_gloo = hvd.allgather_async(torch.tensor([r]))
     other_set = hvd.allreduce_async(torch.full((9,), 2), op=hvd.Sum, process_set=hvd.local_process_set)

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective import devices
+from spark_elastic.collective import devices, shared_memory
 from spark_elastic.collective.process import process
-from spark_elastic.collective.shared_memory import segment
 from tests.unit.world_link import link, tell
 from tests.unit.worlds import WorldDriver
 
-pytestmark = pytest.mark.skipif(not segment.FUTEX_AVAILABLE, reason="words cannot be shared here")
+pytestmark = pytest.mark.skipif(not shared_memory.FUTEX_AVAILABLE, reason="words cannot be shared here")
 
 COUNTS = (3, 5_000, 300_000, 1_200_000)
 

@@ -349,13 +349,13 @@ def _nothing() -> None: ...
 
 def _die_within(kind: str, count: int) -> None:
     """Let this process end at the `count`-th time."""
+    from spark_elastic.collective import fused
     from spark_elastic.collective.fused import FusedReduction
-    from spark_elastic.keras import tensorflow_backend
     from spark_elastic.ml.keras.engine import KerasEngine
     from tests.unit.world_link import die
 
     place, name = {
-        "in a layer's reduction": (tensorflow_backend, "add_up"),
+        "in a layer's reduction": (fused, "add_up"),
         "before a reduction": (FusedReduction, "__call__"),
         "after a reduction": (FusedReduction, "__call__"),
         "in a validation": (KerasEngine, "measure"),

@@ -1,4 +1,4 @@
-"""Reductions among the processes of one host, through memory that they share.
+"""Reductions among the processes of one host, through the segments of `shared_memory`.
 
 A tensor is sent in chunks. A member copies a chunk into its own segment and counts it as arrived. Then either
 
@@ -12,6 +12,7 @@ Either way all members get the same bits. A slot of a segment is reused once all
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,18 +21,26 @@ from typing import Any, NamedTuple
 
 import torch
 
+from spark_elastic import clock
 from spark_elastic.collective.gloo import Fill, GlooGroup
-from spark_elastic.collective.shared_memory.peers import HostPeers, Peer, SpinWait, first_count
-from spark_elastic.collective.shared_memory.segment import (
+from spark_elastic.collective.joining import STALL_S
+from spark_elastic.collective.shared_memory import (
     ARRIVED,
     CONSUMED,
     DEPTH,
+    LEFT,
     REDUCED,
     SMALL_BYTES,
     TABLE,
+    HostPeers,
+    Mapping,
+    Peer,
     SlotPool,
+    first_count,
+    futex_wait,
+    futex_wake,
 )
-from spark_elastic.errors import UsageError
+from spark_elastic.errors import HorovodInternalError, UsageError
 
 # --- chunks: their codes in the table, how they are combined and cut into slices ------------------------
 
@@ -63,7 +72,9 @@ class Chunk:
     in_place: bool
     """`out` holds the contribution too, until it is overwritten by the result."""
     code: int
+    """See `chunk_code`."""
     op: Any
+    """Gloo's reduction operator."""
     slices: list[slice] | None
     """The elements that each owner combines for all; None: every member combines all elements."""
     between: Any = None
@@ -75,6 +86,7 @@ class Chunk:
 
 
 def reducible(tensor: torch.Tensor, op: Any) -> bool:
+    """Return True if this reduction can use shared memory; the answer is the same on every member."""
     return tensor.dtype in _KINDS and tensor.device.type == "cpu" and _name(op) in _OPERATORS
 
 
@@ -84,13 +96,13 @@ def chunk_code(tensor: torch.Tensor, op: Any) -> int:
     return nbytes << 16 | _KINDS[tensor.dtype] << 8 | _OPERATORS[_name(op)][0]
 
 
-def bytes_of(code: int) -> int:
+def _chunk_bytes(code: int) -> int:
     return code >> 16
 
 
-def described(code: int) -> str:
+def _described(code: int) -> str:
     dtype = next((str(dtype) for dtype, number in _KINDS.items() if number == code >> 8 & 0xFF), "?")
-    return f"{code >> 16} bytes of {dtype}"
+    return f"{_chunk_bytes(code)} bytes of {dtype}"
 
 
 def slices_of(tensor: torch.Tensor, owners: int) -> list[slice]:
@@ -120,6 +132,76 @@ def _name(op: Any) -> str:
     return str(op).rsplit(".", 1)[-1]
 
 
+# --- waiting for a peer -----------------------------------------------------------------------------
+
+SPIN_S = 100e-6
+"""About the cost of a sleep and its wake-up. A longer spin takes the core from a peer that needs it to compute."""
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.5e-3, 20e-3
+
+
+class SpinWait:
+    """Waits for a counter of a peer to reach a value: spins for a moment, then sleeps until the peer wakes it.
+
+    Args:
+        check: raises if the round is over.
+        report_stall: called with True when a wait takes longer than `STALL_S`, and with False when that wait ends.
+        meanwhile: does other work; called after each sleep of a wait.
+    """
+
+    def __init__(
+        self, check: Callable[[], None], report_stall: Callable[[bool], None], meanwhile: Callable[[], None]
+    ) -> None:
+        self._check = check
+        self._report_stall = report_stall
+        self._meanwhile = meanwhile
+        self._asleep_on = 0
+
+    def until(self, peer: Peer, counter: int, target: int) -> None:
+        """Block until a counter of the peer's segment is at least `target`; `counter` is its index.
+
+        Raises:
+            HorovodInternalError: the peer has left or died, or this round's collectives were ended.
+        """
+        counters = peer.counters
+        if counters[counter] >= target:
+            return
+        give_up = clock.monotonic() + SPIN_S
+        while clock.monotonic() < give_up:
+            for _ in range(4):
+                if counters[counter] >= target:
+                    return
+            os.sched_yield()
+        self._sleep_until(peer, counter, target)
+
+    def _sleep_until(self, peer: Peer, counter: int, target: int) -> None:
+        counters = peer.counters
+        address = peer.counter_address(counter)
+        nap, stall_at, stalled = _SHORTEST_NAP_S, clock.monotonic() + STALL_S, False
+        try:
+            while (value := counters[counter]) < target:
+                self._asleep_on = address
+                self._check()
+                if counters[LEFT] and counters[counter] < target:
+                    raise HorovodInternalError(f"a collective failed: rank {peer.rank} has left the round")
+                futex_wait(address, value, nap)
+                self._meanwhile()
+                if nap > _SHORTEST_NAP_S and peer.is_dead() and counters[counter] < target:
+                    raise HorovodInternalError(f"a collective failed: the process of rank {peer.rank} is gone")
+                nap = min(2 * nap, _LONGEST_NAP_S)
+                if not stalled and clock.monotonic() >= stall_at:
+                    stalled = True
+                    self._report_stall(True)
+        finally:
+            self._asleep_on = 0
+            if stalled:
+                self._report_stall(False)
+
+    def interrupt(self) -> None:
+        """Wake a sleeping wait so that it checks the round again; from any thread."""
+        if self._asleep_on:
+            futex_wake(self._asleep_on)
+
+
 # --- reducing ---------------------------------------------------------------------------------------
 
 _WINDOW = 8
@@ -145,7 +227,7 @@ class SharedMemoryReducer:
     Args:
         found: the members of this host.
         round: the round of their group.
-        wait: waits for a peer's word.
+        wait: waits for peers.
         owners: the number of members that own a slice, the same on every host.
         sliced_from: the size in bytes from which chunks are reduced by slices; None: no chunk is.
         between: the owners of this member's slice on all hosts; None if there is one host, or if this member owns none.
@@ -182,9 +264,6 @@ class SharedMemoryReducer:
         self._views: dict[tuple[int, int, int], torch.Tensor] = {}
         _reducers.add(self)
 
-    takes = staticmethod(reducible)
-    """Return True if this reduction can use shared memory; the answer is the same on every member."""
-
     def launch(self, tensor: torch.Tensor, op: Any, fill: Fill | None = None) -> SharedWork:
         """Send a contiguous tensor, or the values that `fill` writes; after `wait` the tensor holds the result.
 
@@ -217,7 +296,7 @@ class SharedMemoryReducer:
         return any(chunk.slices for chunk in self._pending)
 
     def interrupt(self) -> None:
-        """Make a wait notice that the round is over."""
+        """Wake a sleeping wait so that it checks the round again; from any thread."""
         self._spin_wait.interrupt()
 
     def close(self) -> None:
@@ -243,7 +322,7 @@ class SharedMemoryReducer:
 
     def _send(self, out: torch.Tensor, start: int, op: Any, fill: Fill | None) -> None:
         code = chunk_code(out, op)
-        pool = self._own.small if bytes_of(code) <= SMALL_BYTES else self._own.large
+        pool = self._own.small if _chunk_bytes(code) <= SMALL_BYTES else self._own.large
         offset = self._slot(pool)
         sent = self._view(self._own, -1, offset, code, out.dtype)
         if fill is None:
@@ -251,11 +330,11 @@ class SharedMemoryReducer:
         else:
             fill(sent, start)
         number = self._launched
-        words = self._own.words
+        counters = self._own.counters
         at = TABLE + 2 * (number % DEPTH)
-        words[at] = offset
-        words[at + 1] = code
-        by_slices = self._sliced_from is not None and bytes_of(code) >= self._sliced_from
+        counters[at] = offset
+        counters[at + 1] = code
+        by_slices = self._sliced_from is not None and _chunk_bytes(code) >= self._sliced_from
         slices = slices_of(out, self._owners) if by_slices else None
         self._launched = number + 1
         self._pending.append(Chunk(number, out, sent, fill is None, code, op, slices))
@@ -281,7 +360,7 @@ class SharedMemoryReducer:
 
     def _reclaim(self) -> None:
         """Return the slots to their pools that all members have read."""
-        read = min([self._consumed, *(peer.words[CONSUMED] - self._base for peer in self._peers)])
+        read = min([self._consumed, *(peer.counters[CONSUMED] - self._base for peer in self._peers)])
         while self._sent and self._sent[0][0] < read:
             _, pool, offset = self._sent.popleft()
             pool.free.append(offset)
@@ -324,7 +403,7 @@ class SharedMemoryReducer:
 
     def _has_arrived(self, number: int) -> bool:
         due = self._base + number + 1
-        return all(peer.words[ARRIVED] >= due for peer in self._peers)
+        return all(peer.counters[ARRIVED] >= due for peer in self._peers)
 
     def _next_is_ready(self) -> bool:
         """Return True if `_read_next` would not wait."""
@@ -334,7 +413,7 @@ class SharedMemoryReducer:
         if self._summed <= chunk.number or self._is_crossing(chunk):
             return False
         due = self._base + chunk.number + 1
-        return all(peer.words[REDUCED] >= due for peer in self._owners_of(chunk))
+        return all(peer.counters[REDUCED] >= due for peer in self._owners_of(chunk))
 
     def _is_crossing(self, chunk: Chunk) -> bool:
         return bool(self._crossing) and self._crossing[0].number <= chunk.number
@@ -387,20 +466,21 @@ class SharedMemoryReducer:
 
     def _part(self, chunk: Chunk, peer: Peer) -> torch.Tensor:
         at = TABLE + 2 * (chunk.number % DEPTH)
-        if peer.words[at + 1] != chunk.code:
+        code = peer.counters[at + 1]
+        if code != chunk.code:
             raise UsageError(
                 "ranks reduce different tensors at a time; call collectives in the same order everywhere: "
-                f"{described(peer.words[at + 1])} on local rank {peer.rank}, {described(chunk.code)} on {self._rank}"
+                f"{_described(code)} on local rank {peer.rank}, {_described(chunk.code)} on {self._rank}"
             )
-        return self._view(peer.segment, peer.rank, peer.words[at], chunk.code, chunk.out.dtype)
+        return self._view(peer, peer.rank, peer.counters[at], chunk.code, chunk.out.dtype)
 
-    def _view(self, segment: Any, rank: int, offset: int, code: int, dtype: torch.dtype) -> torch.Tensor:
+    def _view(self, segment: Mapping, rank: int, offset: int, code: int, dtype: torch.dtype) -> torch.Tensor:
         key = (rank, offset, code)
         found = self._views.get(key)
         if found is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            found = self._views[key] = segment.view(offset, bytes_of(code), dtype)
+            found = self._views[key] = segment.view(offset, _chunk_bytes(code), dtype)
         return found
 
 

@@ -1,0 +1,391 @@
+"""Memory that the processes of one host share: segments, and the members of a group that are found through them.
+
+A segment is written by one process and read by the others on its host. It is anonymous (`memfd_create`): it has no name
+in any file system, no limit but memory, and is freed with the last process that maps it. Others open it through
+`/proc/<pid>/fd`, which the kernel permits to the same user only.
+
+Layout, in bytes::
+
+    0         identity: a MAC that only a member of the job can compute for this round and rank
+    64        the counters, each on a separate cache line
+    TABLE     for each chunk sent, modulo DEPTH: its offset and its code
+    SMALL_AT  slots for small chunks
+    LARGE_AT  slots for large ones
+
+A process id and a descriptor's number do not identify a member: the same host address can belong to containers that
+cannot see each other's processes. So each member draws a nonce for this round, writes the identity that belongs to it
+into its own segment, and checks the identities in the segments of the others. The segments are used only if every
+member has found all of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import hmac
+import logging
+import mmap
+import os
+import platform
+import select
+import struct
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from spark_elastic.collective.devices import AUTO, GLOO, REDUCTION_SETTING, SHARED, reduction_setting
+from spark_elastic.collective.gloo import GlooGroup
+from spark_elastic.errors import UsageError
+from spark_elastic.wire.worker_link import WorkerLink
+
+log = logging.getLogger("spark_elastic.collective")
+
+# --- futex(2): sleep until another process changes a counter in shared memory ------------------------
+
+FUTEX_AVAILABLE = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+"""True where Python can synchronise through counters in shared memory.
+
+On x86-64, other cores see stores in the order in which they were made, without a fence. On other architectures they may
+not, and Python has no fence.
+"""
+
+_SYS_FUTEX = 202
+_WAIT, _WAKE = 0, 1
+_ALL_SLEEPERS = 0x7FFFFFFF
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+if FUTEX_AVAILABLE:
+    _argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
+    _releasing_lock = ctypes.CDLL(None).syscall  # other threads run meanwhile
+    _releasing_lock.argtypes = _argtypes
+    _holding_lock = ctypes.PyDLL(None).syscall  # returns in a microsecond: releasing Python's lock would cost more
+    _holding_lock.argtypes = _argtypes
+
+
+def futex_wait(address: int, value: int, timeout_s: float) -> None:
+    """Sleep until woken or `timeout_s` has passed; return at once if the 32-bit number at `address` is not `value`.
+
+    The kernel compares and falls asleep in one step: a process that stores first and then wakes is never missed.
+    """
+    seconds = int(timeout_s)
+    limit = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
+    _releasing_lock(_SYS_FUTEX, address, _WAIT, value & 0xFFFFFFFF, ctypes.addressof(limit))
+
+
+def futex_wake(address: int) -> None:
+    """Wake all threads, of any process, that sleep on the counter at `address`. Fast if there are none."""
+    _holding_lock(_SYS_FUTEX, address, _WAKE, _ALL_SLEEPERS, None)
+
+
+# --- segments -----------------------------------------------------------------------------------------
+
+NAME = "spark-elastic"
+DEPTH = 512
+"""The number of chunks that may be in flight at a time."""
+SMALL_BYTES = 16 << 10
+LARGE_BYTES = 1 << 20
+
+_TABLE_AT = 4096
+_SMALL_AT = _TABLE_AT + 16 * DEPTH
+_SMALL_COUNT = 256
+_LARGE_AT = _SMALL_AT + _SMALL_COUNT * SMALL_BYTES
+_LARGE_COUNT = 64
+_SIZE = _LARGE_AT + _LARGE_COUNT * LARGE_BYTES
+
+# indexes of the counters, of 8 bytes each
+ARRIVED = 64 // 8
+"""The count of chunks that can be read in this segment."""
+REDUCED = 128 // 8
+"""The count of chunks whose sum is in this member's slice."""
+CONSUMED = 192 // 8
+"""The count of chunks that this member has read from all segments."""
+LEFT = 256 // 8
+"""Not 0: this member has left the round and will send no more chunks."""
+TABLE = _TABLE_AT // 8
+
+
+class Mapping:
+    """A segment in this process's address space."""
+
+    def __init__(self, descriptor: int, writable: bool) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._map = mmap.mmap(descriptor, _SIZE, mmap.MAP_SHARED, protection)
+        self.counters = memoryview(self._map).cast("Q")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that it could write to a read-only buffer
+            self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.address = self.memory.data_ptr()
+
+    def view(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.memory[offset : offset + nbytes].view(dtype)
+
+    def unmap(self) -> None:
+        """Release the memory. Tensors in it keep it mapped for as long as they exist."""
+        self.counters.release()
+        del self.memory, self._map
+
+    def counter_address(self, counter: int) -> int:
+        return self.address + 8 * counter
+
+
+class OwnSegment(Mapping):
+    """The segment that this process writes.
+
+    Raises:
+        OSError: there is no memory, or no memfd_create.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.descriptor, _SIZE)
+            # allocate the pages before anybody writes to them: without memory for one, a store would be a SIGBUS
+            os.posix_fallocate(self.descriptor, 0, _SMALL_AT)
+            super().__init__(self.descriptor, writable=True)
+            self.small = SlotPool(self.descriptor, _SMALL_AT, _SMALL_COUNT, SMALL_BYTES, step=16)
+            self.large = SlotPool(self.descriptor, _LARGE_AT, _LARGE_COUNT, LARGE_BYTES, step=1)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def initialise(self, identity: bytes, round: int) -> None:
+        """Write this member's identity, and set the counters to the first count of the round."""
+        self._map[: len(identity)] = identity
+        for counter in (ARRIVED, REDUCED, CONSUMED):
+            self.counters[counter] = first_count(round)
+
+    def announce(self, counter: int, value: int) -> None:
+        """Store a counter and wake the peers that wait for it."""
+        self.counters[counter] = value
+        futex_wake(self.address + 8 * counter)
+
+    def leave(self) -> None:
+        """Set `LEFT`, wake the peers, and close. Existing views keep the memory mapped."""
+        if self.descriptor < 0:
+            return
+        self.counters[LEFT] = 1
+        for counter in (ARRIVED, REDUCED, CONSUMED):
+            futex_wake(self.counter_address(counter))
+        self.close()
+
+    def close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, -1
+        self.small.descriptor = self.large.descriptor = -1
+        if descriptor >= 0:
+            os.close(descriptor)
+            self.unmap()
+
+
+class SlotPool:
+    """Slots of equal size in a segment. The slot that was returned last is used first: it is in the cache."""
+
+    def __init__(self, descriptor: int, start: int, count: int, nbytes: int, step: int) -> None:
+        self.descriptor = descriptor
+        self.nbytes = nbytes
+        self.free: list[int] = []
+        """The offsets of the free slots."""
+        self._next = start
+        self._end = start + count * nbytes
+        self._step = step * nbytes
+        if not self.grow():
+            raise OSError("there is no memory for a segment")
+
+    def grow(self) -> bool:
+        """Add slots; return False if there is no memory or no space for more."""
+        if self._next >= self._end:
+            return False
+        try:
+            os.posix_fallocate(self.descriptor, self._next, self._step)
+        except OSError:
+            self._end = self._next  # continue with the present slots
+            return False
+        self.free += range(self._next, self._next + self._step, self.nbytes)
+        self._next += self._step
+        return True
+
+
+class Peer(Mapping):
+    """Another member on this host: its segment, mapped for reading, and its process.
+
+    Raises:
+        OSError: the segment cannot be opened, because it belongs to another user or another process id namespace.
+        ValueError: the segment does not have the identity.
+    """
+
+    def __init__(self, rank: int, pid: int, descriptor: int, identity: bytes) -> None:
+        path = f"/proc/{pid}/fd/{descriptor}"
+        # in this namespace the pid may be another process, and opening a pipe or a device of that has side effects
+        if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+            raise OSError(f"{path} is not a segment of shared memory")
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            super().__init__(opened, writable=False)
+        finally:
+            os.close(opened)
+        if not hmac.compare_digest(self._map[: len(identity)], identity):
+            self.unmap()
+            raise ValueError(f"process {pid} is not local rank {rank} here")
+        self.rank = rank
+        """Its rank among the members on this host."""
+        try:
+            self._process = os.pidfd_open(pid)
+        except (AttributeError, OSError):
+            self._process = -1
+
+    def is_dead(self) -> bool:
+        if self._process < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        descriptor, self._process = self._process, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        self.unmap()
+
+
+# --- finding the other members on this host --------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class HostPeers:
+    """This member's segment, and the other members on its host."""
+
+    own: OwnSegment
+    rank: int
+    """This member's rank among those on its host."""
+    peers: list[Peer]
+    cores: int
+    """The smallest number of cores that any of them may use."""
+    demanded: bool
+    """All members of the group are set to use shared memory even where it may be slower."""
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.own.close()
+
+
+class _Announcement(NamedTuple):
+    """A member's message to the others. `pid` is 0 if the member has no segment."""
+
+    pid: int
+    descriptor: int
+    cores: int
+    demanded: int
+    nonce: bytes
+
+
+_ANNOUNCEMENT = struct.Struct("<QQQQ32s")
+_warned = False
+
+
+def find_peers(group: GlooGroup, link: WorkerLink, hosts: Sequence[str]) -> HostPeers | None:
+    """Open the segments of the group's members on this host; return None if any member of the group cannot.
+
+    All members of the connected group call this together, and all of them get peers or all get None.
+
+    Args:
+        group: connects the members.
+        link: derives the key of the job.
+        hosts: the members' hosts, in the order of their ranks.
+
+    Raises:
+        HorovodInternalError: a peer is gone.
+        UsageError: the setting demands shared memory, which is impossible here.
+    """
+    wanted = reduction_setting()
+    own: OwnSegment | None = None
+    found: HostPeers | None = None
+    why = ""
+    if wanted == GLOO:
+        why = f"{REDUCTION_SETTING}=gloo"
+    elif not FUTEX_AVAILABLE:
+        why = "it needs Linux on x86-64"
+    else:
+        try:
+            own = OwnSegment()
+        except (OSError, AttributeError, ValueError) as error:
+            why = f"no memory to share could be made: {error}"
+    try:
+        key, nonce = link.derive_key("shared memory"), os.urandom(32)
+        mine = _Announcement(0, 0, 0, wanted == SHARED, nonce)
+        if own is not None:
+            own.initialise(_identity(key, group, group.rank, nonce), group.round)
+            mine = _Announcement(os.getpid(), own.descriptor, len(os.sched_getaffinity(0)), wanted == SHARED, nonce)
+        everyone = [_Announcement(*_ANNOUNCEMENT.unpack(each)) for each in group.exchange(_ANNOUNCEMENT.pack(*mine))]
+        if own is not None and all(announced.pid for announced in everyone):
+            here = [rank for rank, host in enumerate(hosts) if host == hosts[group.rank]]
+            try:
+                peers = _open_peers(key, group, here, everyone)
+            except (OSError, ValueError) as error:
+                why = f"another worker's memory cannot be opened: {error}"
+            else:
+                cores = min(everyone[rank].cores for rank in here)
+                demanded = all(announced.demanded for announced in everyone)
+                found = HostPeers(own, here.index(group.rank), peers, cores, demanded)
+        if all(any(answer) for answer in group.exchange(bytes([found is not None]))):
+            return found
+    except BaseException:
+        _close(own, found)
+        raise
+    _close(own, found)
+    why = why or "another worker cannot"
+    if wanted == SHARED:
+        raise UsageError(f"{REDUCTION_SETTING}=shared, but workers cannot share memory: {why}")
+    if wanted == AUTO:
+        _warn(why)
+    return None
+
+
+def first_count(round: int) -> int:
+    """Return the number that all counts of a round begin with, so that a count of another round is recognised."""
+    return (round & 0xFFFFFF) << 40
+
+
+def _identity(key: bytes, group: GlooGroup, rank: int, nonce: bytes) -> bytes:
+    return hmac.digest(key, f"{group.round} {group.name} {rank} ".encode() + nonce, hashlib.sha256)
+
+
+def _open_peers(key: bytes, group: GlooGroup, here: list[int], everyone: list[_Announcement]) -> list[Peer]:
+    """Open the segments of the other members on this host, whose ranks in the group are `here`; see `Peer`."""
+    peers: list[Peer] = []
+    try:
+        for local_rank, rank in enumerate(here):
+            other = everyone[rank]
+            if rank != group.rank:
+                peers.append(Peer(local_rank, other.pid, other.descriptor, _identity(key, group, rank, other.nonce)))
+    except BaseException:
+        for peer in peers:
+            peer.close()
+        raise
+    return peers
+
+
+def _close(own: OwnSegment | None, found: HostPeers | None) -> None:
+    if found is not None:
+        found.close()
+    elif own is not None:
+        own.close()
+
+
+def _warn(why: str) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        log.warning(
+            "workers on this host add up gradients through its network interface, not through memory: %s; run them as "
+            "one user who sees their processes (one container, or a shared process id namespace), or set %s=gloo",
+            why,
+            REDUCTION_SETTING,
+        )
