@@ -11,30 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spark_elastic.errors import JobCancelledError, LaunchError, UserFunctionError
+from spark_elastic.membership import events as seen
 from spark_elastic.membership.commands import Command, DismissAgent
-from spark_elastic.membership.crashes import REPORT_GRACE_S, BootFailures, CrashLoopDetector, Death, ProcessExit
 from spark_elastic.membership.deadlines import DriverPauses, Silence, Timers, excused_for_s
-from spark_elastic.membership.events import (
-    AgentAlive,
-    AgentJoined,
-    AgentLost,
-    CancelRequested,
-    DriverPaused,
-    Event,
-    ExecutorDecommissioned,
-    ExecutorLost,
-    HostsObserved,
-    JobStarted,
-    SlotEnded,
-    Tick,
-    WorkerAbandoned,
-    WorkerAlive,
-    WorkerDone,
-    WorkerLost,
-    WorkerRaised,
-    WorkerReady,
-)
-from spark_elastic.membership.reasons import LossCause, LossKind
+from spark_elastic.membership.failures import REPORT_GRACE_S, BootFailures, CrashLoopDetector
+from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words
 from spark_elastic.membership.registry import (
     ADMITTED,
     AT_INIT,
@@ -43,16 +24,13 @@ from spark_elastic.membership.registry import (
     READY,
     TRAINING,
     Agent,
-    MachineContext,
-    TimerKind,
     Worker,
     WorkerRegistry,
 )
-from spark_elastic.membership.slots import SlotScheduler
+from spark_elastic.membership.slots import MachineContext, SlotScheduler, TimerKind
 from spark_elastic.membership.states import ENDED, Phase
 from spark_elastic.membership.timeline import DriverStoodStill
 from spark_elastic.membership.topology import AgentId, WorkerId, World
-from spark_elastic.membership.wording import loss_in_words
 from spark_elastic.membership.worlds import WorldLifecycle
 from spark_elastic.settings import ElasticSettings
 
@@ -122,7 +100,7 @@ class Membership:
         return MembershipStatus(self.phase, self._registry.round, size, self._worlds.furthest.steps)
 
     def next_deadline(self) -> float | None:
-        """Return when to send a Tick if nothing else happens; None: never (before the start, after the end)."""
+        """Return when to send a seen.Tick if nothing else happens; None: never (before the start, after the end)."""
         if self.phase is Phase.CREATED or self.phase in ENDED:
             return None
         deadlines = (self._timers.next(), self._agents_heard.next(), self._workers_heard.next())
@@ -130,7 +108,7 @@ class Membership:
 
     # --- events -----------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> list[Command]:
+    def handle(self, event: seen.Event, now: float) -> list[Command]:
         """Return what to do about the event, in order.
 
         Deadlines are looked at on a `Tick` only, so that what is already in the driver's inbox is heard first.
@@ -141,67 +119,67 @@ class Membership:
         """
         self._now = max(self._now, now)
         if self.phase is Phase.CREATED:
-            if isinstance(event, JobStarted):
+            if isinstance(event, seen.JobStarted):
                 self._worlds.begin(self._now)
                 self._scheduler.launch_all()
-            elif isinstance(event, CancelRequested):
+            elif isinstance(event, seen.CancelRequested):
                 self._worlds.fail(JobCancelledError(event.why), self._now)
         elif self.phase not in ENDED:
             self._dispatch(event, self._now)
         # a heartbeat without consequences must stay cheap: there are hundreds a second
-        if self._context.commands or not isinstance(event, (WorkerAlive, AgentAlive)):
+        if self._context.commands or not isinstance(event, (seen.WorkerAlive, seen.AgentAlive)):
             self._worlds.evaluate(self._now)
         commands = list(self._context.commands)
         self._context.commands.clear()
         return commands
 
-    def _dispatch(self, event: Event, now: float) -> None:
+    def _dispatch(self, event: seen.Event, now: float) -> None:
         match event:
-            case WorkerAlive():
+            case seen.WorkerAlive():
                 self._on_worker_alive(event, now)
-            case AgentAlive():
+            case seen.AgentAlive():
                 self._on_agent_alive(event, now)
-            case DriverPaused(seconds):
+            case seen.DriverPaused(seconds):
                 self._on_driver_paused(seconds, now)
-            case WorkerReady():
+            case seen.WorkerReady():
                 self._on_worker_ready(event, now)
-            case WorkerLost():
+            case seen.WorkerLost():
                 self._on_worker_lost(event, now)
-            case WorkerDone(worker, in_loop, run):
+            case seen.WorkerDone(worker, in_loop, run):
                 record = self._registry.workers.get(worker)
                 current = record is not None and run == record.run
                 if record is not None and current and record.state in (BOOTING, ADMITTED, TRAINING):  # else: a repeat
                     self._workers_can_start()
                     self._worlds.on_done(record, in_loop, now)
-            case WorkerAbandoned():
+            case seen.WorkerAbandoned():
                 self._on_worker_abandoned(event, now)
-            case WorkerRaised():
+            case seen.WorkerRaised():
                 self._on_worker_raised(event, now)
-            case AgentJoined():
+            case seen.AgentJoined():
                 self._on_agent_joined(event, now)
-            case AgentLost():
+            case seen.AgentLost():
                 self._on_agent_lost(event, now)
-            case SlotEnded():
+            case seen.SlotEnded():
                 self._on_slot_ended(event, now)
-            case ExecutorDecommissioned(executor):
+            case seen.ExecutorDecommissioned(executor):
                 self._vacate(self._scheduler.decommission(executor), now)
-            case ExecutorLost(executor, cause):
+            case seen.ExecutorLost(executor, cause):
                 lost = LossCause(LossKind.EXECUTOR_LOST, name=executor, because=cause)
                 for agent in self._scheduler.executor_lost(executor):
                     self._send_home(agent, lost, now)
-            case HostsObserved(hosts):
+            case seen.HostsObserved(hosts):
                 if self._scheduler.observe_hosts(hosts):
                     self._review(None, now)
-            case CancelRequested(why):
+            case seen.CancelRequested(why):
                 self._worlds.fail(JobCancelledError(why), now)
-            case Tick():
+            case seen.Tick():
                 self._on_tick(now)
-            case JobStarted():
+            case seen.JobStarted():
                 pass  # a repeat
 
     # --- workers ----------------------------------------------------------------------------------
 
-    def _on_worker_alive(self, event: WorkerAlive, now: float) -> None:
+    def _on_worker_alive(self, event: seen.WorkerAlive, now: float) -> None:
         worker = self._registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
@@ -235,7 +213,7 @@ class Membership:
         if not idle:
             self._worlds.stalled(limit_s, now)
 
-    def _on_worker_ready(self, event: WorkerReady, now: float) -> None:
+    def _on_worker_ready(self, event: seen.WorkerReady, now: float) -> None:
         worker = self._registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
@@ -255,50 +233,37 @@ class Membership:
             self._worlds.on_ready(worker, event.version, event.loop, now)
 
     def _workers_can_start(self) -> None:
-        self._boot_failures.note_ready()
+        self._boot_failures.any_ready = True
         self._timers.cancel(("verdict", 0))
 
-    def _on_worker_lost(self, event: WorkerLost, now: float) -> None:
+    def _on_worker_lost(self, event: seen.WorkerLost, now: float) -> None:
         worker = self._registry.workers.get(event.worker)
         if event.exit_code is not None:
-            exit = ProcessExit(event.exit_code, event.stderr_tail, event.oom_kills, event.memory)
-            self._crashes.note_exit(event.worker, exit)
+            self._crashes.note_exit(event)
         if worker is None:
             # the agent's report of an exit comes after the channel's end, and it alone has the stderr
-            if event.exit_code is not None and self._boot_failures.explain(
-                event.worker, event.cause, event.stderr_tail
-            ):
+            if event.exit_code is not None and self._boot_failures.explain(event):
                 self._judge_boot_failures(now)
             self._judge_crashes(now)
         elif worker.state is DONE:
             worker.exited = True  # its result is with its agent: the process may go
         elif event.exit_code != 0:
-            self._lose_worker(worker, event.cause, event.stderr_tail, now)
+            self._lose_worker(worker, event, now)
         elif self._timers.get(("exit", worker.id)) is None:
             # its own channel has the last word: a Done may still be in it, and its end comes after that
             self._timers.set(("exit", worker.id), now + REPORT_GRACE_S)
 
-    def _lose_worker(self, worker: Worker, cause: LossCause, stderr_tail: str, now: float) -> None:
-        """Remove a worker whose process is gone, and judge whether the job can go on like this."""
+    def _lose_worker(self, worker: Worker, loss: seen.WorkerLost, now: float) -> None:
+        """Remove a worker whose process is gone, and decide if the job can continue."""
         self._remember_exited(worker)
         if worker.state is BOOTING:
-            self._boot_failures.add(worker.id, cause, stderr_tail)
+            self._boot_failures.add(loss)
             self._judge_boot_failures(now)
             if self.phase in ENDED:
                 return
         if worker.state is TRAINING:
-            death = Death(
-                worker.id,
-                worker.agent,
-                worker.place,
-                worker.round,
-                worker.rank or 0,
-                now,
-                after_loop=worker.after_loop,
-                returned=worker.run_again_in == worker.round,
-            )
-            self._crashes.note_death(death)
-        self._worlds.end_worker(worker, cause, now, failure=True)
+            self._crashes.note_death(worker, now)
+        self._worlds.end_worker(worker, loss.cause, now, failure=True)
         self._judge_crashes(now)
 
     def _judge_boot_failures(self, now: float) -> None:
@@ -319,7 +284,7 @@ class Membership:
             if due is not None:
                 self._timers.set(("crash", 0), due)
             return
-        hosts = {death.place.host for death, _ in self._crashes.crashes(now)}
+        hosts = {member.place.host for member, _ in self._crashes.crashes(now)}
         if len(hosts) == 1:
             host = hosts.pop()
             if self._scheduler.can_do_without(host):
@@ -329,7 +294,7 @@ class Membership:
                 return
         self._worlds.fail(self._crashes.error(self._worlds.furthest, now), now)
 
-    def _on_worker_abandoned(self, event: WorkerAbandoned, now: float) -> None:
+    def _on_worker_abandoned(self, event: seen.WorkerAbandoned, now: float) -> None:
         worker = self._registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
@@ -337,7 +302,7 @@ class Membership:
             self._scheduler.count_failure(self._registry.agent_of(worker), now)
         self._worlds.end_worker(worker, LossCause(LossKind.ABANDONED, detail=event.why), now, stop=True)
 
-    def _on_worker_raised(self, event: WorkerRaised, now: float) -> None:
+    def _on_worker_raised(self, event: seen.WorkerRaised, now: float) -> None:
         worker = self._registry.workers.get(event.worker)
         if worker is not None and worker.state is not DONE:
             self._remember_exited(worker)
@@ -368,7 +333,7 @@ class Membership:
 
     # --- agents and slots -------------------------------------------------------------------------
 
-    def _on_agent_alive(self, event: AgentAlive, now: float) -> None:
+    def _on_agent_alive(self, event: seen.AgentAlive, now: float) -> None:
         agent = self._registry.agents.get(event.agent)
         if agent is None:
             return
@@ -380,7 +345,7 @@ class Membership:
         if now - worker.heard_at < self.settings.stall_timeout_s:
             self._workers_heard.heard(worker.id, now)
 
-    def _on_agent_joined(self, event: AgentJoined, now: float) -> None:
+    def _on_agent_joined(self, event: seen.AgentJoined, now: float) -> None:
         slot = self._registry.slots.get(event.place.slot)
         if slot is not None and event.agent <= slot.newest:
             return  # a repeat, or an agent that was lost or replaced already
@@ -393,7 +358,7 @@ class Membership:
             self._review(agent.place.host, now)
             self._scheduler.fill(agent, now)
 
-    def _on_slot_ended(self, event: SlotEnded, now: float) -> None:
+    def _on_slot_ended(self, event: seen.SlotEnded, now: float) -> None:
         slot = self._registry.slots.get(event.slot)
         if slot is None or not slot.launched:
             return
@@ -405,7 +370,7 @@ class Membership:
         if refusal is not None:
             self._worlds.fail(LaunchError(reason=loss_in_words(refusal)), now)
 
-    def _on_agent_lost(self, event: AgentLost, now: float) -> None:
+    def _on_agent_lost(self, event: seen.AgentLost, now: float) -> None:
         agent = self._registry.agents.get(event.agent)
         if agent is not None:
             self._lose_agent(agent, event.cause, now)
@@ -482,7 +447,8 @@ class Membership:
                 if not self._worlds.waits_longer(number, now):
                     self._evict(number, LossCause(LossKind.NOT_BACK, seconds=self.settings.stall_timeout_s), now)
             case "exit":
-                self._lose_worker(self._registry.workers[number], LossCause(LossKind.EXITED, code=0), "", now)
+                loss = seen.WorkerLost(number, LossCause(LossKind.EXITED, code=0))
+                self._lose_worker(self._registry.workers[number], loss, now)
             case "launch":
                 self._scheduler.launch(self._registry.slots[number])
             case "crash":

@@ -1,12 +1,17 @@
-"""Reasons as data: why something was lost, why the world changes, what the job waits for.
+"""Reasons as data: why something was lost, why the world changes, what the job waits for; and the sentences about them.
 
-The machine's commands, records and errors carry these values. `membership.wording` makes sentences of them.
+The machine's commands, records and errors carry the data, and code that needs to know a reason looks at the data. The
+functions `..._in_words` at the end are the only place where it becomes words, for people.
 """
 
 from __future__ import annotations
 
 import enum
+import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from spark_elastic.errors import exit_in_words
 
 
 class LossKind(enum.Enum):
@@ -150,3 +155,175 @@ class Wait:
     finishing: int = 0
     """Survivors that run the code after their loop, and are waited for longer."""
     detail: str = ""
+
+
+# --- sentences -------------------------------------------------------------------------------------
+
+_LOSSES = {
+    LossKind.CONNECTION_CLOSED: "its connection closed ({cause.detail})",
+    LossKind.PROTOCOL_BROKEN: "it broke the protocol",
+    LossKind.SILENT: "silent for {cause.seconds:g} s",
+    LossKind.UNRESPONSIVE: "silent for {cause.seconds:.0f} s, longer than stall_timeout, although its process runs",
+    LossKind.NOT_READY: "not ready within start_timeout ({cause.seconds:g} s)",
+    LossKind.NOT_BACK: "did not come to the next round within stall_timeout ({cause.seconds:g} s)",
+    LossKind.BLOCKED_OTHERS: "the others have waited for it in a collective for stall_timeout ({cause.seconds:g} s)",
+    LossKind.AGENT_LOST: "its agent is lost: {because}",
+    LossKind.AGENT_REPLACED: "a newer agent has its slot",
+    LossKind.TASK_ENDED: "its task ended: {because}",
+    LossKind.TASK_REMAINS: "its agent is gone and its task does not end",
+    LossKind.NOT_LAUNCHED: "slot {cause.name} is not launched",
+    LossKind.EXECUTOR_LOST: "executor {cause.name} is lost: {because}",
+    LossKind.EXECUTOR_UNLISTED: "Spark no longer lists it",
+    LossKind.DECOMMISSIONED: "executor {cause.name} is being decommissioned",
+    LossKind.HOST_NOT_ALLOWED: "host {cause.name} is not among the hosts to use ({cause.detail})",
+    LossKind.PLAIN_FUNCTION: "its world broke, and a plain function can only be run again from the start",
+    LossKind.PROCESS_ENDED: "its world broke after its function had returned and its process had ended",
+}
+
+
+def loss_in_words(cause: LossCause) -> str:
+    """Return the whole chain of a loss, outermost first."""
+    match cause.kind:
+        case LossKind.EXITED:
+            return cause.detail or _exit(cause.code or 0)
+        case LossKind.AGENT_EXITED:
+            return f"its agent {exit_in_words(cause.code or 0)}"
+        case LossKind.HOST_FULL:
+            return f"host {cause.name} may use {counted(cause.count, 'slot')}"
+        case LossKind.HOST_EXCLUDED:
+            return f"host {cause.name} is left alone: {crashes_in_words(cause.count)}"
+        case _:
+            because = "" if cause.because is None else loss_in_words(cause.because)
+            return _LOSSES.get(cause.kind, "{cause.detail}").format(cause=cause, because=because)
+
+
+def _exit(code: int) -> str:
+    if code == 0:
+        return "exited with code 0 before the function was finished"
+    if code > 0:
+        return f"exited with code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name} (exit code {code})"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def crashes_in_words(worlds: int) -> str:
+    """Return why a host is excluded."""
+    return f"{worlds} worlds in a row crashed there" if worlds != 1 else "a world crashed there"
+
+
+def missing_in_words(causes: Sequence[LossCause]) -> str:
+    """Return why slots have no agent; empty if no launch has failed."""
+    if not causes:
+        return ""
+    return "launches ended before their agent joined: " + "; ".join(dict.fromkeys(map(loss_in_words, causes)))
+
+
+def change_in_words(change: WorldChange) -> str:
+    """Return why a world ended or the next one is built."""
+    before = "" if change.before is None else change_in_words(change.before)
+    cause = "" if change.cause is None else loss_in_words(change.cause)
+    match change.kind:
+        case WorldChangeKind.JOB_STARTS:
+            return "the job starts"
+        case WorldChangeKind.STARTED_OVER:
+            return f"starting over, nobody held a state ({before})"
+        case WorldChangeKind.GATHERED if change.have >= change.want:
+            return f"{before}: {counted(change.have, 'worker')} ready, {change.want} wanted"
+        case WorldChangeKind.GATHERED:
+            enough = f"{change.need} {'is' if change.need == 1 else 'are'} enough"
+            some = f"{change.have} of {counted(change.want, 'worker')}"
+            return f"{before}: {some} ready after a grace of {change.seconds:g} s; {enough}"
+        case WorldChangeKind.NEWCOMERS:
+            return f"{change.have} more ready to train"
+        case WorldChangeKind.LEAVING:
+            return cause
+        case WorldChangeKind.MEMBER_LOST:
+            return f"rank {change.rank} on {change.host} is gone: {cause}"
+        case WorldChangeKind.COLLECTIVE_FAILED:
+            return f"a collective failed for rank {change.rank} on {change.host}"
+        case WorldChangeKind.ALL_BLOCKED:
+            members = "the only member has" if change.have == 1 else f"all {change.have} members have"
+            return f"{members} waited in a collective for {change.seconds:g} s"
+        case WorldChangeKind.NO_STEP:
+            return f"no step in {change.seconds:g} s since the workers were asked to stop"
+        case WorldChangeKind.NOT_STOPPED:
+            return f"{counted(change.have, 'worker')} did not stop at the step where the others did"
+        case WorldChangeKind.RESULTS_GONE:
+            return "the agents that held the results are gone"
+
+
+def wait_in_words(wait: Wait) -> str:
+    """Return what is waited for, with how long it may take, and why slots are missing."""
+    words = _wait(wait)
+    missing = missing_in_words(wait.missing)
+    return f"{words}; {missing}" if missing else words
+
+
+def _wait(wait: Wait) -> str:
+    change = "" if wait.change is None else change_in_words(wait.change)
+    wanted = f"{wait.have} of {counted(wait.want, 'worker')} ready"
+    up_to = f"waiting up to {wait.left_s:.0f} s"
+    match wait.kind:
+        case WaitKind.MINIMUM:
+            return f"{wanted}; {up_to} for at least {wait.need}"
+        case WaitKind.GRACE:
+            return f"{wanted}; {up_to} more for the others"
+        case WaitKind.REPLACEMENTS:
+            needed = f"{wait.have} of at least {counted(wait.need, 'worker')} ready"
+            return f"{needed}; keeping {'its' if wait.have == 1 else 'their'} state and {up_to}"
+        case WaitKind.RETRY:
+            return (
+                f"{worlds_in_words(wait.have)} broke before a step, with no worker lost; "
+                f"trying again in {wait.left_s:.1f} s"
+            )
+        case WaitKind.AGREEMENT if wait.have == 1:
+            return f"1 worker trains on until it reaches a step to stop at ({change})"
+        case WaitKind.AGREEMENT:
+            return f"{wait.have} workers train on until they agree on a step to stop at ({change})"
+        case WaitKind.STOP:
+            return f"waiting for {counted(wait.have, 'more worker')} to stop at the agreed step ({change})"
+        case WaitKind.SURVIVORS:
+            return f"round {wait.round} broke; {up_to} for {counted(wait.have, 'survivor')}{survivors_in_words(wait)}"
+        case WaitKind.CAUSE:
+            return "every worker that held the state is gone; waiting for why"
+        case WaitKind.SLOTS:
+            return f"{wait.have} of {counted(wait.need, 'slot')}; {up_to} for more executors"
+        case WaitKind.FREE_SLOTS:
+            return f"{up_to} for {counted(wait.need, 'slot')} to be free together"
+        case WaitKind.REPORTED:
+            return wait.detail
+
+
+def survivors_in_words(wait: Wait) -> str:
+    """Return which survivors are waited for, as a continuation of a sentence; empty if they are too many."""
+    who = ""
+    if wait.ranks:
+        who = f" (rank{'s' if len(wait.ranks) > 1 else ''} {', '.join(map(str, wait.ranks))})"
+    if wait.finishing:
+        which = "which" if wait.have == 1 else f"{wait.finishing} of which"
+        runs, is_waited = ("runs", "is") if wait.finishing == 1 else ("run", "are")
+        who += f", {which} {runs} the code after the loop and {is_waited} waited for longer"
+    return who
+
+
+def failures_in_words(failures: int, pause_s: float) -> str:
+    """Return how often a place failed, and how long it is not used."""
+    times = "once" if failures == 1 else f"{failures} times"
+    return f"failed {times} and rests for {pause_s:.1f} s"
+
+
+def completion_in_words(workers: int) -> str:
+    """Return how the job finished."""
+    return f"{counted(workers, 'worker')} {'is' if workers == 1 else 'are'} done"
+
+
+def worlds_in_words(count: int) -> str:
+    """Return a number of consecutive worlds."""
+    return "1 world" if count == 1 else f"{count} worlds in a row"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun in the right form: "1 worker", "2 workers"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,22 +1,13 @@
-"""WorkerRegistry: the record of the job's slots, agents and workers, their states, and the worlds built so far.
-
-Also the context that the parts of the machine share.
-"""
+"""WorkerRegistry: the record of the job's slots, agents and workers, their states, and the number of its worlds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
-from spark_elastic.membership.commands import Announce, Command
-from spark_elastic.membership.crashes import CrashLoopDetector
-from spark_elastic.membership.deadlines import Silence, Timers
 from spark_elastic.membership.reasons import LossCause
 from spark_elastic.membership.states import WORKERS, WorkerState
-from spark_elastic.membership.timeline import Record
 from spark_elastic.membership.topology import AgentId, Place, SlotId, StateVersion, WorkerId
-from spark_elastic.settings import ElasticSettings
 
 BOOTING, AT_INIT, ADMITTED = WorkerState.BOOTING, WorkerState.AT_INIT, WorkerState.ADMITTED
 READY, TRAINING, DONE, GONE = WorkerState.READY, WorkerState.TRAINING, WorkerState.DONE, WorkerState.GONE
@@ -149,32 +140,3 @@ class WorkerRegistry:
         """Yield the workers that are in one of the states."""
         for state in states:
             yield from self.states[state].values()
-
-
-TimerKind = Literal[
-    "boot", "stall", "exit", "launch", "fill", "end", "exclusion", "crash", "notice", "verdict", "gather"
-]
-TimerKey = tuple[TimerKind, int]
-"""A deadline and the number of the slot, agent, worker or exclusion that it belongs to; 0 if there is only one."""
-
-
-@dataclass(slots=True)
-class MachineContext:
-    """The values that `Membership`, `WorldLifecycle` and `SlotScheduler` share while an event is handled."""
-
-    settings: ElasticSettings
-    registry: WorkerRegistry
-    """The scheduler adds and removes agents and adds workers, the lifecycle moves workers from state to state, and
-    `Membership` stores what workers report of themselves."""
-    timers: Timers[TimerKey]
-    """Set and cancelled by all; only `Membership` takes those that are due."""
-    workers_heard: Silence[WorkerId]
-    """A worker is in it from its first message until it is DONE or GONE."""
-    crashes: CrashLoopDetector
-    """Fed by `Membership`, read by the lifecycle."""
-    commands: list[Command]
-    """The answer to the present event, in order. All append; only `Membership` empties it."""
-
-    def announce(self, record: Record) -> None:
-        """Add a record of the timeline to the commands."""
-        self.commands.append(Announce(record))

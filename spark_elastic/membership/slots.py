@@ -4,18 +4,51 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
-from spark_elastic.membership.backoff import DEFAULT_PAUSES_S, Cooldown, CoolingDown
-from spark_elastic.membership.commands import DismissAgent, LaunchSlot, StartWorker, WithdrawSlot
+from spark_elastic.membership.commands import Announce, Command, DismissAgent, LaunchSlot, StartWorker, WithdrawSlot
+from spark_elastic.membership.deadlines import Silence, Timers
+from spark_elastic.membership.failures import DEFAULT_PAUSES_S, Cooldown, CrashLoopDetector
 from spark_elastic.membership.reasons import LossCause, LossKind
-from spark_elastic.membership.registry import DONE, READY, TRAINING, Agent, MachineContext, Slot, Worker
-from spark_elastic.membership.timeline import HostExcluded, PlaceCooledDown
-from spark_elastic.membership.topology import AgentId, HostSet, HostUpdate, Place, SlotId
+from spark_elastic.membership.registry import DONE, READY, TRAINING, Agent, Slot, Worker, WorkerRegistry
+from spark_elastic.membership.timeline import HostExcluded, Record
+from spark_elastic.membership.topology import AgentId, HostSet, HostUpdate, Place, SlotId, WorkerId
+from spark_elastic.settings import ElasticSettings
 
 _MOST_CAUSES = 3
 """Causes of failed launches that are named."""
 _EXCLUSION_IN_PAUSES = 10
 """A host on which one world after another crashed is excluded for this many of the longest pauses."""
+
+
+TimerKind = Literal[
+    "boot", "stall", "exit", "launch", "fill", "end", "exclusion", "crash", "notice", "verdict", "gather"
+]
+TimerKey = tuple[TimerKind, int]
+"""A deadline and the number of the slot, agent, worker or exclusion that it belongs to; 0 if there is only one."""
+
+
+@dataclass(slots=True)
+class MachineContext:
+    """The values that `Membership`, `WorldLifecycle` and `SlotScheduler` share while an event is handled."""
+
+    settings: ElasticSettings
+    registry: WorkerRegistry
+    """The scheduler adds and removes agents and adds workers, the lifecycle moves workers from state to state, and
+    `Membership` stores what workers report of themselves."""
+    timers: Timers[TimerKey]
+    """Set and cancelled by all; only `Membership` takes those that are due."""
+    workers_heard: Silence[WorkerId]
+    """A worker is in it from its first message until it is DONE or GONE."""
+    crashes: CrashLoopDetector
+    """Fed by `Membership`, read by the lifecycle."""
+    commands: list[Command]
+    """The answer to the present event, in order. All append; only `Membership` empties it."""
+
+    def announce(self, *records: Record) -> None:
+        """Add records of the timeline to the commands."""
+        self.commands.extend(map(Announce, records))
 
 
 class SlotScheduler:
@@ -57,7 +90,7 @@ class SlotScheduler:
         self._timers.cancel(("end", slot.id))
         if not slot.excused:
             slot.excused = True
-            self._announce(self._cooldown.slot_failed(slot.id, now), now)
+            self._context.announce(*self._cooldown.slot_failed(slot.id, now))
         slot.launched = False
         due = self._cooldown.slot_ready_at(slot.id)
         if due <= now:
@@ -104,7 +137,7 @@ class SlotScheduler:
         slot.agent = agent_id
         if place.executor in self._decommissioned:
             # counts against the slot alone: without a pause, a scheduler that insists would make this a busy loop
-            self._announce(self._cooldown.slot_failed(slot.id, now), now)
+            self._context.announce(*self._cooldown.slot_failed(slot.id, now))
             self.dismiss(agent, LossCause(LossKind.DECOMMISSIONED, name=place.executor), now)
             return None
         self._timers.cancel(("end", slot.id))
@@ -156,7 +189,7 @@ class SlotScheduler:
         if slot.excused or agent.retiring:
             return
         slot.excused = True
-        self._announce(self._cooldown.failed(agent.place, now), now)
+        self._context.announce(*self._cooldown.failed(agent.place, now))
 
     # --- what may be used -------------------------------------------------------------------------
 
@@ -249,7 +282,3 @@ class SlotScheduler:
         member = worker is not None and worker.state in (TRAINING, READY, DONE)
         rank = worker.rank if worker is not None and worker.rank is not None else float("inf")
         return not member, rank, worker is None, agent.id
-
-    def _announce(self, cooling: list[CoolingDown], now: float) -> None:
-        for each in cooling:
-            self._context.announce(PlaceCooledDown(now, each.kind, each.name, each.failures, each.until))

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spark_elastic.membership.reasons import LossCause, Wait, WorldChange
-from spark_elastic.membership.topology import Place, WorkerId
-from spark_elastic.membership.wording import (
+from spark_elastic.membership.reasons import (
+    LossCause,
+    Wait,
+    WorldChange,
     change_in_words,
     counted,
     crashes_in_words,
@@ -17,6 +18,7 @@ from spark_elastic.membership.wording import (
     loss_in_words,
     wait_in_words,
 )
+from spark_elastic.membership.topology import Place, WorkerId
 
 
 @dataclass(frozen=True, slots=True)

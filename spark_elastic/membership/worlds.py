@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from spark_elastic.errors import JobError, ResetLimitError, StateLostError
+from spark_elastic.membership import commands as do
 from spark_elastic.membership import decisions
-from spark_elastic.membership.commands import (
-    AdmitProvisionally,
-    CutPeers,
-    FailJob,
-    FinishJob,
-    NotifyHostsUpdated,
-    PublishWorld,
-    RerunFunction,
-    StopWorker,
+from spark_elastic.membership.decisions import Candidate, Decision, Gathering
+from spark_elastic.membership.failures import REPORT_GRACE_S
+from spark_elastic.membership.reasons import (
+    LossCause,
+    LossKind,
+    Wait,
+    WaitKind,
+    WorldChange,
+    WorldChangeKind,
+    change_in_words,
+    completion_in_words,
+    loss_in_words,
 )
-from spark_elastic.membership.crashes import REPORT_GRACE_S
-from spark_elastic.membership.decisions import Candidate, Decision
-from spark_elastic.membership.gathering import Gathering
-from spark_elastic.membership.reasons import LossCause, LossKind, Wait, WaitKind, WorldChange, WorldChangeKind
 from spark_elastic.membership.registry import (
     ADMITTED,
     AT_INIT,
@@ -25,15 +25,12 @@ from spark_elastic.membership.registry import (
     GONE,
     READY,
     TRAINING,
-    MachineContext,
-    TimerKind,
     Worker,
 )
-from spark_elastic.membership.slots import SlotScheduler
+from spark_elastic.membership.slots import MachineContext, SlotScheduler, TimerKind
 from spark_elastic.membership.states import PHASES, Phase, WorkerState
 from spark_elastic.membership.timeline import JobEnded, Waiting, WorkerJoined, WorkerLeft, WorldBroken, WorldStarted
 from spark_elastic.membership.topology import BEGINNING, StateVersion, WorkerId, World
-from spark_elastic.membership.wording import change_in_words, completion_in_words, loss_in_words
 
 _WITH_WORLD = (Phase.RUNNING, Phase.INTERRUPTED, Phase.BROKEN, Phase.WAITING)
 _WORKER_TIMERS: tuple[TimerKind, ...] = ("boot", "stall", "exit")
@@ -93,14 +90,14 @@ class WorldLifecycle:
     def fail(self, error: JobError, now: float) -> None:
         """End the job with an error."""
         self._enter(Phase.FAILED)
-        self._commands.append(FailJob(error))
+        self._commands.append(do.FailJob(error))
         self._context.announce(JobEnded(now, "failed", str(error)))
 
     def _finish(self, now: float) -> None:
         # a worker that was done in an earlier world comes before the one that inherited its rank
         order = sorted(self._done, key=lambda worker: (*self._done[worker], worker))
         self._enter(Phase.FINISHED)
-        self._commands.append(FinishJob(tuple(order)))
+        self._commands.append(do.FinishJob(tuple(order)))
         self._context.announce(JobEnded(now, "finished", completion_in_words(len(order))))
 
     def _enter(self, phase: Phase) -> None:
@@ -165,7 +162,7 @@ class WorldLifecycle:
         self._registry.enter(worker, ADMITTED)
         members = self._registry.count(TRAINING) + self._registry.count(READY) + self._registry.count(ADMITTED) - 1
         self._timers.set(("boot", worker.id), now + self._settings.start_timeout_s)
-        self._commands.append(AdmitProvisionally(worker.id, members, members + 1, self.furthest.loop))
+        self._commands.append(do.AdmitProvisionally(worker.id, members, members + 1, self.furthest.loop))
 
     def on_ready(self, worker: Worker, version: StateVersion | None, loop: int, now: float) -> None:
         """Take in that the worker waits for the next world in the elastic loop of that number."""
@@ -219,7 +216,7 @@ class WorldLifecycle:
             self._heard.heard(worker.id, now)
             worker.heard_at = now
             self._set_stall_timer(worker.id, now)
-            self._commands.append(RerunFunction(worker.id, worker.run, self._change))
+            self._commands.append(do.RerunFunction(worker.id, worker.run, self._change))
 
     def end_worker(
         self, worker: Worker, cause: LossCause, now: float, *, stop: bool = False, failure: bool = False
@@ -230,7 +227,7 @@ class WorldLifecycle:
         """
         agent = self._registry.agent_of(worker)
         if stop:
-            self._commands.append(StopWorker(agent.id, worker.id, cause))
+            self._commands.append(do.StopWorker(agent.id, worker.id, cause))
         if failure:
             self._scheduler.count_failure(agent, now)
         self.remove(worker, cause, now, graceful=not failure)
@@ -298,7 +295,7 @@ class WorldLifecycle:
         self._notices += 1
         self._noticed_at = self.furthest
         self._timers.set(("notice", 0), now + self._settings.stall_timeout_s)
-        self._commands.append(NotifyHostsUpdated(tuple(self._registry.states[TRAINING]), self._notices))
+        self._commands.append(do.NotifyHostsUpdated(tuple(self._registry.states[TRAINING]), self._notices))
         self._announce_interrupted(self._registry.count(TRAINING), now)
 
     def stalled(self, seconds: float, now: float) -> None:
@@ -320,7 +317,7 @@ class WorldLifecycle:
         self._timers.cancel(("notice", 0))
         training = tuple(self._registry.states[TRAINING])
         if training:
-            self._commands.append(CutPeers(training, self._registry.round, change))
+            self._commands.append(do.CutPeers(training, self._registry.round, change))
         self._stall_due = now + self._settings.stall_timeout_s
         for survivor in training:
             self._timers.set(("stall", survivor), self._stall_due)
@@ -466,7 +463,7 @@ class WorldLifecycle:
         self._backoff.world_began(self.furthest, now)
         self.world, self._paused_at = world, None
         self._enter(Phase.RUNNING)
-        self._commands.append(PublishWorld(world))
+        self._commands.append(do.PublishWorld(world))
         self._context.announce(
             WorldStarted(
                 now, self._registry.round, world.size, world.root, world.progress, world.sync, pause, self._change

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from spark_elastic import clock
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.commands import Command
+from spark_elastic.membership.reasons import counted
 from spark_elastic.membership.timeline import HostExcluded, JobEnded, PlaceCooledDown, Record, Waiting, WorldStarted
 from spark_elastic.membership.topology import WorkerId
-from spark_elastic.membership.wording import counted
 from spark_elastic.reporting.event_log import (
     EventLog,
     MembershipChange,

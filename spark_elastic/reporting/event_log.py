@@ -7,10 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.commands import Command, PublishWorld, WithdrawSlot
-from spark_elastic.membership.reasons import LossCause, LossKind, Wait
+from spark_elastic.membership.reasons import (
+    LossCause,
+    LossKind,
+    Wait,
+    change_in_words,
+    counted,
+    failures_in_words,
+    loss_in_words,
+)
 from spark_elastic.membership.timeline import (
     JobEnded,
     PlaceCooledDown,
@@ -21,7 +30,7 @@ from spark_elastic.membership.timeline import (
     WorldStarted,
 )
 from spark_elastic.membership.topology import BEGINNING, Place, StateVersion, WorkerId, World
-from spark_elastic.membership.wording import change_in_words, counted, failures_in_words, loss_in_words
+from spark_elastic.reporting.progress import wait_on_bar
 
 NO_EXECUTOR = ("driver", "local-")
 """Prefixes of executor names that stand for no executor: local mode, and plain processes."""
@@ -88,6 +97,30 @@ class MembershipChange:
             *([] if self.pause_s is None else [seconds_in_words(self.pause_s)]),
             *([] if self.steps_lost is None else [steps_in_words(self.steps_lost)]),
         ]
+
+
+def event_rows(changes: Sequence[MembershipChange], began: float) -> tuple[dict[str, Any], ...]:
+    """Return the changes of a job as plain values.
+
+    Args:
+        changes: the changes; `at` is in seconds since 1970.
+        began: when the job began, in seconds since 1970.
+    """
+    return tuple(
+        {
+            "seconds": round(change.at - began, 3),
+            "time": round(change.at, 3),
+            "kind": change.kind,
+            "who": change.who,
+            "reason": change.reason,
+            "before": change.before,
+            "after": change.after,
+            "pause_s": change.pause_s,
+            "steps_lost": change.steps_lost,
+            "text": str(change) if change.wait is None else wait_on_bar(change.wait),
+        }
+        for change in changes
+    )
 
 
 @dataclass(frozen=True, slots=True)

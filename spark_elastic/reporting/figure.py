@@ -1,19 +1,17 @@
-"""The figures of `plot`: loss and metrics over the epochs, with the size of the world and its losses below.
+"""The figures of trainings and jobs: loss and metrics over the epochs, with the size of the world and its losses below.
 
-Imports matplotlib, so `plot` imports this module only for the first plot.
+Imports matplotlib, so `history` imports this module only for the first plot.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-
-from spark_elastic.reporting.history import FACTS
 
 Row = Mapping[str, Any]
 
@@ -42,9 +40,17 @@ class NotebookFigure(Figure):
         return file.getvalue()
 
 
-def of_training(history: Sequence[Row], events: Sequence[Row], title: str) -> NotebookFigure:
-    """Draw panels for the loss, the metrics and the world over the epochs, with the time on top."""
-    names = _measured(history)
+def of_training(history: Sequence[Row], columns: Iterable[str], events: Sequence[Row], title: str) -> NotebookFigure:
+    """Draw panels for the loss, the metrics and the world over the epochs, with the time on top.
+
+    Args:
+        history: a row for each epoch.
+        columns: the names of the loss and the metrics in these rows, with "val_" for the validation.
+        events: the rows of `event_rows`.
+        title: the text above the panels.
+    """
+    measured = list(columns)
+    names = [name for name in measured if not (name.startswith("val_") and name[4:] in measured)][: MOST_METRICS + 1]
     figure, panels = _panels(len(names))
     place, times = _epoch_axis(history, events)
     for panel, name in zip(panels, names, strict=False):
@@ -91,12 +97,6 @@ def _panels(measured: int) -> tuple[NotebookFigure, list[Any]]:
         for side in ("top", "right"):
             panel.spines[side].set_visible(False)
     return figure, flat
-
-
-def _measured(history: Sequence[Row]) -> list[str]:
-    names = dict.fromkeys(name for row in history for name in row if name not in FACTS)
-    plain = [name for name in names if not (name.startswith("val_") and name[4:] in names)]
-    return plain[: MOST_METRICS + 1]
 
 
 def _draw_column(panel: Any, history: Sequence[Row], name: str) -> None:

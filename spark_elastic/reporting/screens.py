@@ -15,7 +15,7 @@ from typing import Any, Protocol, TextIO
 
 from tqdm.std import tqdm
 
-from spark_elastic.reporting.format import View, bar_width, cut, right_of_bar
+from spark_elastic.reporting.progress import View, bar_width, cut, right_of_bar
 
 
 class Screen(Protocol):

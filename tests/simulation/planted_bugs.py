@@ -15,13 +15,11 @@ from typing import Any
 
 # what the machine is made of, lower floors first; events, commands, states and topology are shared with the checker
 _MODULES = (
-    "backoff",
-    "crashes",
     "deadlines",
     "registry",
-    "decisions",
+    "failures",
     "slots",
-    "gathering",
+    "decisions",
     "worlds",
     "machine",
 )
@@ -179,24 +177,24 @@ BUGS = (
         "if place.executor in ():",
     ),
     Bug("the limits of a host are ignored", "slots", "(None if position < limit else too_many)", "None"),
-    Bug("the cooldown does not grow", "backoff", "min(longest, shortest * 2.0 ** min(doublings, 60))", "shortest"),
+    Bug("the cooldown does not grow", "failures", "min(longest, shortest * 2.0 ** min(doublings, 60))", "shortest"),
     Bug(
         "a crash that always comes back is never given up",
-        "crashes",
-        "and _worlds(self.crashes(now)) >= self.limit",
-        "and _worlds(self.crashes(now)) > 1000",
+        "failures",
+        "in self.crashes(now)) >= self.limit",
+        "in self.crashes(now)) > 1000",
     ),
     Bug(
         "crashes between which steps were applied are a row",
-        "crashes",
+        "failures",
         "if version.is_steps_after(self._version):",
         "if 0:",
     ),
     Bug(
         "crashes of one world are counted one by one",
-        "crashes",
-        "return len({death.round for death, _ in crashes})",
-        "return len(crashes)",
+        "failures",
+        "return len({member.round for member in members})",
+        "return len(list(members))",
     ),
     Bug(
         "a host where everything crashes is forgotten at once",
