@@ -9,9 +9,6 @@ from typing import Generic, TypeVar
 
 _CLOCK_STEP_S = 5.0
 """A correction of the wall clock is smaller; a machine that slept was away for longer."""
-_LONGEST_RETRANSMISSION_S = 120.0
-"""Data sent to a machine that was away is sent again after ever longer pauses, this at most (Linux, TCP_RTO_MAX): for
-about as long as it was away, its peers may not be heard even though it is back."""
 _PAUSES_REMEMBERED = 100
 
 
@@ -66,11 +63,6 @@ class DriverPauses:
             total += seconds
             last_s -= seconds
         return total
-
-
-def excused_for_s(pause_s: float, interval_s: float) -> float:
-    """Return for how long after a pause silence proves nothing."""
-    return min(pause_s, _LONGEST_RETRANSMISSION_S) + 2 * interval_s
 
 
 Key = TypeVar("Key", bound=Hashable)

@@ -12,13 +12,19 @@ from spark_elastic.membership.reasons import LossCause, LossKind
 from spark_elastic.membership.topology import AgentId, Place, SlotId, StateVersion, WorkerId
 
 
+class Event:
+    """The base of all events."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class JobStarted:
+class JobStarted(Event):
     """The first event: the driver is up and can launch slots."""
 
 
 @dataclass(frozen=True, slots=True)
-class AgentJoined:
+class AgentJoined(Event):
     """An agent authenticated and reported where it runs. A later agent of the same slot has the higher id."""
 
     agent: AgentId
@@ -26,7 +32,7 @@ class AgentJoined:
 
 
 @dataclass(frozen=True, slots=True)
-class AgentLost:
+class AgentLost(Event):
     """An agent's channel closed; its worker is lost with it."""
 
     agent: AgentId
@@ -34,7 +40,7 @@ class AgentLost:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotEnded:
+class SlotEnded(Event):
     """A slot's launch is over, and the slot can be launched again. Comes exactly once for each launch."""
 
     slot: SlotId
@@ -44,7 +50,7 @@ class SlotEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReady:
+class WorkerReady(Event):
     """A worker waits for a world: its process is up, its imports are done, and it is at a step boundary."""
 
     worker: WorkerId
@@ -59,7 +65,7 @@ class WorkerReady:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerAlive:
+class WorkerAlive(Event):
     """A heartbeat of a worker."""
 
     worker: WorkerId
@@ -74,7 +80,7 @@ class WorkerAlive:
 
 
 @dataclass(frozen=True, slots=True)
-class AgentAlive:
+class AgentAlive(Event):
     """A heartbeat of an agent."""
 
     agent: AgentId
@@ -83,7 +89,7 @@ class AgentAlive:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLost:
+class WorkerLost(Event):
     """The worker's channel closed or its process exited before it finished the function.
 
     Both are reported, in any order; the second only adds what the first did not know. An exit code of 0 counts as a
@@ -105,7 +111,7 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerAbandoned:
+class WorkerAbandoned(Event):
     """The user's function raised HorovodInternalError: not a bug, but the process has to start over."""
 
     worker: WorkerId
@@ -113,18 +119,18 @@ class WorkerAbandoned:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerDone:
-    """The function returned and its result is with the agent."""
+class WorkerDone(Event):
+    """The worker's function returned, and its agent has the result."""
 
     worker: WorkerId
     in_loop: bool
-    """It entered an elastic loop; a plain function cannot be resumed, only run again."""
+    """The function entered an elastic loop; one that did not cannot be resumed, only run again."""
     run: int = 1
     """Number of the call of the function, which grows with each `RerunFunction`."""
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerRaised:
+class WorkerRaised(Event):
     """The user's function raised: a bug, which fails the job at once."""
 
     worker: WorkerId
@@ -136,14 +142,14 @@ class WorkerRaised:
 
 
 @dataclass(frozen=True, slots=True)
-class ExecutorDecommissioned:
+class ExecutorDecommissioned(Event):
     """Spark announced that it takes the executor away; its workers should leave at a step boundary."""
 
     executor: str
 
 
 @dataclass(frozen=True, slots=True)
-class ExecutorLost:
+class ExecutorLost(Event):
     """Spark reported that an executor is gone."""
 
     executor: str
@@ -151,7 +157,7 @@ class ExecutorLost:
 
 
 @dataclass(frozen=True, slots=True)
-class HostsObserved:
+class HostsObserved(Event):
     """A host discovery reported the hosts that may be used."""
 
     hosts: Mapping[str, int] | None = None
@@ -159,40 +165,19 @@ class HostsObserved:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelRequested:
+class CancelRequested(Event):
     """The caller wants the job to end."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class DriverPaused:
-    """The driver process was suspended and received nothing. The machine's clock did not advance meanwhile."""
+class DriverPaused(Event):
+    """The driver process was suspended and received nothing; the membership machine's time stood still meanwhile."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed: the deadlines are to be looked at."""
-
-
-Event = (
-    JobStarted
-    | AgentJoined
-    | AgentLost
-    | AgentAlive
-    | SlotEnded
-    | WorkerReady
-    | WorkerAlive
-    | WorkerLost
-    | WorkerAbandoned
-    | WorkerDone
-    | WorkerRaised
-    | ExecutorDecommissioned
-    | ExecutorLost
-    | HostsObserved
-    | CancelRequested
-    | DriverPaused
-    | Tick
-)
+class Tick(Event):
+    """Time has passed: the machine compares its deadlines with the present time."""

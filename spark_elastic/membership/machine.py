@@ -13,20 +13,10 @@ from dataclasses import dataclass
 from spark_elastic.errors import JobCancelledError, LaunchError, UserFunctionError
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.commands import Command, DismissAgent
-from spark_elastic.membership.deadlines import DriverPauses, Silence, Timers, excused_for_s
-from spark_elastic.membership.failures import REPORT_GRACE_S, BootFailures, CrashLoopDetector
+from spark_elastic.membership.deadlines import DriverPauses, Silence
+from spark_elastic.membership.failures import REPORT_GRACE_S, BootFailures
 from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words
-from spark_elastic.membership.registry import (
-    ADMITTED,
-    AT_INIT,
-    BOOTING,
-    DONE,
-    READY,
-    TRAINING,
-    Agent,
-    Worker,
-    WorkerRegistry,
-)
+from spark_elastic.membership.registry import ADMITTED, AT_INIT, BOOTING, DONE, READY, TRAINING, Agent, Worker
 from spark_elastic.membership.slots import MachineContext, SlotScheduler, TimerKind
 from spark_elastic.membership.states import ENDED, Phase
 from spark_elastic.membership.timeline import DriverStoodStill
@@ -34,7 +24,9 @@ from spark_elastic.membership.topology import AgentId, WorkerId, World
 from spark_elastic.membership.worlds import WorldLifecycle
 from spark_elastic.settings import ElasticSettings
 
-_LOST_REMEMBERED = 100
+_EXITS_REMEMBERED = 100
+_LONGEST_RETRANSMISSION_S = 120.0
+"""Data sent to a suspended machine is sent again after growing pauses, of this at most (Linux, TCP_RTO_MAX)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +48,16 @@ class Membership:
     def __init__(self, settings: ElasticSettings) -> None:
         self.settings = settings
         self._now = float("-inf")
-        interval_s = settings.heartbeat_interval_s
-        self._context = MachineContext(
-            settings,
-            registry=WorkerRegistry(settings.reset_limit),
-            timers=Timers(),
-            workers_heard=Silence(settings.heartbeat_timeout_s, interval_s),
-            crashes=CrashLoopDetector(settings.crash_limit, REPORT_GRACE_S),
-            commands=[],
-        )
-        self._registry = self._context.registry
+        self._context = MachineContext(settings)
+        #: The record of the job's workers and worlds. For reading only.
+        self.registry = self._context.registry
         self._timers = self._context.timers
         self._workers_heard = self._context.workers_heard
+        self._agents_heard: Silence[AgentId] = Silence(settings.heartbeat_timeout_s, settings.heartbeat_interval_s)
         self._crashes = self._context.crashes
-        self._agents_heard: Silence[AgentId] = Silence(settings.heartbeat_timeout_s, interval_s)
+        self._boot_failures = BootFailures(settings.boot_failure_limit)
         self._scheduler = SlotScheduler(self._context)
         self._worlds = WorldLifecycle(self._context, self._scheduler)
-        self._boot_failures = BootFailures(settings.boot_failure_limit)
         self._pauses = DriverPauses()
         #: Rank and host of the newest workers whose process exited.
         self._exited: dict[WorkerId, tuple[int | None, str]] = {}
@@ -80,13 +65,7 @@ class Membership:
     # --- views ------------------------------------------------------------------------------------
 
     @property
-    def registry(self) -> WorkerRegistry:
-        """The record of the job's workers and worlds. For reading only."""
-        return self._registry
-
-    @property
     def phase(self) -> Phase:
-        """The phase of the job."""
         return self._worlds.phase
 
     @property
@@ -95,9 +74,8 @@ class Membership:
         return self._worlds.world
 
     def status(self) -> MembershipStatus:
-        """Return what the job is doing."""
         size = 0 if self.world is None else self.world.size
-        return MembershipStatus(self.phase, self._registry.round, size, self._worlds.furthest.steps)
+        return MembershipStatus(self.phase, self.registry.round, size, self._worlds.furthest.steps)
 
     def next_deadline(self) -> float | None:
         """Return when to send a seen.Tick if nothing else happens; None: never (before the start, after the end)."""
@@ -145,12 +123,8 @@ class Membership:
                 self._on_worker_ready(event, now)
             case seen.WorkerLost():
                 self._on_worker_lost(event, now)
-            case seen.WorkerDone(worker, in_loop, run):
-                record = self._registry.workers.get(worker)
-                current = record is not None and run == record.run
-                if record is not None and current and record.state in (BOOTING, ADMITTED, TRAINING):  # else: a repeat
-                    self._workers_can_start()
-                    self._worlds.on_done(record, in_loop, now)
+            case seen.WorkerDone():
+                self._on_worker_done(event, now)
             case seen.WorkerAbandoned():
                 self._on_worker_abandoned(event, now)
             case seen.WorkerRaised():
@@ -180,24 +154,23 @@ class Membership:
     # --- workers ----------------------------------------------------------------------------------
 
     def _on_worker_alive(self, event: seen.WorkerAlive, now: float) -> None:
-        worker = self._registry.workers.get(event.worker)
+        worker = self.registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
         self._workers_heard.heard(worker.id, now)
         worker.heard_at = now
         worker.blocked_s = event.blocked_s
-        limit_s = self.settings.stall_timeout_s
-        blocked_s = event.blocked_s
-        if blocked_s is not None and blocked_s >= limit_s + self._pauses.seconds_within(blocked_s, now):
-            self._on_blocked(now)
+        if event.blocked_s is not None:
+            paused_s = self._pauses.seconds_within(event.blocked_s, now)
+            if event.blocked_s >= self.settings.stall_timeout_s + paused_s:
+                self._on_blocked(now)
         self._worlds.note_after_loop(worker, event.after_loop, now)
         if event.version is None:
             return
-        self._crashes.note_version(event.version)
-        if event.begun == self._registry.round:
+        self._worlds.note_version(event.version, now)
+        if event.begun == self.registry.round:
             self._crashes.note_training(event.begun)
             self._judge_crashes(now)
-        self._worlds.note_version(event.version, now)
         if worker.state is TRAINING:
             first = worker.version is None
             worker.version = event.version
@@ -207,14 +180,14 @@ class Membership:
     def _on_blocked(self, now: float) -> None:
         """End a collective that lasts too long: remove the members that are alive but not in it."""
         limit_s = self.settings.stall_timeout_s
-        idle = [worker for worker in self._registry.in_state(TRAINING) if worker.blocked_s is None]
+        idle = [worker for worker in self.registry.in_state(TRAINING) if worker.blocked_s is None]
         for worker in idle:
             self._evict(worker.id, LossCause(LossKind.BLOCKED_OTHERS, seconds=limit_s), now)
         if not idle:
             self._worlds.stalled(limit_s, now)
 
     def _on_worker_ready(self, event: seen.WorkerReady, now: float) -> None:
-        worker = self._registry.workers.get(event.worker)
+        worker = self.registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
         self._workers_heard.heard(worker.id, now)
@@ -228,16 +201,22 @@ class Membership:
             self._worlds.on_at_init(worker, now)
         elif worker.state is not AT_INIT and not (event.at_init and worker.state is ADMITTED):
             if event.version is not None:
-                self._crashes.note_version(event.version)
                 self._worlds.note_version(event.version, now)
             self._worlds.on_ready(worker, event.version, event.loop, now)
+
+    def _on_worker_done(self, event: seen.WorkerDone, now: float) -> None:
+        worker = self.registry.workers.get(event.worker)
+        if worker is None or event.run != worker.run or worker.state not in (BOOTING, ADMITTED, TRAINING):
+            return  # an older call of the function, or a repeat
+        self._workers_can_start()
+        self._worlds.on_done(worker, event.in_loop, now)
 
     def _workers_can_start(self) -> None:
         self._boot_failures.any_ready = True
         self._timers.cancel(("verdict", 0))
 
     def _on_worker_lost(self, event: seen.WorkerLost, now: float) -> None:
-        worker = self._registry.workers.get(event.worker)
+        worker = self.registry.workers.get(event.worker)
         if event.exit_code is not None:
             self._crashes.note_exit(event)
         if worker is None:
@@ -295,15 +274,15 @@ class Membership:
         self._worlds.fail(self._crashes.error(self._worlds.furthest, now), now)
 
     def _on_worker_abandoned(self, event: seen.WorkerAbandoned, now: float) -> None:
-        worker = self._registry.workers.get(event.worker)
+        worker = self.registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
         if worker.state is not TRAINING:  # it was in no world: without a pause this would be a busy loop
-            self._scheduler.count_failure(self._registry.agent_of(worker), now)
+            self._scheduler.count_failure(self.registry.agent_of(worker), now)
         self._worlds.end_worker(worker, LossCause(LossKind.ABANDONED, detail=event.why), now, stop=True)
 
     def _on_worker_raised(self, event: seen.WorkerRaised, now: float) -> None:
-        worker = self._registry.workers.get(event.worker)
+        worker = self.registry.workers.get(event.worker)
         if worker is not None and worker.state is not DONE:
             self._remember_exited(worker)
         elif event.worker not in self._exited:
@@ -322,23 +301,23 @@ class Membership:
     def _remember_exited(self, worker: Worker) -> None:
         """Keep what is needed if the process's last message, that its function raised, is heard after its end."""
         self._exited[worker.id] = (worker.rank, worker.place.host)
-        while len(self._exited) > _LOST_REMEMBERED:
+        while len(self._exited) > _EXITS_REMEMBERED:
             del self._exited[min(self._exited)]
 
     def _evict(self, worker_id: WorkerId, cause: LossCause, now: float) -> None:
         """Remove a worker that is alive but of no use, and have it killed."""
-        worker = self._registry.workers.get(worker_id)
+        worker = self.registry.workers.get(worker_id)
         if worker is not None:
             self._worlds.end_worker(worker, cause, now, stop=True, failure=True)
 
     # --- agents and slots -------------------------------------------------------------------------
 
     def _on_agent_alive(self, event: seen.AgentAlive, now: float) -> None:
-        agent = self._registry.agents.get(event.agent)
+        agent = self.registry.agents.get(event.agent)
         if agent is None:
             return
         self._agents_heard.heard(agent.id, now)
-        worker = self._registry.worker_of(agent)
+        worker = self.registry.worker_of(agent)
         if worker is None or worker.id != event.running or worker.id not in self._workers_heard:
             return
         # a worker whose own heartbeats are late may be in a long call that holds its interpreter's lock
@@ -346,12 +325,12 @@ class Membership:
             self._workers_heard.heard(worker.id, now)
 
     def _on_agent_joined(self, event: seen.AgentJoined, now: float) -> None:
-        slot = self._registry.slots.get(event.place.slot)
+        slot = self.registry.slots.get(event.place.slot)
         if slot is not None and event.agent <= slot.newest:
             return  # a repeat, or an agent that was lost or replaced already
         if slot is not None and slot.agent is not None:
             # Spark ran the task again before the first attempt's channel was seen to close
-            self._send_home(self._registry.agents[slot.agent], LossCause(LossKind.AGENT_REPLACED), now)
+            self._send_home(self.registry.agents[slot.agent], LossCause(LossKind.AGENT_REPLACED), now)
         agent = self._scheduler.join(event.agent, event.place, now)
         if agent is not None:
             self._agents_heard.heard(agent.id, now)
@@ -359,19 +338,19 @@ class Membership:
             self._scheduler.fill(agent, now)
 
     def _on_slot_ended(self, event: seen.SlotEnded, now: float) -> None:
-        slot = self._registry.slots.get(event.slot)
+        slot = self.registry.slots.get(event.slot)
         if slot is None or not slot.launched:
             return
         if slot.agent is not None:
             ended = LossCause(LossKind.TASK_ENDED, because=event.cause)
-            self._lose_agent(self._registry.agents[slot.agent], ended, now)
+            self._lose_agent(self.registry.agents[slot.agent], ended, now)
         self._scheduler.slot_ended(slot, event.cause, event.submitted, now)
         refusal = self._scheduler.refusal()
         if refusal is not None:
             self._worlds.fail(LaunchError(reason=loss_in_words(refusal)), now)
 
     def _on_agent_lost(self, event: seen.AgentLost, now: float) -> None:
-        agent = self._registry.agents.get(event.agent)
+        agent = self.registry.agents.get(event.agent)
         if agent is not None:
             self._lose_agent(agent, event.cause, now)
             # Spark may take a second to see it, and would then run the task once more by itself
@@ -383,7 +362,7 @@ class Membership:
         self._agents_heard.forget(agent.id)
         self._crashes.forget_agent(agent.id)
         self._scheduler.count_failure(agent, now)
-        worker = self._registry.worker_of(agent)
+        worker = self.registry.worker_of(agent)
         if worker is not None:
             self._worlds.remove(worker, LossCause(LossKind.AGENT_LOST, because=cause), now)
         self._scheduler.remove(agent, now)
@@ -404,7 +383,7 @@ class Membership:
     def _vacate(self, agents: list[Agent], now: float) -> None:
         """Empty slots that are not to be used any more. Members stay until their world can spare them."""
         for agent in agents:
-            worker = self._registry.worker_of(agent)
+            worker = self.registry.worker_of(agent)
             if worker is not None and worker.round == 0 and worker.state is not DONE:
                 self._worlds.release(worker, now)
             elif worker is None and agent.retiring:
@@ -417,7 +396,8 @@ class Membership:
         self._pauses.add(seconds, now)
         if seconds < self.settings.heartbeat_timeout_s / 2:
             return  # what was sent meanwhile arrives in time
-        until = now + excused_for_s(seconds, self.settings.heartbeat_interval_s)
+        # for about as long as the driver was away, its peers may not be heard even though it is back
+        until = now + min(seconds, _LONGEST_RETRANSMISSION_S) + 2 * self.settings.heartbeat_interval_s
         self._agents_heard.excuse(until)
         self._workers_heard.excuse(until)
         self._context.announce(DriverStoodStill(now, seconds))
@@ -425,14 +405,14 @@ class Membership:
     def _on_tick(self, now: float) -> None:
         silent = LossCause(LossKind.SILENT, seconds=self.settings.heartbeat_timeout_s)
         for agent_id in self._agents_heard.expired(now):
-            agent = self._registry.agents.get(agent_id)
+            agent = self.registry.agents.get(agent_id)
             if agent is None:
                 continue  # dismissed meanwhile
             self._send_home(agent, silent, now)
             self._scheduler.withdraw(agent.place.slot, LossCause(LossKind.AGENT_LOST, because=silent), now)
         for worker_id in self._workers_heard.expired(now):
             cause = silent
-            silent_s = now - self._registry.workers[worker_id].heard_at
+            silent_s = now - self.registry.workers[worker_id].heard_at
             if silent_s >= self.settings.stall_timeout_s:
                 cause = LossCause(LossKind.UNRESPONSIVE, seconds=silent_s)
             self._evict(worker_id, cause, now)
@@ -444,20 +424,19 @@ class Membership:
             case "boot":
                 self._evict(number, LossCause(LossKind.NOT_READY, seconds=self.settings.start_timeout_s), now)
             case "stall":
-                if not self._worlds.waits_longer(number, now):
-                    self._evict(number, LossCause(LossKind.NOT_BACK, seconds=self.settings.stall_timeout_s), now)
+                self._worlds.on_stall_due(self.registry.workers[number], now)
             case "exit":
                 loss = seen.WorkerLost(number, LossCause(LossKind.EXITED, code=0))
-                self._lose_worker(self._registry.workers[number], loss, now)
+                self._lose_worker(self.registry.workers[number], loss, now)
             case "launch":
-                self._scheduler.launch(self._registry.slots[number])
+                self._scheduler.launch(self.registry.slots[number])
             case "crash":
                 self._judge_crashes(now)
             case "exclusion":
                 self._scheduler.end_exclusion(number)
                 self._review(None, now)
             case "fill":
-                self._scheduler.fill(self._registry.agents[number], now)
+                self._scheduler.fill(self.registry.agents[number], now)
             case "end":
                 self._scheduler.withdraw(number, LossCause(LossKind.TASK_REMAINS), now)
             case "notice":

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from spark_elastic.membership.commands import Announce, Command, DismissAgent, LaunchSlot, StartWorker, WithdrawSlot
 from spark_elastic.membership.deadlines import Silence, Timers
-from spark_elastic.membership.failures import DEFAULT_PAUSES_S, Cooldown, CrashLoopDetector
+from spark_elastic.membership.failures import DEFAULT_PAUSES_S, REPORT_GRACE_S, Cooldown, CrashLoopDetector
 from spark_elastic.membership.reasons import LossCause, LossKind
 from spark_elastic.membership.registry import DONE, READY, TRAINING, Agent, Slot, Worker, WorkerRegistry
 from spark_elastic.membership.timeline import HostExcluded, Record
@@ -29,22 +28,22 @@ TimerKey = tuple[TimerKind, int]
 """A deadline and the number of the slot, agent, worker or exclusion that it belongs to; 0 if there is only one."""
 
 
-@dataclass(slots=True)
 class MachineContext:
     """The values that `Membership`, `WorldLifecycle` and `SlotScheduler` share while an event is handled."""
 
-    settings: ElasticSettings
-    registry: WorkerRegistry
-    """The scheduler adds and removes agents and adds workers, the lifecycle moves workers from state to state, and
-    `Membership` stores what workers report of themselves."""
-    timers: Timers[TimerKey]
-    """Set and cancelled by all; only `Membership` takes those that are due."""
-    workers_heard: Silence[WorkerId]
-    """A worker is in it from its first message until it is DONE or GONE."""
-    crashes: CrashLoopDetector
-    """Fed by `Membership`, read by the lifecycle."""
-    commands: list[Command]
-    """The answer to the present event, in order. All append; only `Membership` empties it."""
+    def __init__(self, settings: ElasticSettings) -> None:
+        self.settings = settings
+        #: The scheduler adds and removes agents and adds workers, the lifecycle moves workers from state to state, and
+        #: `Membership` stores what workers report of themselves.
+        self.registry = WorkerRegistry(settings.reset_limit)
+        #: All three set and cancel timers; only `Membership` removes those that are due.
+        self.timers: Timers[TimerKey] = Timers()
+        #: When each worker was last heard, from its first message until it is DONE or GONE.
+        self.workers_heard: Silence[WorkerId] = Silence(settings.heartbeat_timeout_s, settings.heartbeat_interval_s)
+        #: `Membership` records deaths and exits in it; the lifecycle reads it.
+        self.crashes = CrashLoopDetector(settings.crash_limit, REPORT_GRACE_S)
+        #: The answer to the present event, in order. All three append; only `Membership` empties it.
+        self.commands: list[Command] = []
 
     def announce(self, *records: Record) -> None:
         """Add records of the timeline to the commands."""
@@ -195,11 +194,10 @@ class SlotScheduler:
 
     def observe_hosts(self, hosts: Mapping[str, int] | None) -> bool:
         """Store what a host discovery allows. Returns True if that is a change."""
-        if hosts is None:
-            changed = self._allowed is not None
-            self._allowed = None
-            return changed
         before = self._allowed
+        if hosts is None:
+            self._allowed = None
+            return before is not None
         self._allowed, update = (before or HostSet()).updated(hosts)
         return before is None or update is not HostUpdate.NO_UPDATE
 
@@ -244,27 +242,23 @@ class SlotScheduler:
 
     def review(self, host: str | None = None) -> list[Agent]:
         """Compare the agents (of one host) with what is allowed. Returns those whose `leaving` changed."""
-        if self._allowed is None:
-            if not self._excluded and not self.leaving:
-                return []
-            agents = [agent for agent in self._registry.agents.values() if not (agent.retiring or agent.doomed)]
-            return [agent for agent in agents if self._set_leaving(agent, self._excluded.get(agent.place.host))]
+        if self._allowed is None and not self._excluded and not self.leaving:
+            return []
         by_host: dict[str, list[Agent]] = {}
         for agent in self._registry.agents.values():
-            if not agent.doomed and (host is None or agent.place.host == host):
+            if not (agent.retiring or agent.doomed) and host in (None, agent.place.host):
                 by_host.setdefault(agent.place.host, []).append(agent)
-        return [agent for name, agents in by_host.items() for agent in self._review_host(name, agents, self._allowed)]
+        return [agent for name, agents in by_host.items() for agent in self._review_host(name, agents)]
 
-    def _review_host(self, host: str, agents: list[Agent], allowed: HostSet) -> list[Agent]:
-        limit = allowed.slots_of(host)
+    def _review_host(self, host: str, agents: list[Agent]) -> list[Agent]:
+        excluded = self._excluded.get(host)
+        limit = len(agents) if self._allowed is None else self._allowed.slots_of(host)
         too_many = LossCause(LossKind.HOST_FULL, name=host, count=limit)
         if not limit:
-            too_many = LossCause(LossKind.HOST_NOT_ALLOWED, name=host, detail=str(allowed))
-        excluded = self._excluded.get(host)
-        usable = sorted((agent for agent in agents if not agent.retiring), key=self._claim)
+            too_many = LossCause(LossKind.HOST_NOT_ALLOWED, name=host, detail=str(self._allowed))
         return [
             agent
-            for position, agent in enumerate(usable)
+            for position, agent in enumerate(sorted(agents, key=self._claim))
             if self._set_leaving(agent, excluded or (None if position < limit else too_many))
         ]
 

@@ -49,7 +49,7 @@ class WorkerLeft(Record):
     """Its rank in the newest world; None: it was not a member."""
     cause: LossCause
     graceful: bool
-    """It left at a step boundary or was never needed: no failure."""
+    """The worker left at a step boundary, or no world needed it: not a failure."""
 
     @property
     def why(self) -> str:
@@ -63,24 +63,31 @@ class WorkerLeft(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class WorldStarted(Record):
-    """A world was published."""
+class WorldRecord(Record):
+    """The base of the records about a world."""
 
     round: int
     size: int
-    root: int
-    """The rank whose state the others take over."""
-    progress: int | None
-    """Optimizer steps in that state; None: nobody holds one yet."""
-    sync: bool
-    pause_s: float | None
-    """Time since the world before broke or its first member stopped; None for the first world."""
     change: WorldChange
 
     @property
     def why(self) -> str:
-        """The reason for the world, in words."""
+        """The reason for the record, in words."""
         return change_in_words(self.change)
+
+
+@dataclass(frozen=True, slots=True)
+class WorldStarted(WorldRecord):
+    """A world was published."""
+
+    root: int
+    """The rank whose state the others take over."""
+    progress: int | None
+    """Optimizer steps in that state; None: no member holds a state yet."""
+    sync: bool
+    """The others receive the whole state of the root. False: all members hold the same version."""
+    pause_s: float | None
+    """Time since the world before broke or its first member stopped; None for the first world."""
 
     def __str__(self) -> str:
         state = "" if self.progress is None else f" at step {self.progress}"
@@ -89,17 +96,8 @@ class WorldStarted(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class WorldBroken(Record):
-    """A world broke: the survivors were told to shut its connections and to come to the next round."""
-
-    round: int
-    size: int
-    change: WorldChange
-
-    @property
-    def why(self) -> str:
-        """The reason in words."""
-        return change_in_words(self.change)
+class WorldBroken(WorldRecord):
+    """A world broke: the survivors were told to close its connections and to come to the next round."""
 
     def __str__(self) -> str:
         return f"round {self.round} of {counted(self.size, 'worker')} is broken: {self.why}"
@@ -138,7 +136,7 @@ class HostExcluded(Record):
 
 @dataclass(frozen=True, slots=True)
 class Waiting(Record):
-    """What the job waits for, and until when at most; announced when it changes."""
+    """The job waits, until `deadline` at most. Announced whenever the reason or the deadline changes."""
 
     wait: Wait
     deadline: float | None
@@ -154,7 +152,7 @@ class Waiting(Record):
 
 @dataclass(frozen=True, slots=True)
 class DriverStoodStill(Record):
-    """The driver did not run for a while, and removed nobody for being silent meanwhile."""
+    """The driver process did not run for `seconds`, and removed no worker for its silence during that time."""
 
     seconds: float
 

@@ -18,15 +18,7 @@ from spark_elastic.membership.reasons import (
     completion_in_words,
     loss_in_words,
 )
-from spark_elastic.membership.registry import (
-    ADMITTED,
-    AT_INIT,
-    DONE,
-    GONE,
-    READY,
-    TRAINING,
-    Worker,
-)
+from spark_elastic.membership.registry import ADMITTED, AT_INIT, DONE, GONE, READY, TRAINING, Worker
 from spark_elastic.membership.slots import MachineContext, SlotScheduler, TimerKind
 from spark_elastic.membership.states import PHASES, Phase, WorkerState
 from spark_elastic.membership.timeline import JobEnded, Waiting, WorkerJoined, WorkerLeft, WorldBroken, WorldStarted
@@ -108,7 +100,8 @@ class WorldLifecycle:
     # --- workers ----------------------------------------------------------------------------------
 
     def note_version(self, version: StateVersion, now: float) -> None:
-        """Take in that a worker holds a state of that version."""
+        """Record that a worker holds a state of that version."""
+        self._crashes.note_version(version)
         next_loop = version.loop > self.furthest.loop
         self.furthest = max(self.furthest, version)
         if next_loop:
@@ -140,13 +133,13 @@ class WorldLifecycle:
         elif not after_loop:  # the next loop: workers that waited for it may join
             self.consider_interrupt(now)
 
-    def waits_longer(self, worker_id: WorkerId, now: float) -> bool:
-        """Extend the wait for a survivor that is alive and runs the code after its loop. Returns True if it is one."""
-        worker = self._registry.workers[worker_id]
-        if not worker.after_loop:
-            return False
-        self._set_stall_timer(worker_id, now)
-        return True
+    def on_stall_due(self, survivor: Worker, now: float) -> None:
+        """Remove a survivor that has not come back in time. One that runs the code after its loop gets more time."""
+        if survivor.after_loop:
+            self._set_stall_timer(survivor.id, now)
+        else:
+            cause = LossCause(LossKind.NOT_BACK, seconds=self._settings.stall_timeout_s)
+            self.end_worker(survivor, cause, now, stop=True, failure=True)
 
     def _set_stall_timer(self, survivor: WorkerId, now: float) -> None:
         self._stall_due = now + self._settings.stall_timeout_s
@@ -465,9 +458,7 @@ class WorldLifecycle:
         self._enter(Phase.RUNNING)
         self._commands.append(do.PublishWorld(world))
         self._context.announce(
-            WorldStarted(
-                now, self._registry.round, world.size, world.root, world.progress, world.sync, pause, self._change
-            )
+            WorldStarted(now, world.round, world.size, self._change, world.root, world.progress, world.sync, pause)
         )
         self.consider_interrupt(now)  # some members should leave and were only needed to pass on the state
 

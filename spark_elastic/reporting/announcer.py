@@ -12,12 +12,7 @@ from spark_elastic.membership.commands import Command
 from spark_elastic.membership.reasons import counted
 from spark_elastic.membership.timeline import HostExcluded, JobEnded, PlaceCooledDown, Record, Waiting, WorldStarted
 from spark_elastic.membership.topology import WorkerId
-from spark_elastic.reporting.event_log import (
-    EventLog,
-    MembershipChange,
-    seconds_in_words,
-    steps_in_words,
-)
+from spark_elastic.reporting.event_log import EventLog, MembershipChange, seconds_in_words, steps_in_words
 from spark_elastic.reporting.progress import WAIT_S, ProgressModel
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 

@@ -26,9 +26,6 @@ OWN_LOOP_S = 3.0
 """After this time without a message of an estimator's training, the steps of the user's own loop are shown."""
 
 
-NARROWEST_BAR, WIDEST_BAR = 6, 24
-
-
 @dataclass(frozen=True, slots=True)
 class View:
     """One moment of a task with progress."""
@@ -221,11 +218,6 @@ def wait_on_bar(wait: Wait) -> str:
             return wait_in_words(wait)
     missing = missing_in_words(wait.missing)
     return f"{words}; {missing}" if missing else words
-
-
-def bar_width(title: str, width: int) -> int:
-    """Return the width of the bar alone, on a line of `width` characters."""
-    return max(NARROWEST_BAR, min(WIDEST_BAR, (width - len(title)) // 8))
 
 
 def plain_line(view: View) -> str:

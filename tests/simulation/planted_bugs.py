@@ -123,7 +123,7 @@ BUGS = (
         "worker.run_again_in != self._registry.round",
         "worker.run_again_in < 0",
     ),
-    Bug("an old result counts", "machine", "run == record.run", "run <= record.run"),
+    Bug("an old result counts", "machine", "event.run != worker.run", "event.run > worker.run"),
     Bug("a process that has ended is run again", "worlds", "elif worker.exited:", "elif False:"),
     Bug(
         "a newcomer of an earlier loop is put into the world",
@@ -143,7 +143,9 @@ BUGS = (
         "if any(worker.loop for worker in waiting):",
         "if not waiting:",
     ),
-    Bug("one who works after the loop is not waited for", "worlds", "if not worker.after_loop:", "if worker.round:"),
+    Bug(
+        "one who works after the loop is not waited for", "worlds", "if survivor.after_loop:", "if not survivor.round:"
+    ),
     Bug("the notice has the same number twice", "worlds", "self._notices += 1", "self._notices = 1"),
     Bug("a removed worker's result is kept", "worlds", "self._done.pop(worker.id, None)", "pass"),
     Bug("a message of an older round counts", "machine", "event.round != worker.round or worker", "worker"),
@@ -157,8 +159,8 @@ BUGS = (
     Bug(
         "newcomers are never let in",
         "machine",
-        "self._worlds.note_version(event.version, now)\n        if worker.state is TRAINING",
-        "if worker.state is TRAINING",
+        "self._worlds.note_version(event.version, now)\n        if event.begun",
+        "if event.begun",
     ),
     Bug("a bug in the function goes unnoticed", "machine", "self._on_worker_raised(event, now)", "pass"),
     Bug("a silent worker is kept", "machine", "self._evict(worker_id, cause, now)", "self._evict(-1, cause, now)"),
