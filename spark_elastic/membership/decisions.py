@@ -23,9 +23,9 @@ from spark_elastic.membership.reasons import (
     missing_in_words,
     worlds_in_words,
 )
-from spark_elastic.membership.registry import ADMITTED, BOOTING
+from spark_elastic.membership.registry import ADMITTED, BOOTING, Worker
 from spark_elastic.membership.slots import MachineContext, SlotScheduler
-from spark_elastic.membership.topology import Member, Place, StateVersion, WorkerId, World
+from spark_elastic.membership.topology import Member, Place, WorkerId, World
 from spark_elastic.settings import ElasticSettings
 
 _MOST_CAUSES_NAMED = 5
@@ -78,17 +78,6 @@ def assign(places: Mapping[WorkerId, Place], old_ranks: Mapping[WorkerId, int]) 
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A worker that could be a member of the next world."""
-
-    worker: WorkerId
-    place: Place
-    old_rank: int | None
-    version: StateVersion | None
-    leaving: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Decision:
     """Go on now, wait, or give up."""
 
@@ -101,28 +90,28 @@ class Decision:
     """The time to wait is over: give up."""
 
 
-def _standing(candidate: Candidate) -> tuple[int, int, int]:
-    version = candidate.version
+def _standing(worker: Worker) -> tuple[int, int, int]:
+    version = worker.version
     return (0, 0, 0) if version is None else (version.loop, version.steps, version.marks)
 
 
-def _by_merit(candidate: Candidate) -> tuple[tuple[int, int, int], float, WorkerId]:
+def _by_merit(worker: Worker) -> tuple[tuple[int, int, int], float, WorkerId]:
     """Return the sort key that puts the most advanced first, and the oldest first among equals."""
-    old_rank = float("inf") if candidate.old_rank is None else candidate.old_rank
-    loop, steps, marks = _standing(candidate)
-    return (-loop, -steps, -marks), old_rank, candidate.worker
+    old_rank = float("inf") if worker.rank is None else worker.rank
+    loop, steps, marks = _standing(worker)
+    return (-loop, -steps, -marks), old_rank, worker.id
 
 
-def select(candidates: Iterable[Candidate], done: int, minimum: int) -> list[Candidate]:
+def select(candidates: Iterable[Worker], done: int, minimum: int) -> list[Worker]:
     """Select the members of the next world: all that stay, and those that should leave but are still needed.
 
     A leaving worker is kept while the others, with the `done` ones, are fewer than `minimum`, or while it alone holds
     the most advanced state: without it, applied steps would be lost.
     """
-    staying: list[Candidate] = []
-    leaving: list[Candidate] = []
-    for candidate in candidates:
-        (leaving if candidate.leaving else staying).append(candidate)
+    staying: list[Worker] = []
+    leaving: list[Worker] = []
+    for worker in candidates:
+        (leaving if worker.agent.leaving else staying).append(worker)
     leaving.sort(key=_by_merit)
     spared = max(0, min(minimum - done - len(staying), len(leaving)))
     if leaving and spared == 0 and _standing(leaving[0]) > max(map(_standing, staying), default=(0, 0, 0)):
@@ -130,28 +119,27 @@ def select(candidates: Iterable[Candidate], done: int, minimum: int) -> list[Can
     return staying + leaving[:spared]
 
 
-def can_leave(candidates: Sequence[Candidate], minimum: int) -> bool:
+def can_leave(members: Sequence[Worker], minimum: int) -> bool:
     """Return True if a running world can spare any of its leaving members now."""
-    staying = [candidate for candidate in candidates if not candidate.leaving]
-    if len(staying) == len(candidates) or not staying:
+    staying = [worker for worker in members if not worker.agent.leaving]
+    if len(staying) == len(members) or not staying:
         return False
-    holder = any(candidate.version is not None for candidate in candidates)
-    staying_holder = any(candidate.version is not None for candidate in staying)
-    return len(candidates) > minimum and (staying_holder or not holder)
+    holder = any(worker.version is not None for worker in members)
+    staying_holder = any(worker.version is not None for worker in staying)
+    return len(members) > minimum and (staying_holder or not holder)
 
 
-def build_world(round: int, members: Iterable[Candidate]) -> World:
+def build_world(round: int, members: Sequence[Worker]) -> World:
     """Build the world of these members. Its root is the most advanced one, the oldest among equals."""
-    chosen = {member.worker: member for member in members}
     ranked = assign(
-        {worker: member.place for worker, member in chosen.items()},
-        {worker: member.old_rank for worker, member in chosen.items() if member.old_rank is not None},
+        {worker.id: worker.place for worker in members},
+        {worker.id: worker.rank for worker in members if worker.rank is not None},
     )
-    best = min(chosen.values(), key=_by_merit)
-    same = all(member.version == best.version for member in chosen.values())
+    best = min(members, key=_by_merit)
+    same = all(worker.version == best.version for worker in members)
     if best.version is None:
         return World(round, ranked, root=0, version=None, sync=True)
-    root = next(member.rank for member in ranked if member.worker == best.worker)
+    root = next(member.rank for member in ranked if member.worker == best.id)
     return World(round, ranked, root=root, version=best.version, sync=not same)
 
 

@@ -211,7 +211,7 @@ class CrashLoopDetector:
 
     def forget_agent(self, agent: AgentId) -> None:
         """Drop the deaths on a lost agent: the machine was lost, not only the process."""
-        self._deaths = {id: death for id, death in self._deaths.items() if death[0].agent != agent}
+        self._deaths = {id: death for id, death in self._deaths.items() if death[0].agent.id != agent}
 
     def note_exit(self, exit: WorkerLost) -> None:
         """Record how a process ended, before or after its death: a closed connection is often heard first."""

@@ -278,7 +278,7 @@ class Membership:
         if worker is None or worker.state is DONE:
             return
         if worker.state is not TRAINING:  # it was in no world: without a pause this would be a busy loop
-            self._scheduler.count_failure(self.registry.agent_of(worker), now)
+            self._scheduler.count_failure(worker.agent, now)
         self._worlds.end_worker(worker, LossCause(LossKind.ABANDONED, detail=event.why), now, stop=True)
 
     def _on_worker_raised(self, event: seen.WorkerRaised, now: float) -> None:
@@ -317,7 +317,7 @@ class Membership:
         if agent is None:
             return
         self._agents_heard.heard(agent.id, now)
-        worker = self.registry.worker_of(agent)
+        worker = agent.worker
         if worker is None or worker.id != event.running or worker.id not in self._workers_heard:
             return
         # a worker whose own heartbeats are late may be in a long call that holds its interpreter's lock
@@ -330,7 +330,7 @@ class Membership:
             return  # a repeat, or an agent that was lost or replaced already
         if slot is not None and slot.agent is not None:
             # Spark ran the task again before the first attempt's channel was seen to close
-            self._send_home(self.registry.agents[slot.agent], LossCause(LossKind.AGENT_REPLACED), now)
+            self._send_home(slot.agent, LossCause(LossKind.AGENT_REPLACED), now)
         agent = self._scheduler.join(event.agent, event.place, now)
         if agent is not None:
             self._agents_heard.heard(agent.id, now)
@@ -343,7 +343,7 @@ class Membership:
             return
         if slot.agent is not None:
             ended = LossCause(LossKind.TASK_ENDED, because=event.cause)
-            self._lose_agent(self.registry.agents[slot.agent], ended, now)
+            self._lose_agent(slot.agent, ended, now)
         self._scheduler.slot_ended(slot, event.cause, event.submitted, now)
         refusal = self._scheduler.refusal()
         if refusal is not None:
@@ -362,7 +362,7 @@ class Membership:
         self._agents_heard.forget(agent.id)
         self._crashes.forget_agent(agent.id)
         self._scheduler.count_failure(agent, now)
-        worker = self.registry.worker_of(agent)
+        worker = agent.worker
         if worker is not None:
             self._worlds.remove(worker, LossCause(LossKind.AGENT_LOST, because=cause), now)
         self._scheduler.remove(agent, now)
@@ -383,7 +383,7 @@ class Membership:
     def _vacate(self, agents: list[Agent], now: float) -> None:
         """Empty slots that are not to be used any more. Members stay until their world can spare them."""
         for agent in agents:
-            worker = self.registry.worker_of(agent)
+            worker = agent.worker
             if worker is not None and worker.round == 0 and worker.state is not DONE:
                 self._worlds.release(worker, now)
             elif worker is None and agent.retiring:

@@ -220,38 +220,36 @@ def missing_in_words(causes: Sequence[LossCause]) -> str:
     return "launches ended before their agent joined: " + "; ".join(dict.fromkeys(map(loss_in_words, causes)))
 
 
+_CHANGES = {
+    WorldChangeKind.JOB_STARTS: "the job starts",
+    WorldChangeKind.STARTED_OVER: "starting over, nobody held a state ({before})",
+    WorldChangeKind.NEWCOMERS: "{change.have} more ready to train",
+    WorldChangeKind.LEAVING: "{cause}",
+    WorldChangeKind.MEMBER_LOST: "rank {change.rank} on {change.host} is gone: {cause}",
+    WorldChangeKind.COLLECTIVE_FAILED: "a collective failed for rank {change.rank} on {change.host}",
+    WorldChangeKind.NO_STEP: "no step in {change.seconds:g} s since the workers were asked to stop",
+    WorldChangeKind.RESULTS_GONE: "the agents that held the results are gone",
+}
+
+
 def change_in_words(change: WorldChange) -> str:
     """Return why a world ended or the next one is built."""
     before = "" if change.before is None else change_in_words(change.before)
     cause = "" if change.cause is None else loss_in_words(change.cause)
     match change.kind:
-        case WorldChangeKind.JOB_STARTS:
-            return "the job starts"
-        case WorldChangeKind.STARTED_OVER:
-            return f"starting over, nobody held a state ({before})"
         case WorldChangeKind.GATHERED if change.have >= change.want:
             return f"{before}: {counted(change.have, 'worker')} ready, {change.want} wanted"
         case WorldChangeKind.GATHERED:
             enough = f"{change.need} {'is' if change.need == 1 else 'are'} enough"
             some = f"{change.have} of {counted(change.want, 'worker')}"
             return f"{before}: {some} ready after a grace of {change.seconds:g} s; {enough}"
-        case WorldChangeKind.NEWCOMERS:
-            return f"{change.have} more ready to train"
-        case WorldChangeKind.LEAVING:
-            return cause
-        case WorldChangeKind.MEMBER_LOST:
-            return f"rank {change.rank} on {change.host} is gone: {cause}"
-        case WorldChangeKind.COLLECTIVE_FAILED:
-            return f"a collective failed for rank {change.rank} on {change.host}"
         case WorldChangeKind.ALL_BLOCKED:
             members = "the only member has" if change.have == 1 else f"all {change.have} members have"
             return f"{members} waited in a collective for {change.seconds:g} s"
-        case WorldChangeKind.NO_STEP:
-            return f"no step in {change.seconds:g} s since the workers were asked to stop"
         case WorldChangeKind.NOT_STOPPED:
             return f"{counted(change.have, 'worker')} did not stop at the step where the others did"
-        case WorldChangeKind.RESULTS_GONE:
-            return "the agents that held the results are gone"
+        case _:
+            return _CHANGES[change.kind].format(change=change, before=before, cause=cause)
 
 
 def wait_in_words(wait: Wait) -> str:
@@ -312,11 +310,6 @@ def failures_in_words(failures: int, pause_s: float) -> str:
     """Return how often a place failed, and how long it is not used."""
     times = "once" if failures == 1 else f"{failures} times"
     return f"failed {times} and rests for {pause_s:.1f} s"
-
-
-def completion_in_words(workers: int) -> str:
-    """Return how the job finished."""
-    return f"{counted(workers, 'worker')} {'is' if workers == 1 else 'are'} done"
 
 
 def worlds_in_words(count: int) -> str:

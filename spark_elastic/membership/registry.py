@@ -19,7 +19,7 @@ class Slot:
 
     id: SlotId
     launched: bool = True  # its job is pending or running; False: it waits for its cooldown
-    agent: AgentId | None = None  # the agent of the current launch, while it lives
+    agent: Agent | None = None  # the agent of the current launch, while it is connected
     newest: AgentId = 0  # the newest agent that the slot ever had; older ones come too late
     joined: bool = False  # an agent of the current launch has joined
     refusals: int = 0  # launches in a row that the driver could not even submit
@@ -33,19 +33,18 @@ class Agent:
 
     id: AgentId
     place: Place
-    worker: WorkerId | None = None  # never a worker that is GONE
+    worker: Worker | None = None  # never a worker that is GONE
     leaving: LossCause | None = None  # why its slot is not to be used any more; None: it may be used
     doomed: bool = False  # its executor is lost, and the agent is about to be removed
     retiring: bool = False  # Spark takes its executor away: dismissed as soon as it has no member
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Worker:
     """A training process that was started and is not GONE."""
 
     id: WorkerId
-    agent: AgentId
-    place: Place
+    agent: Agent = field(repr=False)
     state: WorkerState = WorkerState.BOOTING
     round: int = 0  # the last world that it was published in; 0: none
     rank: int | None = None  # its rank there
@@ -60,6 +59,10 @@ class Worker:
     run: int = 1  # the call of the function that counts; the end of an older one changes nothing
     run_again_in: int = 0  # the round that broke when it was last told to run again; 0: never
     exited: bool = False  # DONE, and its process is gone, so it cannot run again
+
+    @property
+    def place(self) -> Place:
+        return self.agent.place
 
 
 @dataclass(slots=True)
@@ -107,7 +110,7 @@ class WorkerRegistry:
         """Add a worker that is being started."""
         self.workers[worker.id] = worker
         self.states[worker.state][worker.id] = worker
-        self.agents[worker.agent].worker = worker.id
+        worker.agent.worker = worker
 
     def enter(self, worker: Worker, state: WorkerState) -> None:
         """Move the worker to another state; GONE removes it and frees its agent."""
@@ -116,21 +119,13 @@ class WorkerRegistry:
         worker.state = state
         if state is WorkerState.GONE:
             del self.workers[worker.id]
-            self.agents[worker.agent].worker = None
+            worker.agent.worker = None
         else:
             self.states[state][worker.id] = worker
 
     def count(self, state: WorkerState) -> int:
         """Return the number of workers in a state."""
         return len(self.states[state])
-
-    def agent_of(self, worker: Worker) -> Agent:
-        """Return the agent that the worker runs under."""
-        return self.agents[worker.agent]
-
-    def worker_of(self, agent: Agent) -> Worker | None:
-        """Return the agent's worker; None: it has none."""
-        return None if agent.worker is None else self.workers[agent.worker]
 
     def on_executor(self, executor: str) -> list[Agent]:
         """Return the agents on an executor."""

@@ -16,7 +16,7 @@ from spark_elastic.membership.topology import AgentId, HostSet, HostUpdate, Plac
 from spark_elastic.settings import ElasticSettings
 
 _MOST_CAUSES = 3
-"""Causes of failed launches that are named."""
+"""The number of causes of failed launches that messages name."""
 _EXCLUSION_IN_PAUSES = 10
 """A host on which one world after another crashed is excluded for this many of the longest pauses."""
 
@@ -53,8 +53,8 @@ class MachineContext:
 class SlotScheduler:
     """Decides where processes run: keeps every slot launched and a worker on every usable agent.
 
-    Knows nothing of worlds, and never calls the parts above it. Methods that change what others have to react to
-    return the agents concerned.
+    It knows nothing of worlds and calls neither `WorldLifecycle` nor `Membership`: where these have to react to a
+    change, its methods return the agents concerned.
     """
 
     def __init__(self, context: MachineContext) -> None:
@@ -67,11 +67,9 @@ class SlotScheduler:
         self._allowed: HostSet | None = None  # None: no restriction
         self._decommissioned: set[str] = set()
         self._workers_started = 0
-        self._failed_launches: dict[SlotId, LossCause] = {}  # whose last launch ended without an agent
+        self._failed_launches: dict[SlotId, LossCause] = {}  # slots whose last launch ended before an agent joined
         self._excluded: dict[str, LossCause] = {}  # by host
         self._exclusions: list[str] = []  # the hosts of all exclusions; the index is the number of its timer
-        self.leaving: set[AgentId] = set()
-        """The agents with `leaving` set."""
 
     # --- slots ------------------------------------------------------------------------------------
 
@@ -102,7 +100,7 @@ class SlotScheduler:
         return tuple(cause for cause, _ in Counter(self._failed_launches.values()).most_common(_MOST_CAUSES))
 
     def refusal(self) -> LossCause | None:
-        """Return why no slot can be launched, if each was refused twice and there is no agent; None: one may be."""
+        """Return why no slot can be launched; None if there is an agent, or a slot that was not refused twice."""
         if self._registry.agents or len(self._failed_launches) < len(self._registry.slots):
             return None
         refused = all(self._registry.slots[slot].refusals > 1 for slot in self._failed_launches)
@@ -116,14 +114,14 @@ class SlotScheduler:
         self._commands.append(LaunchSlot(slot.id))
 
     def withdraw(self, slot: SlotId, cause: LossCause, now: float) -> None:
-        """End a launch that is of no use any more, and ask again until its end is seen."""
+        """End a launch that is of no use any more. The command is repeated until the launch has ended."""
         self._commands.append(WithdrawSlot(slot, cause))
         self._timers.set(("end", slot), now + self._settings.heartbeat_timeout_s)
 
     # --- agents -----------------------------------------------------------------------------------
 
     def join(self, agent_id: AgentId, place: Place, now: float) -> Agent | None:
-        """Add an agent. Returns None if it was sent away instead."""
+        """Add an agent. Returns None if it was dismissed instead."""
         slot = self._registry.slots.get(place.slot)
         if slot is None or not slot.launched:
             self._commands.append(DismissAgent(agent_id, LossCause(LossKind.NOT_LAUNCHED, name=str(place.slot))))
@@ -133,9 +131,9 @@ class SlotScheduler:
         self._failed_launches.pop(slot.id, None)
         agent = Agent(agent_id, place)
         self._registry.agents[agent_id] = agent
-        slot.agent = agent_id
+        slot.agent = agent
         if place.executor in self._decommissioned:
-            # counts against the slot alone: without a pause, a scheduler that insists would make this a busy loop
+            # counts against the slot alone; without a pause, Spark could start tasks on this executor without end
             self._context.announce(*self._cooldown.slot_failed(slot.id, now))
             self.dismiss(agent, LossCause(LossKind.DECOMMISSIONED, name=place.executor), now)
             return None
@@ -146,14 +144,13 @@ class SlotScheduler:
         """Remove a lost agent, whose worker was removed before."""
         self._timers.cancel(("fill", agent.id))
         del self._registry.agents[agent.id]
-        self.leaving.discard(agent.id)
         slot = self._registry.slots[agent.place.slot]
         slot.agent = None
-        # Spark ends the task of a dead agent by itself; where it does not notice, we do
+        # Spark usually ends the task of a dead agent; if it has not by then, the launch is withdrawn
         self._timers.set(("end", slot.id), now + self._settings.heartbeat_timeout_s)
 
     def dismiss(self, agent: Agent, cause: LossCause, now: float) -> None:
-        """Send an agent without a worker home. Its slot is launched again when its task has ended."""
+        """Dismiss an agent that has no worker. Its slot is launched again when its task has ended."""
         self._commands.append(DismissAgent(agent.id, cause))
         self._registry.slots[agent.place.slot].excused = True
         self.remove(agent, now)
@@ -177,13 +174,13 @@ class SlotScheduler:
         self._timers.cancel(("fill", agent.id))
         self._workers_started += 1
         self._registry.slots[agent.place.slot].excused = False
-        worker = Worker(self._workers_started, agent.id, agent.place)
+        worker = Worker(self._workers_started, agent)
         self._registry.add(worker)
         self._timers.set(("boot", worker.id), now + self._settings.start_timeout_s)
         self._commands.append(StartWorker(agent.id, worker.id))
 
     def count_failure(self, agent: Agent, now: float) -> None:
-        """Count a failure of the agent's place: one for all that happens to a worker and its agent together."""
+        """Count a failure of the agent's place. The losses of a worker and of its agent together count as one."""
         slot = self._registry.slots[agent.place.slot]
         if slot.excused or agent.retiring:
             return
@@ -208,13 +205,12 @@ class SlotScheduler:
         for agent in retired:
             agent.retiring = True
             agent.leaving = LossCause(LossKind.DECOMMISSIONED, name=executor)
-            self.leaving.add(agent.id)
             self._registry.slots[agent.place.slot].excused = True
             self._timers.cancel(("fill", agent.id))
         return retired
 
     def executor_lost(self, executor: str) -> list[Agent]:
-        """Start nothing on a lost executor any more. Returns its agents, which the caller has to remove."""
+        """Mark the agents on a lost executor, so that no worker starts there, and return them for removal."""
         agents = self._registry.on_executor(executor)
         for agent in agents:
             agent.doomed = True
@@ -237,13 +233,11 @@ class SlotScheduler:
         self._context.announce(HostExcluded(now, host, worlds, until))
 
     def end_exclusion(self, number: int) -> None:
-        """Use the host of that exclusion again."""
+        """Use the host again whose exclusion had that number."""
         self._excluded.pop(self._exclusions[number], None)
 
     def review(self, host: str | None = None) -> list[Agent]:
         """Compare the agents (of one host) with what is allowed. Returns those whose `leaving` changed."""
-        if self._allowed is None and not self._excluded and not self.leaving:
-            return []
         by_host: dict[str, list[Agent]] = {}
         for agent in self._registry.agents.values():
             if not (agent.retiring or agent.doomed) and host in (None, agent.place.host):
@@ -267,12 +261,11 @@ class SlotScheduler:
         changed = (agent.leaving is None) != (cause is None)
         if changed:
             agent.leaving = cause
-            (self.leaving.discard if cause is None else self.leaving.add)(agent.id)
         return changed
 
     def _claim(self, agent: Agent) -> tuple[bool, float, bool, AgentId]:
         """Return the sort key for a host's slots: members by rank, then agents with a worker, then the oldest."""
-        worker = self._registry.worker_of(agent)
+        worker = agent.worker
         member = worker is not None and worker.state in (TRAINING, READY, DONE)
         rank = worker.rank if worker is not None and worker.rank is not None else float("inf")
         return not member, rank, worker is None, agent.id

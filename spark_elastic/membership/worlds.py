@@ -5,7 +5,7 @@ from __future__ import annotations
 from spark_elastic.errors import JobError, ResetLimitError, StateLostError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import decisions
-from spark_elastic.membership.decisions import Candidate, Decision, Gathering
+from spark_elastic.membership.decisions import Gathering
 from spark_elastic.membership.failures import REPORT_GRACE_S
 from spark_elastic.membership.reasons import (
     LossCause,
@@ -15,12 +15,12 @@ from spark_elastic.membership.reasons import (
     WorldChange,
     WorldChangeKind,
     change_in_words,
-    completion_in_words,
+    counted,
     loss_in_words,
 )
 from spark_elastic.membership.registry import ADMITTED, AT_INIT, DONE, GONE, READY, TRAINING, Worker
 from spark_elastic.membership.slots import MachineContext, SlotScheduler, TimerKind
-from spark_elastic.membership.states import PHASES, Phase, WorkerState
+from spark_elastic.membership.states import PHASES, Phase
 from spark_elastic.membership.timeline import JobEnded, Waiting, WorkerJoined, WorkerLeft, WorldBroken, WorldStarted
 from spark_elastic.membership.topology import BEGINNING, StateVersion, WorkerId, World
 
@@ -90,7 +90,8 @@ class WorldLifecycle:
         order = sorted(self._done, key=lambda worker: (*self._done[worker], worker))
         self._enter(Phase.FINISHED)
         self._commands.append(do.FinishJob(tuple(order)))
-        self._context.announce(JobEnded(now, "finished", completion_in_words(len(order))))
+        are_done = f"{counted(len(order), 'worker')} {'is' if len(order) == 1 else 'are'} done"
+        self._context.announce(JobEnded(now, "finished", are_done))
 
     def _enter(self, phase: Phase) -> None:
         PHASES.check(self.phase, phase)
@@ -218,7 +219,7 @@ class WorldLifecycle:
 
         `stop`: its process runs and has to be killed. `failure`: it counts as a failure of its place.
         """
-        agent = self._registry.agent_of(worker)
+        agent = worker.agent
         if stop:
             self._commands.append(do.StopWorker(agent.id, worker.id, cause))
         if failure:
@@ -228,9 +229,8 @@ class WorldLifecycle:
 
     def release(self, worker: Worker, now: float) -> None:
         """Remove a worker whose slot is not to be used any more, and that no world needs."""
-        agent = self._registry.agent_of(worker)
-        assert agent.leaving is not None
-        self.end_worker(worker, agent.leaving, now, stop=not agent.retiring)
+        assert worker.agent.leaving is not None
+        self.end_worker(worker, worker.agent.leaving, now, stop=not worker.agent.retiring)
 
     def remove(self, worker: Worker, cause: LossCause, now: float, *, graceful: bool = False) -> None:
         """Remove the worker from the registry; a world that needed it breaks."""
@@ -250,8 +250,8 @@ class WorldLifecycle:
                 self._backoff.member_lost()
             self._last_loss = f"worker {worker.id} on {worker.place.host}: {loss_in_words(cause)}"
         if needed:
-            lost = WorldChangeKind.MEMBER_LOST
-            self._break(WorldChange(lost, rank=worker.rank, host=worker.place.host, cause=cause), now)
+            change = WorldChange(WorldChangeKind.MEMBER_LOST, rank=worker.rank, host=worker.place.host, cause=cause)
+            self._break(change, now)
 
     def _introduce(self, worker: Worker, now: float) -> None:
         self._timers.cancel(("boot", worker.id))
@@ -272,15 +272,12 @@ class WorldLifecycle:
         if not self._registry.may_reset():
             return  # the next world would exceed the limit: only a loss is worth that
         newcomers = self._registry.count(READY)
-        if not newcomers and not self._scheduler.leaving:
-            return
-        candidates = self._candidates(TRAINING, READY)
-        leaving = [candidate for candidate in candidates if candidate.leaving]
+        candidates = list(self._registry.in_state(TRAINING, READY))
+        leaving = [worker.agent.leaving for worker in candidates if worker.agent.leaving]
         if newcomers:
             self._change = WorldChange(WorldChangeKind.NEWCOMERS, have=newcomers)
         elif leaving and decisions.can_leave(candidates, self._settings.min_num_proc):
-            agent = self._registry.agent_of(self._registry.workers[leaving[0].worker])
-            self._change = WorldChange(WorldChangeKind.LEAVING, cause=agent.leaving)
+            self._change = WorldChange(WorldChangeKind.LEAVING, cause=leaving[0])
         else:
             return
         self._enter(Phase.INTERRUPTED)
@@ -289,7 +286,7 @@ class WorldLifecycle:
         self._noticed_at = self.furthest
         self._timers.set(("notice", 0), now + self._settings.stall_timeout_s)
         self._commands.append(do.NotifyHostsUpdated(tuple(self._registry.states[TRAINING]), self._notices))
-        self._announce_interrupted(self._registry.count(TRAINING), now)
+        self._announce_interrupted(now)
 
     def stalled(self, seconds: float, now: float) -> None:
         """Break a running world in which all members wait for one another, and no single one is to blame."""
@@ -341,7 +338,7 @@ class WorldLifecycle:
         if self.phase is Phase.STARTING:
             self._evaluate_start(now)
         elif self.phase is Phase.INTERRUPTED and training:
-            self._announce_interrupted(training, now)
+            self._announce_interrupted(now)
         elif self.phase is Phase.BROKEN and training:
             self._announce_broken(now)
         elif self.phase in _WITH_WORLD and not training:
@@ -353,7 +350,8 @@ class WorldLifecycle:
             for worker in waiting:
                 if not worker.loop:
                     self._admit(worker, now)
-        ready = self._registry.count(AT_INIT) + self._registry.count(READY)
+            waiting = [worker for worker in waiting if worker.loop]
+        ready = len(waiting)
         have = ready or len(self._done)  # some functions return without ever asking for a world
         decision = self._gathering.first_world(have, now)
         if ready:
@@ -361,23 +359,23 @@ class WorldLifecycle:
         if decision.expired:
             self.fail(self._gathering.not_enough(ready, self._last_loss, now), now)
         elif not decision.go:
-            self._wait(decision, now)
+            self._announce_wait(self._gathering.wait_for(decision), decision.deadline, now)
         elif ready:
             self._change = self._gathering.gathered(ready, self._change)
-            self._publish(self._candidates(AT_INIT, READY), now)
+            self._publish(waiting, now)
         else:
             self._finish(now)
 
     def _settle(self, now: float) -> None:
         """Decide what follows a world whose members have all come back, are done, or are gone."""
-        ready = self._candidates(READY)
-        if self._done and not any(candidate.old_rank is not None for candidate in ready):
+        ready = list(self._registry.in_state(READY))
+        if self._done and not any(worker.rank is not None for worker in ready):
             self._finish(now)
             return
         if self.phase is Phase.RUNNING:
             self._break(WorldChange(WorldChangeKind.RESULTS_GONE), now)
-        held = any(self._holds(candidate.version) for candidate in ready)
-        behind = not held and any(self._holds(worker.version) for worker in self._registry.in_state(ADMITTED))
+        held = any(self._holds(worker) for worker in ready)
+        behind = not held and any(self._holds(worker) for worker in self._registry.in_state(ADMITTED))
         if not held and not behind:
             if self.furthest.trained:
                 self._on_state_lost(now)
@@ -401,7 +399,7 @@ class WorldLifecycle:
         if decision.expired:
             self.fail(self._gathering.not_enough(have, self._last_loss, now), now)
         else:
-            self._wait(decision, now)
+            self._announce_wait(self._gathering.wait_for(decision), decision.deadline, now)
 
     def _on_state_lost(self, now: float) -> None:
         """Fail the job; with the crash, if one came back until no worker was left and its last exit is known."""
@@ -418,29 +416,20 @@ class WorldLifecycle:
                 return
         self.fail(StateLostError(progress=self.furthest.steps, last_reason=self._last_loss), now)
 
-    def _holds(self, version: StateVersion | None) -> bool:
-        return version is not None and version.is_current_at(self.furthest)
+    def _holds(self, worker: Worker) -> bool:
+        return worker.version is not None and worker.version.is_current_at(self.furthest)
 
-    def _candidates(self, *states: WorkerState) -> list[Candidate]:
-        agents = self._registry.agents
-        return [
-            Candidate(worker.id, worker.place, worker.rank, worker.version, bool(agents[worker.agent].leaving))
-            for worker in self._registry.in_state(*states)
-        ]
-
-    def _publish(self, members: list[Candidate], now: float) -> None:
+    def _publish(self, members: list[Worker], now: float) -> None:
         limit = self._registry.reset_limit
         if limit is not None and not self._registry.may_reset():
-            self.fail(
-                ResetLimitError(resets=self._registry.round, limit=limit, last_reason=change_in_words(self._change)),
-                now,
-            )
+            reason = change_in_words(self._change)
+            self.fail(ResetLimitError(resets=self._registry.round, limit=limit, last_reason=reason), now)
             return
         if self._backoff.is_hopeless(now):
             self.fail(self._gathering.unreachable_peers(self._change), now)
             return
         self._registry.round += 1
-        world = decisions.build_world(self._registry.round, members)
+        self.world = world = decisions.build_world(self._registry.round, members)
         # a worker that returned without `init()` while others asked for a world adds no result
         self._done = {worker: position for worker, position in self._done.items() if position[1] > 0}
         for worker in list(self._registry.in_state(READY)):
@@ -449,12 +438,12 @@ class WorldLifecycle:
         for member in world.members:
             worker = self._registry.workers[member.worker]
             self._registry.enter(worker, TRAINING)
-            worker.round, worker.rank = self._registry.round, member.rank
+            worker.round, worker.rank = world.round, member.rank
         self._gathering.end()
         self._timers.cancel(("notice", 0))
         pause = None if self._paused_at is None else now - self._paused_at
         self._backoff.world_began(self.furthest, now)
-        self.world, self._paused_at = world, None
+        self._paused_at = None
         self._enter(Phase.RUNNING)
         self._commands.append(do.PublishWorld(world))
         self._context.announce(
@@ -464,23 +453,20 @@ class WorldLifecycle:
 
     # --- waiting ----------------------------------------------------------------------------------
 
-    def _wait(self, decision: Decision, now: float) -> None:
-        self._announce_wait(self._gathering.wait_for(decision), decision.deadline, now)
-
-    def _announce_interrupted(self, training: int, now: float) -> None:
+    def _announce_interrupted(self, now: float) -> None:
         kind = WaitKind.AGREEMENT if self._paused_at is None else WaitKind.STOP
-        wait = Wait(kind, have=training, change=self._change)
+        wait = Wait(kind, have=self._registry.count(TRAINING), change=self._change)
         self._announce_wait(wait, self._timers.get(("notice", 0)), now)
 
     def _announce_broken(self, now: float) -> None:
         survivors = list(self._registry.in_state(TRAINING))
-        ranks = sorted(worker.rank or 0 for worker in survivors) if len(survivors) <= _MOST_RANKS_NAMED else []
+        ranks = sorted(worker.rank or 0 for worker in survivors)
         wait = Wait(
             WaitKind.SURVIVORS,
             have=len(survivors),
             left_s=self._stall_due - now,
             round=self._registry.round,
-            ranks=tuple(ranks),
+            ranks=tuple(ranks) if len(ranks) <= _MOST_RANKS_NAMED else (),
             finishing=sum(worker.after_loop for worker in survivors),
         )
         self._announce_wait(wait, self._stall_due, now)

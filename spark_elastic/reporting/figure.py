@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -16,8 +15,8 @@ from matplotlib.ticker import MaxNLocator
 Row = Mapping[str, Any]
 
 MOST_METRICS = 3
-"""Number of panels besides that of the loss; further metrics are only in `model.history`."""
-# of medium brightness: visible on white and on black
+"""The number of metrics that get a panel beside the loss; further metrics are only in `model.history`."""
+# colours of medium brightness, which are visible on white and on black
 TRAIN, VALIDATION, WORLD, GREY = "#3b82c4", "#d9822b", "#6b8e9f", "#888888"
 KINDS = {
     "lost": ("lost", "#d64545", "X"),
@@ -28,7 +27,7 @@ KINDS = {
 }
 """By the kind of an event: label, colour and marker."""
 LONG_PAUSE = 0.01
-"""A pause that takes at least this part of the x axis is drawn as a span."""
+"""The part of the x axis from which a pause is wide enough to be drawn as a span."""
 
 
 class NotebookFigure(Figure):
@@ -51,7 +50,7 @@ def of_training(history: Sequence[Row], columns: Iterable[str], events: Sequence
     """
     measured = list(columns)
     names = [name for name in measured if not (name.startswith("val_") and name[4:] in measured)][: MOST_METRICS + 1]
-    figure, panels = _panels(len(names))
+    figure, panels = _panels(len(names), title)
     place, times = _epoch_axis(history, events)
     for panel, name in zip(panels, names, strict=False):
         _draw_column(panel, history, name)
@@ -67,29 +66,23 @@ def of_training(history: Sequence[Row], columns: Iterable[str], events: Sequence
     world.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
     _show_times(panels[0], times)
     figure.align_ylabels()
-    figure.suptitle(title, fontsize="large", x=0.02, ha="left")
     return figure
 
 
 def of_job(events: Sequence[Row], title: str) -> NotebookFigure:
     """Draw the size of the world over the seconds of the job."""
-    figure, (world,) = _panels(0)
+    figure, (world,) = _panels(0, title)
     end = max((row["seconds"] + (row["pause_s"] or 0.0) for row in events), default=1.0) or 1.0
     _draw_world(world, events, lambda row, late: row["seconds"] + late, end)
     world.set_xlabel("seconds since the job began")
     world.set_xlim(0, end)
-    figure.suptitle(title, fontsize="large", x=0.02, ha="left")
     return figure
 
 
-def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure in the format that the path's suffix names."""
-    figure.savefig(path, dpi=110)
-
-
-def _panels(measured: int) -> tuple[NotebookFigure, list[Any]]:
+def _panels(measured: int, title: str) -> tuple[NotebookFigure, list[Any]]:
     heights = [3.0] * min(measured, 1) + [2.0] * max(measured - 1, 0) + [1.6]
     figure = NotebookFigure(figsize=(9.0, sum(heights) + 0.8), layout="constrained")
+    figure.suptitle(title, fontsize="large", x=0.02, ha="left")
     panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     for panel in (flat := list(panels[:, 0])):
         panel.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.8)
@@ -114,9 +107,8 @@ def _draw_column(panel: Any, history: Sequence[Row], name: str) -> None:
 
 def _draw_world(panel: Any, events: Sequence[Row], place: Callable[[Row, float], float], end: float) -> None:
     """Draw the size of the world. `place` maps an event, a number of seconds after it began, to the x axis."""
-    steps: list[tuple[float, int]] = []
-    for row in _of_world(events):
-        steps.append((place(row, 0.0), row["after"]))
+    changes = [row for row in events if row["kind"] == "started" or (row["kind"] in KINDS and row["before"])]
+    steps = [(place(row, 0.0), row["after"]) for row in changes]
     if not steps:
         return
     xs = [x for x, _ in steps] + [max(end, steps[-1][0])]
@@ -146,10 +138,6 @@ def _mark_losses(panels: Sequence[Any], events: Sequence[Row], place: Callable[[
         if row["kind"] in KINDS and row["before"]:
             for panel in panels:
                 panel.axvline(place(row, 0.0), color=KINDS[row["kind"]][1], linewidth=1.0, alpha=0.45, zorder=0.5)
-
-
-def _of_world(events: Sequence[Row]) -> list[Row]:
-    return [row for row in events if row["kind"] == "started" or (row["kind"] in KINDS and row["before"])]
 
 
 def _epoch_axis(

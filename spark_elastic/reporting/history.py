@@ -134,7 +134,7 @@ def _figures() -> ModuleType:
 
 def _saved(figure: Any, path: str | Path | None) -> Any:
     if path is not None:
-        _figures().save(figure, path)
+        figure.savefig(path, dpi=110)
     return figure
 
 

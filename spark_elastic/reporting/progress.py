@@ -1,4 +1,4 @@
-"""The progress bar of a job: what it shows (`ProgressModel`), its texts, and the log lines where there is no bar."""
+"""The progress bar of a job: the model of what it shows, its texts, and the log lines where there is no bar."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spark_elastic.wire.messages import EpochEnded, LiveProgress
 LINE_EVERY_S = 30.0
 """Time between two log lines about the same epoch, or the same wait."""
 WAIT_S = 2.0
-"""A wait that is over sooner is not worth a line."""
+"""The shortest wait that gets a log line."""
 LOOK_AT_CLUSTER_S = 2.0
 """How often a waiting job asks about the cluster."""
 OWN_LOOP_S = 3.0
@@ -61,14 +61,17 @@ class View:
 
 
 class ProgressModel:
-    """Fed by the driver's thread, read by the thread that prints. Times are of a clock that does not go back."""
+    """What a job's progress bar shows. The driver's thread updates it; the thread that prints reads it.
+
+    All times are of a clock that does not go back.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._live: LiveProgress | None = None
         self._speed = Speed()
         self._size = 0
-        #: Epochs whose line was given out.
+        #: Epochs whose line was returned.
         self._ended: set[int] = set()
         self._steps: int | None = None
         self._trains_since: float | None = None
@@ -83,7 +86,7 @@ class ProgressModel:
     # --- input --------------------------------------------------------------------------------------
 
     def live(self, message: LiveProgress, now: float) -> None:
-        """Take in the progress within an epoch."""
+        """Store the progress within an epoch."""
         with self._lock:
             before = self._live
             if before is not None and message.epoch < before.epoch:
@@ -95,7 +98,7 @@ class ProgressModel:
             self._speed.note(now, message.rows)
 
     def epoch(self, message: EpochEnded, now: float) -> str | None:
-        """Take in the end of an epoch. Returns its line; None: it was given out before."""
+        """Store the end of an epoch. Returns the line about it; None: it was returned before."""
         with self._lock:
             if message.epoch in self._ended:
                 return None
@@ -107,14 +110,14 @@ class ProgressModel:
             return epoch_line(message.epoch, message.epochs, message.seconds, message.values)
 
     def steps(self, steps: int, now: float) -> None:
-        """Take in the optimizer steps of a heartbeat."""
+        """Store the optimizer steps that a heartbeat reported."""
         with self._lock:
             self._steps = steps
             if self._live is None:
                 self._speed.note(now, steps)
 
     def world(self, size: int, now: float) -> None:
-        """Take in that a world of that size trains, which ends any wait."""
+        """Store that a world of that size trains, and end the wait if there is one."""
         with self._lock:
             self._size = size
             self._wait, self._cluster = (None, None, now), ("", 0.0)
@@ -123,14 +126,14 @@ class ProgressModel:
                 self._trains_since = now
 
     def wait(self, wait: Wait, deadline: float | None, now: float) -> None:
-        """Take in what the job waits for, and until when at most."""
+        """Store what the job waits for, and until when at most."""
         with self._lock:
             if (wait, deadline) != self._wait[:2]:
                 self._wait = (wait, deadline, now)
                 self._next_line = now + WAIT_S
 
     def look_at_cluster(self, now: float) -> None:
-        """Call `describe_cluster` if it is time to. Not under the lock: it may take a while."""
+        """Call `describe_cluster` if it is due. The lock is not held, because the call may take a while."""
         wait, _, since = self._wait
         if wait is None or self.describe_cluster is None or now - since < WAIT_S / 2 or now < self._cluster[1]:
             return
@@ -143,36 +146,33 @@ class ProgressModel:
     # --- output -------------------------------------------------------------------------------------
 
     def view(self, now: float) -> View | None:
-        """Return what the bar shows; None: nothing worth a bar."""
+        """Return what the bar shows; None: there is nothing to show."""
         with self._lock:
-            return self._view(now)
+            wait, deadline, since = self._wait
+            live = self._live
+            title = "" if live is None else f"epoch {live.epoch + 1}/{live.epochs}"
+            if wait is not None and now - since >= (0.5 if live is not None else 0.0):
+                cluster = f": {self._cluster[0]}" if self._cluster[0] else ""
+                left_s = None if deadline is None else deadline - now
+                return View(title, waiting=f"{wait_on_bar(wait)}{cluster}", left_s=left_s)
+            if live is not None:
+                title = f"{title} validation" if live.phase == "validate" else title
+                rate = self._speed.rate
+                return View(title, live.rows, live.total, "rows", live.values, self._size, rate)
+            if self._steps and self._trains_since is not None and now - self._trains_since >= OWN_LOOP_S:
+                return View("training", self._steps, 0, "steps", {}, self._size, self._speed.rate)
+            return None
 
     def line(self, now: float, bar: bool) -> str | None:
         """Return the log line that is due now; None: none is. `bar`: a progress bar is visible beside the log."""
         with self._lock:
             if self._next_line is None or now < self._next_line:
                 return None
-            view = self._view(now)
+            view = self.view(now)
             self._next_line = now + LINE_EVERY_S
             if view is None or (bar and not (view.waiting and now - self._wait[2] < LINE_EVERY_S)):
                 return None
             return plain_line(view)
-
-    def _view(self, now: float) -> View | None:
-        wait, deadline, since = self._wait
-        live = self._live
-        title = "" if live is None else f"epoch {live.epoch + 1}/{live.epochs}"
-        if wait is not None and now - since >= (0.5 if live is not None else 0.0):
-            cluster = f": {self._cluster[0]}" if self._cluster[0] else ""
-            left_s = None if deadline is None else deadline - now
-            return View(title, waiting=f"{wait_on_bar(wait)}{cluster}", left_s=left_s)
-        if live is not None:
-            title = f"{title} validation" if live.phase == "validate" else title
-            rate = self._speed.rate
-            return View(title, live.rows, live.total, "rows", live.values, self._size, rate)
-        if self._steps and self._trains_since is not None and now - self._trains_since >= OWN_LOOP_S:
-            return View("training", self._steps, 0, "steps", {}, self._size, self._speed.rate)
-        return None
 
 
 # --- texts ----------------------------------------------------------------------------------------
@@ -195,13 +195,13 @@ def right_of_bar(view: View, width: int) -> str:
 
 
 def wait_and_left(view: View, width: int = 1000) -> str:
-    """Return what is waited for and the time that is left; only the former is cut."""
+    """Return what is waited for and the time that is left. If both do not fit into `width`, the former is shortened."""
     left = "" if view.left_s is None else f"; {max(view.left_s, 0.0):.0f} s left"
     return f"{cut(view.waiting, max(width - len(left), 0))}{left}"[:width]
 
 
 def wait_on_bar(wait: Wait) -> str:
-    """Return what is waited for with the missing part first, and without the time, which the bar counts down."""
+    """Return what is waited for, beginning with what is missing. Leaves out the time, which the bar counts down."""
     match wait.kind:
         case WaitKind.MINIMUM:
             words = f"waiting for {wait.want - wait.have} of {counted(wait.want, 'worker')}"
@@ -264,7 +264,7 @@ def clock(seconds: float) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """Cut a text to `width` characters, with "..." at the end."""
+    """Shorten a text to `width` characters, with "..." at the end."""
     return text if len(text) <= width else text[: max(width - 3, 0)] + "..."[: max(width, 0)]
 
 
@@ -277,7 +277,7 @@ class Speed:
         self._seen: list[tuple[float, int]] = []
 
     def note(self, now: float, done: int) -> None:
-        """Take in how many units are done. Fewer than before start the measurement anew."""
+        """Store how many units are done. If they are fewer than before, the measurement starts over."""
         if self._seen and done < self._seen[-1][1]:
             self._seen = []
         self._seen.append((now, done))

@@ -45,13 +45,13 @@ BUGS = (
         "return (-loop, -steps, -marks), old",
         "return (loop, steps, marks), old",
     ),
-    Bug("the youngest of equals is the root", "decisions", "old_rank, candidate.worker", "-old_rank, candidate.worker"),
+    Bug("the youngest of equals is the root", "decisions", "old_rank, worker.id", "-old_rank, worker.id"),
     Bug("the sync is always skipped", "decisions", "sync=not same", "sync=False"),
     Bug(
         "equal steps are taken for equal states",
         "decisions",
-        "member.version == best.version",
-        "_standing(member)[:2] == _standing(best)[:2]",
+        "worker.version == best.version",
+        "_standing(worker)[:2] == _standing(best)[:2]",
     ),
     Bug(
         "marks are ignored when the root is chosen",
