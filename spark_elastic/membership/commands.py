@@ -74,8 +74,7 @@ class NotifyHostsUpdated(Command):
     """Tell the members that the world is to change; they agree on a step to stop at."""
 
     workers: tuple[WorkerId, ...]
-    sequence: int
-    """Grows by one with each update, so that two updates in one second are told apart."""
+    sequence: int  # grows by one with each update, so that two updates in one second are told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +94,7 @@ class RerunFunction(Command):
     """
 
     worker: WorkerId
-    run: int
-    """Number of the call; only the result of the newest one counts."""
+    run: int  # number of the call; only the result of the newest one counts
     change: WorldChange
 
 

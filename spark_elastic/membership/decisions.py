@@ -79,15 +79,12 @@ def assign(places: Mapping[WorkerId, Place], old_ranks: Mapping[WorkerId, int]) 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Go on now, wait, or give up."""
+    """A decision to build the next world now, to wait for more workers, or to give up."""
 
     go: bool
-    wait: Wait | None = None
-    """What to wait for; None: go on, or give up."""
-    deadline: float | None = None
-    """When the answer changes if nothing happens."""
-    expired: bool = False
-    """The time to wait is over: give up."""
+    wait: Wait | None = None  # what to wait for; None: go on, or give up
+    deadline: float | None = None  # when the answer changes if nothing happens
+    expired: bool = False  # the time to wait is over: give up
 
 
 def _standing(worker: Worker) -> tuple[int, int, int]:
@@ -179,24 +176,18 @@ def regroup(have: int, settings: ElasticSettings, now: float, *, deadline: float
 
 
 class Gathering:
-    """Decides when enough workers are ready for the next world. It reads the registry and changes nothing in it."""
+    """Decides when enough workers are ready for the next world. It only reads the registry."""
 
     def __init__(self, context: MachineContext, scheduler: SlotScheduler) -> None:
         self._settings = context.settings
         self._registry = context.registry
         self._timers = context.timers
         self._scheduler = scheduler
-        #: Since when the job waits, until when, and the setting that says how long.
-        self._since = 0.0
-        self._until = 0.0
-        self._setting = "start_timeout"
+        self._since, self._until = 0.0, 0.0  # the present wait of the job
+        self._setting = "start_timeout"  # the setting that says how long it may last
         #: Since when min_num_proc workers are ready for the first world; None: they are not.
         self._enough_since: float | None = None
-        self.backoff = RegroupBackoff(
-            context.settings.cooldown_range_s,
-            early_s=context.settings.stall_timeout_s,
-            give_up_s=context.settings.elastic_timeout_s,
-        )
+        self.backoff = RegroupBackoff(context.settings)
 
     def begin(self, setting: str, now: float) -> None:
         """Begin to wait, for as long as "start_timeout" or "elastic_timeout" allows."""
@@ -204,11 +195,6 @@ class Gathering:
         self._since, self._until, self._setting = now, now + limit_s, setting
         self._enough_since = None
         self._timers.set(("gather", 0), self._until)
-
-    def end(self) -> None:
-        """Stop waiting: a world is published."""
-        self._enough_since = None
-        self._timers.cancel(("gather", 0))
 
     def first_world(self, have: int, now: float) -> Decision:
         """Decide if `have` workers start without a state."""
@@ -234,7 +220,7 @@ class Gathering:
         return self.paced(regroup(have, self._settings, now, deadline=self._until), now)
 
     def paced(self, decision: Decision, now: float) -> Decision:
-        """Hold a world back if the worlds before it broke in a row with no worker lost."""
+        """Change a decision to go into one to wait, if the worlds before broke in a row with no worker lost."""
         until = self.backoff.retry_at
         if not decision.go or until <= now:
             return decision

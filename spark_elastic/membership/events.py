@@ -45,8 +45,7 @@ class SlotEnded(Event):
 
     slot: SlotId
     cause: LossCause
-    submitted: bool = True
-    """False: the driver itself could not submit it."""
+    submitted: bool = True  # False: the driver itself could not submit it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +53,10 @@ class WorkerReady(Event):
     """A worker waits for a world: its process is up, its imports are done, and it is at a step boundary."""
 
     worker: WorkerId
-    round: int
-    """The last world it was in; 0: none."""
-    version: StateVersion | None
-    """The version of its state; None: it holds no state."""
-    at_init: bool = False
-    """True in `init()`, before the user's code built anything; False in the elastic loop."""
-    loop: int = 1
-    """Number of the elastic loop in which it waits; 0: in `init()`, whose world broke."""
+    round: int  # the last world it was in; 0: none
+    version: StateVersion | None  # the version of its state; None: it holds no state
+    at_init: bool = False  # True in `init()`, before the user's code built anything; False in the elastic loop
+    loop: int = 1  # number of the elastic loop in which it waits; 0: in `init()`, whose world broke
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +66,10 @@ class WorkerAlive(Event):
     worker: WorkerId
     version: StateVersion | None = None
     """The version of its state so far; None: it holds no state, or has not entered the elastic loop yet."""
-    blocked_s: float | None = None
-    """How long it has waited in a collective for the others; None: it does not wait."""
+    blocked_s: float | None = None  # how long it has waited in a collective for the others; None: it does not wait
     after_loop: bool = False
     """Its elastic loop has returned, and it has entered no other: it runs the code after the loop."""
-    begun: int = 0
-    """The newest round in which it holds the state and has begun to train; 0: none."""
+    begun: int = 0  # the newest round in which it holds the state and has begun to train; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +92,8 @@ class WorkerLost(Event):
     worker: WorkerId
     cause: LossCause
     stderr_tail: str = ""
-    oom_kills: int = 0
-    """Processes that the kernel killed for memory there while the worker ran."""
-    memory: str = ""
-    """The kernel's account of memory there; empty: nothing of note."""
+    oom_kills: int = 0  # processes that the kernel killed for memory there while the worker ran
+    memory: str = ""  # the kernel's account of memory there; empty: nothing of note
 
     @property
     def exit_code(self) -> int | None:
@@ -123,10 +114,8 @@ class WorkerDone(Event):
     """The worker's function returned, and its agent has the result."""
 
     worker: WorkerId
-    in_loop: bool
-    """The function entered an elastic loop; one that did not cannot be resumed, only run again."""
-    run: int = 1
-    """Number of the call of the function, which grows with each `RerunFunction`."""
+    in_loop: bool  # the function entered an elastic loop; one that did not cannot be resumed, only run again
+    run: int = 1  # number of the call of the function, which grows with each `RerunFunction`
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +126,7 @@ class WorkerRaised(Event):
     error_type: str
     error: str
     traceback: str
-    exit_code: int | None = None
-    """The code that a script exited with; None: it raised something else."""
+    exit_code: int | None = None  # the code that a script exited with; None: it raised something else
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +148,7 @@ class ExecutorLost(Event):
 class HostsObserved(Event):
     """A host discovery reported the hosts that may be used."""
 
-    hosts: Mapping[str, int] | None = None
-    """Slots by host; None: no restriction."""
+    hosts: Mapping[str, int] | None = None  # slots by host; None: no restriction
 
 
 @dataclass(frozen=True, slots=True)

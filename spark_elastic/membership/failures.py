@@ -16,6 +16,7 @@ from spark_elastic.membership.reasons import loss_in_words
 from spark_elastic.membership.registry import Worker
 from spark_elastic.membership.timeline import PlaceCooledDown
 from spark_elastic.membership.topology import BEGINNING, AgentId, Place, SlotId, StateVersion, WorkerId
+from spark_elastic.settings import ElasticSettings
 
 # --- pauses of slots, executors and hosts ---------------------------------------------------------
 
@@ -35,8 +36,7 @@ def _pause_s(range_s: tuple[float, float], doublings: int) -> float:
 class _History:
     failures: int
     last: float
-    until: float
-    """When the place may be used; the time of the last failure while there were too few for a pause."""
+    until: float  # when the place may be used; the time of the last failure while there were too few for a pause
 
 
 class Cooldown:
@@ -97,32 +97,24 @@ class Cooldown:
 
 # --- pauses between worlds ------------------------------------------------------------------------
 
-_FEWEST_TRIES = 5
-"""Worlds that are tried after a network failure, even if one of them takes longer than the limit."""
+_FEWEST_TRIES = 5  # worlds that are tried after a network failure, even if one of them takes longer than the limit
 
 
 class RegroupBackoff:
     """Decides when the next world may be built after consecutive worlds broke early, with every member still alive.
 
-    A world broke early if no step was applied in it. The usual cause is a network in which some peers cannot reach
-    others. Without a pause, such worlds would be built many times a second.
-
-    Args:
-        pauses_s: shortest and longest pause; None: `DEFAULT_PAUSES_S`.
-        early_s: a world that lasted longer than this did not break early, even without a step.
-        give_up_s: `is_hopeless` once worlds have broken early for this long.
+    A world broke early if it applied no step and lasted at most `stall_timeout`. The usual cause is a network in which
+    some peers cannot reach others. Without a pause, such worlds would be built many times a second. The job is given up
+    once worlds have broken early for `elastic_timeout`.
     """
 
-    def __init__(self, pauses_s: tuple[float, float] | None, early_s: float, give_up_s: float) -> None:
-        self._pauses_s = pauses_s or DEFAULT_PAUSES_S
-        self._early_s = early_s
-        self._give_up_s = give_up_s
+    def __init__(self, settings: ElasticSettings) -> None:
+        self._settings = settings
         self._began = (0.0, BEGINNING)  # the newest world: when, and from which state
         self._member_lost = False
         self._first_at = 0.0  # when the first of the consecutive worlds broke
         self.count = 0
-        self.retry_at = float("-inf")
-        """When the next world may be built."""
+        self.retry_at = float("-inf")  # when the next world may be built
 
     def world_began(self, version: StateVersion, now: float) -> None:
         """Record that a world was published."""
@@ -138,25 +130,25 @@ class RegroupBackoff:
     def world_broke(self, version: StateVersion, now: float) -> None:
         """Count a broken world if it broke early and no loss explains it."""
         at, before = self._began
-        if self._member_lost or version > before or now - at > self._early_s:
+        if self._member_lost or version > before or now - at > self._settings.stall_timeout_s:
             self.count = 0
             return
         if self.count == 0:
             self._first_at = now
         self.count += 1
         if self.count > 1:  # the first time may be chance
-            self.retry_at = now + _pause_s(self._pauses_s, self.count - 2)
+            self.retry_at = now + _pause_s(self._settings.cooldown_range_s or DEFAULT_PAUSES_S, self.count - 2)
 
     def is_hopeless(self, now: float) -> bool:
         """Return True if worlds broke early often enough, and for long enough, to give the job up."""
-        return self.count >= _FEWEST_TRIES and now - self._first_at >= self._give_up_s
+        return self.count >= _FEWEST_TRIES and now - self._first_at >= self._settings.elastic_timeout_s
 
 
 # --- crashes --------------------------------------------------------------------------------------
 
 REPORT_GRACE_S = 2.0
-"""How long to wait for an agent's report of an exit: the channel of a dying process closes before its agent has read
-the end of its stderr."""
+"""How long to wait for an agent's report of an exit, or for the loss of an agent that was killed with its worker. The
+channel of a dying process closes before its agent has read the end of its stderr."""
 EXITS_OF_OURS = frozenset({75, 76, 79})
 """Codes with which a worker ends itself because others are gone, see `task.main` and `task.driver_client`."""
 _FROM_OUTSIDE = frozenset(
@@ -179,13 +171,10 @@ class CrashLoopDetector:
 
     Attributes:
         limit: number of consecutive worlds with a crash at which the job, or the host, is given up; None: never.
-        agent_grace_s: if a worker and its agent were killed together, the loss of the agent is heard within this time.
     """
 
     limit: int | None
-    agent_grace_s: float
-    #: The most advanced version that any worker reported.
-    _version: StateVersion = BEGINNING
+    _version: StateVersion = BEGINNING  # the most advanced version that any worker reported
     #: Members whose process died after the last applied step, with the time, while their agents were connected.
     _deaths: dict[WorkerId, tuple[Worker, float]] = field(default_factory=dict)
     #: The newest exits that agents reported, oldest first.
@@ -243,7 +232,7 @@ class CrashLoopDetector:
         """Return when the limit may be reached although no further event comes; None: it will not be."""
         if self.limit is None or self._worlds_with_deaths() < self.limit:
             return None
-        due = max(at for _, at in self._deaths.values()) + self.agent_grace_s
+        due = max(at for _, at in self._deaths.values()) + REPORT_GRACE_S
         return due if due > now else None
 
     def reset(self) -> None:
@@ -271,7 +260,7 @@ class CrashLoopDetector:
         if exit.exit_code in EXITS_OF_OURS or (returned and exit.exit_code == 0):
             return False
         trained = member.round in self._rounds_that_trained
-        return _is_crash(exit) or (trained and now >= died_at + self.agent_grace_s)
+        return _is_crash(exit) or (trained and now >= died_at + REPORT_GRACE_S)
 
 
 def _is_crash(exit: WorkerLost) -> bool:

@@ -34,12 +34,9 @@ class MembershipStatus:
     """What a job is doing."""
 
     phase: Phase
-    round: int
-    """The newest world's number; 0: none yet."""
-    size: int
-    """The newest world's size; 0: none yet."""
-    progress: int
-    """The most optimizer steps that any worker has reported."""
+    round: int  # the newest world's number; 0: none yet
+    size: int  # the newest world's size; 0: none yet
+    progress: int  # the most optimizer steps that any worker has reported
 
 
 class Membership:
@@ -49,8 +46,7 @@ class Membership:
         self.settings = settings
         self._now = float("-inf")
         self._context = MachineContext(settings)
-        #: The record of the job's workers and worlds. For reading only.
-        self.registry = self._context.registry
+        self.registry = self._context.registry  # the record of the job's workers and worlds. For reading only
         self._timers = self._context.timers
         self._workers_heard = self._context.workers_heard
         self._agents_heard: Silence[AgentId] = Silence(settings.heartbeat_timeout_s, settings.heartbeat_interval_s)
@@ -78,7 +74,7 @@ class Membership:
         return MembershipStatus(self.phase, self.registry.round, size, self._worlds.furthest.steps)
 
     def next_deadline(self) -> float | None:
-        """Return when to send a seen.Tick if nothing else happens; None: never (before the start, after the end)."""
+        """Return when to send a Tick if nothing else happens; None: never (before the start, after the end)."""
         if self.phase is Phase.CREATED or self.phase in ENDED:
             return None
         deadlines = (self._timers.next(), self._agents_heard.next(), self._workers_heard.next())
@@ -163,7 +159,7 @@ class Membership:
         if event.blocked_s is not None:
             paused_s = self._pauses.seconds_within(event.blocked_s, now)
             if event.blocked_s >= self.settings.stall_timeout_s + paused_s:
-                self._on_blocked(now)
+                self._worlds.on_blocked(now)
         self._worlds.note_after_loop(worker, event.after_loop, now)
         if event.version is None:
             return
@@ -176,15 +172,6 @@ class Membership:
             worker.version = event.version
             if first:  # members that should leave may have waited for another holder of the state
                 self._worlds.consider_interrupt(now)
-
-    def _on_blocked(self, now: float) -> None:
-        """End a collective that lasts too long: remove the members that are alive but not in it."""
-        limit_s = self.settings.stall_timeout_s
-        idle = [worker for worker in self.registry.in_state(TRAINING) if worker.blocked_s is None]
-        for worker in idle:
-            self._evict(worker.id, LossCause(LossKind.BLOCKED_OTHERS, seconds=limit_s), now)
-        if not idle:
-            self._worlds.stalled(limit_s, now)
 
     def _on_worker_ready(self, event: seen.WorkerReady, now: float) -> None:
         worker = self.registry.workers.get(event.worker)

@@ -45,12 +45,7 @@ class LossKind(enum.Enum):
     REPORTED = enum.auto()  # [detail: the words of whoever reported it]
 
 
-_SYMPTOMS = {
-    LossKind.CONNECTION_CLOSED,
-    LossKind.PROTOCOL_BROKEN,
-    LossKind.EXECUTOR_UNLISTED,
-    LossKind.UNEXPLAINED,
-}
+_SYMPTOMS = {LossKind.CONNECTION_CLOSED, LossKind.PROTOCOL_BROKEN, LossKind.EXECUTOR_UNLISTED, LossKind.UNEXPLAINED}
 _BEYOND_THE_WORKER = {LossKind.AGENT_LOST, LossKind.TASK_ENDED, LossKind.EXECUTOR_LOST, LossKind.DECOMMISSIONED}
 
 
@@ -59,13 +54,11 @@ class LossCause:
     """Why a worker, an agent or a slot's launch is over. Also why one is ended on purpose."""
 
     kind: LossKind
-    code: int | None = None
-    """Exit code; negative: killed by that signal."""
+    code: int | None = None  # exit code; negative: killed by that signal
     seconds: float = 0.0
     name: str = ""
     count: int = 0
-    detail: str = ""
-    """Words of others: Spark, the operating system, the user's code. Shown, never interpreted."""
+    detail: str = ""  # words of others: Spark, the operating system, the user's code. Shown, never interpreted
     because: LossCause | None = None
 
     @property
@@ -144,16 +137,12 @@ class Wait:
     have: int = 0
     want: int = 0
     need: int = 0
-    left_s: float = field(default=0.0, compare=False)
-    """How long it was to be waited at most when it was announced."""
-    missing: tuple[LossCause, ...] = ()
-    """Why launches ended before their agent joined, the most frequent causes first."""
+    left_s: float = field(default=0.0, compare=False)  # how long it was to be waited at most when it was announced
+    missing: tuple[LossCause, ...] = ()  # why launches ended before their agent joined, the most frequent causes first
     change: WorldChange | None = None
     round: int = 0
-    ranks: tuple[int, ...] = ()
-    """The ranks that are waited for; empty if there are too many to name."""
-    finishing: int = 0
-    """Survivors that run the code after their loop, and are waited for longer."""
+    ranks: tuple[int, ...] = ()  # the ranks that are waited for; empty if there are too many to name
+    finishing: int = 0  # survivors that run the code after their loop, and are waited for longer
     detail: str = ""
 
 

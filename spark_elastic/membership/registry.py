@@ -58,6 +58,7 @@ class Worker:
     after_loop: bool = False  # it runs the code after an elastic loop, as last reported
     run: int = 1  # the call of the function that counts; the end of an older one changes nothing
     run_again_in: int = 0  # the round that broke when it was last told to run again; 0: never
+    plain: bool = False  # DONE, and its function never entered an elastic loop
     exited: bool = False  # DONE, and its process is gone, so it cannot run again
 
     @property
@@ -73,12 +74,9 @@ class WorkerRegistry:
     gone are removed, and only counted, so that a long job does not grow.
     """
 
-    reset_limit: int | None = None
-    """Worlds that may be built after the first; None: no limit."""
-    round: int = 0
-    """Number of the newest world; 0 before the first."""
-    failed: int = 0
-    """Workers that were lost or removed so far. Those that left gracefully are not counted."""
+    reset_limit: int | None = None  # worlds that may be built after the first; None: no limit
+    round: int = 0  # number of the newest world; 0 before the first
+    failed: int = 0  # workers that were lost or removed so far. Those that left gracefully are not counted
     slots: dict[SlotId, Slot] = field(default_factory=dict)
     agents: dict[AgentId, Agent] = field(default_factory=dict)
     workers: dict[WorkerId, Worker] = field(default_factory=dict)

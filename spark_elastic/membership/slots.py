@@ -8,15 +8,14 @@ from typing import Literal
 
 from spark_elastic.membership.commands import Announce, Command, DismissAgent, LaunchSlot, StartWorker, WithdrawSlot
 from spark_elastic.membership.deadlines import Silence, Timers
-from spark_elastic.membership.failures import DEFAULT_PAUSES_S, REPORT_GRACE_S, Cooldown, CrashLoopDetector
+from spark_elastic.membership.failures import DEFAULT_PAUSES_S, Cooldown, CrashLoopDetector
 from spark_elastic.membership.reasons import LossCause, LossKind
 from spark_elastic.membership.registry import DONE, READY, TRAINING, Agent, Slot, Worker, WorkerRegistry
 from spark_elastic.membership.timeline import HostExcluded, Record
 from spark_elastic.membership.topology import AgentId, HostSet, HostUpdate, Place, SlotId, WorkerId
 from spark_elastic.settings import ElasticSettings
 
-_MOST_CAUSES = 3
-"""The number of causes of failed launches that messages name."""
+_MOST_CAUSES = 3  # the number of causes of failed launches that messages name
 _EXCLUSION_IN_PAUSES = 10
 """A host on which one world after another crashed is excluded for this many of the longest pauses."""
 
@@ -41,7 +40,7 @@ class MachineContext:
         #: When each worker was last heard, from its first message until it is DONE or GONE.
         self.workers_heard: Silence[WorkerId] = Silence(settings.heartbeat_timeout_s, settings.heartbeat_interval_s)
         #: `Membership` records deaths and exits in it; the lifecycle reads it.
-        self.crashes = CrashLoopDetector(settings.crash_limit, REPORT_GRACE_S)
+        self.crashes = CrashLoopDetector(settings.crash_limit)
         #: The answer to the present event, in order. All three append; only `Membership` empties it.
         self.commands: list[Command] = []
 

@@ -17,12 +17,9 @@ from spark_elastic.membership.topology import WorkerId
 class AgentOutcome:
     """The value that an agent returns from its task, or from its process."""
 
-    worker: WorkerId | None
-    """The finished worker whose result this is; None: no result is delivered."""
-    result: bytes | None
-    """The bytes that the worker pickled."""
-    why: str
-    """How the agent's run ended, in words."""
+    worker: WorkerId | None  # the finished worker whose result this is; None: no result is delivered
+    result: bytes | None  # the bytes that the worker pickled
+    why: str  # how the agent's run ended, in words
     disconnected: bool = False
     """It ended because its channel to the driver closed: a symptom of something that the driver may know better."""
 
@@ -69,8 +66,7 @@ class Table(Generic[State]):
 
     name: str
     meaning: dict[State, str]
-    transitions: dict[tuple[State, State], str]
-    """The reason for each transition, by (from, to)."""
+    transitions: dict[tuple[State, State], str]  # the reason for each transition, by (from, to)
 
     def check(self, before: State, after: State) -> None:
         """Check that a transition exists.

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spark_elastic.membership.reasons import (
     LossCause,
@@ -26,6 +26,11 @@ class Record:
     """The base of all records."""
 
     at: float
+
+    def shifted(self, seconds: float) -> Record:
+        """Return the record with all its times moved by some seconds, to those of another clock."""
+        times = {name: getattr(self, name, None) for name in ("at", "deadline", "until")}
+        return replace(self, **{name: time + seconds for name, time in times.items() if time is not None})
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,8 @@ class StateVersion:
         ValueError: if a number is out of range.
     """
 
-    loop: int = 1
-    """Number of the elastic loop within the user's function; 1 is the first."""
-    steps: int = 0
-    """Optimizer steps applied in this loop; commits, if the state has no optimizer."""
+    loop: int = 1  # number of the elastic loop within the user's function; 1 is the first
+    steps: int = 0  # optimizer steps applied in this loop; commits, if the state has no optimizer
     marks: int = 0
     """Resume points (commits, checks for updated hosts, turns) since the last step, or since the loop began."""
 
@@ -78,18 +76,16 @@ class HostUpdate(enum.IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class HostSet:
-    """The hosts that may be used, with their slots. Updates keep the order, so that rank 0 stays where it is."""
+    """The hosts that may be used, with their slots. Updates keep the order, so that rank 0 stays on its host."""
 
     slots: tuple[tuple[str, int], ...] = ()
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The names of the hosts, in the order in which they were first seen."""
         return tuple(host for host, _ in self.slots)
 
     @property
     def total(self) -> int:
-        """The slots of all hosts."""
         return sum(count for _, count in self.slots)
 
     def __str__(self) -> str:
@@ -111,39 +107,29 @@ class HostSet:
         Raises:
             ValueError: if a number of slots is negative.
         """
-        for host, count in observed.items():
+        before = dict(self.slots)
+        after: dict[str, int] = dict.fromkeys(before, 0) | dict(observed)
+        result = HostUpdate.NO_UPDATE
+        for host, count in after.items():
             if count < 0:
                 raise ValueError(f"host {host} was observed with {count} slots")
-        kept = [(host, observed[host]) for host in self.hosts if observed.get(host, 0) > 0]
-        new = [(host, count) for host, count in observed.items() if count > 0 and host not in self]
-        result = HostUpdate.NO_UPDATE
-        for host, before in self.slots:
-            after = observed.get(host, 0)
-            if after < before:
+            if count < before.get(host, 0):
                 result |= HostUpdate.REMOVED
-            if after > before:
+            if count > before.get(host, 0):
                 result |= HostUpdate.ADDED
-        if new:
-            result |= HostUpdate.ADDED
-        return HostSet((*kept, *new)), result
+        return HostSet(tuple((host, count) for host, count in after.items() if count)), result
 
 
 @dataclass(frozen=True, slots=True)
 class SlotReport:
     """The report of a task about the slot that it occupies."""
 
-    host: str
-    """The machine, by the address its peers reach it at."""
-    executor: str
-    """Spark's executor id; "driver" in local mode."""
-    addresses: dict[str, str]
-    """IPv4 addresses by interface name, loopback included."""
-    cores: int
-    """Cores that Spark gave to the task (spark.task.cpus)."""
-    accelerators: tuple[str, ...]
-    """Addresses of the GPUs that Spark gave to the task."""
-    python: str
-    """The version of Python."""
+    host: str  # the machine, by the address its peers reach it at
+    executor: str  # Spark's executor id; "driver" in local mode
+    addresses: dict[str, str]  # IPv4 addresses by interface name, loopback included
+    cores: int  # cores that Spark gave to the task (spark.task.cpus)
+    accelerators: tuple[str, ...]  # addresses of the GPUs that Spark gave to the task
+    python: str  # the version of Python
 
 
 AgentId = int
@@ -160,10 +146,8 @@ LaunchId = int
 class Place:
     """Where an agent runs."""
 
-    host: str
-    """The machine, by the address its peers reach it at."""
-    executor: str
-    """Spark's executor id; "driver" in local mode, or the process id of a local agent."""
+    host: str  # the machine, by the address its peers reach it at
+    executor: str  # Spark's executor id; "driver" in local mode, or the process id of a local agent
     slot: SlotId
 
 
@@ -185,12 +169,9 @@ class World:
     """The agreed members of one round."""
 
     round: int
-    members: tuple[Member, ...]
-    """In rank order, host by host."""
-    root: int
-    """The rank of the most advanced member."""
-    version: StateVersion | None
-    """The version of its state; None: no member holds a state yet."""
+    members: tuple[Member, ...]  # in rank order, host by host
+    root: int  # the rank of the most advanced member
+    version: StateVersion | None  # the version of its state; None: no member holds a state yet
     sync: bool
     """The root has to broadcast its whole state. False if all members report the same version: then only the scalars
     are broadcast, and the tensors are compared."""
@@ -202,16 +183,14 @@ class World:
 
     @property
     def size(self) -> int:
-        """The number of members."""
         return len(self.members)
 
     @cached_property
     def workers(self) -> frozenset[WorkerId]:
-        """The ids of the members."""
         return frozenset(member.worker for member in self.members)
 
     def member(self, worker: WorkerId) -> Member:
-        """Return a worker's position.
+        """Return the worker as a member, with its position.
 
         Raises:
             KeyError: if the worker is not in this world.

@@ -48,20 +48,16 @@ class WorldLifecycle:
         self._scheduler = scheduler
 
         self.phase = Phase.CREATED
-        #: The newest world, also after it broke; None before the first.
-        self.world: World | None = None
+        self.world: World | None = None  # the newest world, also after it broke; None before the first
 
-        #: The most advanced version that any worker ever reported.
-        self.furthest = BEGINNING
-        #: What the job waits for; None: nothing.
-        self.waiting: Waiting | None = None
+        self.furthest = BEGINNING  # the most advanced version that any worker ever reported
+        self.waiting: Waiting | None = None  # what the job waits for; None: nothing
 
         self._elastic = False  # a worker showed a state, so the function has an elastic loop
         self._gathering = Gathering(context, scheduler)
         self._backoff = self._gathering.backoff
         #: The workers that are DONE, each with its last rank and its last round.
         self._done: dict[WorkerId, tuple[int, int]] = {}
-        self._plain: set[WorkerId] = set()  # those of them that never entered an elastic loop
         self._notices = 0  # the sequence number of the newest hosts-updated notice
         self._change = WorldChange(WorldChangeKind.JOB_STARTS)  # why the next world is built
         self._last_loss = "none"  # in words, for errors
@@ -192,12 +188,11 @@ class WorldLifecycle:
         if worker.round == 0 and self._registry.round > 0:
             return  # a newcomer that never trained adds no result
         self._done[worker.id] = (worker.rank or 0, worker.round)
-        if not in_loop:
-            self._plain.add(worker.id)
+        worker.plain = not in_loop
 
     def _run_again(self, worker: Worker, now: float) -> None:
         """Have a worker that returned in a broken world call its function again: its result does not count."""
-        if worker.id in self._plain:
+        if worker.plain:
             self.end_worker(worker, _PLAIN_AGAIN, now, stop=True)
         elif worker.exited:
             self.end_worker(worker, LossCause(LossKind.PROCESS_ENDED), now, stop=True)
@@ -242,7 +237,6 @@ class WorldLifecycle:
         for kind in _WORKER_TIMERS:
             self._timers.cancel((kind, worker.id))
         self._done.pop(worker.id, None)
-        self._plain.discard(worker.id)
         rank = worker.rank if worker.round == self._registry.round else None
         self._context.announce(WorkerLeft(now, worker.id, worker.place, rank, cause, graceful))
         if not graceful and worker.round > 0:
@@ -288,12 +282,18 @@ class WorldLifecycle:
         self._commands.append(do.NotifyHostsUpdated(tuple(self._registry.states[TRAINING]), self._notices))
         self._announce_interrupted(now)
 
-    def stalled(self, seconds: float, now: float) -> None:
-        """Break a running world in which all members wait for one another, and no single one is to blame."""
+    def on_blocked(self, now: float) -> None:
+        """End a too long collective: remove the members that are not in it, or break the world if all are."""
+        limit_s = self._settings.stall_timeout_s
         members = list(self._registry.in_state(TRAINING))
-        for worker in members:
-            worker.blocked_s = None
-        self._break(WorldChange(WorldChangeKind.ALL_BLOCKED, have=len(members), seconds=seconds), now)
+        idle = [worker for worker in members if worker.blocked_s is None]
+        for worker in idle:
+            cause = LossCause(LossKind.BLOCKED_OTHERS, seconds=limit_s)
+            self.end_worker(worker, cause, now, stop=True, failure=True)
+        if not idle:
+            for worker in members:
+                worker.blocked_s = None
+            self._break(WorldChange(WorldChangeKind.ALL_BLOCKED, have=len(members), seconds=limit_s), now)
 
     def _break(self, change: WorldChange, now: float) -> None:
         if self.phase not in (Phase.RUNNING, Phase.INTERRUPTED):
@@ -439,7 +439,7 @@ class WorldLifecycle:
             worker = self._registry.workers[member.worker]
             self._registry.enter(worker, TRAINING)
             worker.round, worker.rank = world.round, member.rank
-        self._gathering.end()
+        self._timers.cancel(("gather", 0))
         self._timers.cancel(("notice", 0))
         pause = None if self._paused_at is None else now - self._paused_at
         self._backoff.world_began(self.furthest, now)
@@ -460,13 +460,13 @@ class WorldLifecycle:
 
     def _announce_broken(self, now: float) -> None:
         survivors = list(self._registry.in_state(TRAINING))
-        ranks = sorted(worker.rank or 0 for worker in survivors)
+        ranks = sorted(worker.rank or 0 for worker in survivors) if len(survivors) <= _MOST_RANKS_NAMED else []
         wait = Wait(
             WaitKind.SURVIVORS,
             have=len(survivors),
             left_s=self._stall_due - now,
             round=self._registry.round,
-            ranks=tuple(ranks) if len(ranks) <= _MOST_RANKS_NAMED else (),
+            ranks=tuple(ranks),
             finishing=sum(worker.after_loop for worker in survivors),
         )
         self._announce_wait(wait, self._stall_due, now)

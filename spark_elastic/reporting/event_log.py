@@ -90,13 +90,16 @@ class MembershipChange:
                 sizes = f"still {counted(self.after, 'worker')}"
             case _:
                 sizes = f"{self.before} -> {counted(self.after, 'worker')}"
-        return f"{self.who} {self.kind}{cause}: {', '.join([sizes, *self._cost()])}"
+        return f"{self.who} {self.kind}{cause}: {', '.join([sizes, *self.cost()])}"
 
-    def _cost(self) -> list[str]:
-        return [
-            *([] if self.pause_s is None else [seconds_in_words(self.pause_s)]),
-            *([] if self.steps_lost is None else [steps_in_words(self.steps_lost)]),
-        ]
+    def cost(self, before: str = "") -> list[str]:
+        """Return the length of the pause, with a word before it, and the number of lost steps, as far as known."""
+        words = []
+        if self.pause_s is not None:
+            words.append(f"{before}{self.pause_s:.2f} s" if self.pause_s < 9.995 else f"{before}{self.pause_s:.0f} s")
+        if self.steps_lost is not None:
+            words.append(f"{counted(self.steps_lost, 'step')} lost" if self.steps_lost else "no step lost")
+        return words
 
 
 def event_rows(changes: Sequence[MembershipChange], began: float) -> tuple[dict[str, Any], ...]:
@@ -141,8 +144,7 @@ class _Departure:
 
     record: WorkerLeft
     cause: LossCause
-    whole: bool
-    """Its agent or executor is gone too."""
+    whole: bool  # its agent or executor is gone too
 
     @property
     def name(self) -> _Name:
@@ -162,21 +164,16 @@ class EventLog:
         self._changes: list[MembershipChange] = []
         self._world: World | None = None
         self._next: World | None = None
-        #: The present world's members that are gone.
-        self._gone: set[WorkerId] = set()
-        #: Indices of the changes that end with the next world.
-        self._open: list[int] = []
-        #: By the index of their change.
-        self._departures: dict[int, list[_Departure]] = {}
+        self._gone: set[WorkerId] = set()  # the present world's members that are gone
+        self._open: list[int] = []  # indices of the changes that end with the next world
+        self._departures: dict[int, list[_Departure]] = {}  # by the index of their change
         self._broken: WorldBroken | None = None
-        #: The index of the wait that is not over.
-        self._waits: int | None = None
+        self._waits: int | None = None  # the index of the wait that is not over
         self._furthest = BEGINNING
         self._notices = 0
         #: Until the newest world has applied a step: when the pause began, and the version that the world starts from.
         self._first: tuple[float, StateVersion] | None = None
-        #: The index of the change that the pause belongs to.
-        self._paused = 0
+        self._paused = 0  # the index of the change that the pause belongs to
 
     @property
     def changes(self) -> Sequence[MembershipChange]:
@@ -362,13 +359,3 @@ def _newcomers(places: Sequence[Place]) -> str:
     where = [p.host if p.executor.startswith(NO_EXECUTOR) else f"executor {p.executor}" for p in places]
     count = "a worker" if len(places) == 1 else f"{len(places)} workers"
     return f"{count} on {', '.join(dict.fromkeys(where))}"
-
-
-def steps_in_words(steps: int) -> str:
-    """Return how many applied steps were lost."""
-    return "no step lost" if steps == 0 else f"{counted(steps, 'step')} lost"
-
-
-def seconds_in_words(seconds: float) -> str:
-    """Return a short duration with hundredths, a long one without."""
-    return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.0f} s"

@@ -94,10 +94,7 @@ def _panels(measured: int, title: str) -> tuple[NotebookFigure, list[Any]]:
 
 def _draw_column(panel: Any, history: Sequence[Row], name: str) -> None:
     alone = len(history) < 25  # further points would be a thick line
-    for column, label, colour, line in (
-        (name, "train", TRAIN, "-"),
-        (f"val_{name}", "validation", VALIDATION, "--"),
-    ):
+    for column, label, colour, line in ((name, "train", TRAIN, "-"), (f"val_{name}", "validation", VALIDATION, "--")):
         points = [(row["epoch"] + 1, row[column]) for row in history if row.get(column) is not None]
         if points:
             marks = {"marker": "o", "markersize": 4, "clip_on": False} if alone else {}

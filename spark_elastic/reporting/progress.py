@@ -31,23 +31,15 @@ class View:
     """One moment of a task with progress."""
 
     title: str
-    done: int = 0
-    """Units that are done."""
-    total: int = 0
-    """0: not known."""
+    done: int = 0  # units that are done
+    total: int = 0  # 0: not known
     unit: str = "rows"
-    values: Mapping[str, float] = field(default_factory=dict)
-    """Measured values by name."""
-    workers: int = 0
-    """0: not shown."""
-    rate: float | None = None
-    """Units a second; None: not known yet."""
-    seconds: float = 0.0
-    """Time since the task began."""
-    waiting: str = ""
-    """What is waited for; shown in place of the progress."""
-    left_s: float | None = None
-    """How long the wait may still take."""
+    values: Mapping[str, float] = field(default_factory=dict)  # measured values by name
+    workers: int = 0  # 0: not shown
+    rate: float | None = None  # units a second; None: not known yet
+    seconds: float = 0.0  # time since the task began
+    waiting: str = ""  # what is waited for; shown in place of the progress
+    left_s: float | None = None  # how long the wait may still take
 
     @property
     def fraction(self) -> float:
@@ -71,8 +63,7 @@ class ProgressModel:
         self._live: LiveProgress | None = None
         self._speed = Speed()
         self._size = 0
-        #: Epochs whose line was returned.
-        self._ended: set[int] = set()
+        self._ended: set[int] = set()  # epochs whose line was returned
         self._steps: int | None = None
         self._trains_since: float | None = None
         #: What is waited for (None: nothing), until when at most, and since when.
@@ -80,8 +71,7 @@ class ProgressModel:
         self._next_line: float | None = None
         self.describe_cluster: Callable[[], str] | None = None
         """Returns what is known of the cluster during a wait, in words. Called by the thread that prints."""
-        #: Its last answer, and when to ask again.
-        self._cluster = ("", 0.0)
+        self._cluster = ("", 0.0)  # the newest answer of `describe_cluster`, and when to ask again
 
     # --- input --------------------------------------------------------------------------------------
 

@@ -98,8 +98,8 @@ BUGS = (
     Bug(
         "one world too many",
         "worlds",
-        "not self._registry.may_reset():\n            self.fail",
-        "self._registry.round > limit + 1:\n            self.fail",
+        "not self._registry.may_reset():\n            reason",
+        "self._registry.round > limit + 1:\n            reason",
     ),
     Bug(
         "a plain function is not run again",
