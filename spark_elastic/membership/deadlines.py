@@ -6,13 +6,12 @@ Nothing here reads a clock; times come in as arguments. The cost is small even f
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
 _CLOCK_STEP_S = 5.0
 """The largest jump of the wall clock that is taken for a correction; a larger one means that the computer slept."""
-_PAUSES_REMEMBERED = 100
 
 
 class MachineClock:
@@ -46,25 +45,19 @@ class MachineClock:
         return monotonic - self.paused_s, paused
 
 
-class DriverPauses:
-    """The newest pauses of the driver, by the membership machine's time at which each ended."""
+def paused_within(last_s: float, now: float, pauses: Sequence[tuple[float, float]]) -> float:
+    """Return for how many of the last `last_s` seconds, by the workers' clocks, the driver was paused.
 
-    def __init__(self) -> None:
-        self._pauses: deque[tuple[float, float]] = deque(maxlen=_PAUSES_REMEMBERED)  # (end, seconds)
-
-    def add(self, seconds: float, now: float) -> None:
-        """Record a pause that has just ended."""
-        self._pauses.append((now, seconds))
-
-    def seconds_within(self, last_s: float, now: float) -> float:
-        """Return how long the driver was paused within the last `last_s` seconds of the workers' clocks."""
-        total = 0.0
-        for at, seconds in reversed(self._pauses):
-            if at <= now - last_s:
-                break
-            total += seconds
-            last_s -= seconds
-        return total
+    `pauses` are its newest pauses: the membership machine's time when each ended, and the length. The machine's time
+    does not advance during a pause, and the workers' clocks do.
+    """
+    total = 0.0
+    for ended, seconds in reversed(pauses):
+        if ended <= now - last_s:
+            break
+        total += seconds
+        last_s -= seconds
+    return total
 
 
 Key = TypeVar("Key", bound=Hashable)

@@ -32,7 +32,7 @@ _MOST_CAUSES_NAMED = 5
 
 
 def assign(places: Mapping[WorkerId, Place], old_ranks: Mapping[WorkerId, int]) -> tuple[Member, ...]:
-    """Assign ranks host by host, survivors first and in their old order.
+    """Assign ranks host by host, survivors (the workers in `old_ranks`) first and in their old order.
 
     Hosts come in the order of their first survivor's old rank, hosts without survivors behind them in the order of
     their lowest worker id. Within a host the survivors keep their order and newcomers follow by worker id. The result
@@ -40,13 +40,6 @@ def assign(places: Mapping[WorkerId, Place], old_ranks: Mapping[WorkerId, int]) 
 
     `local_rank` counts within the host. As in Horovod, `cross_rank` counts the hosts that have a worker of the same
     local rank, and `cross_size` is the number of those hosts.
-
-    Args:
-        places: where the members run.
-        old_ranks: the ranks of the survivors in the world before.
-
-    Returns:
-        The members in rank order.
     """
     newcomer = len(places) + max(old_ranks.values(), default=0) + 1
 
@@ -145,12 +138,7 @@ def start(
 ) -> Decision:
     """Decide if a first world can start with `ready` workers.
 
-    Args:
-        ready: workers that wait for a world.
-        settings: the job's.
-        now: the time.
-        enough_since: since when `min_num_proc` workers are ready; None: they are not.
-        deadline: when the job gives up.
+    `enough_since`: since when `min_num_proc` workers are ready; None: they are not. `deadline`: when the job gives up.
     """
     need, want = settings.min_num_proc, settings.num_proc
     if ready >= want:
@@ -205,15 +193,9 @@ class Gathering:
         return start(have, self._settings, now, enough_since=self._enough_since, deadline=self._until)
 
     def gathered(self, ready: int, before: WorldChange) -> WorldChange:
-        """Return why a world without a state starts now; `before`: why one had to be gathered."""
-        return WorldChange(
-            WorldChangeKind.GATHERED,
-            have=ready,
-            want=self._settings.num_proc,
-            need=self._settings.min_num_proc,
-            seconds=self._settings.start_grace_s,
-            before=before,
-        )
+        """Return why a world without a state starts now. `before`: why workers had to be gathered for it."""
+        want, need, grace_s = self._settings.num_proc, self._settings.min_num_proc, self._settings.start_grace_s
+        return WorldChange(WorldChangeKind.GATHERED, ready, want, need, grace_s, before=before)
 
     def next_world(self, have: int, now: float) -> Decision:
         """Decide if `have` workers go on with their state."""
@@ -246,13 +228,8 @@ class Gathering:
         unused = sorted({loss_in_words(agent.leaving) for agent in registry.agents.values() if agent.leaving})
         if unused:
             detail += f"; agents that are not used: {'; '.join(unused[:_MOST_CAUSES_NAMED])}"
-        return NotEnoughSlotsError(
-            have=have,
-            need=self._settings.min_num_proc,
-            waited_s=now - self._since,
-            setting=self._setting,
-            detail=detail,
-        )
+        need, waited_s = self._settings.min_num_proc, now - self._since
+        return NotEnoughSlotsError(have=have, need=need, waited_s=waited_s, setting=self._setting, detail=detail)
 
     def unreachable_peers(self, change: WorldChange) -> JobError:
         """Return the error for worlds that broke in a row with no worker lost."""

@@ -97,7 +97,7 @@ class Cooldown:
 
 # --- pauses between worlds ------------------------------------------------------------------------
 
-_FEWEST_TRIES = 5  # worlds that are tried after a network failure, even if one of them takes longer than the limit
+_FEWEST_TRIES = 5  # so many worlds are tried before the job is given up, even if that takes longer than the timeout
 
 
 class RegroupBackoff:
@@ -105,7 +105,7 @@ class RegroupBackoff:
 
     A world broke early if it applied no step and lasted at most `stall_timeout`. The usual cause is a network in which
     some peers cannot reach others. Without a pause, such worlds would be built many times a second. The job is given up
-    once worlds have broken early for `elastic_timeout`.
+    once at least `_FEWEST_TRIES` worlds in a row broke early, over at least `elastic_timeout`.
     """
 
     def __init__(self, settings: ElasticSettings) -> None:
@@ -151,11 +151,8 @@ REPORT_GRACE_S = 2.0
 channel of a dying process closes before its agent has read the end of its stderr."""
 EXITS_OF_OURS = frozenset({75, 76, 79})
 """Codes with which a worker ends itself because others are gone, see `task.main` and `task.driver_client`."""
-_FROM_OUTSIDE = frozenset(
-    number
-    for name in ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGSTOP", "SIGPWR")
-    if (number := getattr(signal, name, None)) is not None
-)
+_NAMES_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGSTOP", "SIGPWR")
+_FROM_OUTSIDE = {getattr(signal, name, None) for name in _NAMES_FROM_OUTSIDE}  # not all systems have all of them
 """Signals that other processes send, a preemption for example; a crash raises a different one."""
 _REMEMBERED = 100
 
@@ -240,7 +237,6 @@ class CrashLoopDetector:
         self._deaths.clear()
 
     def error(self, furthest: StateVersion, now: float) -> RepeatedCrashError:
-        """Return the error that the job fails with."""
         crashes = self.crashes(now)
         after_loop = any(member.after_loop for member, _ in crashes)  # there is no further step
         return RepeatedCrashError(
@@ -310,7 +306,6 @@ class BootFailures:
         return True
 
     def error(self) -> WorkerStartError:
-        """Return the error that the job fails with."""
         assert self._newest is not None
         reason = loss_in_words(self._newest.cause)
         return WorkerStartError(attempts=self.count, reason=reason, stderr_tail=self._newest.stderr_tail)

@@ -1,19 +1,20 @@
 """The membership machine: events in, commands out. It decides who trains, in which world, and from which state.
 
-It does nothing itself: no thread, socket, clock or log. `docs/protocol.md` describes the protocol as a whole.
+It uses no thread, socket, clock or log. `docs/protocol.md` describes the protocol as a whole.
 
-An event goes down through three classes and never up: `Membership` translates it, `WorldLifecycle` decides who trains
+Calls go down through three classes and never up: `Membership` handles events, `WorldLifecycle` decides who trains
 together, `SlotScheduler` decides where processes run. They share one `MachineContext`.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from spark_elastic.errors import JobCancelledError, LaunchError, UserFunctionError
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.commands import Command, DismissAgent
-from spark_elastic.membership.deadlines import DriverPauses, Silence
+from spark_elastic.membership.deadlines import Silence, paused_within
 from spark_elastic.membership.failures import REPORT_GRACE_S, BootFailures
 from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words
 from spark_elastic.membership.registry import ADMITTED, AT_INIT, BOOTING, DONE, READY, TRAINING, Agent, Worker
@@ -31,7 +32,7 @@ _LONGEST_RETRANSMISSION_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class MembershipStatus:
-    """What a job is doing."""
+    """The phase, world and progress of a job at one moment."""
 
     phase: Phase
     round: int  # the newest world's number; 0: none yet
@@ -54,11 +55,9 @@ class Membership:
         self._boot_failures = BootFailures(settings.boot_failure_limit)
         self._scheduler = SlotScheduler(self._context)
         self._worlds = WorldLifecycle(self._context, self._scheduler)
-        self._pauses = DriverPauses()
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=100)  # of the driver: when each ended, and its length
         #: Rank and host of the newest workers whose process exited.
         self._exited: dict[WorkerId, tuple[int | None, str]] = {}
-
-    # --- views ------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> Phase:
@@ -83,13 +82,9 @@ class Membership:
     # --- events -----------------------------------------------------------------------------------
 
     def handle(self, event: seen.Event, now: float) -> list[Command]:
-        """Return what to do about the event, in order.
+        """Return the commands that answer the event, in order. `now`: seconds on a clock that does not go back.
 
-        Deadlines are looked at on a `Tick` only, so that what is already in the driver's inbox is heard first.
-
-        Args:
-            event: what happened.
-            now: seconds on a clock that does not go back.
+        Deadlines are checked on a `Tick` only, so that events that already wait in the driver are handled first.
         """
         self._now = max(self._now, now)
         if self.phase is Phase.CREATED:
@@ -144,8 +139,6 @@ class Membership:
                 self._worlds.fail(JobCancelledError(why), now)
             case seen.Tick():
                 self._on_tick(now)
-            case seen.JobStarted():
-                pass  # a repeat
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -157,7 +150,7 @@ class Membership:
         worker.heard_at = now
         worker.blocked_s = event.blocked_s
         if event.blocked_s is not None:
-            paused_s = self._pauses.seconds_within(event.blocked_s, now)
+            paused_s = paused_within(event.blocked_s, now, self._pauses)
             if event.blocked_s >= self.settings.stall_timeout_s + paused_s:
                 self._worlds.on_blocked(now)
         self._worlds.note_after_loop(worker, event.after_loop, now)
@@ -170,7 +163,7 @@ class Membership:
         if worker.state is TRAINING:
             first = worker.version is None
             worker.version = event.version
-            if first:  # members that should leave may have waited for another holder of the state
+            if first:  # members may leave now that had to wait for another member to hold the state
                 self._worlds.consider_interrupt(now)
 
     def _on_worker_ready(self, event: seen.WorkerReady, now: float) -> None:
@@ -212,11 +205,11 @@ class Membership:
                 self._judge_boot_failures(now)
             self._judge_crashes(now)
         elif worker.state is DONE:
-            worker.exited = True  # its result is with its agent: the process may go
+            worker.exited = True  # its agent has its result, so the end of the process is no loss
         elif event.exit_code != 0:
             self._lose_worker(worker, event, now)
         elif self._timers.get(("exit", worker.id)) is None:
-            # its own channel has the last word: a Done may still be in it, and its end comes after that
+            # the worker's own channel may still hold a Done: wait until it is read to its end
             self._timers.set(("exit", worker.id), now + REPORT_GRACE_S)
 
     def _lose_worker(self, worker: Worker, loss: seen.WorkerLost, now: float) -> None:
@@ -233,7 +226,7 @@ class Membership:
         self._judge_crashes(now)
 
     def _judge_boot_failures(self, now: float) -> None:
-        """Give the job up if too many processes exited before any was ready."""
+        """Fail the job if too many processes exited before any worker was ready."""
         if not self._boot_failures.limit_reached:
             return
         if self._boot_failures.is_explained:
@@ -242,7 +235,7 @@ class Membership:
             self._timers.set(("verdict", 0), now + REPORT_GRACE_S)
 
     def _judge_crashes(self, now: float) -> None:
-        """Give the job up, or the host, if consecutive worlds were ended by a process that crashed."""
+        """Fail the job, or exclude the host, if too many worlds in a row were ended by a crashed process."""
         if self.phase in ENDED:
             return
         if not self._crashes.limit_reached(now):
@@ -264,7 +257,7 @@ class Membership:
         worker = self.registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
-        if worker.state is not TRAINING:  # it was in no world: without a pause this would be a busy loop
+        if worker.state is not TRAINING:  # it was in no world: without a pause it would be restarted without end
             self._scheduler.count_failure(worker.agent, now)
         self._worlds.end_worker(worker, LossCause(LossKind.ABANDONED, detail=event.why), now, stop=True)
 
@@ -286,13 +279,13 @@ class Membership:
         self._worlds.fail(error, now)
 
     def _remember_exited(self, worker: Worker) -> None:
-        """Keep what is needed if the process's last message, that its function raised, is heard after its end."""
+        """Store the rank and host of a worker, in case the error of its function is received after its exit."""
         self._exited[worker.id] = (worker.rank, worker.place.host)
         while len(self._exited) > _EXITS_REMEMBERED:
             del self._exited[min(self._exited)]
 
     def _evict(self, worker_id: WorkerId, cause: LossCause, now: float) -> None:
-        """Remove a worker that is alive but of no use, and have it killed."""
+        """Remove a worker whose process may still run, and have the process killed."""
         worker = self.registry.workers.get(worker_id)
         if worker is not None:
             self._worlds.end_worker(worker, cause, now, stop=True, failure=True)
@@ -340,7 +333,7 @@ class Membership:
         agent = self.registry.agents.get(event.agent)
         if agent is not None:
             self._lose_agent(agent, event.cause, now)
-            # Spark may take a second to see it, and would then run the task once more by itself
+            # Spark may take a second to notice that the task is dead, and would then run it again
             lost = LossCause(LossKind.AGENT_LOST, because=event.cause)
             self._scheduler.withdraw(agent.place.slot, lost, now)
 
@@ -356,19 +349,19 @@ class Membership:
         self._review(agent.place.host, now)
 
     def _send_home(self, agent: Agent, cause: LossCause, now: float) -> None:
-        """Remove an agent that may still run: if it is heard again, it is to stop."""
+        """Remove an agent that may still run, and have it stop."""
         self._context.commands.append(DismissAgent(agent.id, cause))
         self._lose_agent(agent, cause, now)
 
     def _review(self, host: str | None, now: float) -> None:
-        """Apply what is allowed to the agents (of one host)."""
+        """Take agents (of one host) out of use, or into use again, after a change of what is allowed."""
         changed = self._scheduler.review(host)
         self._vacate([agent for agent in changed if agent.leaving], now)
         for agent in changed:
             self._scheduler.fill(agent, now)
 
     def _vacate(self, agents: list[Agent], now: float) -> None:
-        """Empty slots that are not to be used any more. Members stay until their world can spare them."""
+        """Remove the workers of agents that may not be used any more. Members stay until their world can spare them."""
         for agent in agents:
             worker = agent.worker
             if worker is not None and worker.round == 0 and worker.state is not DONE:
@@ -380,10 +373,10 @@ class Membership:
     # --- time -------------------------------------------------------------------------------------
 
     def _on_driver_paused(self, seconds: float, now: float) -> None:
-        self._pauses.add(seconds, now)
+        self._pauses.append((now, seconds))
         if seconds < self.settings.heartbeat_timeout_s / 2:
-            return  # what was sent meanwhile arrives in time
-        # for about as long as the driver was away, its peers may not be heard even though it is back
+            return  # heartbeats that were sent during the pause are received in time
+        # TCP may take about as long as the pause to send again what the peers sent during it
         until = now + min(seconds, _LONGEST_RETRANSMISSION_S) + 2 * self.settings.heartbeat_interval_s
         self._agents_heard.excuse(until)
         self._workers_heard.excuse(until)
@@ -431,4 +424,4 @@ class Membership:
             case "verdict":
                 self._worlds.fail(self._boot_failures.error(), now)
             case "gather":
-                pass  # the evaluation that follows every event sees the deadline
+                pass  # `evaluate`, which follows every event, checks the deadline

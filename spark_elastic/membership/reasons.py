@@ -1,7 +1,7 @@
-"""Reasons as data: why something was lost, why the world changes, what the job waits for; and the sentences about them.
+"""Reasons as data, and the sentences about them: why something was lost, why the world changes, what the job waits for.
 
 The machine's commands, records and errors carry the data, and code that needs to know a reason looks at the data. The
-functions `..._in_words` at the end are the only place where it becomes words, for people.
+functions at the end are the only place where it becomes words, for people.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class LossKind(enum.Enum):
 
     EXITED = enum.auto()  # the process ended by itself or was killed [code; detail: Spark's words for it]
     CONNECTION_CLOSED = enum.auto()  # [detail: how it was closed]
-    PROTOCOL_BROKEN = enum.auto()  # it sent a message that is not for it to send
+    PROTOCOL_BROKEN = enum.auto()  # it sent a message that only others may send
     SILENT = enum.auto()  # no heartbeat [seconds]
     UNRESPONSIVE = enum.auto()  # no heartbeat although its agent sees the process run [seconds]
     NOT_READY = enum.auto()  # it did not get ready within start_timeout [seconds]
@@ -51,7 +51,7 @@ _BEYOND_THE_WORKER = {LossKind.AGENT_LOST, LossKind.TASK_ENDED, LossKind.EXECUTO
 
 @dataclass(frozen=True, slots=True)
 class LossCause:
-    """Why a worker, an agent or a slot's launch is over. Also why one is ended on purpose."""
+    """Why a worker, an agent or a slot's launch ended, or is ended on purpose."""
 
     kind: LossKind
     code: int | None = None  # exit code; negative: killed by that signal
@@ -243,9 +243,7 @@ def change_in_words(change: WorldChange) -> str:
 
 def wait_in_words(wait: Wait) -> str:
     """Return what is waited for, with how long it may take, and why slots are missing."""
-    words = _wait(wait)
-    missing = missing_in_words(wait.missing)
-    return f"{words}; {missing}" if missing else words
+    return "; ".join(filter(None, [_wait(wait), missing_in_words(wait.missing)]))
 
 
 def _wait(wait: Wait) -> str:
@@ -272,7 +270,7 @@ def _wait(wait: Wait) -> str:
         case WaitKind.STOP:
             return f"waiting for {counted(wait.have, 'more worker')} to stop at the agreed step ({change})"
         case WaitKind.SURVIVORS:
-            return f"round {wait.round} broke; {up_to} for {counted(wait.have, 'survivor')}{survivors_in_words(wait)}"
+            return f"round {wait.round} broke; {up_to} for {counted(wait.have, 'survivor')}{_survivors(wait)}"
         case WaitKind.CAUSE:
             return "every worker that held the state is gone; waiting for why"
         case WaitKind.SLOTS:
@@ -283,7 +281,26 @@ def _wait(wait: Wait) -> str:
             return wait.detail
 
 
-def survivors_in_words(wait: Wait) -> str:
+def wait_on_bar(wait: Wait) -> str:
+    """Return what is waited for, for a progress bar: what is missing comes first, and the bar itself shows the time."""
+    match wait.kind:
+        case WaitKind.MINIMUM:
+            words = f"waiting for {wait.want - wait.have} of {counted(wait.want, 'worker')}"
+            words += f" ({wait.need} would do)" if wait.need < wait.want else ""
+        case WaitKind.GRACE:
+            words = f"waiting for {wait.want - wait.have} of {counted(wait.want, 'worker')}; the others are ready"
+        case WaitKind.REPLACEMENTS:
+            words = f"waiting for {wait.need - wait.have} of {counted(wait.need, 'worker')}, keeping the state"
+        case WaitKind.SLOTS:
+            words = f"waiting for {wait.need - wait.have} of {counted(wait.need, 'slot')}"
+        case WaitKind.SURVIVORS:
+            words = f"waiting for {wait.have} to come back from the broken round{_survivors(wait)}"
+        case _:
+            return wait_in_words(wait)
+    return "; ".join(filter(None, [words, missing_in_words(wait.missing)]))
+
+
+def _survivors(wait: Wait) -> str:
     """Return which survivors are waited for, as a continuation of a sentence; empty if they are too many."""
     who = ""
     if wait.ranks:

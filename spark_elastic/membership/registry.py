@@ -58,7 +58,7 @@ class Worker:
     after_loop: bool = False  # it runs the code after an elastic loop, as last reported
     run: int = 1  # the call of the function that counts; the end of an older one changes nothing
     run_again_in: int = 0  # the round that broke when it was last told to run again; 0: never
-    plain: bool = False  # DONE, and its function never entered an elastic loop
+    plain: bool = False  # its function has returned and never entered an elastic loop
     exited: bool = False  # DONE, and its process is gone, so it cannot run again
 
     @property
@@ -70,8 +70,8 @@ class Worker:
 class WorkerRegistry:
     """The slots, agents and workers of a job, and the number of its worlds.
 
-    The membership machine decides by it; `ElasticJob.status()` and the reset limit read it. Agents and workers that are
-    gone are removed, and only counted, so that a long job does not grow.
+    The membership machine decides from it, and `ElasticJob.status()` reads it. Agents and workers that are gone are
+    removed and only counted, so that the memory of a long job does not grow.
     """
 
     reset_limit: int | None = None  # worlds that may be built after the first; None: no limit
@@ -111,7 +111,7 @@ class WorkerRegistry:
         worker.agent.worker = worker
 
     def enter(self, worker: Worker, state: WorkerState) -> None:
-        """Move the worker to another state; GONE removes it and frees its agent."""
+        """Move the worker to another state. GONE removes it, and its agent has no worker then."""
         WORKERS.check(worker.state, state)
         del self.states[worker.state][worker.id]
         worker.state = state
@@ -122,11 +122,9 @@ class WorkerRegistry:
             self.states[state][worker.id] = worker
 
     def count(self, state: WorkerState) -> int:
-        """Return the number of workers in a state."""
         return len(self.states[state])
 
     def on_executor(self, executor: str) -> list[Agent]:
-        """Return the agents on an executor."""
         return [agent for agent in self.agents.values() if agent.place.executor == executor]
 
     def in_state(self, *states: WorkerState) -> Iterator[Worker]:

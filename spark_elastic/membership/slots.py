@@ -19,7 +19,6 @@ _MOST_CAUSES = 3  # the number of causes of failed launches that messages name
 _EXCLUSION_IN_PAUSES = 10
 """A host on which one world after another crashed is excluded for this many of the longest pauses."""
 
-
 TimerKind = Literal[
     "boot", "stall", "exit", "launch", "fill", "end", "exclusion", "crash", "notice", "verdict", "gather"
 ]
@@ -35,13 +34,13 @@ class MachineContext:
         #: The scheduler adds and removes agents and adds workers, the lifecycle moves workers from state to state, and
         #: `Membership` stores what workers report of themselves.
         self.registry = WorkerRegistry(settings.reset_limit)
-        #: All three set and cancel timers; only `Membership` removes those that are due.
+        #: All three classes set and cancel timers; only `Membership` removes those that are due.
         self.timers: Timers[TimerKey] = Timers()
         #: When each worker was last heard, from its first message until it is DONE or GONE.
         self.workers_heard: Silence[WorkerId] = Silence(settings.heartbeat_timeout_s, settings.heartbeat_interval_s)
-        #: `Membership` records deaths and exits in it; the lifecycle reads it.
+        #: `Membership` records deaths and exits in it, the lifecycle the versions of states; both read it.
         self.crashes = CrashLoopDetector(settings.crash_limit)
-        #: The answer to the present event, in order. All three append; only `Membership` empties it.
+        #: The answer to the present event, in order. All three classes append; only `Membership` empties it.
         self.commands: list[Command] = []
 
     def announce(self, *records: Record) -> None:
@@ -106,10 +105,7 @@ class SlotScheduler:
         return next(iter(self._failed_launches.values())) if refused else None
 
     def launch(self, slot: Slot) -> None:
-        """Launch a slot again."""
-        slot.launched = True
-        slot.joined = False
-        slot.excused = False
+        slot.launched, slot.joined, slot.excused = True, False, False
         self._commands.append(LaunchSlot(slot.id))
 
     def withdraw(self, slot: SlotId, cause: LossCause, now: float) -> None:

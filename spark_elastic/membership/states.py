@@ -1,6 +1,6 @@
 """The phases of a job and the states of a worker, with all their transitions; and the outcome of an agent.
 
-The machine makes no other transition: `Table.check` raises. `docs/protocol.md` is generated from these tables.
+`Table.check` raises on any other transition. `docs/protocol.md` is generated from these tables.
 """
 
 from __future__ import annotations

@@ -50,11 +50,9 @@ class WorkerLeft(Record):
 
     worker: WorkerId
     place: Place
-    rank: int | None
-    """Its rank in the newest world; None: it was not a member."""
+    rank: int | None  # its rank in the newest world; None: it was not a member
     cause: LossCause
-    graceful: bool
-    """The worker left at a step boundary, or no world needed it: not a failure."""
+    graceful: bool  # the worker left at a step boundary, or no world needed it: not a failure
 
     @property
     def why(self) -> str:
@@ -85,14 +83,10 @@ class WorldRecord(Record):
 class WorldStarted(WorldRecord):
     """A world was published."""
 
-    root: int
-    """The rank whose state the others take over."""
-    progress: int | None
-    """Optimizer steps in that state; None: no member holds a state yet."""
-    sync: bool
-    """The others receive the whole state of the root. False: all members hold the same version."""
-    pause_s: float | None
-    """Time since the world before broke or its first member stopped; None for the first world."""
+    root: int  # the rank whose state the others take over
+    progress: int | None  # optimizer steps in that state; None: no member holds a state yet
+    sync: bool  # the others receive the whole state of the root. False: all members hold the same version
+    pause_s: float | None  # time since the world before broke or its first member stopped; None for the first world
 
     def __str__(self) -> str:
         state = "" if self.progress is None else f" at step {self.progress}"
@@ -112,8 +106,7 @@ class WorldBroken(WorldRecord):
 class PlaceCooledDown(Record):
     """A slot, executor or host failed and is not used before `until`."""
 
-    kind: str
-    """One of "slot", "executor" and "host"."""
+    kind: str  # one of "slot", "executor" and "host"
     name: str
     failures: int
     until: float
@@ -169,8 +162,7 @@ class DriverStoodStill(Record):
 class JobEnded(Record):
     """The job finished or failed."""
 
-    outcome: str
-    """Either "finished" or "failed"."""
+    outcome: str  # either "finished" or "failed"
     why: str
 
     def __str__(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import KeysView, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -52,7 +52,7 @@ class StateVersion:
         return (self.loop, self.steps) > (other.loop, other.steps)
 
     def is_current_at(self, furthest: StateVersion) -> bool:
-        """Return True if it is in the loop of `furthest`, or at the end of the loop before if that has not begun."""
+        """Return True if it is in the loop of `furthest`, or in the loop before and `furthest` has no step yet."""
         return self.loop == furthest.loop or (self.loop + 1, 0) == (furthest.loop, furthest.steps)
 
     def steps_lost(self, furthest: StateVersion) -> int:
@@ -66,7 +66,7 @@ BEGINNING = StateVersion()
 
 
 class HostUpdate(enum.IntFlag):
-    """What an observation of the hosts changed. MIXED is ADDED and REMOVED at once."""
+    """The kind of change between two observations of the hosts. MIXED is ADDED and REMOVED at once."""
 
     NO_UPDATE = 0
     REMOVED = 1
@@ -166,15 +166,15 @@ class Member:
 
 @dataclass(frozen=True)
 class World:
-    """The agreed members of one round."""
+    """The agreed members of one round, and the state that they start from."""
 
     round: int
     members: tuple[Member, ...]  # in rank order, host by host
     root: int  # the rank of the most advanced member
     version: StateVersion | None  # the version of its state; None: no member holds a state yet
     sync: bool
-    """The root has to broadcast its whole state. False if all members report the same version: then only the scalars
-    are broadcast, and the tensors are compared."""
+    """True: the root has to broadcast its whole state. False: all members report the same version, so the root
+    broadcasts only scalars, and the members compare their tensors."""
 
     @property
     def progress(self) -> int | None:
@@ -186,8 +186,12 @@ class World:
         return len(self.members)
 
     @cached_property
-    def workers(self) -> frozenset[WorkerId]:
-        return frozenset(member.worker for member in self.members)
+    def _by_worker(self) -> dict[WorkerId, Member]:
+        return {member.worker: member for member in self.members}
+
+    @property
+    def workers(self) -> KeysView[WorkerId]:
+        return self._by_worker.keys()
 
     def member(self, worker: WorkerId) -> Member:
         """Return the worker as a member, with its position.
@@ -195,7 +199,4 @@ class World:
         Raises:
             KeyError: if the worker is not in this world.
         """
-        for member in self.members:
-            if member.worker == worker:
-                return member
-        raise KeyError(worker)
+        return self._by_worker[worker]

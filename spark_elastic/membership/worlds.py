@@ -1,4 +1,4 @@
-"""The life of worlds: gathering, interrupting, breaking, regrouping, and the end of the job."""
+"""The worlds of a job: gathering workers, interrupting and breaking worlds, regrouping, and the end of the job."""
 
 from __future__ import annotations
 
@@ -26,15 +26,13 @@ from spark_elastic.membership.topology import BEGINNING, StateVersion, WorkerId,
 
 _WITH_WORLD = (Phase.RUNNING, Phase.INTERRUPTED, Phase.BROKEN, Phase.WAITING)
 _WORKER_TIMERS: tuple[TimerKind, ...] = ("boot", "stall", "exit")
-_PLAIN_AGAIN = LossCause(LossKind.PLAIN_FUNCTION)
 _MOST_RANKS_NAMED = 8
 
 
 class WorldLifecycle:
     """Decides who trains together: the phase of the job, its worlds, and which workers stay.
 
-    Calls the slot scheduler below it, and never `Membership` above it. All TRAINING workers are members of the newest
-    world.
+    It calls the slot scheduler, and never `Membership`. All TRAINING workers are members of the newest world.
     """
 
     def __init__(self, context: MachineContext, scheduler: SlotScheduler) -> None:
@@ -46,13 +44,10 @@ class WorldLifecycle:
         self._crashes = context.crashes
         self._commands = context.commands
         self._scheduler = scheduler
-
         self.phase = Phase.CREATED
         self.world: World | None = None  # the newest world, also after it broke; None before the first
-
         self.furthest = BEGINNING  # the most advanced version that any worker ever reported
         self.waiting: Waiting | None = None  # what the job waits for; None: nothing
-
         self._elastic = False  # a worker showed a state, so the function has an elastic loop
         self._gathering = Gathering(context, scheduler)
         self._backoff = self._gathering.backoff
@@ -65,7 +60,7 @@ class WorldLifecycle:
         self._noticed_at = BEGINNING  # INTERRUPTED: `furthest` when the members were last asked to stop
         self._stall_due = 0.0  # BROKEN: when survivors that have not come back are removed
         self._lost_at: float | None = None  # when the last holder of the state went, until it is known how
-        #: When the newest world broke, or its first member stopped; None: neither has happened.
+        #: When the newest world broke, or its first member stopped; None: neither has happened yet.
         self._paused_at: float | None = None
 
     # --- beginning and end ------------------------------------------------------------------------
@@ -76,7 +71,6 @@ class WorldLifecycle:
         self._gathering.begin("start_timeout", now)
 
     def fail(self, error: JobError, now: float) -> None:
-        """End the job with an error."""
         self._enter(Phase.FAILED)
         self._commands.append(do.FailJob(error))
         self._context.announce(JobEnded(now, "failed", str(error)))
@@ -111,9 +105,9 @@ class WorldLifecycle:
                     self._admit(worker, now)
 
     def on_at_init(self, worker: Worker, now: float) -> None:
-        """Take in that the worker waits in `init()`, for a first world or to be admitted beside a running one.
+        """Store that the worker waits in `init()`, and admit it if a world runs whose function has an elastic loop.
 
-        As long as no worker has shown a state, the function may be a plain one, which needs a world: it keeps waiting.
+        As long as no worker has reported a state, the function may have no loop: then the worker needs a world itself.
         """
         self._introduce(worker, now)
         self._registry.enter(worker, AT_INIT)
@@ -121,7 +115,7 @@ class WorldLifecycle:
             self._admit(worker, now)
 
     def note_after_loop(self, worker: Worker, after_loop: bool, now: float) -> None:
-        """Take in that a member is in its loop, or runs the code after it."""
+        """Store if a member runs the code after its elastic loop, or is in the loop."""
         if worker.state is not TRAINING or worker.after_loop == after_loop:
             return
         worker.after_loop = after_loop
@@ -143,7 +137,7 @@ class WorldLifecycle:
         self._timers.set(("stall", survivor), self._stall_due)
 
     def _skip_to_the_loop(self, worker: Worker, now: float) -> None:
-        """Send a worker that waits in an earlier loop than the job's to the job's loop."""
+        """Let a worker go on if it waits in an earlier elastic loop than the job is in."""
         if 0 < worker.loop < self.furthest.loop:
             worker.rank = None  # it comes back as a newcomer
             self._admit(worker, now)
@@ -155,7 +149,7 @@ class WorldLifecycle:
         self._commands.append(do.AdmitProvisionally(worker.id, members, members + 1, self.furthest.loop))
 
     def on_ready(self, worker: Worker, version: StateVersion | None, loop: int, now: float) -> None:
-        """Take in that the worker waits for the next world in the elastic loop of that number."""
+        """Store that the worker waits for the next world in elastic loop number `loop`."""
         self._introduce(worker, now)
         member = worker.state is TRAINING
         self._registry.enter(worker, READY)
@@ -164,23 +158,21 @@ class WorldLifecycle:
         if not member:
             self.consider_interrupt(now)
         elif self.phase is Phase.RUNNING:
-            # it was not asked to stop: it saw its neighbour die before we did, and the others may hang
-            failed = WorldChangeKind.COLLECTIVE_FAILED
-            self._break(WorldChange(failed, rank=worker.rank, host=worker.place.host), now)
+            # it was not asked to stop: it saw its neighbour die before the driver did, and the others may hang
+            self._break(WorldChange(WorldChangeKind.COLLECTIVE_FAILED, rank=worker.rank, host=worker.place.host), now)
         elif self.phase is Phase.INTERRUPTED and self._paused_at is None:
             self._paused_at = now
-            # they all stop at the same step; one that does not is stuck in a collective with a member that left it
+            # all members stop at the same step; one that does not is blocked in a collective that the others have left
             self._timers.set(("notice", 0), now + self._settings.heartbeat_timeout_s)
         self._skip_to_the_loop(worker, now)
 
     def on_done(self, worker: Worker, in_loop: bool, now: float) -> None:
-        """Take in that the worker's function returned."""
+        """Store that the worker's function returned, or have it run again if its world is broken."""
         for kind in _WORKER_TIMERS:
             self._timers.cancel((kind, worker.id))
-        if worker.state is TRAINING and not in_loop and self.phase is Phase.BROKEN:
-            self.end_worker(worker, _PLAIN_AGAIN, now, stop=True)
-            return
-        if worker.state is TRAINING and self.phase is Phase.BROKEN and worker.run_again_in != self._registry.round:
+        worker.plain = not in_loop
+        again = worker.plain or worker.run_again_in != self._registry.round
+        if worker.state is TRAINING and self.phase is Phase.BROKEN and again:
             self._run_again(worker, now)
             return
         self._registry.enter(worker, DONE)
@@ -188,12 +180,11 @@ class WorldLifecycle:
         if worker.round == 0 and self._registry.round > 0:
             return  # a newcomer that never trained adds no result
         self._done[worker.id] = (worker.rank or 0, worker.round)
-        worker.plain = not in_loop
 
     def _run_again(self, worker: Worker, now: float) -> None:
         """Have a worker that returned in a broken world call its function again: its result does not count."""
         if worker.plain:
-            self.end_worker(worker, _PLAIN_AGAIN, now, stop=True)
+            self.end_worker(worker, LossCause(LossKind.PLAIN_FUNCTION), now, stop=True)
         elif worker.exited:
             self.end_worker(worker, LossCause(LossKind.PROCESS_ENDED), now, stop=True)
         else:
@@ -228,8 +219,8 @@ class WorldLifecycle:
         self.end_worker(worker, worker.agent.leaving, now, stop=not worker.agent.retiring)
 
     def remove(self, worker: Worker, cause: LossCause, now: float, *, graceful: bool = False) -> None:
-        """Remove the worker from the registry; a world that needed it breaks."""
-        # a result is lost with its worker, and the others have to compute again what led to it
+        """Remove the worker from the registry, and break the world if it needed the worker."""
+        # a result is lost with its worker: the other members have to run their functions again
         needed = worker.state is TRAINING or worker.id in self._done
         self._registry.enter(worker, GONE)
         self._registry.failed += not graceful
@@ -264,7 +255,7 @@ class WorldLifecycle:
         if any(worker.after_loop for worker in self._registry.in_state(TRAINING)):
             return  # after the loop there is no step to stop at; newcomers wait for the next loop, or the end
         if not self._registry.may_reset():
-            return  # the next world would exceed the limit: only a loss is worth that
+            return  # the next world would exceed `reset_limit`, and the present one can go on
         newcomers = self._registry.count(READY)
         candidates = list(self._registry.in_state(TRAINING, READY))
         leaving = [worker.agent.leaving for worker in candidates if worker.agent.leaving]
@@ -322,7 +313,7 @@ class WorldLifecycle:
         limit_s = self._settings.stall_timeout_s
         after_loop = any(worker.after_loop for worker in self._registry.in_state(TRAINING))
         if self._paused_at is None and (self.furthest > self._noticed_at or after_loop):
-            # no member reached a commit, but they train on: only newcomers wait for them
+            # no member has reached a commit, but they still train: only newcomers have to wait longer
             self._noticed_at = self.furthest
             self._timers.set(("notice", 0), now + limit_s)
         elif self._paused_at is None:
@@ -333,7 +324,7 @@ class WorldLifecycle:
     # --- the beginning of a world -----------------------------------------------------------------
 
     def evaluate(self, now: float) -> None:
-        """Go on to the next phase if all that it waits for is there; otherwise announce what is missing."""
+        """Enter the next phase if the job waits for nothing more; otherwise announce what is missing."""
         training = self._registry.count(TRAINING)
         if self.phase is Phase.STARTING:
             self._evaluate_start(now)
@@ -346,7 +337,7 @@ class WorldLifecycle:
 
     def _evaluate_start(self, now: float) -> None:
         waiting = list(self._registry.in_state(AT_INIT, READY))
-        if any(worker.loop for worker in waiting):  # a worker in the loop takes no part in collectives before it
+        if any(worker.loop for worker in waiting):  # a worker in the loop joins no collective of the code before it
             for worker in waiting:
                 if not worker.loop:
                     self._admit(worker, now)
@@ -402,7 +393,10 @@ class WorldLifecycle:
             self._announce_wait(self._gathering.wait_for(decision), decision.deadline, now)
 
     def _on_state_lost(self, now: float) -> None:
-        """Fail the job; with the crash, if one came back until no worker was left and its last exit is known."""
+        """Fail the job. The error is about crashes if they came back until no worker was left.
+
+        The last exit may be reported only after the loss, so the job waits for it for a moment.
+        """
         if self._crashes.may_be_a_loop():
             if self._lost_at is None:
                 self._lost_at = now
@@ -449,7 +443,7 @@ class WorldLifecycle:
         self._context.announce(
             WorldStarted(now, world.round, world.size, self._change, world.root, world.progress, world.sync, pause)
         )
-        self.consider_interrupt(now)  # some members should leave and were only needed to pass on the state
+        self.consider_interrupt(now)  # leaving members may have been kept only because they hold the state
 
     # --- waiting ----------------------------------------------------------------------------------
 

@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 
 CAUSE_S = 0.6
 """How long to wait for the cause of a loss: sockets close before an exit code or Spark's own report arrives."""
-PAUSE_S = 1.0
-"""The length from which a pause is announced before it is over."""
+PAUSE_S = 1.0  # the length from which a pause is announced before it is over
 
 
 class Announcer:

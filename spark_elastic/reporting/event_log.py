@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spark_elastic.membership import events as seen
+from spark_elastic.membership import timeline
 from spark_elastic.membership.commands import Command, PublishWorld, WithdrawSlot
 from spark_elastic.membership.reasons import (
     LossCause,
@@ -19,57 +20,38 @@ from spark_elastic.membership.reasons import (
     counted,
     failures_in_words,
     loss_in_words,
-)
-from spark_elastic.membership.timeline import (
-    JobEnded,
-    PlaceCooledDown,
-    Record,
-    Waiting,
-    WorkerLeft,
-    WorldBroken,
-    WorldStarted,
+    wait_on_bar,
 )
 from spark_elastic.membership.topology import BEGINNING, Place, StateVersion, WorkerId, World
-from spark_elastic.reporting.progress import wait_on_bar
 
+_ROW_FIELDS = ("kind", "who", "reason", "before", "after", "pause_s", "steps_lost")
 NO_EXECUTOR = ("driver", "local-")
 """Prefixes of executor names that stand for no executor: local mode, and plain processes."""
 MOST_NOTICES = 200
-WORTH_A_WORD_S = 5.0
-"""The shortest pause of a slot, executor or host that is reported."""
-LATE_S = 15.0
-"""How long after a loss a report about the executor is taken for its cause."""
+WORTH_A_WORD_S = 5.0  # the shortest pause of a slot, executor or host that is reported
+LATE_S = 15.0  # how long after a loss a report about the executor is taken for its cause
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipChange:
     """One thing that happened to the world. `str(change)` is its sentence."""
 
-    at: float
-    """When it began. Seconds since 1970 in `job.changes()`."""
+    at: float  # when it began. Seconds since 1970 in `job.changes()`
     kind: str
     """One of "started", "lost", "drained", "left", "joined", "broken", "waiting", "resting", "notice", "finished" and
     "failed"."""
-    who: str
-    """The workers or executors concerned; empty for the job as a whole."""
+    who: str  # the workers or executors concerned; empty for the job as a whole
     reason: str
-    before: int
-    """Workers before the change."""
-    after: int
-    """Workers after it."""
+    before: int  # workers before the change
+    after: int  # workers after it
     pause_s: float | None = None
     """Time until the first step after the change, or until the new world was formed if steps are not reported; None:
     not known yet, or no pause."""
-    steps_lost: int | None = None
-    """Applied steps that have to be computed again; None: not known yet, or no pause."""
-    open: bool = False
-    """The pause is not over."""
-    lasted_s: float | None = None
-    """The length of a wait that is over."""
-    wait: Wait | None = None
-    """What is waited for, if the kind is "waiting"."""
-    unexplained: bool = False
-    """`reason` tells only how a loss was noticed; the cause often arrives a moment later."""
+    steps_lost: int | None = None  # applied steps that have to be computed again; None: not known yet, or no pause
+    open: bool = False  # the pause is not over
+    lasted_s: float | None = None  # the length of a wait that is over
+    wait: Wait | None = None  # what is waited for, if the kind is "waiting"
+    unexplained: bool = False  # `reason` tells only how a loss was noticed; the cause often arrives a moment later
 
     def __str__(self) -> str:
         cause = f" ({self.reason})" if self.reason else ""
@@ -103,23 +85,12 @@ class MembershipChange:
 
 
 def event_rows(changes: Sequence[MembershipChange], began: float) -> tuple[dict[str, Any], ...]:
-    """Return the changes of a job as plain values.
-
-    Args:
-        changes: the changes; `at` is in seconds since 1970.
-        began: when the job began, in seconds since 1970.
-    """
+    """Return the changes of a job as plain values. `began` and the times of the changes are in seconds since 1970."""
     return tuple(
         {
             "seconds": round(change.at - began, 3),
             "time": round(change.at, 3),
-            "kind": change.kind,
-            "who": change.who,
-            "reason": change.reason,
-            "before": change.before,
-            "after": change.after,
-            "pause_s": change.pause_s,
-            "steps_lost": change.steps_lost,
+            **{name: getattr(change, name) for name in _ROW_FIELDS},
             "text": str(change) if change.wait is None else wait_on_bar(change.wait),
         }
         for change in changes
@@ -142,7 +113,7 @@ class _Name:
 class _Departure:
     """A worker that is gone."""
 
-    record: WorkerLeft
+    record: timeline.WorkerLeft
     cause: LossCause
     whole: bool  # its agent or executor is gone too
 
@@ -167,7 +138,7 @@ class EventLog:
         self._gone: set[WorkerId] = set()  # the present world's members that are gone
         self._open: list[int] = []  # indices of the changes that end with the next world
         self._departures: dict[int, list[_Departure]] = {}  # by the index of their change
-        self._broken: WorldBroken | None = None
+        self._broken: timeline.WorldBroken | None = None
         self._waits: int | None = None  # the index of the wait that is not over
         self._furthest = BEGINNING
         self._notices = 0
@@ -208,26 +179,27 @@ class EventLog:
                         lambda gone: gone.record.place.slot == slot and gone.cause.is_symptom, cause, True, now
                     )
 
-    def note(self, record: Record) -> None:
+    def note(self, record: timeline.Record) -> None:
         """Update the log with a record of the timeline."""
-        if self._first is not None and isinstance(record, (WorldBroken, WorldStarted, JobEnded)):
+        starts_or_ends = isinstance(record, (timeline.WorldStarted, timeline.JobEnded))
+        if self._first is not None and (starts_or_ends or isinstance(record, timeline.WorldBroken)):
             self._resumed(None)
-        if self._waits is not None and isinstance(record, (Waiting, WorldStarted, JobEnded)):
+        if self._waits is not None and (starts_or_ends or isinstance(record, timeline.Waiting)):
             self._update(self._waits, lasted_s=record.at - self._changes[self._waits].at)
             self._waits = None
         match record:
-            case WorkerLeft():
+            case timeline.WorkerLeft():
                 self._on_left(record)
-            case WorldBroken():
+            case timeline.WorldBroken():
                 self._broken = record
-            case WorldStarted():
+            case timeline.WorldStarted():
                 self._on_started(record)
-            case Waiting(at):
+            case timeline.Waiting(at):
                 self._waits = self._add(at, "waiting", "", record.reason, wait=record.wait)
-            case PlaceCooledDown(at, kind, name, failures, until):
+            case timeline.PlaceCooledDown(at, kind, name, failures, until):
                 if until - at >= WORTH_A_WORD_S:
                     self._add(at, "resting", f"{kind} {name}", failures_in_words(failures, until - at))
-            case JobEnded(at, outcome, why):
+            case timeline.JobEnded(at, outcome, why):
                 self._open = []
                 self._add(at, outcome, "", why.partition("\n")[0])
 
@@ -251,7 +223,7 @@ class EventLog:
     def _update(self, index: int, **fields: Any) -> None:
         self._changes[index] = replace(self._changes[index], **fields)
 
-    def _on_left(self, record: WorkerLeft) -> None:
+    def _on_left(self, record: timeline.WorkerLeft) -> None:
         departure = _Departure(record, record.cause, record.cause.reaches_beyond_the_worker)
         reason, before = root_loss_in_words(record.cause), self.size
         kind = "left" if record.graceful else "lost"
@@ -277,14 +249,7 @@ class EventLog:
             self._open.append(index)
 
     def _explain(self, of: Callable[[_Departure], bool], cause: LossCause, whole: bool, now: float) -> None:
-        """Store the cause of a loss that was noticed before.
-
-        Args:
-            of: returns True for a departure that the cause explains.
-            cause: the cause.
-            whole: the departure took the agent or the executor with it.
-            now: the time.
-        """
+        """Store the cause of departures that were noticed before. `whole`: their agents or executors are gone too."""
         for index, departures in self._departures.items():
             if self._changes[index].kind == "lost" and now - self._changes[index].at < LATE_S:
                 for departure in filter(of, departures):
@@ -304,7 +269,7 @@ class EventLog:
         numbers = ", ".join(sorted(name.number for name in names))
         return str(_Name(f"{names[0].noun}s", numbers, names[0].where))
 
-    def _on_started(self, record: WorldStarted) -> None:
+    def _on_started(self, record: timeline.WorldStarted) -> None:
         old, new = self._world, self._next
         if new is None or new.round != record.round:
             return
@@ -336,11 +301,7 @@ class EventLog:
             self._resumed(None)  # no elastic loop that would report its steps
 
     def _resumed(self, pause_s: float | None) -> None:
-        """End the pause, because the newest world has applied its first step.
-
-        Args:
-            pause_s: the length of the pause; None: not known, so that it ended when the world began.
-        """
+        """End the pause: the newest world has applied a step. None: the time is not known, so its beginning counts."""
         self._update(self._paused, open=False, **({} if pause_s is None else {"pause_s": pause_s}))
         self._first = None
 

@@ -14,8 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 Row = Mapping[str, Any]
 
-MOST_METRICS = 3
-"""The number of metrics that get a panel beside the loss; further metrics are only in `model.history`."""
+MOST_METRICS = 3  # the number of metrics that get a panel beside the loss; further metrics are only in `model.history`
 # colours of medium brightness, which are visible on white and on black
 TRAIN, VALIDATION, WORLD, GREY = "#3b82c4", "#d9822b", "#6b8e9f", "#888888"
 KINDS = {
@@ -26,8 +25,7 @@ KINDS = {
     "broken": ("broken and rebuilt", "#d6a445", "D"),
 }
 """By the kind of an event: label, colour and marker."""
-LONG_PAUSE = 0.01
-"""The part of the x axis from which a pause is wide enough to be drawn as a span."""
+LONG_PAUSE = 0.01  # the part of the x axis from which a pause is wide enough to be drawn as a span
 
 
 class NotebookFigure(Figure):
@@ -40,14 +38,7 @@ class NotebookFigure(Figure):
 
 
 def of_training(history: Sequence[Row], columns: Iterable[str], events: Sequence[Row], title: str) -> NotebookFigure:
-    """Draw panels for the loss, the metrics and the world over the epochs, with the time on top.
-
-    Args:
-        history: a row for each epoch.
-        columns: the names of the loss and the metrics in these rows, with "val_" for the validation.
-        events: the rows of `event_rows`.
-        title: the text above the panels.
-    """
+    """Draw panels for the loss, the metrics (`columns` of the history) and the world over the epochs."""
     measured = list(columns)
     names = [name for name in measured if not (name.startswith("val_") and name[4:] in measured)][: MOST_METRICS + 1]
     figure, panels = _panels(len(names), title)

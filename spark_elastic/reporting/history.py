@@ -99,7 +99,7 @@ class History(Sequence[Row]):
 
 
 def draw_training(history: Sequence[Row], events: Sequence[EventRow], path: str | Path | None) -> Any:
-    """Plot the loss and the metrics of a training over its epochs, with the size of the world.
+    """Plot the loss and the metrics of a training over its epochs, with the number of workers.
 
     Args:
         history: a row for each epoch.
@@ -117,7 +117,7 @@ def draw_training(history: Sequence[Row], events: Sequence[EventRow], path: str 
 
 
 def draw_job(events: Sequence[EventRow], name: str, path: str | Path | None) -> Any:
-    """Plot the size of the world over time. Otherwise as `draw_training`."""
+    """Plot the number of workers of a job over time. Arguments, result and errors are those of `draw_training`."""
     return _saved(_figures().of_job(events, f"job {name}: {_losses_in_words(events)}"), path)
 
 

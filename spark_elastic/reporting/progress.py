@@ -6,22 +6,12 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from spark_elastic.membership.reasons import (
-    Wait,
-    WaitKind,
-    counted,
-    missing_in_words,
-    survivors_in_words,
-    wait_in_words,
-)
+from spark_elastic.membership.reasons import Wait, counted, wait_on_bar
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
-LINE_EVERY_S = 30.0
-"""Time between two log lines about the same epoch, or the same wait."""
-WAIT_S = 2.0
-"""The shortest wait that gets a log line."""
-LOOK_AT_CLUSTER_S = 2.0
-"""How often a waiting job asks about the cluster."""
+LINE_EVERY_S = 30.0  # time between two log lines about the same epoch, or the same wait
+WAIT_S = 2.0  # the shortest wait that gets a log line
+LOOK_AT_CLUSTER_S = 2.0  # how often a waiting job asks about the cluster
 OWN_LOOP_S = 3.0
 """After this time without a message of an estimator's training, the steps of the user's own loop are shown."""
 
@@ -188,26 +178,6 @@ def wait_and_left(view: View, width: int = 1000) -> str:
     """Return what is waited for and the time that is left. If both do not fit into `width`, the former is shortened."""
     left = "" if view.left_s is None else f"; {max(view.left_s, 0.0):.0f} s left"
     return f"{cut(view.waiting, max(width - len(left), 0))}{left}"[:width]
-
-
-def wait_on_bar(wait: Wait) -> str:
-    """Return what is waited for, beginning with what is missing. Leaves out the time, which the bar counts down."""
-    match wait.kind:
-        case WaitKind.MINIMUM:
-            words = f"waiting for {wait.want - wait.have} of {counted(wait.want, 'worker')}"
-            words += f" ({wait.need} would do)" if wait.need < wait.want else ""
-        case WaitKind.GRACE:
-            words = f"waiting for {wait.want - wait.have} of {counted(wait.want, 'worker')}; the others are ready"
-        case WaitKind.REPLACEMENTS:
-            words = f"waiting for {wait.need - wait.have} of {counted(wait.need, 'worker')}, keeping the state"
-        case WaitKind.SLOTS:
-            words = f"waiting for {wait.need - wait.have} of {counted(wait.need, 'slot')}"
-        case WaitKind.SURVIVORS:
-            words = f"waiting for {wait.have} to come back from the broken round{survivors_in_words(wait)}"
-        case _:
-            return wait_in_words(wait)
-    missing = missing_in_words(wait.missing)
-    return f"{words}; {missing}" if missing else words
 
 
 def plain_line(view: View) -> str:

@@ -155,7 +155,6 @@ def as_text(view: View) -> str:
 
 
 def as_html(view: View) -> str:
-    """Return the bar as HTML."""
     bar = f'<progress max="1" value="{view.fraction:.4f}" style="width:14em;vertical-align:middle"></progress>'
     percent = f"{view.fraction:.0%}" if view.total else ""
     said = html.escape(right_of_bar(view, 200))

@@ -104,7 +104,7 @@ BUGS = (
     Bug(
         "a plain function is not run again",
         "worlds",
-        "            self.end_worker(worker, _PLAIN_AGAIN, now, stop=True)\n        elif",
+        "            self.end_worker(worker, LossCause(LossKind.PLAIN_FUNCTION), now, stop=True)\n        elif",
         "            pass\n        elif",
     ),
     Bug(
