@@ -18,7 +18,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class LaunchSlot(Command):
-    """Submit the slot's Spark job (or start its local agent). Ends with a `SlotEnded`."""
+    """Submit the slot's Spark job (or start its local agent). The end of the launch is reported by a `SlotEnded`."""
 
     slot: SlotId
 
@@ -71,7 +71,7 @@ class PublishWorld(Command):
 
 @dataclass(frozen=True, slots=True)
 class NotifyHostsUpdated(Command):
-    """Tell the members that the world is to change; they agree on a step to stop at."""
+    """Tell the members that their world will be replaced, so that they agree on a step at which to stop."""
 
     workers: tuple[WorkerId, ...]
     sequence: int  # grows by one with each update, so that two updates in one second are told apart
@@ -79,7 +79,7 @@ class NotifyHostsUpdated(Command):
 
 @dataclass(frozen=True, slots=True)
 class CutPeers(Command):
-    """Tell the workers to shut the round's sockets, so that a collective blocked on a dead peer raises at once."""
+    """Tell the workers to shut down the round's sockets, so that a collective blocked on a dead peer fails at once."""
 
     workers: tuple[WorkerId, ...]
     round: int
@@ -88,7 +88,7 @@ class CutPeers(Command):
 
 @dataclass(frozen=True, slots=True)
 class RerunFunction(Command):
-    """Have a worker call its function again, with the state kept, because its world broke after the function returned.
+    """Have a worker call its function again with its present state: its world broke after the function had returned.
 
     The result that it returned before is dropped.
     """

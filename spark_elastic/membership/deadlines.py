@@ -131,7 +131,7 @@ class Silence(Generic[Key]):
         self._not_before = max(self._not_before, until)
 
     def next(self) -> float | None:
-        """Return when the first key will have been silent for too long; None: there is no key."""
+        """Return when the first key expires if it is not heard before; None: there is no key."""
         for heard in self._heard.values():
             return max(heard + self._timeout_s, self._not_before)
         return None

@@ -1,6 +1,6 @@
-"""Who becomes a member of the next world, with which rank, and whether to wait for more workers.
+"""The decisions about the next world: its members and their ranks, and when to stop waiting for more workers.
 
-The decisions are pure functions; `Gathering` applies them to a job that waits.
+Most are pure functions; the class `Gathering` applies them while a job waits.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def start(
 
 
 def regroup(have: int, settings: ElasticSettings, now: float, *, deadline: float) -> Decision:
-    """Decide if `have` workers, those that are done included, are enough for the next world with their state."""
+    """Decide if `have` workers (with those that are done) are enough to continue from their state in a next world."""
     need = settings.min_num_proc
     if have >= need:
         return Decision(go=True)
@@ -178,14 +178,14 @@ class Gathering:
         self.backoff = RegroupBackoff(context.settings)
 
     def begin(self, setting: str, now: float) -> None:
-        """Begin to wait, for as long as "start_timeout" or "elastic_timeout" allows."""
+        """Begin to wait. `setting`: the name of the timeout, "start_timeout" or "elastic_timeout"."""
         limit_s = self._settings.start_timeout_s if setting == "start_timeout" else self._settings.elastic_timeout_s
         self._since, self._until, self._setting = now, now + limit_s, setting
         self._enough_since = None
         self._timers.set(("gather", 0), self._until)
 
     def first_world(self, have: int, now: float) -> Decision:
-        """Decide if `have` workers start without a state."""
+        """Decide if `have` workers are enough for a world that starts without a state."""
         if have < self._settings.min_num_proc:
             self._enough_since = None
         elif self._enough_since is None:
@@ -198,11 +198,11 @@ class Gathering:
         return WorldChange(WorldChangeKind.GATHERED, ready, want, need, grace_s, before=before)
 
     def next_world(self, have: int, now: float) -> Decision:
-        """Decide if `have` workers go on with their state."""
+        """Decide if `have` workers are enough for a world that continues from their state."""
         return self.paced(regroup(have, self._settings, now, deadline=self._until), now)
 
     def paced(self, decision: Decision, now: float) -> Decision:
-        """Change a decision to go into one to wait, if the worlds before broke in a row with no worker lost."""
+        """Return the decision, or one to wait during a pause after worlds that broke with no worker lost."""
         until = self.backoff.retry_at
         if not decision.go or until <= now:
             return decision
@@ -232,7 +232,7 @@ class Gathering:
         return NotEnoughSlotsError(have=have, need=need, waited_s=waited_s, setting=self._setting, detail=detail)
 
     def unreachable_peers(self, change: WorldChange) -> JobError:
-        """Return the error for worlds that broke in a row with no worker lost."""
+        """Return the error for consecutive worlds that broke with no worker lost."""
         return JobError(
             f"{worlds_in_words(self.backoff.count)} broke before they applied a step, with no worker lost "
             f"(last: {change_in_words(change)}); check that the workers reach one another: name the interfaces to use "

@@ -33,7 +33,7 @@ class AgentJoined(Event):
 
 @dataclass(frozen=True, slots=True)
 class AgentLost(Event):
-    """An agent's channel closed; its worker is lost with it."""
+    """An agent's channel closed. Its worker counts as lost too."""
 
     agent: AgentId
     cause: LossCause
@@ -85,8 +85,8 @@ class AgentAlive(Event):
 class WorkerLost(Event):
     """The worker's channel closed or its process exited before it finished the function.
 
-    Both are reported, in any order; the second only adds what the first did not know. An exit code of 0 counts as a
-    loss once the worker's channel has closed without a `WorkerDone`, or shortly after.
+    Both are reported, in any order; the second report only adds facts to the first. An exit code of 0 counts as a loss
+    only when the worker's channel has closed without a `WorkerDone`, or shortly after the exit.
     """
 
     worker: WorkerId
@@ -97,13 +97,13 @@ class WorkerLost(Event):
 
     @property
     def exit_code(self) -> int | None:
-        """Negative: killed by that signal; None: not known, only its channel closed."""
+        """The exit code, negative if a signal killed the process; None: only the channel is known to be closed."""
         return self.cause.code if self.cause.kind is LossKind.EXITED else None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerAbandoned(Event):
-    """The user's function raised HorovodInternalError: not a bug, but the process has to start over."""
+    """The user's function raised HorovodInternalError. This is no bug, but the process has to be started again."""
 
     worker: WorkerId
     why: str
@@ -120,7 +120,7 @@ class WorkerDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class WorkerRaised(Event):
-    """The user's function raised: a bug, which fails the job at once."""
+    """The user's function raised an exception: a bug, which fails the job at once."""
 
     worker: WorkerId
     error_type: str

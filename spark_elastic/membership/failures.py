@@ -1,7 +1,7 @@
-"""Failures that come back: pauses for slots, executors, hosts and worlds, and when a job is given up.
+"""Repeated failures: pauses for slots, executors, hosts and worlds, and the point at which a job fails.
 
-`Cooldown` and `RegroupBackoff` make pauses, `CrashLoopDetector` and `BootFailures` find failures that no pause helps
-against.
+`Cooldown` and `RegroupBackoff` make pauses. `CrashLoopDetector` and `BootFailures` find failures that would come back
+after any pause.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ class Cooldown:
         self._histories: dict[tuple[str, str], _History] = {}
 
     def failed(self, place: Place, now: float) -> list[PlaceCooledDown]:
-        """Count a failure at the place. Returns what cools down because of it."""
+        """Count a failure of the slot, executor and host. Returns a record of each that has to pause because of it."""
         levels = (("slot", str(place.slot)), ("executor", place.executor), ("host", place.host))
         return [record for kind, name in levels for record in self._count(kind, name, now)]
 
     def slot_failed(self, slot: SlotId, now: float) -> list[PlaceCooledDown]:
-        """Count a failure of a slot whose executor is not known, or not to blame."""
+        """Count a failure of a slot alone, because its executor is not known or not the cause. Returns as `failed`."""
         return self._count("slot", str(slot), now)
 
     def ready_at(self, place: Place) -> float:
-        """Return when the place may be used; a time in the past if it may be used now."""
+        """Return the time from which the place may be used; it is in the past if the place may be used now."""
         return max(
             self.slot_ready_at(place.slot), self._until("executor", place.executor), self._until("host", place.host)
         )
 
     def slot_ready_at(self, slot: SlotId) -> float:
-        """Return when the slot may be launched, wherever it will run."""
+        """Return the time from which the slot may be launched, whichever executor it will run on."""
         return self._until("slot", str(slot))
 
     def _until(self, kind: str, name: str) -> float:
@@ -101,7 +101,7 @@ _FEWEST_TRIES = 5  # so many worlds are tried before the job is given up, even i
 
 
 class RegroupBackoff:
-    """Decides when the next world may be built after consecutive worlds broke early, with every member still alive.
+    """Makes a pause before the next world when consecutive worlds broke early with every member still alive.
 
     A world broke early if it applied no step and lasted at most `stall_timeout`. The usual cause is a network in which
     some peers cannot reach others. Without a pause, such worlds would be built many times a second. The job is given up
@@ -196,7 +196,7 @@ class CrashLoopDetector:
             self._deaths[member.id] = (member, now)
 
     def forget_agent(self, agent: AgentId) -> None:
-        """Drop the deaths on a lost agent: the machine was lost, not only the process."""
+        """Drop the deaths under a lost agent, because not only the processes were lost."""
         self._deaths = {id: death for id, death in self._deaths.items() if death[0].agent.id != agent}
 
     def note_exit(self, exit: WorkerLost) -> None:
@@ -211,7 +211,7 @@ class CrashLoopDetector:
         return [(member, exit) for member, at, exit in known if self._counts(member, at, exit, now)]
 
     def may_be_a_loop(self) -> bool:
-        """Return True if several worlds lost a member since the last step, whatever the cause."""
+        """Return True if more than one world lost a member since the last applied step, whatever the cause."""
         return self._worlds_with_deaths() > 1
 
     def is_a_loop_at_the_end(self, now: float) -> bool:
@@ -226,7 +226,7 @@ class CrashLoopDetector:
         return _worlds(member for member, _ in self.crashes(now)) >= self.limit
 
     def verdict_due_at(self, now: float) -> float | None:
-        """Return when the limit may be reached although no further event comes; None: it will not be."""
+        """Return when to check the limit again if no further event comes; None: it cannot be reached then."""
         if self.limit is None or self._worlds_with_deaths() < self.limit:
             return None
         due = max(at for _, at in self._deaths.values()) + REPORT_GRACE_S
@@ -260,7 +260,7 @@ class CrashLoopDetector:
 
 
 def _is_crash(exit: WorkerLost) -> bool:
-    """Return True if only the process itself, or the kernel for its memory, can have ended it."""
+    """Return True if the process ended by itself, or the kernel killed it for its memory: no other process did."""
     code = exit.exit_code or 0
     number = -code if code < 0 else code - 128
     return number not in _FROM_OUTSIDE or exit.oom_kills > 0
@@ -284,7 +284,7 @@ class BootFailures:
 
     @property
     def limit_reached(self) -> bool:
-        """True if the job is to be given up."""
+        """True if so many processes exited that the job should fail."""
         return not self.any_ready and self.count >= self.limit
 
     @property

@@ -51,7 +51,7 @@ _BEYOND_THE_WORKER = {LossKind.AGENT_LOST, LossKind.TASK_ENDED, LossKind.EXECUTO
 
 @dataclass(frozen=True, slots=True)
 class LossCause:
-    """Why a worker, an agent or a slot's launch ended, or is ended on purpose."""
+    """The reason why a worker, an agent or a slot's launch ended, or is ended on purpose."""
 
     kind: LossKind
     code: int | None = None  # exit code; negative: killed by that signal
@@ -63,12 +63,12 @@ class LossCause:
 
     @property
     def root(self) -> LossCause:
-        """The innermost cause: the event itself, without the chain of things that were lost with it."""
+        """The innermost cause of the chain: the event that led to all the other losses."""
         return self if self.because is None else self.because.root
 
     @property
     def is_symptom(self) -> bool:
-        """True if it tells only how the loss was noticed; the cause itself often arrives a moment later."""
+        """True if the cause only tells how the loss was noticed. The real cause is often reported a moment later."""
         return self.root.kind in _SYMPTOMS
 
     @property
@@ -78,7 +78,7 @@ class LossCause:
 
 
 def reported(words: str) -> LossCause:
-    """Return a cause that is known only in the words of whoever reported it."""
+    """Return a cause that is known only as a sentence of Spark, of an agent or of a launcher."""
     return LossCause(LossKind.REPORTED, detail=words)
 
 
@@ -100,7 +100,7 @@ class WorldChangeKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorldChange:
-    """Why the present world ends and the next one is built."""
+    """The reason why the present world ends and the next one is built."""
 
     kind: WorldChangeKind
     have: int = 0
@@ -114,7 +114,7 @@ class WorldChange:
 
 
 class WaitKind(enum.Enum):
-    """What a job waits for. In brackets: the fields of `Wait` that are set, besides `left_s`."""
+    """The things that a job waits for. In brackets: the fields of `Wait` that are set, besides `left_s`."""
 
     MINIMUM = enum.auto()  # workers for the first world [have, want, need; missing]
     GRACE = enum.auto()  # enough workers are ready; the wanted others may still come [have, want; missing]
@@ -131,7 +131,7 @@ class WaitKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What the job waits for. Two waits that differ only in the time that is left are equal."""
+    """A description of what the job waits for. Two waits that differ only in the time that is left are equal."""
 
     kind: WaitKind
     have: int = 0
@@ -171,7 +171,7 @@ _LOSSES = {
 
 
 def loss_in_words(cause: LossCause) -> str:
-    """Return the whole chain of a loss, outermost first."""
+    """Describe a loss with its whole chain of causes, outermost first."""
     match cause.kind:
         case LossKind.EXITED:
             return cause.detail or _exit(cause.code or 0)
@@ -198,12 +198,12 @@ def _exit(code: int) -> str:
 
 
 def crashes_in_words(worlds: int) -> str:
-    """Return why a host is excluded."""
+    """Describe why a host is excluded."""
     return f"{worlds} worlds in a row crashed there" if worlds != 1 else "a world crashed there"
 
 
 def missing_in_words(causes: Sequence[LossCause]) -> str:
-    """Return why slots have no agent; empty if no launch has failed."""
+    """Describe why slots have no agent; empty if no launch has failed."""
     if not causes:
         return ""
     return "launches ended before their agent joined: " + "; ".join(dict.fromkeys(map(loss_in_words, causes)))
@@ -222,7 +222,7 @@ _CHANGES = {
 
 
 def change_in_words(change: WorldChange) -> str:
-    """Return why a world ended or the next one is built."""
+    """Describe why a world ended or the next one is built."""
     before = "" if change.before is None else change_in_words(change.before)
     cause = "" if change.cause is None else loss_in_words(change.cause)
     match change.kind:
@@ -242,7 +242,7 @@ def change_in_words(change: WorldChange) -> str:
 
 
 def wait_in_words(wait: Wait) -> str:
-    """Return what is waited for, with how long it may take, and why slots are missing."""
+    """Describe what the job waits for, how long it may take, and why slots are missing."""
     return "; ".join(filter(None, [_wait(wait), missing_in_words(wait.missing)]))
 
 
@@ -282,7 +282,7 @@ def _wait(wait: Wait) -> str:
 
 
 def wait_on_bar(wait: Wait) -> str:
-    """Return what is waited for, for a progress bar: what is missing comes first, and the bar itself shows the time."""
+    """Describe a wait for a progress bar: what is missing comes first, and the bar itself shows the time."""
     match wait.kind:
         case WaitKind.MINIMUM:
             words = f"waiting for {wait.want - wait.have} of {counted(wait.want, 'worker')}"
@@ -301,7 +301,7 @@ def wait_on_bar(wait: Wait) -> str:
 
 
 def _survivors(wait: Wait) -> str:
-    """Return which survivors are waited for, as a continuation of a sentence; empty if they are too many."""
+    """Describe the survivors that the job waits for, as the end of a sentence; empty if they are too many to name."""
     who = ""
     if wait.ranks:
         who = f" (rank{'s' if len(wait.ranks) > 1 else ''} {', '.join(map(str, wait.ranks))})"
@@ -313,13 +313,13 @@ def _survivors(wait: Wait) -> str:
 
 
 def failures_in_words(failures: int, pause_s: float) -> str:
-    """Return how often a place failed, and how long it is not used."""
+    """Describe how often a slot, executor or host failed, and how long it is not used."""
     times = "once" if failures == 1 else f"{failures} times"
     return f"failed {times} and rests for {pause_s:.1f} s"
 
 
 def worlds_in_words(count: int) -> str:
-    """Return a number of consecutive worlds."""
+    """Describe a number of consecutive worlds, such as "2 worlds in a row"."""
     return "1 world" if count == 1 else f"{count} worlds in a row"
 
 

@@ -29,7 +29,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Agent:
-    """An agent that has joined and is not lost."""
+    """An agent that is connected to the driver."""
 
     id: AgentId
     place: Place
@@ -41,7 +41,7 @@ class Agent:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A training process that was started and is not GONE."""
+    """A training process, from its start until it is GONE."""
 
     id: WorkerId
     agent: Agent = field(repr=False)

@@ -15,7 +15,7 @@ from spark_elastic.membership.topology import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class AgentOutcome:
-    """The value that an agent returns from its task, or from its process."""
+    """The value that an agent returns from its Spark task, or from its own process if it runs locally."""
 
     worker: WorkerId | None  # the finished worker whose result this is; None: no result is delivered
     result: bytes | None  # the bytes that the worker pickled
@@ -25,7 +25,7 @@ class AgentOutcome:
 
     @property
     def cause(self) -> LossCause:
-        """Why the slot's launch is over."""
+        """The reason why the slot's launch is over."""
         return LossCause(LossKind.UNEXPLAINED if self.disconnected else LossKind.REPORTED, detail=self.why)
 
 
@@ -69,10 +69,10 @@ class Table(Generic[State]):
     transitions: dict[tuple[State, State], str]  # the reason for each transition, by (from, to)
 
     def check(self, before: State, after: State) -> None:
-        """Check that a transition exists.
+        """Check that the table has a transition.
 
         Raises:
-            RuntimeError: if not: a bug in the machine, whatever its input.
+            RuntimeError: if it has not, which is a bug in the membership machine.
         """
         if (before, after) not in self.transitions:
             known = ", ".join(state.name for state in self.leaving(before)) or "no other state"

@@ -1,6 +1,6 @@
 """The membership timeline: typed records of what happened to the world. `str(record)` is its line in a log.
 
-`at` and other times are in the machine's own seconds; the driver turns them into wall-clock time for people.
+`at` and other times are those of the membership machine; the driver turns them into wall-clock time for people.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WorkerJoined(Record):
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeft(Record):
-    """A worker is gone: killed, lost, removed or drained."""
+    """A worker is gone: it was lost or removed, or it left as planned."""
 
     worker: WorkerId
     place: Place
@@ -96,7 +96,7 @@ class WorldStarted(WorldRecord):
 
 @dataclass(frozen=True, slots=True)
 class WorldBroken(WorldRecord):
-    """A world broke: the survivors were told to close its connections and to come to the next round."""
+    """A world broke: its surviving members were told to close its connections and to wait for the next round."""
 
     def __str__(self) -> str:
         return f"round {self.round} of {counted(self.size, 'worker')} is broken: {self.why}"

@@ -10,10 +10,10 @@ from functools import cached_property
 
 @dataclass(frozen=True, slots=True, order=True)
 class StateVersion:
-    """A point in a worker's training; the larger of two versions is the more advanced.
+    """A position in a worker's training. Of two versions, the larger one is the more advanced.
 
-    All workers go through the same points in the same order, so the most advanced one has everything that the others
-    have. None in place of a version: the worker holds no state. A number of steps alone would not be enough, because a
+    All workers go through the same positions in the same order, so the most advanced one has applied all steps of the
+    others. None in place of a version: the worker holds no state. A number of steps alone is not enough, because a
     state also changes without a step: with a schedule's step, a new epoch, or a step that a gradient scaler skipped.
 
     Raises:
@@ -56,7 +56,7 @@ class StateVersion:
         return self.loop == furthest.loop or (self.loop + 1, 0) == (furthest.loop, furthest.steps)
 
     def steps_lost(self, furthest: StateVersion) -> int:
-        """Count the steps that were applied on the way to `furthest` and are not part of this version."""
+        """Count the steps that `furthest` has and this version does not, and that have to be computed again."""
         if furthest.loop == self.loop:
             return max(0, furthest.steps - self.steps)
         return furthest.steps if furthest.loop > self.loop else 0

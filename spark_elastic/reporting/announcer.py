@@ -1,4 +1,4 @@
-"""Announces what happens to a job: its timeline, its changes, and a line for each change once enough is known."""
+"""The announcer of a job: keeps its timeline and changes, and prints a line for each change once it is explained."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Announcer:
             self._say(f"spark_elastic: {record}")
 
     def print_changes(self, now: float, last: bool = False) -> float | None:
-        """Print the changes whose cause and pause are known or overdue; all that are left if this is the last call.
+        """Print the changes whose cause and pause are known, or have been waited for long enough. `last`: print all.
 
         Returns:
             When to call again; None: no need to.

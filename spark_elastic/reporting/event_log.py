@@ -129,7 +129,7 @@ class _Departure:
 
 
 class EventLog:
-    """All changes of a job, oldest first. Fed with the machine's events, commands and records."""
+    """All changes of a job, oldest first, made from the membership machine's events, commands and records."""
 
     def __init__(self) -> None:
         self._changes: list[MembershipChange] = []
@@ -157,7 +157,7 @@ class EventLog:
         return 0 if self._world is None else self._world.size - len(self._gone)
 
     def observe(self, event: seen.Event, commands: Iterable[Command], now: float) -> None:
-        """Update the log with an event and the machine's answer to it; `note` gets the records of the answer."""
+        """Update the log with an event and the machine's answer to it. `note` takes the records of the answer."""
         match event:
             case seen.WorkerAlive(_, version) | seen.WorkerReady(_, _, version):
                 version = version or BEGINNING
@@ -174,7 +174,7 @@ class EventLog:
             match command:
                 case PublishWorld(world):
                     self._next = world
-                case WithdrawSlot(slot, cause):  # its agent is lost too, and the worker was missed first
+                case WithdrawSlot(slot, cause):  # its agent is lost too, after the worker was lost
                     self._explain(
                         lambda gone: gone.record.place.slot == slot and gone.cause.is_symptom, cause, True, now
                     )
@@ -301,13 +301,13 @@ class EventLog:
             self._resumed(None)  # no elastic loop that would report its steps
 
     def _resumed(self, pause_s: float | None) -> None:
-        """End the pause: the newest world has applied a step. None: the time is not known, so its beginning counts."""
+        """End the pause of a change. `pause_s`: its length; None: it ended when the new world was formed."""
         self._update(self._paused, open=False, **({} if pause_s is None else {"pause_s": pause_s}))
         self._first = None
 
 
 def root_loss_in_words(cause: LossCause) -> str:
-    """Return what happened, without the chain of what was lost with it."""
+    """Describe the event that led to a loss, without the other things that were lost with it."""
     root = cause.root
     if root.kind is not LossKind.EXITED or root.code is None:
         return loss_in_words(root)

@@ -94,7 +94,7 @@ def _draw_column(panel: Any, history: Sequence[Row], name: str) -> None:
 
 
 def _draw_world(panel: Any, events: Sequence[Row], place: Callable[[Row, float], float], end: float) -> None:
-    """Draw the size of the world. `place` maps an event, a number of seconds after it began, to the x axis."""
+    """Draw the size of the world. `place` returns the x position of an event, plus a number of seconds."""
     changes = [row for row in events if row["kind"] == "started" or (row["kind"] in KINDS and row["before"])]
     steps = [(place(row, 0.0), row["after"]) for row in changes]
     if not steps:

@@ -18,7 +18,7 @@ OWN_LOOP_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One moment of a task with progress."""
+    """The state of a task with progress at one moment, as a bar or a log line shows it."""
 
     title: str
     done: int = 0  # units that are done
@@ -43,7 +43,7 @@ class View:
 
 
 class ProgressModel:
-    """What a job's progress bar shows. The driver's thread updates it; the thread that prints reads it.
+    """Holds what a job's progress bar shows. The driver's thread updates it; the thread that prints reads it.
 
     All times are of a clock that does not go back.
     """
@@ -60,7 +60,7 @@ class ProgressModel:
         self._wait: tuple[Wait | None, float | None, float] = (None, None, 0.0)
         self._next_line: float | None = None
         self.describe_cluster: Callable[[], str] | None = None
-        """Returns what is known of the cluster during a wait, in words. Called by the thread that prints."""
+        """A function that describes the cluster during a wait. The thread that prints calls it."""
         self._cluster = ("", 0.0)  # the newest answer of `describe_cluster`, and when to ask again
 
     # --- input --------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class ProgressModel:
             return None
 
     def line(self, now: float, bar: bool) -> str | None:
-        """Return the log line that is due now; None: none is. `bar`: a progress bar is visible beside the log."""
+        """Return the log line that is due now, or None. `bar`: a progress bar is visible beside the log."""
         with self._lock:
             if self._next_line is None or now < self._next_line:
                 return None

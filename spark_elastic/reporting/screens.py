@@ -1,4 +1,4 @@
-"""The places that a progress bar is drawn in: a terminal, a notebook, or nowhere if the stream cannot be redrawn.
+"""The screens that a progress bar is drawn on: a terminal, a notebook, or none if the stream cannot be redrawn.
 
 A screen belongs to one thread. Screens of several threads may share a terminal: tqdm keeps a line for each bar, and all
 of them are cleared before a line is printed.
@@ -32,7 +32,7 @@ class Screen:
         """Draw the bar, in place of the one that was drawn before."""
 
     def lines(self, write: Callable[[], None]) -> None:
-        """Call `write`, which prints lines, so that neither the lines nor the bar are torn."""
+        """Call `write`, which prints lines, so that the bar and the lines do not overwrite one another."""
         write()
 
     def clear(self) -> None:
@@ -52,7 +52,7 @@ def screen_for(stream: TextIO | None) -> Screen:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Return True if a line can be redrawn there."""
+    """Return True if the stream is a terminal in which a line can be redrawn."""
     try:
         return bool(stream.isatty()) and os.environ.get("TERM") != "dumb"
     except Exception:  # None, closed, or an object of the user's own
@@ -142,14 +142,14 @@ class NotebookScreen(Screen):
             self._handle.update(data, raw=True)
 
     def clear(self) -> None:
-        """Remove a wait that is over; a bar stays as it was last, and is kept with the notebook."""
+        """Remove the text of a wait. A bar remains as it was drawn last, and is stored with the notebook."""
         if self._handle is not None and self._waits:
             self._waits = False
             self._handle.update({"text/plain": "", "text/html": ""}, raw=True)
 
 
 def as_text(view: View) -> str:
-    """Return what a notebook shows where it cannot show HTML."""
+    """Return the bar as plain text, for notebooks that cannot show HTML."""
     percent = f" {view.fraction:4.0%}" if view.total else ""
     return f"{view.title}{percent}  {right_of_bar(view, 200)}".strip()
 
