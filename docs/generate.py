@@ -72,7 +72,8 @@ def _row(node: ast.ClassDef) -> str:
 
 
 def dataclass_table(module: ModuleType, name: str) -> str:
-    rows = [_row(node) for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)]
+    classes = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)]
+    rows = [_row(node) for node in classes if node.bases]  # without the base of all
     return "\n".join([f"| {name} | fields | |", "|---|---|---|", *rows, ""])
 
 

@@ -1,15 +1,6 @@
-"""The clocks: monotonic for deadlines and durations, wall for times that are shown to people."""
+"""The clocks: `monotonic` for deadlines and durations, `wall` (seconds since 1970) for times shown to people."""
 
-from __future__ import annotations
+from time import monotonic
+from time import time as wall
 
-import time
-
-
-def monotonic() -> float:
-    """Return seconds since an arbitrary point; never decreases."""
-    return time.monotonic()
-
-
-def wall() -> float:
-    """Return seconds since the epoch."""
-    return time.time()
+__all__ = ["monotonic", "wall"]

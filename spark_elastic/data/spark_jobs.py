@@ -16,7 +16,7 @@ from typing import Any
 
 from spark_elastic import clock
 from spark_elastic.errors import DataError, SparkConnectNotSupportedError, SparkElasticError, StoreError
-from spark_elastic.reporting.format import View, plain_line
+from spark_elastic.reporting.progress import View, plain_line
 from spark_elastic.reporting.screens import screen_for
 
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from spark_elastic.errors import ResultError
-from spark_elastic.membership.reasons import LossCause, LossKind, reported
+from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words, reported
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, SlotId, WorkerId
-from spark_elastic.membership.wording import loss_in_words
 from spark_elastic.wire.messages import LoopResult
 
 MAX_LOOP_RESULTS_BYTES = 64 << 20

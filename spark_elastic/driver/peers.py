@@ -18,9 +18,8 @@ from spark_elastic.driver.rendezvous_server import RendezvousServer
 from spark_elastic.errors import SparkElasticError, UnknownInterfaceError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
-from spark_elastic.membership.reasons import LossCause, LossKind
+from spark_elastic.membership.reasons import LossCause, LossKind, change_in_words, loss_in_words
 from spark_elastic.membership.topology import AgentId, SlotId, WorkerId, World
-from spark_elastic.membership.wording import change_in_words, loss_in_words
 from spark_elastic.reporting.announcer import Announcer
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire import messages as wire

@@ -10,15 +10,21 @@ from spark_elastic.membership.timeline import Record
 from spark_elastic.membership.topology import AgentId, SlotId, WorkerId, World
 
 
+class Command:
+    """The base of all commands."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class LaunchSlot:
-    """Submit the slot's Spark job (or start its local agent). Ends with a `SlotEnded`."""
+class LaunchSlot(Command):
+    """Submit the slot's Spark job (or start its local agent). The end of the launch is reported by a `SlotEnded`."""
 
     slot: SlotId
 
 
 @dataclass(frozen=True, slots=True)
-class WithdrawSlot:
+class WithdrawSlot(Command):
     """Stop the slot's launch, pending or running, and do not repeat it."""
 
     slot: SlotId
@@ -26,7 +32,7 @@ class WithdrawSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class StartWorker:
+class StartWorker(Command):
     """Tell the agent to start its worker process under this id."""
 
     agent: AgentId
@@ -34,7 +40,7 @@ class StartWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class StopWorker:
+class StopWorker(Command):
     """Tell the agent to kill the worker's process. Repeats are harmless."""
 
     agent: AgentId
@@ -43,11 +49,11 @@ class StopWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class AdmitProvisionally:
+class AdmitProvisionally(Command):
     """Let a worker out of `init()` while a world is running, with the position it will probably get.
 
-    It builds its model and comes back with `WorkerReady(at_init=False)`; only then is the world interrupted. Also
-    sent to a worker that waits in an earlier loop than the job's: it skips to the loop of that number.
+    It builds its model and comes back with `WorkerReady(at_init=False)`; only then is the world interrupted. Also sent
+    to a worker that waits in an earlier elastic loop than the job is in: that worker skips to loop number `loop`.
     """
 
     worker: WorkerId
@@ -57,24 +63,23 @@ class AdmitProvisionally:
 
 
 @dataclass(frozen=True, slots=True)
-class PublishWorld:
-    """Send the world to each of its members; key-value pairs of older rounds can go."""
+class PublishWorld(Command):
+    """Send the world to each of its members. The key-value pairs of older rounds may be deleted."""
 
     world: World
 
 
 @dataclass(frozen=True, slots=True)
-class NotifyHostsUpdated:
-    """Tell the members that the world is to change; they agree on a step to stop at."""
+class NotifyHostsUpdated(Command):
+    """Tell the members that their world will be replaced, so that they agree on a step at which to stop."""
 
     workers: tuple[WorkerId, ...]
-    sequence: int
-    """Grows by one with each update, so that two updates in one second are told apart."""
+    sequence: int  # grows by one with each update, so that two updates in one second are told apart
 
 
 @dataclass(frozen=True, slots=True)
-class CutPeers:
-    """Tell the workers to shut the round's sockets, so that a collective blocked on a dead peer raises at once."""
+class CutPeers(Command):
+    """Tell the workers to shut down the round's sockets, so that a collective blocked on a dead peer fails at once."""
 
     workers: tuple[WorkerId, ...]
     round: int
@@ -82,20 +87,19 @@ class CutPeers:
 
 
 @dataclass(frozen=True, slots=True)
-class RerunFunction:
-    """Have a worker call its function again, with the state kept, because its world broke after the function returned.
+class RerunFunction(Command):
+    """Have a worker call its function again with its present state: its world broke after the function had returned.
 
     The result that it returned before is dropped.
     """
 
     worker: WorkerId
-    run: int
-    """Number of the call; only the result of the newest one counts."""
+    run: int  # number of the call; only the result of the newest one counts
     change: WorldChange
 
 
 @dataclass(frozen=True, slots=True)
-class DismissAgent:
+class DismissAgent(Command):
     """Have an agent end its worker and return from its task without a result."""
 
     agent: AgentId
@@ -103,38 +107,21 @@ class DismissAgent:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishJob:
+class FinishJob(Command):
     """End the job: all members are done, and their results are returned in this order of workers."""
 
     workers: tuple[WorkerId, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class FailJob:
+class FailJob(Command):
     """End the job: stop everything and raise the error in the caller."""
 
     error: JobError
 
 
 @dataclass(frozen=True, slots=True)
-class Announce:
+class Announce(Command):
     """Add a record to the timeline and the log."""
 
     record: Record
-
-
-Command = (
-    LaunchSlot
-    | WithdrawSlot
-    | StartWorker
-    | StopWorker
-    | AdmitProvisionally
-    | PublishWorld
-    | NotifyHostsUpdated
-    | CutPeers
-    | RerunFunction
-    | DismissAgent
-    | FinishJob
-    | FailJob
-    | Announce
-)

@@ -1,38 +1,36 @@
-"""Time without clocks: the machine's time, timers, and who was silent for too long. Cheap for a thousand workers."""
+"""Time as the membership machine sees it: pauses of the driver, timers, and the detection of silent processes.
+
+Nothing here reads a clock; times come in as arguments. The cost is small even for a thousand workers.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
 _CLOCK_STEP_S = 5.0
-"""A correction of the wall clock is smaller; a machine that slept was away for longer."""
-_LONGEST_RETRANSMISSION_S = 120.0
-"""Data sent to a machine that was away is sent again after ever longer pauses, this at most (Linux, TCP_RTO_MAX): for
-about as long as it was away, its peers may not be heard even though it is back."""
-_PAUSES_REMEMBERED = 100
+"""The largest jump of the wall clock that is taken for a correction; a larger one means that the computer slept."""
 
 
 class MachineClock:
-    """Turns readings of the clocks into the machine's time, which stands still while the driver does.
+    """Turns readings of the clocks into the membership machine's time, which stops while the driver is paused.
 
-    A suspended machine, a debugger, a call that holds the GIL: the driver hears nobody then, so no deadline may expire
-    in the meantime.
+    A suspended computer, a debugger or a call that holds the GIL pauses the driver. It receives no message then, so no
+    deadline may expire.
 
     Args:
-        read_every_s: how often the clocks are read while all is well. A gap of more than twice that is a pause.
+        read_every_s: how often the clocks are read normally. A gap of more than twice that is a pause.
     """
 
     def __init__(self, read_every_s: float) -> None:
         self._read_every_s = read_every_s
         self._last: tuple[float, float] | None = None
-        self.paused_s = 0.0
-        """Seconds by which the machine's time is behind the clock."""
+        self.paused_s = 0.0  # seconds by which the membership machine's time is behind the monotonic clock
 
     def read(self, monotonic: float, wall: float) -> tuple[float, float]:
-        """Return the machine's time, and for how long the driver has just stood still (0: it has not)."""
+        """Return the membership machine's time, and the length of the pause that has just ended (0: there was none)."""
         last, self._last = self._last, (monotonic, wall)
         paused = 0.0
         if last is not None:
@@ -40,44 +38,33 @@ class MachineClock:
             if gap > 2 * self._read_every_s:
                 paused = gap - self._read_every_s
                 self.paused_s += paused
-            # a machine that sleeps stops the monotonic clock on some systems
+            # on some systems the monotonic clock stops while the computer sleeps
             asleep = (wall - last[1]) - gap
             if asleep > max(_CLOCK_STEP_S, 2 * self._read_every_s):
                 paused += asleep
         return monotonic - self.paused_s, paused
 
 
-class DriverPauses:
-    """The newest pauses of the driver, in the machine's time."""
+def paused_within(last_s: float, now: float, pauses: Sequence[tuple[float, float]]) -> float:
+    """Return for how many of the last `last_s` seconds, by the workers' clocks, the driver was paused.
 
-    def __init__(self) -> None:
-        self._pauses: deque[tuple[float, float]] = deque(maxlen=_PAUSES_REMEMBERED)  # (end, seconds)
-
-    def add(self, seconds: float, now: float) -> None:
-        """Note a pause that has just ended."""
-        self._pauses.append((now, seconds))
-
-    def seconds_within(self, last_s: float, now: float) -> float:
-        """Return how long the driver stood still in the last seconds as the workers counted them."""
-        total = 0.0
-        for at, seconds in reversed(self._pauses):
-            if at <= now - last_s:
-                break
-            total += seconds
-            last_s -= seconds
-        return total
-
-
-def excused_for_s(pause_s: float, interval_s: float) -> float:
-    """Return for how long after a pause silence proves nothing."""
-    return min(pause_s, _LONGEST_RETRANSMISSION_S) + 2 * interval_s
+    `pauses` are its newest pauses: the membership machine's time when each ended, and the length. The machine's time
+    does not advance during a pause, and the workers' clocks do.
+    """
+    total = 0.0
+    for ended, seconds in reversed(pauses):
+        if ended <= now - last_s:
+            break
+        total += seconds
+        last_s -= seconds
+    return total
 
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 class Timers(Generic[Key]):
-    """One deadline per key: O(log n) to set, O(1) to cancel; replaced ones are dropped when they are due."""
+    """One deadline per key, in a heap: O(log n) to set, O(1) to cancel. Replaced ones are dropped when they are due."""
 
     def __init__(self) -> None:
         self._due: dict[Key, float] = {}
@@ -120,7 +107,7 @@ class Timers(Generic[Key]):
 
 
 class Silence(Generic[Key]):
-    """Finds keys that were not heard for `timeout_s`. O(1) for a sign of life: the timeout is the same for all."""
+    """Finds keys that were not heard for `timeout_s`. `heard` takes O(1), as the timeout is the same for all keys."""
 
     def __init__(self, timeout_s: float, interval_s: float) -> None:
         self._timeout_s = timeout_s
@@ -129,23 +116,22 @@ class Silence(Generic[Key]):
         self._not_before = float("-inf")
 
     def heard(self, key: Key, now: float) -> None:
-        """Note a sign of life. Adds the key if it is new."""
+        """Record a message of the key. Adds the key if it is new."""
         self._heard[key] = now
         self._heard.move_to_end(key)
 
     def forget(self, key: Key) -> None:
-        """Remove the key."""
         self._heard.pop(key, None)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._heard
 
     def excuse(self, until: float) -> None:
-        """Count no silence before then."""
+        """Let no key expire before `until`."""
         self._not_before = max(self._not_before, until)
 
     def next(self) -> float | None:
-        """Return when the first key will have been silent for too long; None: there is no key."""
+        """Return when the first key expires if it is not heard before; None: there is no key."""
         for heard in self._heard.values():
             return max(heard + self._timeout_s, self._not_before)
         return None
@@ -153,8 +139,8 @@ class Silence(Generic[Key]):
     def expired(self, now: float) -> list[Key]:
         """Remove and return the keys that were silent for too long.
 
-        If this call itself is late by more than a heartbeat, it was this side that did not listen (a stopped driver, a
-        starved machine): all keys get one more interval to be heard.
+        If this call is late by more than a heartbeat interval, the driver itself was stopped or had no CPU time, and
+        may not have received messages. The overdue keys get one more interval then.
         """
         due = self.next()
         if due is None or due > now:

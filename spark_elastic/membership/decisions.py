@@ -1,17 +1,38 @@
-"""The decisions about worlds, as pure functions: ranks, members, and whether to wait."""
+"""The decisions about the next world: its members and their ranks, and when to stop waiting for more workers.
+
+Most are pure functions; the class `Gathering` applies them while a job waits.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from spark_elastic.membership.reasons import Wait, WaitKind
-from spark_elastic.membership.topology import Member, Place, StateVersion, WorkerId, World
+from spark_elastic.errors import JobError, NotEnoughSlotsError
+from spark_elastic.membership.failures import RegroupBackoff
+from spark_elastic.membership.reasons import (
+    Wait,
+    WaitKind,
+    WorldChange,
+    WorldChangeKind,
+    change_in_words,
+    counted,
+    loss_in_words,
+    missing_in_words,
+    worlds_in_words,
+)
+from spark_elastic.membership.registry import ADMITTED, BOOTING, Worker
+from spark_elastic.membership.slots import MachineContext, SlotScheduler
+from spark_elastic.membership.topology import Member, Place, WorkerId, World
 from spark_elastic.settings import ElasticSettings
+
+_MOST_CAUSES_NAMED = 5
 
 
 def assign(places: Mapping[WorkerId, Place], old_ranks: Mapping[WorkerId, int]) -> tuple[Member, ...]:
-    """Assign ranks host by host, survivors first and in their old order.
+    """Assign ranks host by host, survivors (the workers in `old_ranks`) first and in their old order.
 
     Hosts come in the order of their first survivor's old rank, hosts without survivors behind them in the order of
     their lowest worker id. Within a host the survivors keep their order and newcomers follow by worker id. The result
@@ -19,13 +40,6 @@ def assign(places: Mapping[WorkerId, Place], old_ranks: Mapping[WorkerId, int]) 
 
     `local_rank` counts within the host. As in Horovod, `cross_rank` counts the hosts that have a worker of the same
     local rank, and `cross_size` is the number of those hosts.
-
-    Args:
-        places: where the members run.
-        old_ranks: the ranks of the survivors in the world before.
-
-    Returns:
-        The members in rank order.
     """
     newcomer = len(places) + max(old_ranks.values(), default=0) + 1
 
@@ -37,15 +51,10 @@ def assign(places: Mapping[WorkerId, Place], old_ranks: Mapping[WorkerId, int]) 
         by_host.setdefault(places[worker].host, []).append(worker)
 
     members: list[Member] = []
-    cross_sizes: dict[int, int] = {}
-    for workers in by_host.values():
-        for local_rank in range(len(workers)):
-            cross_sizes[local_rank] = cross_sizes.get(local_rank, 0) + 1
-    cross_seen: dict[int, int] = {}
+    cross_sizes = Counter(local_rank for workers in by_host.values() for local_rank in range(len(workers)))
+    cross_seen: Counter[int] = Counter()
     for workers in by_host.values():
         for local_rank, worker in enumerate(workers):
-            cross_rank = cross_seen.get(local_rank, 0)
-            cross_seen[local_rank] = cross_rank + 1
             members.append(
                 Member(
                     worker=worker,
@@ -53,59 +62,46 @@ def assign(places: Mapping[WorkerId, Place], old_ranks: Mapping[WorkerId, int]) 
                     rank=len(members),
                     local_rank=local_rank,
                     local_size=len(workers),
-                    cross_rank=cross_rank,
+                    cross_rank=cross_seen[local_rank],
                     cross_size=cross_sizes[local_rank],
                 )
             )
+            cross_seen[local_rank] += 1
     return tuple(members)
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A worker that could be a member of the next world."""
-
-    worker: WorkerId
-    place: Place
-    old_rank: int | None
-    version: StateVersion | None
-    leaving: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Decision:
-    """Go on now, wait, or give up."""
+    """A decision to build the next world now, to wait for more workers, or to give up."""
 
     go: bool
-    wait: Wait | None = None
-    """What to wait for; None: go on, or give up."""
-    deadline: float | None = None
-    """When the answer changes if nothing happens."""
-    expired: bool = False
-    """The time to wait is over: give up."""
+    wait: Wait | None = None  # what to wait for; None: go on, or give up
+    deadline: float | None = None  # when the answer changes if nothing happens
+    expired: bool = False  # the time to wait is over: give up
 
 
-def _standing(candidate: Candidate) -> tuple[int, int, int]:
-    version = candidate.version
+def _standing(worker: Worker) -> tuple[int, int, int]:
+    version = worker.version
     return (0, 0, 0) if version is None else (version.loop, version.steps, version.marks)
 
 
-def _by_merit(candidate: Candidate) -> tuple[tuple[int, int, int], float, WorkerId]:
+def _by_merit(worker: Worker) -> tuple[tuple[int, int, int], float, WorkerId]:
     """Return the sort key that puts the most advanced first, and the oldest first among equals."""
-    old_rank = float("inf") if candidate.old_rank is None else candidate.old_rank
-    loop, steps, marks = _standing(candidate)
-    return (-loop, -steps, -marks), old_rank, candidate.worker
+    old_rank = float("inf") if worker.rank is None else worker.rank
+    loop, steps, marks = _standing(worker)
+    return (-loop, -steps, -marks), old_rank, worker.id
 
 
-def select(candidates: Iterable[Candidate], done: int, minimum: int) -> list[Candidate]:
+def select(candidates: Iterable[Worker], done: int, minimum: int) -> list[Worker]:
     """Select the members of the next world: all that stay, and those that should leave but are still needed.
 
     A leaving worker is kept while the others, with the `done` ones, are fewer than `minimum`, or while it alone holds
     the most advanced state: without it, applied steps would be lost.
     """
-    staying: list[Candidate] = []
-    leaving: list[Candidate] = []
-    for candidate in candidates:
-        (leaving if candidate.leaving else staying).append(candidate)
+    staying: list[Worker] = []
+    leaving: list[Worker] = []
+    for worker in candidates:
+        (leaving if worker.agent.leaving else staying).append(worker)
     leaving.sort(key=_by_merit)
     spared = max(0, min(minimum - done - len(staying), len(leaving)))
     if leaving and spared == 0 and _standing(leaving[0]) > max(map(_standing, staying), default=(0, 0, 0)):
@@ -113,28 +109,27 @@ def select(candidates: Iterable[Candidate], done: int, minimum: int) -> list[Can
     return staying + leaving[:spared]
 
 
-def can_leave(candidates: Sequence[Candidate], minimum: int) -> bool:
+def can_leave(members: Sequence[Worker], minimum: int) -> bool:
     """Return True if a running world can spare any of its leaving members now."""
-    staying = [candidate for candidate in candidates if not candidate.leaving]
-    if len(staying) == len(candidates) or not staying:
+    staying = [worker for worker in members if not worker.agent.leaving]
+    if len(staying) == len(members) or not staying:
         return False
-    holder = any(candidate.version is not None for candidate in candidates)
-    staying_holder = any(candidate.version is not None for candidate in staying)
-    return len(candidates) > minimum and (staying_holder or not holder)
+    holder = any(worker.version is not None for worker in members)
+    staying_holder = any(worker.version is not None for worker in staying)
+    return len(members) > minimum and (staying_holder or not holder)
 
 
-def build_world(round: int, members: Iterable[Candidate]) -> World:
+def build_world(round: int, members: Sequence[Worker]) -> World:
     """Build the world of these members. Its root is the most advanced one, the oldest among equals."""
-    chosen = {member.worker: member for member in members}
     ranked = assign(
-        {worker: member.place for worker, member in chosen.items()},
-        {worker: member.old_rank for worker, member in chosen.items() if member.old_rank is not None},
+        {worker.id: worker.place for worker in members},
+        {worker.id: worker.rank for worker in members if worker.rank is not None},
     )
-    best = min(chosen.values(), key=_by_merit)
-    same = all(member.version == best.version for member in chosen.values())
+    best = min(members, key=_by_merit)
+    same = all(worker.version == best.version for worker in members)
     if best.version is None:
         return World(round, ranked, root=0, version=None, sync=True)
-    root = next(member.rank for member in ranked if member.worker == best.worker)
+    root = next(member.rank for member in ranked if member.worker == best.id)
     return World(round, ranked, root=root, version=best.version, sync=not same)
 
 
@@ -143,12 +138,7 @@ def start(
 ) -> Decision:
     """Decide if a first world can start with `ready` workers.
 
-    Args:
-        ready: workers that wait for a world.
-        settings: the job's.
-        now: the time.
-        enough_since: since when `min_num_proc` workers are ready; None: they are not.
-        deadline: when the job gives up.
+    `enough_since`: since when `min_num_proc` workers are ready; None: they are not. `deadline`: when the job gives up.
     """
     need, want = settings.min_num_proc, settings.num_proc
     if ready >= want:
@@ -164,10 +154,87 @@ def start(
 
 
 def regroup(have: int, settings: ElasticSettings, now: float, *, deadline: float) -> Decision:
-    """Decide if `have` workers, those that are done included, are enough for the next world with their state."""
+    """Decide if `have` workers (with those that are done) are enough to continue from their state in a next world."""
     need = settings.min_num_proc
     if have >= need:
         return Decision(go=True)
     if now >= deadline:
         return Decision(False, deadline=deadline, expired=True)
     return Decision(False, Wait(WaitKind.REPLACEMENTS, have, 0, need, deadline - now), deadline)
+
+
+class Gathering:
+    """Decides when enough workers are ready for the next world. It only reads the registry."""
+
+    def __init__(self, context: MachineContext, scheduler: SlotScheduler) -> None:
+        self._settings = context.settings
+        self._registry = context.registry
+        self._timers = context.timers
+        self._scheduler = scheduler
+        self._since, self._until = 0.0, 0.0  # the present wait of the job
+        self._setting = "start_timeout"  # the setting that says how long it may last
+        #: Since when min_num_proc workers are ready for the first world; None: they are not.
+        self._enough_since: float | None = None
+        self.backoff = RegroupBackoff(context.settings)
+
+    def begin(self, setting: str, now: float) -> None:
+        """Begin to wait. `setting`: the name of the timeout, "start_timeout" or "elastic_timeout"."""
+        limit_s = self._settings.start_timeout_s if setting == "start_timeout" else self._settings.elastic_timeout_s
+        self._since, self._until, self._setting = now, now + limit_s, setting
+        self._enough_since = None
+        self._timers.set(("gather", 0), self._until)
+
+    def first_world(self, have: int, now: float) -> Decision:
+        """Decide if `have` workers are enough for a world that starts without a state."""
+        if have < self._settings.min_num_proc:
+            self._enough_since = None
+        elif self._enough_since is None:
+            self._enough_since = now
+        return start(have, self._settings, now, enough_since=self._enough_since, deadline=self._until)
+
+    def gathered(self, ready: int, before: WorldChange) -> WorldChange:
+        """Return why a world without a state starts now. `before`: why workers had to be gathered for it."""
+        want, need, grace_s = self._settings.num_proc, self._settings.min_num_proc, self._settings.start_grace_s
+        return WorldChange(WorldChangeKind.GATHERED, ready, want, need, grace_s, before=before)
+
+    def next_world(self, have: int, now: float) -> Decision:
+        """Decide if `have` workers are enough for a world that continues from their state."""
+        return self.paced(regroup(have, self._settings, now, deadline=self._until), now)
+
+    def paced(self, decision: Decision, now: float) -> Decision:
+        """Return the decision, or one to wait during a pause after worlds that broke with no worker lost."""
+        until = self.backoff.retry_at
+        if not decision.go or until <= now:
+            return decision
+        return Decision(False, Wait(WaitKind.RETRY, self.backoff.count, left_s=until - now), until)
+
+    def wait_for(self, decision: Decision) -> Wait:
+        """Set the timer for a decision to wait. Returns the wait, with why slots are missing."""
+        assert decision.wait is not None
+        assert decision.deadline is not None
+        self._timers.set(("gather", 0), decision.deadline)
+        return dataclasses.replace(decision.wait, missing=self._scheduler.causes_of_missing())
+
+    def not_enough(self, have: int, last_loss: str, now: float) -> NotEnoughSlotsError:
+        """Return the error for too few workers in time."""
+        registry, booting = self._registry, self._registry.count(BOOTING)
+        detail = (
+            f"{counted(len(registry.agents), 'agent')} had joined, {counted(booting, 'worker')} "
+            f"{'was' if booting == 1 else 'were'} still booting, {registry.count(ADMITTED)} building their model; "
+            f"last loss: {last_loss}"
+        )
+        if missing := missing_in_words(self._scheduler.causes_of_missing()):
+            detail += f"; {missing}"
+        unused = sorted({loss_in_words(agent.leaving) for agent in registry.agents.values() if agent.leaving})
+        if unused:
+            detail += f"; agents that are not used: {'; '.join(unused[:_MOST_CAUSES_NAMED])}"
+        need, waited_s = self._settings.min_num_proc, now - self._since
+        return NotEnoughSlotsError(have=have, need=need, waited_s=waited_s, setting=self._setting, detail=detail)
+
+    def unreachable_peers(self, change: WorldChange) -> JobError:
+        """Return the error for consecutive worlds that broke with no worker lost."""
+        return JobError(
+            f"{worlds_in_words(self.backoff.count)} broke before they applied a step, with no worker lost "
+            f"(last: {change_in_words(change)}); check that the workers reach one another: name the interfaces to use "
+            "in nics, and look for a firewall between the hosts"
+        )

@@ -12,13 +12,19 @@ from spark_elastic.membership.reasons import LossCause, LossKind
 from spark_elastic.membership.topology import AgentId, Place, SlotId, StateVersion, WorkerId
 
 
+class Event:
+    """The base of all events."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class JobStarted:
+class JobStarted(Event):
     """The first event: the driver is up and can launch slots."""
 
 
 @dataclass(frozen=True, slots=True)
-class AgentJoined:
+class AgentJoined(Event):
     """An agent authenticated and reported where it runs. A later agent of the same slot has the higher id."""
 
     agent: AgentId
@@ -26,55 +32,48 @@ class AgentJoined:
 
 
 @dataclass(frozen=True, slots=True)
-class AgentLost:
-    """An agent's channel closed; its worker is lost with it."""
+class AgentLost(Event):
+    """An agent's channel closed. Its worker counts as lost too."""
 
     agent: AgentId
     cause: LossCause
 
 
 @dataclass(frozen=True, slots=True)
-class SlotEnded:
+class SlotEnded(Event):
     """A slot's launch is over, and the slot can be launched again. Comes exactly once for each launch."""
 
     slot: SlotId
     cause: LossCause
-    submitted: bool = True
-    """False: the driver itself could not submit it."""
+    submitted: bool = True  # False: the driver itself could not submit it
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReady:
+class WorkerReady(Event):
     """A worker waits for a world: its process is up, its imports are done, and it is at a step boundary."""
 
     worker: WorkerId
-    round: int
-    """The last world it was in; 0: none."""
-    version: StateVersion | None
-    """The version of its state; None: it holds no state."""
-    at_init: bool = False
-    """True in `init()`, before the user's code built anything; False in the elastic loop."""
-    loop: int = 1
-    """Number of the elastic loop in which it waits; 0: in `init()`, whose world broke."""
+    round: int  # the last world it was in; 0: none
+    version: StateVersion | None  # the version of its state; None: it holds no state
+    at_init: bool = False  # True in `init()`, before the user's code built anything; False in the elastic loop
+    loop: int = 1  # number of the elastic loop in which it waits; 0: in `init()`, whose world broke
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerAlive:
+class WorkerAlive(Event):
     """A heartbeat of a worker."""
 
     worker: WorkerId
     version: StateVersion | None = None
     """The version of its state so far; None: it holds no state, or has not entered the elastic loop yet."""
-    blocked_s: float | None = None
-    """How long it has waited in a collective for the others; None: it does not wait."""
+    blocked_s: float | None = None  # how long it has waited in a collective for the others; None: it does not wait
     after_loop: bool = False
     """Its elastic loop has returned, and it has entered no other: it runs the code after the loop."""
-    begun: int = 0
-    """The newest round in which it holds the state and has begun to train; 0: none."""
+    begun: int = 0  # the newest round in which it holds the state and has begun to train; 0: none
 
 
 @dataclass(frozen=True, slots=True)
-class AgentAlive:
+class AgentAlive(Event):
     """A heartbeat of an agent."""
 
     agent: AgentId
@@ -83,67 +82,62 @@ class AgentAlive:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLost:
+class WorkerLost(Event):
     """The worker's channel closed or its process exited before it finished the function.
 
-    Both are reported, in any order; the second only adds what the first did not know. An exit code of 0 counts as a
-    loss once the worker's channel has closed without a `WorkerDone`, or shortly after.
+    Both are reported, in any order; the second report only adds facts to the first. An exit code of 0 counts as a loss
+    only when the worker's channel has closed without a `WorkerDone`, or shortly after the exit.
     """
 
     worker: WorkerId
     cause: LossCause
     stderr_tail: str = ""
-    oom_kills: int = 0
-    """Processes that the kernel killed for memory there while the worker ran."""
-    memory: str = ""
-    """The kernel's account of memory there; empty: nothing of note."""
+    oom_kills: int = 0  # processes that the kernel killed for memory there while the worker ran
+    memory: str = ""  # the kernel's account of memory there; empty: nothing of note
 
     @property
     def exit_code(self) -> int | None:
-        """Negative: killed by that signal; None: not known, only its channel closed."""
+        """The exit code, negative if a signal killed the process; None: only the channel is known to be closed."""
         return self.cause.code if self.cause.kind is LossKind.EXITED else None
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerAbandoned:
-    """The user's function raised HorovodInternalError: not a bug, but the process has to start over."""
+class WorkerAbandoned(Event):
+    """The user's function raised HorovodInternalError. This is no bug, but the process has to be started again."""
 
     worker: WorkerId
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerDone:
-    """The function returned and its result is with the agent."""
+class WorkerDone(Event):
+    """The worker's function returned, and its agent has the result."""
 
     worker: WorkerId
-    in_loop: bool
-    """It entered an elastic loop; a plain function cannot be resumed, only run again."""
-    run: int = 1
-    """Number of the call of the function, which grows with each `RerunFunction`."""
+    in_loop: bool  # the function entered an elastic loop; one that did not cannot be resumed, only run again
+    run: int = 1  # number of the call of the function, which grows with each `RerunFunction`
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerRaised:
-    """The user's function raised: a bug, which fails the job at once."""
+class WorkerRaised(Event):
+    """The user's function raised an exception: a bug, which fails the job at once."""
 
     worker: WorkerId
     error_type: str
     error: str
     traceback: str
-    exit_code: int | None = None
-    """The code that a script exited with; None: it raised something else."""
+    exit_code: int | None = None  # the code that a script exited with; None: it raised something else
 
 
 @dataclass(frozen=True, slots=True)
-class ExecutorDecommissioned:
+class ExecutorDecommissioned(Event):
     """Spark announced that it takes the executor away; its workers should leave at a step boundary."""
 
     executor: str
 
 
 @dataclass(frozen=True, slots=True)
-class ExecutorLost:
+class ExecutorLost(Event):
     """Spark reported that an executor is gone."""
 
     executor: str
@@ -151,48 +145,26 @@ class ExecutorLost:
 
 
 @dataclass(frozen=True, slots=True)
-class HostsObserved:
+class HostsObserved(Event):
     """A host discovery reported the hosts that may be used."""
 
-    hosts: Mapping[str, int] | None = None
-    """Slots by host; None: no restriction."""
+    hosts: Mapping[str, int] | None = None  # slots by host; None: no restriction
 
 
 @dataclass(frozen=True, slots=True)
-class CancelRequested:
+class CancelRequested(Event):
     """The caller wants the job to end."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class DriverPaused:
-    """The driver process was suspended and received nothing. The machine's clock did not advance meanwhile."""
+class DriverPaused(Event):
+    """The driver process was suspended and received nothing; the membership machine's time stood still meanwhile."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed: the deadlines are to be looked at."""
-
-
-Event = (
-    JobStarted
-    | AgentJoined
-    | AgentLost
-    | AgentAlive
-    | SlotEnded
-    | WorkerReady
-    | WorkerAlive
-    | WorkerLost
-    | WorkerAbandoned
-    | WorkerDone
-    | WorkerRaised
-    | ExecutorDecommissioned
-    | ExecutorLost
-    | HostsObserved
-    | CancelRequested
-    | DriverPaused
-    | Tick
-)
+class Tick(Event):
+    """Time has passed: the machine compares its deadlines with the present time."""

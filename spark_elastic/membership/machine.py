@@ -1,75 +1,43 @@
 """The membership machine: events in, commands out. It decides who trains, in which world, and from which state.
 
-It does nothing itself: no thread, socket, clock or log. `docs/protocol.md` describes the protocol as a whole.
+It uses no thread, socket, clock or log. `docs/protocol.md` describes the protocol as a whole.
 
-An event goes down through three classes and never up: `Membership` translates it, `WorldLifecycle` decides who trains
+Calls go down through three classes and never up: `Membership` handles events, `WorldLifecycle` decides who trains
 together, `SlotScheduler` decides where processes run. They share one `MachineContext`.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from spark_elastic.errors import JobCancelledError, LaunchError, UserFunctionError
+from spark_elastic.membership import events as seen
 from spark_elastic.membership.commands import Command, DismissAgent
-from spark_elastic.membership.crashes import REPORT_GRACE_S, BootFailures, CrashLoopDetector, Death, ProcessExit
-from spark_elastic.membership.deadlines import DriverPauses, Silence, Timers, excused_for_s
-from spark_elastic.membership.events import (
-    AgentAlive,
-    AgentJoined,
-    AgentLost,
-    CancelRequested,
-    DriverPaused,
-    Event,
-    ExecutorDecommissioned,
-    ExecutorLost,
-    HostsObserved,
-    JobStarted,
-    SlotEnded,
-    Tick,
-    WorkerAbandoned,
-    WorkerAlive,
-    WorkerDone,
-    WorkerLost,
-    WorkerRaised,
-    WorkerReady,
-)
-from spark_elastic.membership.reasons import LossCause, LossKind
-from spark_elastic.membership.registry import (
-    ADMITTED,
-    AT_INIT,
-    BOOTING,
-    DONE,
-    READY,
-    TRAINING,
-    Agent,
-    MachineContext,
-    TimerKind,
-    Worker,
-    WorkerRegistry,
-)
-from spark_elastic.membership.slots import SlotScheduler
+from spark_elastic.membership.deadlines import Silence, paused_within
+from spark_elastic.membership.failures import REPORT_GRACE_S, BootFailures
+from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words
+from spark_elastic.membership.registry import ADMITTED, AT_INIT, BOOTING, DONE, READY, TRAINING, Agent, Worker
+from spark_elastic.membership.slots import MachineContext, SlotScheduler, TimerKind
 from spark_elastic.membership.states import ENDED, Phase
 from spark_elastic.membership.timeline import DriverStoodStill
 from spark_elastic.membership.topology import AgentId, WorkerId, World
-from spark_elastic.membership.wording import loss_in_words
 from spark_elastic.membership.worlds import WorldLifecycle
 from spark_elastic.settings import ElasticSettings
 
-_LOST_REMEMBERED = 100
+_EXITS_REMEMBERED = 100
+_LONGEST_RETRANSMISSION_S = 120.0
+"""Data sent to a suspended machine is sent again after growing pauses, of this at most (Linux, TCP_RTO_MAX)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipStatus:
-    """What a job is doing."""
+    """The phase, world and progress of a job at one moment."""
 
     phase: Phase
-    round: int
-    """The newest world's number; 0: none yet."""
-    size: int
-    """The newest world's size; 0: none yet."""
-    progress: int
-    """The most optimizer steps that any worker has reported."""
+    round: int  # the newest world's number; 0: none yet
+    size: int  # the newest world's size; 0: none yet
+    progress: int  # the most optimizer steps that any worker has reported
 
 
 class Membership:
@@ -78,37 +46,21 @@ class Membership:
     def __init__(self, settings: ElasticSettings) -> None:
         self.settings = settings
         self._now = float("-inf")
-        interval_s = settings.heartbeat_interval_s
-        self._context = MachineContext(
-            settings,
-            registry=WorkerRegistry(settings.reset_limit),
-            timers=Timers(),
-            workers_heard=Silence(settings.heartbeat_timeout_s, interval_s),
-            crashes=CrashLoopDetector(settings.crash_limit, REPORT_GRACE_S),
-            commands=[],
-        )
-        self._registry = self._context.registry
+        self._context = MachineContext(settings)
+        self.registry = self._context.registry  # the record of the job's workers and worlds. For reading only
         self._timers = self._context.timers
         self._workers_heard = self._context.workers_heard
+        self._agents_heard: Silence[AgentId] = Silence(settings.heartbeat_timeout_s, settings.heartbeat_interval_s)
         self._crashes = self._context.crashes
-        self._agents_heard: Silence[AgentId] = Silence(settings.heartbeat_timeout_s, interval_s)
+        self._boot_failures = BootFailures(settings.boot_failure_limit)
         self._scheduler = SlotScheduler(self._context)
         self._worlds = WorldLifecycle(self._context, self._scheduler)
-        self._boot_failures = BootFailures(settings.boot_failure_limit)
-        self._pauses = DriverPauses()
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=100)  # of the driver: when each ended, and its length
         #: Rank and host of the newest workers whose process exited.
         self._exited: dict[WorkerId, tuple[int | None, str]] = {}
 
-    # --- views ------------------------------------------------------------------------------------
-
-    @property
-    def registry(self) -> WorkerRegistry:
-        """The record of the job's workers and worlds. For reading only."""
-        return self._registry
-
     @property
     def phase(self) -> Phase:
-        """The phase of the job."""
         return self._worlds.phase
 
     @property
@@ -117,9 +69,8 @@ class Membership:
         return self._worlds.world
 
     def status(self) -> MembershipStatus:
-        """Return what the job is doing."""
         size = 0 if self.world is None else self.world.size
-        return MembershipStatus(self.phase, self._registry.round, size, self._worlds.furthest.steps)
+        return MembershipStatus(self.phase, self.registry.round, size, self._worlds.furthest.steps)
 
     def next_deadline(self) -> float | None:
         """Return when to send a Tick if nothing else happens; None: never (before the start, after the end)."""
@@ -130,113 +81,93 @@ class Membership:
 
     # --- events -----------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> list[Command]:
-        """Return what to do about the event, in order.
+    def handle(self, event: seen.Event, now: float) -> list[Command]:
+        """Return the commands that answer the event, in order. `now`: seconds on a clock that does not go back.
 
-        Deadlines are looked at on a `Tick` only, so that what is already in the driver's inbox is heard first.
-
-        Args:
-            event: what happened.
-            now: seconds on a clock that does not go back.
+        Deadlines are checked on a `Tick` only, so that events that already wait in the driver are handled first.
         """
         self._now = max(self._now, now)
         if self.phase is Phase.CREATED:
-            if isinstance(event, JobStarted):
+            if isinstance(event, seen.JobStarted):
                 self._worlds.begin(self._now)
                 self._scheduler.launch_all()
-            elif isinstance(event, CancelRequested):
+            elif isinstance(event, seen.CancelRequested):
                 self._worlds.fail(JobCancelledError(event.why), self._now)
         elif self.phase not in ENDED:
             self._dispatch(event, self._now)
         # a heartbeat without consequences must stay cheap: there are hundreds a second
-        if self._context.commands or not isinstance(event, (WorkerAlive, AgentAlive)):
+        if self._context.commands or not isinstance(event, (seen.WorkerAlive, seen.AgentAlive)):
             self._worlds.evaluate(self._now)
         commands = list(self._context.commands)
         self._context.commands.clear()
         return commands
 
-    def _dispatch(self, event: Event, now: float) -> None:
+    def _dispatch(self, event: seen.Event, now: float) -> None:
         match event:
-            case WorkerAlive():
+            case seen.WorkerAlive():
                 self._on_worker_alive(event, now)
-            case AgentAlive():
+            case seen.AgentAlive():
                 self._on_agent_alive(event, now)
-            case DriverPaused(seconds):
+            case seen.DriverPaused(seconds):
                 self._on_driver_paused(seconds, now)
-            case WorkerReady():
+            case seen.WorkerReady():
                 self._on_worker_ready(event, now)
-            case WorkerLost():
+            case seen.WorkerLost():
                 self._on_worker_lost(event, now)
-            case WorkerDone(worker, in_loop, run):
-                record = self._registry.workers.get(worker)
-                current = record is not None and run == record.run
-                if record is not None and current and record.state in (BOOTING, ADMITTED, TRAINING):  # else: a repeat
-                    self._workers_can_start()
-                    self._worlds.on_done(record, in_loop, now)
-            case WorkerAbandoned():
+            case seen.WorkerDone():
+                self._on_worker_done(event, now)
+            case seen.WorkerAbandoned():
                 self._on_worker_abandoned(event, now)
-            case WorkerRaised():
+            case seen.WorkerRaised():
                 self._on_worker_raised(event, now)
-            case AgentJoined():
+            case seen.AgentJoined():
                 self._on_agent_joined(event, now)
-            case AgentLost():
+            case seen.AgentLost():
                 self._on_agent_lost(event, now)
-            case SlotEnded():
+            case seen.SlotEnded():
                 self._on_slot_ended(event, now)
-            case ExecutorDecommissioned(executor):
+            case seen.ExecutorDecommissioned(executor):
                 self._vacate(self._scheduler.decommission(executor), now)
-            case ExecutorLost(executor, cause):
+            case seen.ExecutorLost(executor, cause):
                 lost = LossCause(LossKind.EXECUTOR_LOST, name=executor, because=cause)
                 for agent in self._scheduler.executor_lost(executor):
                     self._send_home(agent, lost, now)
-            case HostsObserved(hosts):
+            case seen.HostsObserved(hosts):
                 if self._scheduler.observe_hosts(hosts):
                     self._review(None, now)
-            case CancelRequested(why):
+            case seen.CancelRequested(why):
                 self._worlds.fail(JobCancelledError(why), now)
-            case Tick():
+            case seen.Tick():
                 self._on_tick(now)
-            case JobStarted():
-                pass  # a repeat
 
     # --- workers ----------------------------------------------------------------------------------
 
-    def _on_worker_alive(self, event: WorkerAlive, now: float) -> None:
-        worker = self._registry.workers.get(event.worker)
+    def _on_worker_alive(self, event: seen.WorkerAlive, now: float) -> None:
+        worker = self.registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
         self._workers_heard.heard(worker.id, now)
         worker.heard_at = now
         worker.blocked_s = event.blocked_s
-        limit_s = self.settings.stall_timeout_s
-        blocked_s = event.blocked_s
-        if blocked_s is not None and blocked_s >= limit_s + self._pauses.seconds_within(blocked_s, now):
-            self._on_blocked(now)
+        if event.blocked_s is not None:
+            paused_s = paused_within(event.blocked_s, now, self._pauses)
+            if event.blocked_s >= self.settings.stall_timeout_s + paused_s:
+                self._worlds.on_blocked(now)
         self._worlds.note_after_loop(worker, event.after_loop, now)
         if event.version is None:
             return
-        self._crashes.note_version(event.version)
-        if event.begun == self._registry.round:
+        self._worlds.note_version(event.version, now)
+        if event.begun == self.registry.round:
             self._crashes.note_training(event.begun)
             self._judge_crashes(now)
-        self._worlds.note_version(event.version, now)
         if worker.state is TRAINING:
             first = worker.version is None
             worker.version = event.version
-            if first:  # members that should leave may have waited for another holder of the state
+            if first:  # members may leave now that had to wait for another member to hold the state
                 self._worlds.consider_interrupt(now)
 
-    def _on_blocked(self, now: float) -> None:
-        """End a collective that lasts too long: remove the members that are alive but not in it."""
-        limit_s = self.settings.stall_timeout_s
-        idle = [worker for worker in self._registry.in_state(TRAINING) if worker.blocked_s is None]
-        for worker in idle:
-            self._evict(worker.id, LossCause(LossKind.BLOCKED_OTHERS, seconds=limit_s), now)
-        if not idle:
-            self._worlds.stalled(limit_s, now)
-
-    def _on_worker_ready(self, event: WorkerReady, now: float) -> None:
-        worker = self._registry.workers.get(event.worker)
+    def _on_worker_ready(self, event: seen.WorkerReady, now: float) -> None:
+        worker = self.registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
         self._workers_heard.heard(worker.id, now)
@@ -250,59 +181,52 @@ class Membership:
             self._worlds.on_at_init(worker, now)
         elif worker.state is not AT_INIT and not (event.at_init and worker.state is ADMITTED):
             if event.version is not None:
-                self._crashes.note_version(event.version)
                 self._worlds.note_version(event.version, now)
             self._worlds.on_ready(worker, event.version, event.loop, now)
 
+    def _on_worker_done(self, event: seen.WorkerDone, now: float) -> None:
+        worker = self.registry.workers.get(event.worker)
+        if worker is None or event.run != worker.run or worker.state not in (BOOTING, ADMITTED, TRAINING):
+            return  # an older call of the function, or a repeat
+        self._workers_can_start()
+        self._worlds.on_done(worker, event.in_loop, now)
+
     def _workers_can_start(self) -> None:
-        self._boot_failures.note_ready()
+        self._boot_failures.any_ready = True
         self._timers.cancel(("verdict", 0))
 
-    def _on_worker_lost(self, event: WorkerLost, now: float) -> None:
-        worker = self._registry.workers.get(event.worker)
+    def _on_worker_lost(self, event: seen.WorkerLost, now: float) -> None:
+        worker = self.registry.workers.get(event.worker)
         if event.exit_code is not None:
-            exit = ProcessExit(event.exit_code, event.stderr_tail, event.oom_kills, event.memory)
-            self._crashes.note_exit(event.worker, exit)
+            self._crashes.note_exit(event)
         if worker is None:
             # the agent's report of an exit comes after the channel's end, and it alone has the stderr
-            if event.exit_code is not None and self._boot_failures.explain(
-                event.worker, event.cause, event.stderr_tail
-            ):
+            if event.exit_code is not None and self._boot_failures.explain(event):
                 self._judge_boot_failures(now)
             self._judge_crashes(now)
         elif worker.state is DONE:
-            worker.exited = True  # its result is with its agent: the process may go
+            worker.exited = True  # its agent has its result, so the end of the process is no loss
         elif event.exit_code != 0:
-            self._lose_worker(worker, event.cause, event.stderr_tail, now)
+            self._lose_worker(worker, event, now)
         elif self._timers.get(("exit", worker.id)) is None:
-            # its own channel has the last word: a Done may still be in it, and its end comes after that
+            # the worker's own channel may still hold a Done: wait until it is read to its end
             self._timers.set(("exit", worker.id), now + REPORT_GRACE_S)
 
-    def _lose_worker(self, worker: Worker, cause: LossCause, stderr_tail: str, now: float) -> None:
-        """Remove a worker whose process is gone, and judge whether the job can go on like this."""
+    def _lose_worker(self, worker: Worker, loss: seen.WorkerLost, now: float) -> None:
+        """Remove a worker whose process is gone, and decide if the job can continue."""
         self._remember_exited(worker)
         if worker.state is BOOTING:
-            self._boot_failures.add(worker.id, cause, stderr_tail)
+            self._boot_failures.add(loss)
             self._judge_boot_failures(now)
             if self.phase in ENDED:
                 return
         if worker.state is TRAINING:
-            death = Death(
-                worker.id,
-                worker.agent,
-                worker.place,
-                worker.round,
-                worker.rank or 0,
-                now,
-                after_loop=worker.after_loop,
-                returned=worker.run_again_in == worker.round,
-            )
-            self._crashes.note_death(death)
-        self._worlds.end_worker(worker, cause, now, failure=True)
+            self._crashes.note_death(worker, now)
+        self._worlds.end_worker(worker, loss.cause, now, failure=True)
         self._judge_crashes(now)
 
     def _judge_boot_failures(self, now: float) -> None:
-        """Give the job up if too many processes exited before any was ready."""
+        """Fail the job if too many processes exited before any worker was ready."""
         if not self._boot_failures.limit_reached:
             return
         if self._boot_failures.is_explained:
@@ -311,7 +235,7 @@ class Membership:
             self._timers.set(("verdict", 0), now + REPORT_GRACE_S)
 
     def _judge_crashes(self, now: float) -> None:
-        """Give the job up, or the host, if consecutive worlds were ended by a process that crashed."""
+        """Fail the job, or exclude the host, if too many worlds in a row were ended by a crashed process."""
         if self.phase in ENDED:
             return
         if not self._crashes.limit_reached(now):
@@ -319,7 +243,7 @@ class Membership:
             if due is not None:
                 self._timers.set(("crash", 0), due)
             return
-        hosts = {death.place.host for death, _ in self._crashes.crashes(now)}
+        hosts = {member.place.host for member, _ in self._crashes.crashes(now)}
         if len(hosts) == 1:
             host = hosts.pop()
             if self._scheduler.can_do_without(host):
@@ -329,16 +253,16 @@ class Membership:
                 return
         self._worlds.fail(self._crashes.error(self._worlds.furthest, now), now)
 
-    def _on_worker_abandoned(self, event: WorkerAbandoned, now: float) -> None:
-        worker = self._registry.workers.get(event.worker)
+    def _on_worker_abandoned(self, event: seen.WorkerAbandoned, now: float) -> None:
+        worker = self.registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
-        if worker.state is not TRAINING:  # it was in no world: without a pause this would be a busy loop
-            self._scheduler.count_failure(self._registry.agent_of(worker), now)
+        if worker.state is not TRAINING:  # it was in no world: without a pause it would be restarted without end
+            self._scheduler.count_failure(worker.agent, now)
         self._worlds.end_worker(worker, LossCause(LossKind.ABANDONED, detail=event.why), now, stop=True)
 
-    def _on_worker_raised(self, event: WorkerRaised, now: float) -> None:
-        worker = self._registry.workers.get(event.worker)
+    def _on_worker_raised(self, event: seen.WorkerRaised, now: float) -> None:
+        worker = self.registry.workers.get(event.worker)
         if worker is not None and worker.state is not DONE:
             self._remember_exited(worker)
         elif event.worker not in self._exited:
@@ -355,61 +279,61 @@ class Membership:
         self._worlds.fail(error, now)
 
     def _remember_exited(self, worker: Worker) -> None:
-        """Keep what is needed if the process's last message, that its function raised, is heard after its end."""
+        """Store the rank and host of a worker, in case the error of its function is received after its exit."""
         self._exited[worker.id] = (worker.rank, worker.place.host)
-        while len(self._exited) > _LOST_REMEMBERED:
+        while len(self._exited) > _EXITS_REMEMBERED:
             del self._exited[min(self._exited)]
 
     def _evict(self, worker_id: WorkerId, cause: LossCause, now: float) -> None:
-        """Remove a worker that is alive but of no use, and have it killed."""
-        worker = self._registry.workers.get(worker_id)
+        """Remove a worker whose process may still run, and have the process killed."""
+        worker = self.registry.workers.get(worker_id)
         if worker is not None:
             self._worlds.end_worker(worker, cause, now, stop=True, failure=True)
 
     # --- agents and slots -------------------------------------------------------------------------
 
-    def _on_agent_alive(self, event: AgentAlive, now: float) -> None:
-        agent = self._registry.agents.get(event.agent)
+    def _on_agent_alive(self, event: seen.AgentAlive, now: float) -> None:
+        agent = self.registry.agents.get(event.agent)
         if agent is None:
             return
         self._agents_heard.heard(agent.id, now)
-        worker = self._registry.worker_of(agent)
+        worker = agent.worker
         if worker is None or worker.id != event.running or worker.id not in self._workers_heard:
             return
         # a worker whose own heartbeats are late may be in a long call that holds its interpreter's lock
         if now - worker.heard_at < self.settings.stall_timeout_s:
             self._workers_heard.heard(worker.id, now)
 
-    def _on_agent_joined(self, event: AgentJoined, now: float) -> None:
-        slot = self._registry.slots.get(event.place.slot)
+    def _on_agent_joined(self, event: seen.AgentJoined, now: float) -> None:
+        slot = self.registry.slots.get(event.place.slot)
         if slot is not None and event.agent <= slot.newest:
             return  # a repeat, or an agent that was lost or replaced already
         if slot is not None and slot.agent is not None:
             # Spark ran the task again before the first attempt's channel was seen to close
-            self._send_home(self._registry.agents[slot.agent], LossCause(LossKind.AGENT_REPLACED), now)
+            self._send_home(slot.agent, LossCause(LossKind.AGENT_REPLACED), now)
         agent = self._scheduler.join(event.agent, event.place, now)
         if agent is not None:
             self._agents_heard.heard(agent.id, now)
             self._review(agent.place.host, now)
             self._scheduler.fill(agent, now)
 
-    def _on_slot_ended(self, event: SlotEnded, now: float) -> None:
-        slot = self._registry.slots.get(event.slot)
+    def _on_slot_ended(self, event: seen.SlotEnded, now: float) -> None:
+        slot = self.registry.slots.get(event.slot)
         if slot is None or not slot.launched:
             return
         if slot.agent is not None:
             ended = LossCause(LossKind.TASK_ENDED, because=event.cause)
-            self._lose_agent(self._registry.agents[slot.agent], ended, now)
+            self._lose_agent(slot.agent, ended, now)
         self._scheduler.slot_ended(slot, event.cause, event.submitted, now)
         refusal = self._scheduler.refusal()
         if refusal is not None:
             self._worlds.fail(LaunchError(reason=loss_in_words(refusal)), now)
 
-    def _on_agent_lost(self, event: AgentLost, now: float) -> None:
-        agent = self._registry.agents.get(event.agent)
+    def _on_agent_lost(self, event: seen.AgentLost, now: float) -> None:
+        agent = self.registry.agents.get(event.agent)
         if agent is not None:
             self._lose_agent(agent, event.cause, now)
-            # Spark may take a second to see it, and would then run the task once more by itself
+            # Spark may take a second to notice that the task is dead, and would then run it again
             lost = LossCause(LossKind.AGENT_LOST, because=event.cause)
             self._scheduler.withdraw(agent.place.slot, lost, now)
 
@@ -418,28 +342,28 @@ class Membership:
         self._agents_heard.forget(agent.id)
         self._crashes.forget_agent(agent.id)
         self._scheduler.count_failure(agent, now)
-        worker = self._registry.worker_of(agent)
+        worker = agent.worker
         if worker is not None:
             self._worlds.remove(worker, LossCause(LossKind.AGENT_LOST, because=cause), now)
         self._scheduler.remove(agent, now)
         self._review(agent.place.host, now)
 
     def _send_home(self, agent: Agent, cause: LossCause, now: float) -> None:
-        """Remove an agent that may still run: if it is heard again, it is to stop."""
+        """Remove an agent that may still run, and have it stop."""
         self._context.commands.append(DismissAgent(agent.id, cause))
         self._lose_agent(agent, cause, now)
 
     def _review(self, host: str | None, now: float) -> None:
-        """Apply what is allowed to the agents (of one host)."""
+        """Take agents (of one host) out of use, or into use again, after a change of what is allowed."""
         changed = self._scheduler.review(host)
         self._vacate([agent for agent in changed if agent.leaving], now)
         for agent in changed:
             self._scheduler.fill(agent, now)
 
     def _vacate(self, agents: list[Agent], now: float) -> None:
-        """Empty slots that are not to be used any more. Members stay until their world can spare them."""
+        """Remove the workers of agents that may not be used any more. Members stay until their world can spare them."""
         for agent in agents:
-            worker = self._registry.worker_of(agent)
+            worker = agent.worker
             if worker is not None and worker.round == 0 and worker.state is not DONE:
                 self._worlds.release(worker, now)
             elif worker is None and agent.retiring:
@@ -449,10 +373,11 @@ class Membership:
     # --- time -------------------------------------------------------------------------------------
 
     def _on_driver_paused(self, seconds: float, now: float) -> None:
-        self._pauses.add(seconds, now)
+        self._pauses.append((now, seconds))
         if seconds < self.settings.heartbeat_timeout_s / 2:
-            return  # what was sent meanwhile arrives in time
-        until = now + excused_for_s(seconds, self.settings.heartbeat_interval_s)
+            return  # heartbeats that were sent during the pause are received in time
+        # TCP may take about as long as the pause to send again what the peers sent during it
+        until = now + min(seconds, _LONGEST_RETRANSMISSION_S) + 2 * self.settings.heartbeat_interval_s
         self._agents_heard.excuse(until)
         self._workers_heard.excuse(until)
         self._context.announce(DriverStoodStill(now, seconds))
@@ -460,14 +385,14 @@ class Membership:
     def _on_tick(self, now: float) -> None:
         silent = LossCause(LossKind.SILENT, seconds=self.settings.heartbeat_timeout_s)
         for agent_id in self._agents_heard.expired(now):
-            agent = self._registry.agents.get(agent_id)
+            agent = self.registry.agents.get(agent_id)
             if agent is None:
                 continue  # dismissed meanwhile
             self._send_home(agent, silent, now)
             self._scheduler.withdraw(agent.place.slot, LossCause(LossKind.AGENT_LOST, because=silent), now)
         for worker_id in self._workers_heard.expired(now):
             cause = silent
-            silent_s = now - self._registry.workers[worker_id].heard_at
+            silent_s = now - self.registry.workers[worker_id].heard_at
             if silent_s >= self.settings.stall_timeout_s:
                 cause = LossCause(LossKind.UNRESPONSIVE, seconds=silent_s)
             self._evict(worker_id, cause, now)
@@ -479,19 +404,19 @@ class Membership:
             case "boot":
                 self._evict(number, LossCause(LossKind.NOT_READY, seconds=self.settings.start_timeout_s), now)
             case "stall":
-                if not self._worlds.waits_longer(number, now):
-                    self._evict(number, LossCause(LossKind.NOT_BACK, seconds=self.settings.stall_timeout_s), now)
+                self._worlds.on_stall_due(self.registry.workers[number], now)
             case "exit":
-                self._lose_worker(self._registry.workers[number], LossCause(LossKind.EXITED, code=0), "", now)
+                loss = seen.WorkerLost(number, LossCause(LossKind.EXITED, code=0))
+                self._lose_worker(self.registry.workers[number], loss, now)
             case "launch":
-                self._scheduler.launch(self._registry.slots[number])
+                self._scheduler.launch(self.registry.slots[number])
             case "crash":
                 self._judge_crashes(now)
             case "exclusion":
                 self._scheduler.end_exclusion(number)
                 self._review(None, now)
             case "fill":
-                self._scheduler.fill(self._registry.agents[number], now)
+                self._scheduler.fill(self.registry.agents[number], now)
             case "end":
                 self._scheduler.withdraw(number, LossCause(LossKind.TASK_REMAINS), now)
             case "notice":
@@ -499,4 +424,4 @@ class Membership:
             case "verdict":
                 self._worlds.fail(self._boot_failures.error(), now)
             case "gather":
-                pass  # the evaluation that follows every event sees the deadline
+                pass  # `evaluate`, which follows every event, checks the deadline

@@ -1,22 +1,13 @@
-"""WorkerRegistry: the record of the job's slots, agents and workers, their states, and the worlds built so far.
-
-Also the context that the parts of the machine share.
-"""
+"""WorkerRegistry: the record of the job's slots, agents and workers, their states, and the number of its worlds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
-from spark_elastic.membership.commands import Announce, Command
-from spark_elastic.membership.crashes import CrashLoopDetector
-from spark_elastic.membership.deadlines import Silence, Timers
 from spark_elastic.membership.reasons import LossCause
 from spark_elastic.membership.states import WORKERS, WorkerState
-from spark_elastic.membership.timeline import Record
 from spark_elastic.membership.topology import AgentId, Place, SlotId, StateVersion, WorkerId
-from spark_elastic.settings import ElasticSettings
 
 BOOTING, AT_INIT, ADMITTED = WorkerState.BOOTING, WorkerState.AT_INIT, WorkerState.ADMITTED
 READY, TRAINING, DONE, GONE = WorkerState.READY, WorkerState.TRAINING, WorkerState.DONE, WorkerState.GONE
@@ -28,7 +19,7 @@ class Slot:
 
     id: SlotId
     launched: bool = True  # its job is pending or running; False: it waits for its cooldown
-    agent: AgentId | None = None  # the agent of the current launch, while it lives
+    agent: Agent | None = None  # the agent of the current launch, while it is connected
     newest: AgentId = 0  # the newest agent that the slot ever had; older ones come too late
     joined: bool = False  # an agent of the current launch has joined
     refusals: int = 0  # launches in a row that the driver could not even submit
@@ -38,23 +29,22 @@ class Slot:
 
 @dataclass(slots=True)
 class Agent:
-    """An agent that has joined and is not lost."""
+    """An agent that is connected to the driver."""
 
     id: AgentId
     place: Place
-    worker: WorkerId | None = None  # never a worker that is GONE
+    worker: Worker | None = None  # never a worker that is GONE
     leaving: LossCause | None = None  # why its slot is not to be used any more; None: it may be used
     doomed: bool = False  # its executor is lost, and the agent is about to be removed
     retiring: bool = False  # Spark takes its executor away: dismissed as soon as it has no member
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Worker:
-    """A training process that was started and is not GONE."""
+    """A training process, from its start until it is GONE."""
 
     id: WorkerId
-    agent: AgentId
-    place: Place
+    agent: Agent = field(repr=False)
     state: WorkerState = WorkerState.BOOTING
     round: int = 0  # the last world that it was published in; 0: none
     rank: int | None = None  # its rank there
@@ -68,23 +58,25 @@ class Worker:
     after_loop: bool = False  # it runs the code after an elastic loop, as last reported
     run: int = 1  # the call of the function that counts; the end of an older one changes nothing
     run_again_in: int = 0  # the round that broke when it was last told to run again; 0: never
+    plain: bool = False  # its function has returned and never entered an elastic loop
     exited: bool = False  # DONE, and its process is gone, so it cannot run again
+
+    @property
+    def place(self) -> Place:
+        return self.agent.place
 
 
 @dataclass(slots=True)
 class WorkerRegistry:
     """The slots, agents and workers of a job, and the number of its worlds.
 
-    The membership machine decides by it; `ElasticJob.status()` and the reset limit read it. Agents and workers that are
-    gone are removed, and only counted, so that a long job does not grow.
+    The membership machine decides from it, and `ElasticJob.status()` reads it. Agents and workers that are gone are
+    removed and only counted, so that the memory of a long job does not grow.
     """
 
-    reset_limit: int | None = None
-    """Worlds that may be built after the first; None: no limit."""
-    round: int = 0
-    """Number of the newest world; 0 before the first."""
-    failed: int = 0
-    """Workers that were lost or removed so far. Those that left gracefully are not counted."""
+    reset_limit: int | None = None  # worlds that may be built after the first; None: no limit
+    round: int = 0  # number of the newest world; 0 before the first
+    failed: int = 0  # workers that were lost or removed so far. Those that left gracefully are not counted
     slots: dict[SlotId, Slot] = field(default_factory=dict)
     agents: dict[AgentId, Agent] = field(default_factory=dict)
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
@@ -116,65 +108,26 @@ class WorkerRegistry:
         """Add a worker that is being started."""
         self.workers[worker.id] = worker
         self.states[worker.state][worker.id] = worker
-        self.agents[worker.agent].worker = worker.id
+        worker.agent.worker = worker
 
     def enter(self, worker: Worker, state: WorkerState) -> None:
-        """Move the worker to another state; GONE removes it and frees its agent."""
+        """Move the worker to another state. GONE removes it, and its agent has no worker then."""
         WORKERS.check(worker.state, state)
         del self.states[worker.state][worker.id]
         worker.state = state
         if state is WorkerState.GONE:
             del self.workers[worker.id]
-            self.agents[worker.agent].worker = None
+            worker.agent.worker = None
         else:
             self.states[state][worker.id] = worker
 
     def count(self, state: WorkerState) -> int:
-        """Return the number of workers in a state."""
         return len(self.states[state])
 
-    def agent_of(self, worker: Worker) -> Agent:
-        """Return the agent that the worker runs under."""
-        return self.agents[worker.agent]
-
-    def worker_of(self, agent: Agent) -> Worker | None:
-        """Return the agent's worker; None: it has none."""
-        return None if agent.worker is None else self.workers[agent.worker]
-
     def on_executor(self, executor: str) -> list[Agent]:
-        """Return the agents on an executor."""
         return [agent for agent in self.agents.values() if agent.place.executor == executor]
 
     def in_state(self, *states: WorkerState) -> Iterator[Worker]:
         """Yield the workers that are in one of the states."""
         for state in states:
             yield from self.states[state].values()
-
-
-TimerKind = Literal[
-    "boot", "stall", "exit", "launch", "fill", "end", "exclusion", "crash", "notice", "verdict", "gather"
-]
-TimerKey = tuple[TimerKind, int]
-"""A deadline and the number of the slot, agent, worker or exclusion that it belongs to; 0 if there is only one."""
-
-
-@dataclass(slots=True)
-class MachineContext:
-    """The values that `Membership`, `WorldLifecycle` and `SlotScheduler` share while an event is handled."""
-
-    settings: ElasticSettings
-    registry: WorkerRegistry
-    """The scheduler adds and removes agents and adds workers, the lifecycle moves workers from state to state, and
-    `Membership` stores what workers report of themselves."""
-    timers: Timers[TimerKey]
-    """Set and cancelled by all; only `Membership` takes those that are due."""
-    workers_heard: Silence[WorkerId]
-    """A worker is in it from its first message until it is DONE or GONE."""
-    crashes: CrashLoopDetector
-    """Fed by `Membership`, read by the lifecycle."""
-    commands: list[Command]
-    """The answer to the present event, in order. All append; only `Membership` empties it."""
-
-    def announce(self, record: Record) -> None:
-        """Add a record of the timeline to the commands."""
-        self.commands.append(Announce(record))

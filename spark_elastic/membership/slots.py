@@ -4,25 +4,55 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Literal
 
-from spark_elastic.membership.backoff import DEFAULT_PAUSES_S, Cooldown, CoolingDown
-from spark_elastic.membership.commands import DismissAgent, LaunchSlot, StartWorker, WithdrawSlot
+from spark_elastic.membership.commands import Announce, Command, DismissAgent, LaunchSlot, StartWorker, WithdrawSlot
+from spark_elastic.membership.deadlines import Silence, Timers
+from spark_elastic.membership.failures import DEFAULT_PAUSES_S, Cooldown, CrashLoopDetector
 from spark_elastic.membership.reasons import LossCause, LossKind
-from spark_elastic.membership.registry import DONE, READY, TRAINING, Agent, MachineContext, Slot, Worker
-from spark_elastic.membership.timeline import HostExcluded, PlaceCooledDown
-from spark_elastic.membership.topology import AgentId, HostSet, HostUpdate, Place, SlotId
+from spark_elastic.membership.registry import DONE, READY, TRAINING, Agent, Slot, Worker, WorkerRegistry
+from spark_elastic.membership.timeline import HostExcluded, Record
+from spark_elastic.membership.topology import AgentId, HostSet, HostUpdate, Place, SlotId, WorkerId
+from spark_elastic.settings import ElasticSettings
 
-_MOST_CAUSES = 3
-"""Causes of failed launches that are named."""
+_MOST_CAUSES = 3  # the number of causes of failed launches that messages name
 _EXCLUSION_IN_PAUSES = 10
 """A host on which one world after another crashed is excluded for this many of the longest pauses."""
+
+TimerKind = Literal[
+    "boot", "stall", "exit", "launch", "fill", "end", "exclusion", "crash", "notice", "verdict", "gather"
+]
+TimerKey = tuple[TimerKind, int]
+"""A deadline and the number of the slot, agent, worker or exclusion that it belongs to; 0 if there is only one."""
+
+
+class MachineContext:
+    """The values that `Membership`, `WorldLifecycle` and `SlotScheduler` share while an event is handled."""
+
+    def __init__(self, settings: ElasticSettings) -> None:
+        self.settings = settings
+        #: The scheduler adds and removes agents and adds workers, the lifecycle moves workers from state to state, and
+        #: `Membership` stores what workers report of themselves.
+        self.registry = WorkerRegistry(settings.reset_limit)
+        #: All three classes set and cancel timers; only `Membership` removes those that are due.
+        self.timers: Timers[TimerKey] = Timers()
+        #: When each worker was last heard, from its first message until it is DONE or GONE.
+        self.workers_heard: Silence[WorkerId] = Silence(settings.heartbeat_timeout_s, settings.heartbeat_interval_s)
+        #: `Membership` records deaths and exits in it, the lifecycle the versions of states; both read it.
+        self.crashes = CrashLoopDetector(settings.crash_limit)
+        #: The answer to the present event, in order. All three classes append; only `Membership` empties it.
+        self.commands: list[Command] = []
+
+    def announce(self, *records: Record) -> None:
+        """Add records of the timeline to the commands."""
+        self.commands.extend(map(Announce, records))
 
 
 class SlotScheduler:
     """Decides where processes run: keeps every slot launched and a worker on every usable agent.
 
-    Knows nothing of worlds, and never calls the parts above it. Methods that change what others have to react to
-    return the agents concerned.
+    It knows nothing of worlds and calls neither `WorldLifecycle` nor `Membership`: where these have to react to a
+    change, its methods return the agents concerned.
     """
 
     def __init__(self, context: MachineContext) -> None:
@@ -35,11 +65,9 @@ class SlotScheduler:
         self._allowed: HostSet | None = None  # None: no restriction
         self._decommissioned: set[str] = set()
         self._workers_started = 0
-        self._failed_launches: dict[SlotId, LossCause] = {}  # whose last launch ended without an agent
+        self._failed_launches: dict[SlotId, LossCause] = {}  # slots whose last launch ended before an agent joined
         self._excluded: dict[str, LossCause] = {}  # by host
         self._exclusions: list[str] = []  # the hosts of all exclusions; the index is the number of its timer
-        self.leaving: set[AgentId] = set()
-        """The agents with `leaving` set."""
 
     # --- slots ------------------------------------------------------------------------------------
 
@@ -57,7 +85,7 @@ class SlotScheduler:
         self._timers.cancel(("end", slot.id))
         if not slot.excused:
             slot.excused = True
-            self._announce(self._cooldown.slot_failed(slot.id, now), now)
+            self._context.announce(*self._cooldown.slot_failed(slot.id, now))
         slot.launched = False
         due = self._cooldown.slot_ready_at(slot.id)
         if due <= now:
@@ -70,28 +98,25 @@ class SlotScheduler:
         return tuple(cause for cause, _ in Counter(self._failed_launches.values()).most_common(_MOST_CAUSES))
 
     def refusal(self) -> LossCause | None:
-        """Return why no slot can be launched, if each was refused twice and there is no agent; None: one may be."""
+        """Return why no slot can be launched; None if there is an agent, or a slot that was not refused twice."""
         if self._registry.agents or len(self._failed_launches) < len(self._registry.slots):
             return None
         refused = all(self._registry.slots[slot].refusals > 1 for slot in self._failed_launches)
         return next(iter(self._failed_launches.values())) if refused else None
 
     def launch(self, slot: Slot) -> None:
-        """Launch a slot again."""
-        slot.launched = True
-        slot.joined = False
-        slot.excused = False
+        slot.launched, slot.joined, slot.excused = True, False, False
         self._commands.append(LaunchSlot(slot.id))
 
     def withdraw(self, slot: SlotId, cause: LossCause, now: float) -> None:
-        """End a launch that is of no use any more, and ask again until its end is seen."""
+        """End a launch that is of no use any more. The command is repeated until the launch has ended."""
         self._commands.append(WithdrawSlot(slot, cause))
         self._timers.set(("end", slot), now + self._settings.heartbeat_timeout_s)
 
     # --- agents -----------------------------------------------------------------------------------
 
     def join(self, agent_id: AgentId, place: Place, now: float) -> Agent | None:
-        """Add an agent. Returns None if it was sent away instead."""
+        """Add an agent. Returns None if it was dismissed instead."""
         slot = self._registry.slots.get(place.slot)
         if slot is None or not slot.launched:
             self._commands.append(DismissAgent(agent_id, LossCause(LossKind.NOT_LAUNCHED, name=str(place.slot))))
@@ -101,10 +126,10 @@ class SlotScheduler:
         self._failed_launches.pop(slot.id, None)
         agent = Agent(agent_id, place)
         self._registry.agents[agent_id] = agent
-        slot.agent = agent_id
+        slot.agent = agent
         if place.executor in self._decommissioned:
-            # counts against the slot alone: without a pause, a scheduler that insists would make this a busy loop
-            self._announce(self._cooldown.slot_failed(slot.id, now), now)
+            # counts against the slot alone; without a pause, Spark could start tasks on this executor without end
+            self._context.announce(*self._cooldown.slot_failed(slot.id, now))
             self.dismiss(agent, LossCause(LossKind.DECOMMISSIONED, name=place.executor), now)
             return None
         self._timers.cancel(("end", slot.id))
@@ -114,14 +139,13 @@ class SlotScheduler:
         """Remove a lost agent, whose worker was removed before."""
         self._timers.cancel(("fill", agent.id))
         del self._registry.agents[agent.id]
-        self.leaving.discard(agent.id)
         slot = self._registry.slots[agent.place.slot]
         slot.agent = None
-        # Spark ends the task of a dead agent by itself; where it does not notice, we do
+        # Spark usually ends the task of a dead agent; if it has not by then, the launch is withdrawn
         self._timers.set(("end", slot.id), now + self._settings.heartbeat_timeout_s)
 
     def dismiss(self, agent: Agent, cause: LossCause, now: float) -> None:
-        """Send an agent without a worker home. Its slot is launched again when its task has ended."""
+        """Dismiss an agent that has no worker. Its slot is launched again when its task has ended."""
         self._commands.append(DismissAgent(agent.id, cause))
         self._registry.slots[agent.place.slot].excused = True
         self.remove(agent, now)
@@ -145,28 +169,27 @@ class SlotScheduler:
         self._timers.cancel(("fill", agent.id))
         self._workers_started += 1
         self._registry.slots[agent.place.slot].excused = False
-        worker = Worker(self._workers_started, agent.id, agent.place)
+        worker = Worker(self._workers_started, agent)
         self._registry.add(worker)
         self._timers.set(("boot", worker.id), now + self._settings.start_timeout_s)
         self._commands.append(StartWorker(agent.id, worker.id))
 
     def count_failure(self, agent: Agent, now: float) -> None:
-        """Count a failure of the agent's place: one for all that happens to a worker and its agent together."""
+        """Count a failure of the agent's place. The losses of a worker and of its agent together count as one."""
         slot = self._registry.slots[agent.place.slot]
         if slot.excused or agent.retiring:
             return
         slot.excused = True
-        self._announce(self._cooldown.failed(agent.place, now), now)
+        self._context.announce(*self._cooldown.failed(agent.place, now))
 
     # --- what may be used -------------------------------------------------------------------------
 
     def observe_hosts(self, hosts: Mapping[str, int] | None) -> bool:
         """Store what a host discovery allows. Returns True if that is a change."""
-        if hosts is None:
-            changed = self._allowed is not None
-            self._allowed = None
-            return changed
         before = self._allowed
+        if hosts is None:
+            self._allowed = None
+            return before is not None
         self._allowed, update = (before or HostSet()).updated(hosts)
         return before is None or update is not HostUpdate.NO_UPDATE
 
@@ -177,13 +200,12 @@ class SlotScheduler:
         for agent in retired:
             agent.retiring = True
             agent.leaving = LossCause(LossKind.DECOMMISSIONED, name=executor)
-            self.leaving.add(agent.id)
             self._registry.slots[agent.place.slot].excused = True
             self._timers.cancel(("fill", agent.id))
         return retired
 
     def executor_lost(self, executor: str) -> list[Agent]:
-        """Start nothing on a lost executor any more. Returns its agents, which the caller has to remove."""
+        """Mark the agents on a lost executor, so that no worker starts there, and return them for removal."""
         agents = self._registry.on_executor(executor)
         for agent in agents:
             agent.doomed = True
@@ -206,32 +228,26 @@ class SlotScheduler:
         self._context.announce(HostExcluded(now, host, worlds, until))
 
     def end_exclusion(self, number: int) -> None:
-        """Use the host of that exclusion again."""
+        """Use the host again whose exclusion had that number."""
         self._excluded.pop(self._exclusions[number], None)
 
     def review(self, host: str | None = None) -> list[Agent]:
         """Compare the agents (of one host) with what is allowed. Returns those whose `leaving` changed."""
-        if self._allowed is None:
-            if not self._excluded and not self.leaving:
-                return []
-            agents = [agent for agent in self._registry.agents.values() if not (agent.retiring or agent.doomed)]
-            return [agent for agent in agents if self._set_leaving(agent, self._excluded.get(agent.place.host))]
         by_host: dict[str, list[Agent]] = {}
         for agent in self._registry.agents.values():
-            if not agent.doomed and (host is None or agent.place.host == host):
+            if not (agent.retiring or agent.doomed) and host in (None, agent.place.host):
                 by_host.setdefault(agent.place.host, []).append(agent)
-        return [agent for name, agents in by_host.items() for agent in self._review_host(name, agents, self._allowed)]
+        return [agent for name, agents in by_host.items() for agent in self._review_host(name, agents)]
 
-    def _review_host(self, host: str, agents: list[Agent], allowed: HostSet) -> list[Agent]:
-        limit = allowed.slots_of(host)
+    def _review_host(self, host: str, agents: list[Agent]) -> list[Agent]:
+        excluded = self._excluded.get(host)
+        limit = len(agents) if self._allowed is None else self._allowed.slots_of(host)
         too_many = LossCause(LossKind.HOST_FULL, name=host, count=limit)
         if not limit:
-            too_many = LossCause(LossKind.HOST_NOT_ALLOWED, name=host, detail=str(allowed))
-        excluded = self._excluded.get(host)
-        usable = sorted((agent for agent in agents if not agent.retiring), key=self._claim)
+            too_many = LossCause(LossKind.HOST_NOT_ALLOWED, name=host, detail=str(self._allowed))
         return [
             agent
-            for position, agent in enumerate(usable)
+            for position, agent in enumerate(sorted(agents, key=self._claim))
             if self._set_leaving(agent, excluded or (None if position < limit else too_many))
         ]
 
@@ -240,16 +256,11 @@ class SlotScheduler:
         changed = (agent.leaving is None) != (cause is None)
         if changed:
             agent.leaving = cause
-            (self.leaving.discard if cause is None else self.leaving.add)(agent.id)
         return changed
 
     def _claim(self, agent: Agent) -> tuple[bool, float, bool, AgentId]:
         """Return the sort key for a host's slots: members by rank, then agents with a worker, then the oldest."""
-        worker = self._registry.worker_of(agent)
+        worker = agent.worker
         member = worker is not None and worker.state in (TRAINING, READY, DONE)
         rank = worker.rank if worker is not None and worker.rank is not None else float("inf")
         return not member, rank, worker is None, agent.id
-
-    def _announce(self, cooling: list[CoolingDown], now: float) -> None:
-        for each in cooling:
-            self._context.announce(PlaceCooledDown(now, each.kind, each.name, each.failures, each.until))

@@ -1,6 +1,6 @@
 """The phases of a job and the states of a worker, with all their transitions; and the outcome of an agent.
 
-The machine makes no other transition: `Table.check` raises. `docs/protocol.md` is generated from these tables.
+`Table.check` raises on any other transition. `docs/protocol.md` is generated from these tables.
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ from spark_elastic.membership.topology import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class AgentOutcome:
-    """The value that an agent returns from its task, or from its process."""
+    """The value that an agent returns from its Spark task, or from its own process if it runs locally."""
 
-    worker: WorkerId | None
-    """The finished worker whose result this is; None: no result is delivered."""
-    result: bytes | None
-    """The bytes that the worker pickled."""
-    why: str
-    """How the agent's run ended, in words."""
+    worker: WorkerId | None  # the finished worker whose result this is; None: no result is delivered
+    result: bytes | None  # the bytes that the worker pickled
+    why: str  # how the agent's run ended, in words
     disconnected: bool = False
     """It ended because its channel to the driver closed: a symptom of something that the driver may know better."""
 
     @property
     def cause(self) -> LossCause:
-        """Why the slot's launch is over."""
+        """The reason why the slot's launch is over."""
         return LossCause(LossKind.UNEXPLAINED if self.disconnected else LossKind.REPORTED, detail=self.why)
 
 
@@ -69,14 +66,13 @@ class Table(Generic[State]):
 
     name: str
     meaning: dict[State, str]
-    transitions: dict[tuple[State, State], str]
-    """The reason for each transition, by (from, to)."""
+    transitions: dict[tuple[State, State], str]  # the reason for each transition, by (from, to)
 
     def check(self, before: State, after: State) -> None:
-        """Check that a transition exists.
+        """Check that the table has a transition.
 
         Raises:
-            RuntimeError: if not: a bug in the machine, whatever its input.
+            RuntimeError: if it has not, which is a bug in the membership machine.
         """
         if (before, after) not in self.transitions:
             known = ", ".join(state.name for state in self.leaving(before)) or "no other state"

@@ -1,15 +1,16 @@
 """The membership timeline: typed records of what happened to the world. `str(record)` is its line in a log.
 
-`at` and other times are in the machine's own seconds; the driver turns them into wall-clock time for people.
+`at` and other times are those of the membership machine; the driver turns them into wall-clock time for people.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from spark_elastic.membership.reasons import LossCause, Wait, WorldChange
-from spark_elastic.membership.topology import Place, WorkerId
-from spark_elastic.membership.wording import (
+from spark_elastic.membership.reasons import (
+    LossCause,
+    Wait,
+    WorldChange,
     change_in_words,
     counted,
     crashes_in_words,
@@ -17,6 +18,7 @@ from spark_elastic.membership.wording import (
     loss_in_words,
     wait_in_words,
 )
+from spark_elastic.membership.topology import Place, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,11 @@ class Record:
     """The base of all records."""
 
     at: float
+
+    def shifted(self, seconds: float) -> Record:
+        """Return the record with all its times moved by some seconds, to those of another clock."""
+        times = {name: getattr(self, name, None) for name in ("at", "deadline", "until")}
+        return replace(self, **{name: time + seconds for name, time in times.items() if time is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +46,13 @@ class WorkerJoined(Record):
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeft(Record):
-    """A worker is gone: killed, lost, removed or drained."""
+    """A worker is gone: it was lost or removed, or it left as planned."""
 
     worker: WorkerId
     place: Place
-    rank: int | None
-    """Its rank in the newest world; None: it was not a member."""
+    rank: int | None  # its rank in the newest world; None: it was not a member
     cause: LossCause
-    graceful: bool
-    """It left at a step boundary or was never needed: no failure."""
+    graceful: bool  # the worker left at a step boundary, or no world needed it: not a failure
 
     @property
     def why(self) -> str:
@@ -61,24 +66,27 @@ class WorkerLeft(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class WorldStarted(Record):
-    """A world was published."""
+class WorldRecord(Record):
+    """The base of the records about a world."""
 
     round: int
     size: int
-    root: int
-    """The rank whose state the others take over."""
-    progress: int | None
-    """Optimizer steps in that state; None: nobody holds one yet."""
-    sync: bool
-    pause_s: float | None
-    """Time since the world before broke or its first member stopped; None for the first world."""
     change: WorldChange
 
     @property
     def why(self) -> str:
-        """The reason for the world, in words."""
+        """The reason for the record, in words."""
         return change_in_words(self.change)
+
+
+@dataclass(frozen=True, slots=True)
+class WorldStarted(WorldRecord):
+    """A world was published."""
+
+    root: int  # the rank whose state the others take over
+    progress: int | None  # optimizer steps in that state; None: no member holds a state yet
+    sync: bool  # the others receive the whole state of the root. False: all members hold the same version
+    pause_s: float | None  # time since the world before broke or its first member stopped; None for the first world
 
     def __str__(self) -> str:
         state = "" if self.progress is None else f" at step {self.progress}"
@@ -87,17 +95,8 @@ class WorldStarted(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class WorldBroken(Record):
-    """A world broke: the survivors were told to shut its connections and to come to the next round."""
-
-    round: int
-    size: int
-    change: WorldChange
-
-    @property
-    def why(self) -> str:
-        """The reason in words."""
-        return change_in_words(self.change)
+class WorldBroken(WorldRecord):
+    """A world broke: its surviving members were told to close its connections and to wait for the next round."""
 
     def __str__(self) -> str:
         return f"round {self.round} of {counted(self.size, 'worker')} is broken: {self.why}"
@@ -107,8 +106,7 @@ class WorldBroken(Record):
 class PlaceCooledDown(Record):
     """A slot, executor or host failed and is not used before `until`."""
 
-    kind: str
-    """One of "slot", "executor" and "host"."""
+    kind: str  # one of "slot", "executor" and "host"
     name: str
     failures: int
     until: float
@@ -136,7 +134,7 @@ class HostExcluded(Record):
 
 @dataclass(frozen=True, slots=True)
 class Waiting(Record):
-    """What the job waits for, and until when at most; announced when it changes."""
+    """The job waits, until `deadline` at most. Announced whenever the reason or the deadline changes."""
 
     wait: Wait
     deadline: float | None
@@ -152,7 +150,7 @@ class Waiting(Record):
 
 @dataclass(frozen=True, slots=True)
 class DriverStoodStill(Record):
-    """The driver did not run for a while, and removed nobody for being silent meanwhile."""
+    """The driver process did not run for `seconds`, and removed no worker for its silence during that time."""
 
     seconds: float
 
@@ -164,8 +162,7 @@ class DriverStoodStill(Record):
 class JobEnded(Record):
     """The job finished or failed."""
 
-    outcome: str
-    """Either "finished" or "failed"."""
+    outcome: str  # either "finished" or "failed"
     why: str
 
     def __str__(self) -> str:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import KeysView, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class StateVersion:
-    """A point in a worker's training; the larger of two versions is the more advanced.
+    """A position in a worker's training. Of two versions, the larger one is the more advanced.
 
-    All workers go through the same points in the same order, so the most advanced one has everything that the others
-    have. None in place of a version: the worker holds no state. A number of steps alone would not be enough, because a
+    All workers go through the same positions in the same order, so the most advanced one has applied all steps of the
+    others. None in place of a version: the worker holds no state. A number of steps alone is not enough, because a
     state also changes without a step: with a schedule's step, a new epoch, or a step that a gradient scaler skipped.
 
     Raises:
         ValueError: if a number is out of range.
     """
 
-    loop: int = 1
-    """Number of the elastic loop within the user's function; 1 is the first."""
-    steps: int = 0
-    """Optimizer steps applied in this loop; commits, if the state has no optimizer."""
+    loop: int = 1  # number of the elastic loop within the user's function; 1 is the first
+    steps: int = 0  # optimizer steps applied in this loop; commits, if the state has no optimizer
     marks: int = 0
     """Resume points (commits, checks for updated hosts, turns) since the last step, or since the loop began."""
 
@@ -54,11 +52,11 @@ class StateVersion:
         return (self.loop, self.steps) > (other.loop, other.steps)
 
     def is_current_at(self, furthest: StateVersion) -> bool:
-        """Return True if it is in the loop of `furthest`, or at the end of the loop before if that has not begun."""
+        """Return True if it is in the loop of `furthest`, or in the loop before and `furthest` has no step yet."""
         return self.loop == furthest.loop or (self.loop + 1, 0) == (furthest.loop, furthest.steps)
 
     def steps_lost(self, furthest: StateVersion) -> int:
-        """Count the steps that were applied on the way to `furthest` and are not part of this version."""
+        """Count the steps that `furthest` has and this version does not, and that have to be computed again."""
         if furthest.loop == self.loop:
             return max(0, furthest.steps - self.steps)
         return furthest.steps if furthest.loop > self.loop else 0
@@ -68,7 +66,7 @@ BEGINNING = StateVersion()
 
 
 class HostUpdate(enum.IntFlag):
-    """What an observation of the hosts changed. MIXED is ADDED and REMOVED at once."""
+    """The kind of change between two observations of the hosts. MIXED is ADDED and REMOVED at once."""
 
     NO_UPDATE = 0
     REMOVED = 1
@@ -78,18 +76,16 @@ class HostUpdate(enum.IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class HostSet:
-    """The hosts that may be used, with their slots. Updates keep the order, so that rank 0 stays where it is."""
+    """The hosts that may be used, with their slots. Updates keep the order, so that rank 0 stays on its host."""
 
     slots: tuple[tuple[str, int], ...] = ()
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The names of the hosts, in the order in which they were first seen."""
         return tuple(host for host, _ in self.slots)
 
     @property
     def total(self) -> int:
-        """The slots of all hosts."""
         return sum(count for _, count in self.slots)
 
     def __str__(self) -> str:
@@ -111,39 +107,29 @@ class HostSet:
         Raises:
             ValueError: if a number of slots is negative.
         """
-        for host, count in observed.items():
+        before = dict(self.slots)
+        after: dict[str, int] = dict.fromkeys(before, 0) | dict(observed)
+        result = HostUpdate.NO_UPDATE
+        for host, count in after.items():
             if count < 0:
                 raise ValueError(f"host {host} was observed with {count} slots")
-        kept = [(host, observed[host]) for host in self.hosts if observed.get(host, 0) > 0]
-        new = [(host, count) for host, count in observed.items() if count > 0 and host not in self]
-        result = HostUpdate.NO_UPDATE
-        for host, before in self.slots:
-            after = observed.get(host, 0)
-            if after < before:
+            if count < before.get(host, 0):
                 result |= HostUpdate.REMOVED
-            if after > before:
+            if count > before.get(host, 0):
                 result |= HostUpdate.ADDED
-        if new:
-            result |= HostUpdate.ADDED
-        return HostSet((*kept, *new)), result
+        return HostSet(tuple((host, count) for host, count in after.items() if count)), result
 
 
 @dataclass(frozen=True, slots=True)
 class SlotReport:
     """The report of a task about the slot that it occupies."""
 
-    host: str
-    """The machine, by the address its peers reach it at."""
-    executor: str
-    """Spark's executor id; "driver" in local mode."""
-    addresses: dict[str, str]
-    """IPv4 addresses by interface name, loopback included."""
-    cores: int
-    """Cores that Spark gave to the task (spark.task.cpus)."""
-    accelerators: tuple[str, ...]
-    """Addresses of the GPUs that Spark gave to the task."""
-    python: str
-    """The version of Python."""
+    host: str  # the machine, by the address its peers reach it at
+    executor: str  # Spark's executor id; "driver" in local mode
+    addresses: dict[str, str]  # IPv4 addresses by interface name, loopback included
+    cores: int  # cores that Spark gave to the task (spark.task.cpus)
+    accelerators: tuple[str, ...]  # addresses of the GPUs that Spark gave to the task
+    python: str  # the version of Python
 
 
 AgentId = int
@@ -160,10 +146,8 @@ LaunchId = int
 class Place:
     """Where an agent runs."""
 
-    host: str
-    """The machine, by the address its peers reach it at."""
-    executor: str
-    """Spark's executor id; "driver" in local mode, or the process id of a local agent."""
+    host: str  # the machine, by the address its peers reach it at
+    executor: str  # Spark's executor id; "driver" in local mode, or the process id of a local agent
     slot: SlotId
 
 
@@ -182,18 +166,15 @@ class Member:
 
 @dataclass(frozen=True)
 class World:
-    """The agreed members of one round."""
+    """The agreed members of one round, and the state that they start from."""
 
     round: int
-    members: tuple[Member, ...]
-    """In rank order, host by host."""
-    root: int
-    """The rank of the most advanced member."""
-    version: StateVersion | None
-    """The version of its state; None: no member holds a state yet."""
+    members: tuple[Member, ...]  # in rank order, host by host
+    root: int  # the rank of the most advanced member
+    version: StateVersion | None  # the version of its state; None: no member holds a state yet
     sync: bool
-    """The root has to broadcast its whole state. False if all members report the same version: then only the scalars
-    are broadcast, and the tensors are compared."""
+    """True: the root has to broadcast its whole state. False: all members report the same version, so the root
+    broadcasts only scalars, and the members compare their tensors."""
 
     @property
     def progress(self) -> int | None:
@@ -202,21 +183,20 @@ class World:
 
     @property
     def size(self) -> int:
-        """The number of members."""
         return len(self.members)
 
     @cached_property
-    def workers(self) -> frozenset[WorkerId]:
-        """The ids of the members."""
-        return frozenset(member.worker for member in self.members)
+    def _by_worker(self) -> dict[WorkerId, Member]:
+        return {member.worker: member for member in self.members}
+
+    @property
+    def workers(self) -> KeysView[WorkerId]:
+        return self._by_worker.keys()
 
     def member(self, worker: WorkerId) -> Member:
-        """Return a worker's position.
+        """Return the worker as a member, with its position.
 
         Raises:
             KeyError: if the worker is not in this world.
         """
-        for member in self.members:
-            if member.worker == worker:
-                return member
-        raise KeyError(worker)
+        return self._by_worker[worker]

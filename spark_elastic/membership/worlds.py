@@ -1,51 +1,38 @@
-"""The life of worlds: gathering, interrupting, breaking, regrouping, and the end of the job."""
+"""The worlds of a job: gathering workers, interrupting and breaking worlds, regrouping, and the end of the job."""
 
 from __future__ import annotations
 
 from spark_elastic.errors import JobError, ResetLimitError, StateLostError
+from spark_elastic.membership import commands as do
 from spark_elastic.membership import decisions
-from spark_elastic.membership.commands import (
-    AdmitProvisionally,
-    CutPeers,
-    FailJob,
-    FinishJob,
-    NotifyHostsUpdated,
-    PublishWorld,
-    RerunFunction,
-    StopWorker,
+from spark_elastic.membership.decisions import Gathering
+from spark_elastic.membership.failures import REPORT_GRACE_S
+from spark_elastic.membership.reasons import (
+    LossCause,
+    LossKind,
+    Wait,
+    WaitKind,
+    WorldChange,
+    WorldChangeKind,
+    change_in_words,
+    counted,
+    loss_in_words,
 )
-from spark_elastic.membership.crashes import REPORT_GRACE_S
-from spark_elastic.membership.decisions import Candidate, Decision
-from spark_elastic.membership.gathering import Gathering
-from spark_elastic.membership.reasons import LossCause, LossKind, Wait, WaitKind, WorldChange, WorldChangeKind
-from spark_elastic.membership.registry import (
-    ADMITTED,
-    AT_INIT,
-    DONE,
-    GONE,
-    READY,
-    TRAINING,
-    MachineContext,
-    TimerKind,
-    Worker,
-)
-from spark_elastic.membership.slots import SlotScheduler
-from spark_elastic.membership.states import PHASES, Phase, WorkerState
+from spark_elastic.membership.registry import ADMITTED, AT_INIT, DONE, GONE, READY, TRAINING, Worker
+from spark_elastic.membership.slots import MachineContext, SlotScheduler, TimerKind
+from spark_elastic.membership.states import PHASES, Phase
 from spark_elastic.membership.timeline import JobEnded, Waiting, WorkerJoined, WorkerLeft, WorldBroken, WorldStarted
 from spark_elastic.membership.topology import BEGINNING, StateVersion, WorkerId, World
-from spark_elastic.membership.wording import change_in_words, completion_in_words, loss_in_words
 
 _WITH_WORLD = (Phase.RUNNING, Phase.INTERRUPTED, Phase.BROKEN, Phase.WAITING)
 _WORKER_TIMERS: tuple[TimerKind, ...] = ("boot", "stall", "exit")
-_PLAIN_AGAIN = LossCause(LossKind.PLAIN_FUNCTION)
 _MOST_RANKS_NAMED = 8
 
 
 class WorldLifecycle:
     """Decides who trains together: the phase of the job, its worlds, and which workers stay.
 
-    Calls the slot scheduler below it, and never `Membership` above it. All TRAINING workers are members of the newest
-    world.
+    It calls the slot scheduler, and never `Membership`. All TRAINING workers are members of the newest world.
     """
 
     def __init__(self, context: MachineContext, scheduler: SlotScheduler) -> None:
@@ -57,22 +44,15 @@ class WorldLifecycle:
         self._crashes = context.crashes
         self._commands = context.commands
         self._scheduler = scheduler
-
         self.phase = Phase.CREATED
-        #: The newest world, also after it broke; None before the first.
-        self.world: World | None = None
-
-        #: The most advanced version that any worker ever reported.
-        self.furthest = BEGINNING
-        #: What the job waits for; None: nothing.
-        self.waiting: Waiting | None = None
-
+        self.world: World | None = None  # the newest world, also after it broke; None before the first
+        self.furthest = BEGINNING  # the most advanced version that any worker ever reported
+        self.waiting: Waiting | None = None  # what the job waits for; None: nothing
         self._elastic = False  # a worker showed a state, so the function has an elastic loop
         self._gathering = Gathering(context, scheduler)
         self._backoff = self._gathering.backoff
         #: The workers that are DONE, each with its last rank and its last round.
         self._done: dict[WorkerId, tuple[int, int]] = {}
-        self._plain: set[WorkerId] = set()  # those of them that never entered an elastic loop
         self._notices = 0  # the sequence number of the newest hosts-updated notice
         self._change = WorldChange(WorldChangeKind.JOB_STARTS)  # why the next world is built
         self._last_loss = "none"  # in words, for errors
@@ -80,7 +60,7 @@ class WorldLifecycle:
         self._noticed_at = BEGINNING  # INTERRUPTED: `furthest` when the members were last asked to stop
         self._stall_due = 0.0  # BROKEN: when survivors that have not come back are removed
         self._lost_at: float | None = None  # when the last holder of the state went, until it is known how
-        #: When the newest world broke, or its first member stopped; None: neither has happened.
+        #: When the newest world broke, or its first member stopped; None: neither has happened yet.
         self._paused_at: float | None = None
 
     # --- beginning and end ------------------------------------------------------------------------
@@ -91,17 +71,17 @@ class WorldLifecycle:
         self._gathering.begin("start_timeout", now)
 
     def fail(self, error: JobError, now: float) -> None:
-        """End the job with an error."""
         self._enter(Phase.FAILED)
-        self._commands.append(FailJob(error))
+        self._commands.append(do.FailJob(error))
         self._context.announce(JobEnded(now, "failed", str(error)))
 
     def _finish(self, now: float) -> None:
         # a worker that was done in an earlier world comes before the one that inherited its rank
         order = sorted(self._done, key=lambda worker: (*self._done[worker], worker))
         self._enter(Phase.FINISHED)
-        self._commands.append(FinishJob(tuple(order)))
-        self._context.announce(JobEnded(now, "finished", completion_in_words(len(order))))
+        self._commands.append(do.FinishJob(tuple(order)))
+        are_done = f"{counted(len(order), 'worker')} {'is' if len(order) == 1 else 'are'} done"
+        self._context.announce(JobEnded(now, "finished", are_done))
 
     def _enter(self, phase: Phase) -> None:
         PHASES.check(self.phase, phase)
@@ -111,7 +91,8 @@ class WorldLifecycle:
     # --- workers ----------------------------------------------------------------------------------
 
     def note_version(self, version: StateVersion, now: float) -> None:
-        """Take in that a worker holds a state of that version."""
+        """Record that a worker holds a state of that version."""
+        self._crashes.note_version(version)
         next_loop = version.loop > self.furthest.loop
         self.furthest = max(self.furthest, version)
         if next_loop:
@@ -124,9 +105,9 @@ class WorldLifecycle:
                     self._admit(worker, now)
 
     def on_at_init(self, worker: Worker, now: float) -> None:
-        """Take in that the worker waits in `init()`, for a first world or to be admitted beside a running one.
+        """Store that the worker waits in `init()`, and admit it if a world runs whose function has an elastic loop.
 
-        As long as no worker has shown a state, the function may be a plain one, which needs a world: it keeps waiting.
+        As long as no worker has reported a state, the function may have no loop: then the worker needs a world itself.
         """
         self._introduce(worker, now)
         self._registry.enter(worker, AT_INIT)
@@ -134,7 +115,7 @@ class WorldLifecycle:
             self._admit(worker, now)
 
     def note_after_loop(self, worker: Worker, after_loop: bool, now: float) -> None:
-        """Take in that a member is in its loop, or runs the code after it."""
+        """Store if a member runs the code after its elastic loop, or is in the loop."""
         if worker.state is not TRAINING or worker.after_loop == after_loop:
             return
         worker.after_loop = after_loop
@@ -143,20 +124,20 @@ class WorldLifecycle:
         elif not after_loop:  # the next loop: workers that waited for it may join
             self.consider_interrupt(now)
 
-    def waits_longer(self, worker_id: WorkerId, now: float) -> bool:
-        """Extend the wait for a survivor that is alive and runs the code after its loop. Returns True if it is one."""
-        worker = self._registry.workers[worker_id]
-        if not worker.after_loop:
-            return False
-        self._set_stall_timer(worker_id, now)
-        return True
+    def on_stall_due(self, survivor: Worker, now: float) -> None:
+        """Remove a survivor that has not come back in time. One that runs the code after its loop gets more time."""
+        if survivor.after_loop:
+            self._set_stall_timer(survivor.id, now)
+        else:
+            cause = LossCause(LossKind.NOT_BACK, seconds=self._settings.stall_timeout_s)
+            self.end_worker(survivor, cause, now, stop=True, failure=True)
 
     def _set_stall_timer(self, survivor: WorkerId, now: float) -> None:
         self._stall_due = now + self._settings.stall_timeout_s
         self._timers.set(("stall", survivor), self._stall_due)
 
     def _skip_to_the_loop(self, worker: Worker, now: float) -> None:
-        """Send a worker that waits in an earlier loop than the job's to the job's loop."""
+        """Let a worker go on if it waits in an earlier elastic loop than the job is in."""
         if 0 < worker.loop < self.furthest.loop:
             worker.rank = None  # it comes back as a newcomer
             self._admit(worker, now)
@@ -165,10 +146,10 @@ class WorldLifecycle:
         self._registry.enter(worker, ADMITTED)
         members = self._registry.count(TRAINING) + self._registry.count(READY) + self._registry.count(ADMITTED) - 1
         self._timers.set(("boot", worker.id), now + self._settings.start_timeout_s)
-        self._commands.append(AdmitProvisionally(worker.id, members, members + 1, self.furthest.loop))
+        self._commands.append(do.AdmitProvisionally(worker.id, members, members + 1, self.furthest.loop))
 
     def on_ready(self, worker: Worker, version: StateVersion | None, loop: int, now: float) -> None:
-        """Take in that the worker waits for the next world in the elastic loop of that number."""
+        """Store that the worker waits for the next world in elastic loop number `loop`."""
         self._introduce(worker, now)
         member = worker.state is TRAINING
         self._registry.enter(worker, READY)
@@ -177,23 +158,21 @@ class WorldLifecycle:
         if not member:
             self.consider_interrupt(now)
         elif self.phase is Phase.RUNNING:
-            # it was not asked to stop: it saw its neighbour die before we did, and the others may hang
-            failed = WorldChangeKind.COLLECTIVE_FAILED
-            self._break(WorldChange(failed, rank=worker.rank, host=worker.place.host), now)
+            # it was not asked to stop: it saw its neighbour die before the driver did, and the others may hang
+            self._break(WorldChange(WorldChangeKind.COLLECTIVE_FAILED, rank=worker.rank, host=worker.place.host), now)
         elif self.phase is Phase.INTERRUPTED and self._paused_at is None:
             self._paused_at = now
-            # they all stop at the same step; one that does not is stuck in a collective with a member that left it
+            # all members stop at the same step; one that does not is blocked in a collective that the others have left
             self._timers.set(("notice", 0), now + self._settings.heartbeat_timeout_s)
         self._skip_to_the_loop(worker, now)
 
     def on_done(self, worker: Worker, in_loop: bool, now: float) -> None:
-        """Take in that the worker's function returned."""
+        """Store that the worker's function returned, or have it run again if its world is broken."""
         for kind in _WORKER_TIMERS:
             self._timers.cancel((kind, worker.id))
-        if worker.state is TRAINING and not in_loop and self.phase is Phase.BROKEN:
-            self.end_worker(worker, _PLAIN_AGAIN, now, stop=True)
-            return
-        if worker.state is TRAINING and self.phase is Phase.BROKEN and worker.run_again_in != self._registry.round:
+        worker.plain = not in_loop
+        again = worker.plain or worker.run_again_in != self._registry.round
+        if worker.state is TRAINING and self.phase is Phase.BROKEN and again:
             self._run_again(worker, now)
             return
         self._registry.enter(worker, DONE)
@@ -201,13 +180,11 @@ class WorldLifecycle:
         if worker.round == 0 and self._registry.round > 0:
             return  # a newcomer that never trained adds no result
         self._done[worker.id] = (worker.rank or 0, worker.round)
-        if not in_loop:
-            self._plain.add(worker.id)
 
     def _run_again(self, worker: Worker, now: float) -> None:
         """Have a worker that returned in a broken world call its function again: its result does not count."""
-        if worker.id in self._plain:
-            self.end_worker(worker, _PLAIN_AGAIN, now, stop=True)
+        if worker.plain:
+            self.end_worker(worker, LossCause(LossKind.PLAIN_FUNCTION), now, stop=True)
         elif worker.exited:
             self.end_worker(worker, LossCause(LossKind.PROCESS_ENDED), now, stop=True)
         else:
@@ -219,7 +196,7 @@ class WorldLifecycle:
             self._heard.heard(worker.id, now)
             worker.heard_at = now
             self._set_stall_timer(worker.id, now)
-            self._commands.append(RerunFunction(worker.id, worker.run, self._change))
+            self._commands.append(do.RerunFunction(worker.id, worker.run, self._change))
 
     def end_worker(
         self, worker: Worker, cause: LossCause, now: float, *, stop: bool = False, failure: bool = False
@@ -228,9 +205,9 @@ class WorldLifecycle:
 
         `stop`: its process runs and has to be killed. `failure`: it counts as a failure of its place.
         """
-        agent = self._registry.agent_of(worker)
+        agent = worker.agent
         if stop:
-            self._commands.append(StopWorker(agent.id, worker.id, cause))
+            self._commands.append(do.StopWorker(agent.id, worker.id, cause))
         if failure:
             self._scheduler.count_failure(agent, now)
         self.remove(worker, cause, now, graceful=not failure)
@@ -238,13 +215,12 @@ class WorldLifecycle:
 
     def release(self, worker: Worker, now: float) -> None:
         """Remove a worker whose slot is not to be used any more, and that no world needs."""
-        agent = self._registry.agent_of(worker)
-        assert agent.leaving is not None
-        self.end_worker(worker, agent.leaving, now, stop=not agent.retiring)
+        assert worker.agent.leaving is not None
+        self.end_worker(worker, worker.agent.leaving, now, stop=not worker.agent.retiring)
 
     def remove(self, worker: Worker, cause: LossCause, now: float, *, graceful: bool = False) -> None:
-        """Remove the worker from the registry; a world that needed it breaks."""
-        # a result is lost with its worker, and the others have to compute again what led to it
+        """Remove the worker from the registry, and break the world if it needed the worker."""
+        # a result is lost with its worker: the other members have to run their functions again
         needed = worker.state is TRAINING or worker.id in self._done
         self._registry.enter(worker, GONE)
         self._registry.failed += not graceful
@@ -252,7 +228,6 @@ class WorldLifecycle:
         for kind in _WORKER_TIMERS:
             self._timers.cancel((kind, worker.id))
         self._done.pop(worker.id, None)
-        self._plain.discard(worker.id)
         rank = worker.rank if worker.round == self._registry.round else None
         self._context.announce(WorkerLeft(now, worker.id, worker.place, rank, cause, graceful))
         if not graceful and worker.round > 0:
@@ -260,8 +235,8 @@ class WorldLifecycle:
                 self._backoff.member_lost()
             self._last_loss = f"worker {worker.id} on {worker.place.host}: {loss_in_words(cause)}"
         if needed:
-            lost = WorldChangeKind.MEMBER_LOST
-            self._break(WorldChange(lost, rank=worker.rank, host=worker.place.host, cause=cause), now)
+            change = WorldChange(WorldChangeKind.MEMBER_LOST, rank=worker.rank, host=worker.place.host, cause=cause)
+            self._break(change, now)
 
     def _introduce(self, worker: Worker, now: float) -> None:
         self._timers.cancel(("boot", worker.id))
@@ -280,17 +255,14 @@ class WorldLifecycle:
         if any(worker.after_loop for worker in self._registry.in_state(TRAINING)):
             return  # after the loop there is no step to stop at; newcomers wait for the next loop, or the end
         if not self._registry.may_reset():
-            return  # the next world would exceed the limit: only a loss is worth that
+            return  # the next world would exceed `reset_limit`, and the present one can go on
         newcomers = self._registry.count(READY)
-        if not newcomers and not self._scheduler.leaving:
-            return
-        candidates = self._candidates(TRAINING, READY)
-        leaving = [candidate for candidate in candidates if candidate.leaving]
+        candidates = list(self._registry.in_state(TRAINING, READY))
+        leaving = [worker.agent.leaving for worker in candidates if worker.agent.leaving]
         if newcomers:
             self._change = WorldChange(WorldChangeKind.NEWCOMERS, have=newcomers)
         elif leaving and decisions.can_leave(candidates, self._settings.min_num_proc):
-            agent = self._registry.agent_of(self._registry.workers[leaving[0].worker])
-            self._change = WorldChange(WorldChangeKind.LEAVING, cause=agent.leaving)
+            self._change = WorldChange(WorldChangeKind.LEAVING, cause=leaving[0])
         else:
             return
         self._enter(Phase.INTERRUPTED)
@@ -298,15 +270,21 @@ class WorldLifecycle:
         self._notices += 1
         self._noticed_at = self.furthest
         self._timers.set(("notice", 0), now + self._settings.stall_timeout_s)
-        self._commands.append(NotifyHostsUpdated(tuple(self._registry.states[TRAINING]), self._notices))
-        self._announce_interrupted(self._registry.count(TRAINING), now)
+        self._commands.append(do.NotifyHostsUpdated(tuple(self._registry.states[TRAINING]), self._notices))
+        self._announce_interrupted(now)
 
-    def stalled(self, seconds: float, now: float) -> None:
-        """Break a running world in which all members wait for one another, and no single one is to blame."""
+    def on_blocked(self, now: float) -> None:
+        """End a too long collective: remove the members that are not in it, or break the world if all are."""
+        limit_s = self._settings.stall_timeout_s
         members = list(self._registry.in_state(TRAINING))
-        for worker in members:
-            worker.blocked_s = None
-        self._break(WorldChange(WorldChangeKind.ALL_BLOCKED, have=len(members), seconds=seconds), now)
+        idle = [worker for worker in members if worker.blocked_s is None]
+        for worker in idle:
+            cause = LossCause(LossKind.BLOCKED_OTHERS, seconds=limit_s)
+            self.end_worker(worker, cause, now, stop=True, failure=True)
+        if not idle:
+            for worker in members:
+                worker.blocked_s = None
+            self._break(WorldChange(WorldChangeKind.ALL_BLOCKED, have=len(members), seconds=limit_s), now)
 
     def _break(self, change: WorldChange, now: float) -> None:
         if self.phase not in (Phase.RUNNING, Phase.INTERRUPTED):
@@ -320,7 +298,7 @@ class WorldLifecycle:
         self._timers.cancel(("notice", 0))
         training = tuple(self._registry.states[TRAINING])
         if training:
-            self._commands.append(CutPeers(training, self._registry.round, change))
+            self._commands.append(do.CutPeers(training, self._registry.round, change))
         self._stall_due = now + self._settings.stall_timeout_s
         for survivor in training:
             self._timers.set(("stall", survivor), self._stall_due)
@@ -335,7 +313,7 @@ class WorldLifecycle:
         limit_s = self._settings.stall_timeout_s
         after_loop = any(worker.after_loop for worker in self._registry.in_state(TRAINING))
         if self._paused_at is None and (self.furthest > self._noticed_at or after_loop):
-            # no member reached a commit, but they train on: only newcomers wait for them
+            # no member has reached a commit, but they still train: only newcomers have to wait longer
             self._noticed_at = self.furthest
             self._timers.set(("notice", 0), now + limit_s)
         elif self._paused_at is None:
@@ -346,12 +324,12 @@ class WorldLifecycle:
     # --- the beginning of a world -----------------------------------------------------------------
 
     def evaluate(self, now: float) -> None:
-        """Go on to the next phase if all that it waits for is there; otherwise announce what is missing."""
+        """Enter the next phase if the job waits for nothing more; otherwise announce what is missing."""
         training = self._registry.count(TRAINING)
         if self.phase is Phase.STARTING:
             self._evaluate_start(now)
         elif self.phase is Phase.INTERRUPTED and training:
-            self._announce_interrupted(training, now)
+            self._announce_interrupted(now)
         elif self.phase is Phase.BROKEN and training:
             self._announce_broken(now)
         elif self.phase in _WITH_WORLD and not training:
@@ -359,11 +337,12 @@ class WorldLifecycle:
 
     def _evaluate_start(self, now: float) -> None:
         waiting = list(self._registry.in_state(AT_INIT, READY))
-        if any(worker.loop for worker in waiting):  # a worker in the loop takes no part in collectives before it
+        if any(worker.loop for worker in waiting):  # a worker in the loop joins no collective of the code before it
             for worker in waiting:
                 if not worker.loop:
                     self._admit(worker, now)
-        ready = self._registry.count(AT_INIT) + self._registry.count(READY)
+            waiting = [worker for worker in waiting if worker.loop]
+        ready = len(waiting)
         have = ready or len(self._done)  # some functions return without ever asking for a world
         decision = self._gathering.first_world(have, now)
         if ready:
@@ -371,23 +350,23 @@ class WorldLifecycle:
         if decision.expired:
             self.fail(self._gathering.not_enough(ready, self._last_loss, now), now)
         elif not decision.go:
-            self._wait(decision, now)
+            self._announce_wait(self._gathering.wait_for(decision), decision.deadline, now)
         elif ready:
             self._change = self._gathering.gathered(ready, self._change)
-            self._publish(self._candidates(AT_INIT, READY), now)
+            self._publish(waiting, now)
         else:
             self._finish(now)
 
     def _settle(self, now: float) -> None:
         """Decide what follows a world whose members have all come back, are done, or are gone."""
-        ready = self._candidates(READY)
-        if self._done and not any(candidate.old_rank is not None for candidate in ready):
+        ready = list(self._registry.in_state(READY))
+        if self._done and not any(worker.rank is not None for worker in ready):
             self._finish(now)
             return
         if self.phase is Phase.RUNNING:
             self._break(WorldChange(WorldChangeKind.RESULTS_GONE), now)
-        held = any(self._holds(candidate.version) for candidate in ready)
-        behind = not held and any(self._holds(worker.version) for worker in self._registry.in_state(ADMITTED))
+        held = any(self._holds(worker) for worker in ready)
+        behind = not held and any(self._holds(worker) for worker in self._registry.in_state(ADMITTED))
         if not held and not behind:
             if self.furthest.trained:
                 self._on_state_lost(now)
@@ -411,10 +390,13 @@ class WorldLifecycle:
         if decision.expired:
             self.fail(self._gathering.not_enough(have, self._last_loss, now), now)
         else:
-            self._wait(decision, now)
+            self._announce_wait(self._gathering.wait_for(decision), decision.deadline, now)
 
     def _on_state_lost(self, now: float) -> None:
-        """Fail the job; with the crash, if one came back until no worker was left and its last exit is known."""
+        """Fail the job. The error is about crashes if they came back until no worker was left.
+
+        The last exit may be reported only after the loss, so the job waits for it for a moment.
+        """
         if self._crashes.may_be_a_loop():
             if self._lost_at is None:
                 self._lost_at = now
@@ -428,29 +410,20 @@ class WorldLifecycle:
                 return
         self.fail(StateLostError(progress=self.furthest.steps, last_reason=self._last_loss), now)
 
-    def _holds(self, version: StateVersion | None) -> bool:
-        return version is not None and version.is_current_at(self.furthest)
+    def _holds(self, worker: Worker) -> bool:
+        return worker.version is not None and worker.version.is_current_at(self.furthest)
 
-    def _candidates(self, *states: WorkerState) -> list[Candidate]:
-        agents = self._registry.agents
-        return [
-            Candidate(worker.id, worker.place, worker.rank, worker.version, bool(agents[worker.agent].leaving))
-            for worker in self._registry.in_state(*states)
-        ]
-
-    def _publish(self, members: list[Candidate], now: float) -> None:
+    def _publish(self, members: list[Worker], now: float) -> None:
         limit = self._registry.reset_limit
         if limit is not None and not self._registry.may_reset():
-            self.fail(
-                ResetLimitError(resets=self._registry.round, limit=limit, last_reason=change_in_words(self._change)),
-                now,
-            )
+            reason = change_in_words(self._change)
+            self.fail(ResetLimitError(resets=self._registry.round, limit=limit, last_reason=reason), now)
             return
         if self._backoff.is_hopeless(now):
             self.fail(self._gathering.unreachable_peers(self._change), now)
             return
         self._registry.round += 1
-        world = decisions.build_world(self._registry.round, members)
+        self.world = world = decisions.build_world(self._registry.round, members)
         # a worker that returned without `init()` while others asked for a world adds no result
         self._done = {worker: position for worker, position in self._done.items() if position[1] > 0}
         for worker in list(self._registry.in_state(READY)):
@@ -459,29 +432,24 @@ class WorldLifecycle:
         for member in world.members:
             worker = self._registry.workers[member.worker]
             self._registry.enter(worker, TRAINING)
-            worker.round, worker.rank = self._registry.round, member.rank
-        self._gathering.end()
+            worker.round, worker.rank = world.round, member.rank
+        self._timers.cancel(("gather", 0))
         self._timers.cancel(("notice", 0))
         pause = None if self._paused_at is None else now - self._paused_at
         self._backoff.world_began(self.furthest, now)
-        self.world, self._paused_at = world, None
+        self._paused_at = None
         self._enter(Phase.RUNNING)
-        self._commands.append(PublishWorld(world))
+        self._commands.append(do.PublishWorld(world))
         self._context.announce(
-            WorldStarted(
-                now, self._registry.round, world.size, world.root, world.progress, world.sync, pause, self._change
-            )
+            WorldStarted(now, world.round, world.size, self._change, world.root, world.progress, world.sync, pause)
         )
-        self.consider_interrupt(now)  # some members should leave and were only needed to pass on the state
+        self.consider_interrupt(now)  # leaving members may have been kept only because they hold the state
 
     # --- waiting ----------------------------------------------------------------------------------
 
-    def _wait(self, decision: Decision, now: float) -> None:
-        self._announce_wait(self._gathering.wait_for(decision), decision.deadline, now)
-
-    def _announce_interrupted(self, training: int, now: float) -> None:
+    def _announce_interrupted(self, now: float) -> None:
         kind = WaitKind.AGREEMENT if self._paused_at is None else WaitKind.STOP
-        wait = Wait(kind, have=training, change=self._change)
+        wait = Wait(kind, have=self._registry.count(TRAINING), change=self._change)
         self._announce_wait(wait, self._timers.get(("notice", 0)), now)
 
     def _announce_broken(self, now: float) -> None:

@@ -62,7 +62,7 @@ from spark_elastic.ml.shared_params import (
 )
 from spark_elastic.ml.training.dry_run import DryRunResult
 from spark_elastic.ml.training.spec import CheckpointPlan
-from spark_elastic.reporting.plot import event_rows
+from spark_elastic.reporting.event_log import event_rows
 
 DEFAULT_BATCH_SIZE = 32
 

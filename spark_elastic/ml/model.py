@@ -20,8 +20,7 @@ from spark_elastic.ml.outputs import BY_CLASS, AddedColumn, OutputShape, rule_of
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.serving import SavedPredictor, Serving, tensors_for
 from spark_elastic.ml.shared_params import FeatureColumns, OutputParams
-from spark_elastic.reporting.history import History
-from spark_elastic.reporting.plot import draw_training
+from spark_elastic.reporting.history import History, draw_training
 
 
 @dataclass(frozen=True)

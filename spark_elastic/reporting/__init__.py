@@ -1,5 +1,5 @@
 """What people see of a job: sentences about its changes, progress bars, log lines and plots.
 
-Start with `announcer`, which the driver feeds. `event_log` makes the changes, `progress` the model of the bar, `format`
-its texts, `screens` draws it; `plot` and `figure` draw a finished job, `history` holds what a training has measured.
+Start with `announcer`, which the driver feeds. `event_log` makes the changes, `progress` the model of the bar and its
+texts, `screens` draws it; `history` holds what a training has measured, and `figure` draws a finished job.
 """

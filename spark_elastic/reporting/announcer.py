@@ -1,4 +1,4 @@
-"""Announces what happens to a job: its timeline, its changes, and a line for each change once enough is known."""
+"""The announcer of a job: keeps its timeline and changes, and prints a line for each change once it is explained."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ from collections.abc import Callable, Sequence
 from spark_elastic import clock
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.commands import Command
-from spark_elastic.membership.timeline import HostExcluded, JobEnded, PlaceCooledDown, Record, Waiting, WorldStarted
+from spark_elastic.membership.reasons import counted
+from spark_elastic.membership.timeline import JobEnded, Record, Waiting, WorldStarted
 from spark_elastic.membership.topology import WorkerId
-from spark_elastic.membership.wording import counted
-from spark_elastic.reporting.event_log import (
-    EventLog,
-    MembershipChange,
-    seconds_in_words,
-    steps_in_words,
-)
+from spark_elastic.reporting.event_log import EventLog, MembershipChange
 from spark_elastic.reporting.progress import WAIT_S, ProgressModel
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
@@ -25,8 +20,7 @@ logger = logging.getLogger(__name__)
 
 CAUSE_S = 0.6
 """How long to wait for the cause of a loss: sockets close before an exit code or Spark's own report arrives."""
-PAUSE_S = 1.0
-"""A pause that takes longer is announced before it is over."""
+PAUSE_S = 1.0  # the length from which a pause is announced before it is over
 
 
 class Announcer:
@@ -50,12 +44,9 @@ class Announcer:
         self._verbose = verbose
         self._log = EventLog()
         self._timeline: list[Record] = []
-        #: How many of the log's changes were announced or skipped.
-        self._announced = 0
-        #: Indices of the changes that were announced before their pause was over.
-        self._paused: list[int] = []
-        self.waiting = ""
-        """What is waited for, in words; empty: nothing."""
+        self._announced = 0  # how many of the log's changes were announced or skipped
+        self._paused: list[int] = []  # indices of the changes that were announced before their pause was over
+        self.waiting = ""  # what is waited for, in words; empty: nothing
 
     @property
     def timeline(self) -> list[Record]:
@@ -73,36 +64,30 @@ class Announcer:
         ]
 
     def observe(self, event: seen.Event, commands: Sequence[Command], now: float) -> None:
-        """Take in an event and the machine's answer to it; records of the answer come to `announce`."""
+        """Update the changes with an event and the machine's answer to it. Its records come to `announce`."""
         self._log.observe(event, commands, now)
         if isinstance(event, seen.WorkerAlive) and event.version is not None:
             self._progress.steps(event.version.steps, now)
 
     def live(self, message: LiveProgress, now: float) -> None:
-        """Take in the progress of a training within an epoch."""
+        """Show the progress of a training within an epoch."""
         self._progress.live(message, now)
 
     def epoch(self, message: EpochEnded, now: float) -> None:
-        """Take in the end of an epoch, and print its line unless it was printed before."""
+        """Show the end of an epoch, and print its line unless it was printed before."""
         line = self._progress.epoch(message, now)
         if line is not None and self._verbose >= 1:
             self._say(line)
 
     def notice(self, worker: WorkerId, text: str, now: float) -> None:
-        """Take in a worker's message for people."""
+        """Add a worker's message for people to the changes and to the log of this process."""
         self._log.notice(worker, text, now)
         logger.warning("%s: %s", self._job, text)
 
     def announce(self, record: Record) -> None:
-        """Add a record to the timeline."""
+        """Add a record to the timeline, and show it."""
         self._log.note(record)
-        to_wall = clock.wall() - clock.monotonic()
-        times = {"at": record.at + to_wall}
-        if isinstance(record, Waiting) and record.deadline is not None:
-            times["deadline"] = record.deadline + to_wall
-        if isinstance(record, (PlaceCooledDown, HostExcluded)):
-            times["until"] = record.until + to_wall
-        self._timeline.append(dataclasses.replace(record, **times))
+        self._timeline.append(record.shifted(clock.wall() - clock.monotonic()))
         if isinstance(record, Waiting):
             self.waiting = record.reason
             self._progress.wait(record.wait, record.deadline, record.at)
@@ -114,7 +99,7 @@ class Announcer:
             self._say(f"spark_elastic: {record}")
 
     def print_changes(self, now: float, last: bool = False) -> float | None:
-        """Print the changes of which enough is known; all that are left if this is the last call.
+        """Print the changes whose cause and pause are known, or have been waited for long enough. `last`: print all.
 
         Returns:
             When to call again; None: no need to.
@@ -122,7 +107,8 @@ class Announcer:
         changes = self._log.changes
         for index in [index for index in self._paused if not changes[index].open]:
             self._paused.remove(index)
-            self._line(_end_of_pause(changes[index], self._log.size))
+            resumed = f"training goes on with {counted(self._log.size, 'worker')}"
+            self._line(", ".join([resumed, *changes[index].cost("after ")]))
         while self._announced < len(changes):
             change = changes[self._announced]
             due = now if last else _due(change)
@@ -148,9 +134,3 @@ def _due(change: MembershipChange) -> float:
     if change.kind == "lost" and change.unexplained:
         return change.at + CAUSE_S
     return change.at
-
-
-def _end_of_pause(change: MembershipChange, size: int) -> str:
-    cost = [] if change.steps_lost is None else [steps_in_words(change.steps_lost)]
-    after = [] if change.pause_s is None else [f"after {seconds_in_words(change.pause_s)}"]
-    return ", ".join([f"training goes on with {counted(size, 'worker')}", *after, *cost])

@@ -1,66 +1,57 @@
-"""The event log of a job: what happened to its world, change by change, as people are told it.
+"""The event log of a job: the changes of its world, each as a sentence for people.
 
-It is made from the same events and commands as the membership machine's own state; it decides nothing.
+It is made from the events and commands of the membership machine, and decides nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from spark_elastic.membership import events as seen
+from spark_elastic.membership import timeline
 from spark_elastic.membership.commands import Command, PublishWorld, WithdrawSlot
-from spark_elastic.membership.reasons import LossCause, LossKind, Wait
-from spark_elastic.membership.timeline import (
-    JobEnded,
-    PlaceCooledDown,
-    Record,
-    Waiting,
-    WorkerLeft,
-    WorldBroken,
-    WorldStarted,
+from spark_elastic.membership.reasons import (
+    LossCause,
+    LossKind,
+    Wait,
+    change_in_words,
+    counted,
+    failures_in_words,
+    loss_in_words,
+    wait_on_bar,
 )
 from spark_elastic.membership.topology import BEGINNING, Place, StateVersion, WorkerId, World
-from spark_elastic.membership.wording import change_in_words, counted, failures_in_words, loss_in_words
 
+_ROW_FIELDS = ("kind", "who", "reason", "before", "after", "pause_s", "steps_lost")
 NO_EXECUTOR = ("driver", "local-")
 """Prefixes of executor names that stand for no executor: local mode, and plain processes."""
 MOST_NOTICES = 200
-WORTH_A_WORD_S = 5.0
-"""A slot, executor or host that rests for less is back before anybody could miss it."""
-LATE_S = 15.0
-"""How long after a loss Spark's report about an executor still explains it."""
+WORTH_A_WORD_S = 5.0  # the shortest pause of a slot, executor or host that is reported
+LATE_S = 15.0  # how long after a loss a report about the executor is taken for its cause
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipChange:
     """One thing that happened to the world. `str(change)` is its sentence."""
 
-    at: float
-    """When it began. Seconds since 1970 in `job.changes()`."""
+    at: float  # when it began. Seconds since 1970 in `job.changes()`
     kind: str
     """One of "started", "lost", "drained", "left", "joined", "broken", "waiting", "resting", "notice", "finished" and
     "failed"."""
-    who: str
-    """The workers or executors concerned; empty for the job as a whole."""
+    who: str  # the workers or executors concerned; empty for the job as a whole
     reason: str
-    before: int
-    """Workers before the change."""
-    after: int
-    """Workers after it."""
+    before: int  # workers before the change
+    after: int  # workers after it
     pause_s: float | None = None
     """Time until the first step after the change, or until the new world was formed if steps are not reported; None:
     not known yet, or no pause."""
-    steps_lost: int | None = None
-    """Applied steps that have to be done again; None: as for `pause_s`."""
-    open: bool = False
-    """The pause is not over."""
-    lasted_s: float | None = None
-    """The length of a wait that is over."""
-    wait: Wait | None = None
-    """What is waited for, if the kind is "waiting"."""
-    unexplained: bool = False
-    """`reason` tells only how a loss was noticed; the cause often arrives a moment later."""
+    steps_lost: int | None = None  # applied steps that have to be computed again; None: not known yet, or no pause
+    open: bool = False  # the pause is not over
+    lasted_s: float | None = None  # the length of a wait that is over
+    wait: Wait | None = None  # what is waited for, if the kind is "waiting"
+    unexplained: bool = False  # `reason` tells only how a loss was noticed; the cause often arrives a moment later
 
     def __str__(self) -> str:
         cause = f" ({self.reason})" if self.reason else ""
@@ -81,13 +72,29 @@ class MembershipChange:
                 sizes = f"still {counted(self.after, 'worker')}"
             case _:
                 sizes = f"{self.before} -> {counted(self.after, 'worker')}"
-        return f"{self.who} {self.kind}{cause}: {', '.join([sizes, *self._cost()])}"
+        return f"{self.who} {self.kind}{cause}: {', '.join([sizes, *self.cost()])}"
 
-    def _cost(self) -> list[str]:
-        return [
-            *([] if self.pause_s is None else [seconds_in_words(self.pause_s)]),
-            *([] if self.steps_lost is None else [steps_in_words(self.steps_lost)]),
-        ]
+    def cost(self, before: str = "") -> list[str]:
+        """Return the length of the pause, with a word before it, and the number of lost steps, as far as known."""
+        words = []
+        if self.pause_s is not None:
+            words.append(f"{before}{self.pause_s:.2f} s" if self.pause_s < 9.995 else f"{before}{self.pause_s:.0f} s")
+        if self.steps_lost is not None:
+            words.append(f"{counted(self.steps_lost, 'step')} lost" if self.steps_lost else "no step lost")
+        return words
+
+
+def event_rows(changes: Sequence[MembershipChange], began: float) -> tuple[dict[str, Any], ...]:
+    """Return the changes of a job as plain values. `began` and the times of the changes are in seconds since 1970."""
+    return tuple(
+        {
+            "seconds": round(change.at - began, 3),
+            "time": round(change.at, 3),
+            **{name: getattr(change, name) for name in _ROW_FIELDS},
+            "text": str(change) if change.wait is None else wait_on_bar(change.wait),
+        }
+        for change in changes
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +113,9 @@ class _Name:
 class _Departure:
     """A worker that is gone."""
 
-    record: WorkerLeft
+    record: timeline.WorkerLeft
     cause: LossCause
-    whole: bool
-    """Its agent or executor is gone too."""
+    whole: bool  # its agent or executor is gone too
 
     @property
     def name(self) -> _Name:
@@ -123,40 +129,35 @@ class _Departure:
 
 
 class EventLog:
-    """All changes of a job, oldest first. Fed with the machine's events, commands and records."""
+    """All changes of a job, oldest first, made from the membership machine's events, commands and records."""
 
     def __init__(self) -> None:
         self._changes: list[MembershipChange] = []
         self._world: World | None = None
         self._next: World | None = None
-        #: The present world's members that are gone.
-        self._gone: set[WorkerId] = set()
-        #: Indices of the changes that end with the next world.
-        self._open: list[int] = []
-        #: By the index of their change.
-        self._departures: dict[int, list[_Departure]] = {}
-        self._broken: WorldBroken | None = None
-        #: The index of the wait that is not over.
-        self._waits: int | None = None
+        self._gone: set[WorkerId] = set()  # the present world's members that are gone
+        self._open: list[int] = []  # indices of the changes that end with the next world
+        self._departures: dict[int, list[_Departure]] = {}  # by the index of their change
+        self._broken: timeline.WorldBroken | None = None
+        self._waits: int | None = None  # the index of the wait that is not over
         self._furthest = BEGINNING
         self._notices = 0
         #: Until the newest world has applied a step: when the pause began, and the version that the world starts from.
         self._first: tuple[float, StateVersion] | None = None
-        #: The index of the change that the pause belongs to.
-        self._paused = 0
+        self._paused = 0  # the index of the change that the pause belongs to
 
     @property
     def changes(self) -> Sequence[MembershipChange]:
-        """Grows at the end; the newest may be replaced as more is known of them."""
+        """The changes so far. New ones are appended; the newest are replaced when more is known about them."""
         return self._changes
 
     @property
     def size(self) -> int:
-        """Workers of the present world that are still there."""
+        """The number of workers of the present world that are not gone."""
         return 0 if self._world is None else self._world.size - len(self._gone)
 
     def observe(self, event: seen.Event, commands: Iterable[Command], now: float) -> None:
-        """Take in one event and the machine's answer to it; records of the answer come to `note`."""
+        """Update the log with an event and the machine's answer to it. `note` takes the records of the answer."""
         match event:
             case seen.WorkerAlive(_, version) | seen.WorkerReady(_, _, version):
                 version = version or BEGINNING
@@ -164,53 +165,46 @@ class EventLog:
                 if self._first is not None and version.is_steps_after(self._first[1]):
                     self._resumed(now - self._first[0])
             case seen.WorkerLost(worker, cause):
-                self._explain(lambda departure: departure.record.worker == worker, cause, False, now)
+                self._explain(lambda gone: gone.record.worker == worker, cause, False, now)
             case seen.SlotEnded(slot, cause):  # a local agent's exit, or Spark's report about the task
-                self._explain(
-                    lambda departure: departure.whole and departure.record.place.slot == slot, cause, True, now
-                )
+                self._explain(lambda gone: gone.whole and gone.record.place.slot == slot, cause, True, now)
             case seen.ExecutorLost(executor, cause):
-                self._explain(lambda departure: departure.record.place.executor == executor, cause, True, now)
+                self._explain(lambda gone: gone.record.place.executor == executor, cause, True, now)
         for command in commands:
             match command:
                 case PublishWorld(world):
                     self._next = world
-                case WithdrawSlot(slot, cause):  # its agent is lost too, and the worker was missed first
+                case WithdrawSlot(slot, cause):  # its agent is lost too, after the worker was lost
                     self._explain(
-                        lambda departure: departure.record.place.slot == slot and departure.cause.is_symptom,
-                        cause,
-                        True,
-                        now,
+                        lambda gone: gone.record.place.slot == slot and gone.cause.is_symptom, cause, True, now
                     )
 
-    def note(self, record: Record) -> None:
-        """Take in a record of the timeline."""
-        if self._first is not None and isinstance(record, (WorldBroken, WorldStarted, JobEnded)):
+    def note(self, record: timeline.Record) -> None:
+        """Update the log with a record of the timeline."""
+        starts_or_ends = isinstance(record, (timeline.WorldStarted, timeline.JobEnded))
+        if self._first is not None and (starts_or_ends or isinstance(record, timeline.WorldBroken)):
             self._resumed(None)
-        if self._waits is not None and isinstance(record, (Waiting, WorldStarted, JobEnded)):
-            wait = self._changes[self._waits]
-            self._changes[self._waits] = replace(wait, lasted_s=record.at - wait.at)
+        if self._waits is not None and (starts_or_ends or isinstance(record, timeline.Waiting)):
+            self._update(self._waits, lasted_s=record.at - self._changes[self._waits].at)
             self._waits = None
         match record:
-            case WorkerLeft():
+            case timeline.WorkerLeft():
                 self._on_left(record)
-            case WorldBroken():
+            case timeline.WorldBroken():
                 self._broken = record
-            case WorldStarted():
+            case timeline.WorldStarted():
                 self._on_started(record)
-            case Waiting(at):
-                change = MembershipChange(at, "waiting", "", record.reason, self.size, self.size, wait=record.wait)
-                self._waits = self._add(change)
-            case PlaceCooledDown(at, kind, name, failures, until):
+            case timeline.Waiting(at):
+                self._waits = self._add(at, "waiting", "", record.reason, wait=record.wait)
+            case timeline.PlaceCooledDown(at, kind, name, failures, until):
                 if until - at >= WORTH_A_WORD_S:
-                    text = failures_in_words(failures, until - at)
-                    self._add(MembershipChange(at, "resting", f"{kind} {name}", text, self.size, self.size))
-            case JobEnded(at, outcome, why):
+                    self._add(at, "resting", f"{kind} {name}", failures_in_words(failures, until - at))
+            case timeline.JobEnded(at, outcome, why):
                 self._open = []
-                self._add(MembershipChange(at, outcome, "", why.partition("\n")[0], self.size, self.size))
+                self._add(at, outcome, "", why.partition("\n")[0])
 
     def notice(self, worker: WorkerId, text: str, now: float) -> None:
-        """Take in a worker's message for people; at most `MOST_NOTICES` are kept."""
+        """Add a worker's message for people; at most `MOST_NOTICES` are kept."""
         self._notices += 1
         if self._notices > MOST_NOTICES:
             return
@@ -218,13 +212,18 @@ class EventLog:
             text += " (further messages of workers are in their own logs)"
         known = self._world is not None and worker in self._world.workers
         who = f"rank {self._world.member(worker).rank}" if self._world is not None and known else "a worker"
-        self._add(MembershipChange(now, "notice", who, text, self.size, self.size))
+        self._add(now, "notice", who, text)
 
-    def _add(self, change: MembershipChange) -> int:
-        self._changes.append(change)
+    def _add(self, at: float, kind: str, who: str, reason: str, **fields: Any) -> int:
+        """Append a change and return its index. It leaves the number of workers as it is unless `fields` say more."""
+        sizes = {"before": self.size, "after": self.size}
+        self._changes.append(MembershipChange(at, kind, who, reason, **(sizes | fields)))
         return len(self._changes) - 1
 
-    def _on_left(self, record: WorkerLeft) -> None:
+    def _update(self, index: int, **fields: Any) -> None:
+        self._changes[index] = replace(self._changes[index], **fields)
+
+    def _on_left(self, record: timeline.WorkerLeft) -> None:
         departure = _Departure(record, record.cause, record.cause.reaches_beyond_the_worker)
         reason, before = root_loss_in_words(record.cause), self.size
         kind = "left" if record.graceful else "lost"
@@ -235,37 +234,42 @@ class EventLog:
             self._gone.add(record.worker)
         elif record.graceful:
             return  # a worker that no world ever had
-        last = self._open[-1] if self._open else None
-        same = member and last is not None and (self._changes[last].kind, self._changes[last].reason) == (kind, reason)
-        if same and last is not None:
-            self._changes[last] = replace(self._changes[last], after=self.size)
-            self._departures[last].append(departure)
-            self._name(last)
-            return
-        change = MembershipChange(record.at, kind, str(departure.name), reason, before, self.size, open=member)
-        index = self._add(replace(change, unexplained=record.cause.is_symptom))
+        if member and self._open:
+            last = self._open[-1]
+            if (self._changes[last].kind, self._changes[last].reason) == (kind, reason):
+                self._departures[last].append(departure)
+                self._update(last, after=self.size, who=self._names(last))
+                return
+        unexplained = record.cause.is_symptom
+        index = self._add(
+            record.at, kind, str(departure.name), reason, before=before, open=member, unexplained=unexplained
+        )
         self._departures[index] = [departure]
         if member:
             self._open.append(index)
 
     def _explain(self, of: Callable[[_Departure], bool], cause: LossCause, whole: bool, now: float) -> None:
-        """Take in what is learnt about a loss after it was noticed."""
+        """Store the cause of departures that were noticed before. `whole`: their agents or executors are gone too."""
         for index, departures in self._departures.items():
             if self._changes[index].kind == "lost" and now - self._changes[index].at < LATE_S:
                 for departure in filter(of, departures):
                     departure.whole = departure.whole or whole
                     if departure.cause.is_symptom and not cause.is_symptom:
                         departure.cause = cause
-                self._name(index)
                 reasons = dict.fromkeys(root_loss_in_words(departure.cause) for departure in departures)
                 unexplained = any(departure.cause.is_symptom for departure in departures)
-                self._changes[index] = replace(self._changes[index], reason="; ".join(reasons), unexplained=unexplained)
+                self._update(index, who=self._names(index), reason="; ".join(reasons), unexplained=unexplained)
 
-    def _name(self, index: int) -> None:
+    def _names(self, index: int) -> str:
+        """Return who left in a change: several names of one kind as "executors 3, 5", others one by one."""
         names = list(dict.fromkeys(departure.name for departure in self._departures[index]))
-        self._changes[index] = replace(self._changes[index], who=_names_in_words(names))
+        kinds = {(name.noun, name.where) for name in names}
+        if len(names) == 1 or len(kinds) > 1 or not names[0].number:
+            return ", ".join(map(str, names))
+        numbers = ", ".join(sorted(name.number for name in names))
+        return str(_Name(f"{names[0].noun}s", numbers, names[0].where))
 
-    def _on_started(self, record: WorldStarted) -> None:
+    def _on_started(self, record: timeline.WorldStarted) -> None:
         old, new = self._world, self._next
         if new is None or new.round != record.round:
             return
@@ -276,38 +280,34 @@ class EventLog:
         lost = version.steps_lost(self._furthest)
         self._furthest = version
         if old is None:
-            self._add(MembershipChange(record.at, "started", "", record.why, 0, new.size))
+            self._add(record.at, "started", "", record.why, before=0)
             return
         newcomers = [member.place for member in new.members if member.worker not in old.workers]
         begin = record.at - (record.pause_s or 0.0)
         if newcomers:
-            who = _newcomers(newcomers)
-            opened.append(self._add(MembershipChange(begin, "joined", who, "", stayed, new.size)))
+            opened.append(self._add(begin, "joined", _newcomers(newcomers), "", before=stayed))
         if not opened:
             broken = record.change if self._broken is None else self._broken.change
             why = change_in_words(broken) if broken.cause is None else root_loss_in_words(broken.cause)
-            opened.append(self._add(MembershipChange(begin, "broken", f"round {old.round}", why, new.size, new.size)))
+            opened.append(self._add(begin, "broken", f"round {old.round}", why))
         self._broken = None
         first, *others = opened
         for index in others:  # one pause, however many changes fall into it
-            self._changes[index] = replace(self._changes[index], open=False)
-        self._changes[first] = replace(self._changes[first], pause_s=record.pause_s, steps_lost=lost, open=True)
+            self._update(index, open=False)
+        self._update(first, pause_s=record.pause_s, steps_lost=lost, open=True)
         self._paused = first
         self._first = (begin, version)
         if new.version is None:
             self._resumed(None)  # no elastic loop that would report its steps
 
     def _resumed(self, pause_s: float | None) -> None:
-        """Take in that the newest world has applied its first step. None: not known when; its beginning counts."""
-        change = self._changes[self._paused]
-        self._changes[self._paused] = replace(
-            change, open=False, pause_s=change.pause_s if pause_s is None else pause_s
-        )
+        """End the pause of a change. `pause_s`: its length; None: it ended when the new world was formed."""
+        self._update(self._paused, open=False, **({} if pause_s is None else {"pause_s": pause_s}))
         self._first = None
 
 
 def root_loss_in_words(cause: LossCause) -> str:
-    """Return what happened, without the chain of what was lost with it."""
+    """Describe the event that led to a loss, without the other things that were lost with it."""
     root = cause.root
     if root.kind is not LossKind.EXITED or root.code is None:
         return loss_in_words(root)
@@ -320,22 +320,3 @@ def _newcomers(places: Sequence[Place]) -> str:
     where = [p.host if p.executor.startswith(NO_EXECUTOR) else f"executor {p.executor}" for p in places]
     count = "a worker" if len(places) == 1 else f"{len(places)} workers"
     return f"{count} on {', '.join(dict.fromkeys(where))}"
-
-
-def _names_in_words(names: Sequence[_Name]) -> str:
-    """Return several names of one kind as "executors 3, 5", others one by one."""
-    kinds = {(name.noun, name.where) for name in names}
-    if len(names) == 1 or len(kinds) > 1 or not names[0].number:
-        return ", ".join(map(str, names))
-    numbers = ", ".join(sorted(name.number for name in names))
-    return str(_Name(f"{names[0].noun}s", numbers, names[0].where))
-
-
-def steps_in_words(steps: int) -> str:
-    """Return how many applied steps were lost."""
-    return "no step lost" if steps == 0 else f"{counted(steps, 'step')} lost"
-
-
-def seconds_in_words(seconds: float) -> str:
-    """Return a short duration with hundredths, a long one without."""
-    return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.0f} s"

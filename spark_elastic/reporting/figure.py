@@ -1,25 +1,21 @@
-"""The figures of `plot`: loss and metrics over the epochs, with the size of the world and its losses below.
+"""The figures of trainings and jobs: loss and metrics over the epochs, with the size of the world and its losses below.
 
-Imports matplotlib, so `plot` imports this module only for the first plot.
+Imports matplotlib, so `history` imports this module only for the first plot.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from spark_elastic.reporting.history import FACTS
-
 Row = Mapping[str, Any]
 
-MOST_METRICS = 3
-"""Number of panels besides that of the loss; further metrics are only in `model.history`."""
-# of medium brightness: visible on white and on black
+MOST_METRICS = 3  # the number of metrics that get a panel beside the loss; further metrics are only in `model.history`
+# colours of medium brightness, which are visible on white and on black
 TRAIN, VALIDATION, WORLD, GREY = "#3b82c4", "#d9822b", "#6b8e9f", "#888888"
 KINDS = {
     "lost": ("lost", "#d64545", "X"),
@@ -29,8 +25,7 @@ KINDS = {
     "broken": ("broken and rebuilt", "#d6a445", "D"),
 }
 """By the kind of an event: label, colour and marker."""
-LONG_PAUSE = 0.01
-"""A pause that takes at least this part of the x axis is drawn as a span."""
+LONG_PAUSE = 0.01  # the part of the x axis from which a pause is wide enough to be drawn as a span
 
 
 class NotebookFigure(Figure):
@@ -42,10 +37,11 @@ class NotebookFigure(Figure):
         return file.getvalue()
 
 
-def of_training(history: Sequence[Row], events: Sequence[Row], title: str) -> NotebookFigure:
-    """Draw panels for the loss, the metrics and the world over the epochs, with the time on top."""
-    names = _measured(history)
-    figure, panels = _panels(len(names))
+def of_training(history: Sequence[Row], columns: Iterable[str], events: Sequence[Row], title: str) -> NotebookFigure:
+    """Draw panels for the loss, the metrics (`columns` of the history) and the world over the epochs."""
+    measured = list(columns)
+    names = [name for name in measured if not (name.startswith("val_") and name[4:] in measured)][: MOST_METRICS + 1]
+    figure, panels = _panels(len(names), title)
     place, times = _epoch_axis(history, events)
     for panel, name in zip(panels, names, strict=False):
         _draw_column(panel, history, name)
@@ -61,29 +57,23 @@ def of_training(history: Sequence[Row], events: Sequence[Row], title: str) -> No
     world.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
     _show_times(panels[0], times)
     figure.align_ylabels()
-    figure.suptitle(title, fontsize="large", x=0.02, ha="left")
     return figure
 
 
 def of_job(events: Sequence[Row], title: str) -> NotebookFigure:
     """Draw the size of the world over the seconds of the job."""
-    figure, (world,) = _panels(0)
+    figure, (world,) = _panels(0, title)
     end = max((row["seconds"] + (row["pause_s"] or 0.0) for row in events), default=1.0) or 1.0
     _draw_world(world, events, lambda row, late: row["seconds"] + late, end)
     world.set_xlabel("seconds since the job began")
     world.set_xlim(0, end)
-    figure.suptitle(title, fontsize="large", x=0.02, ha="left")
     return figure
 
 
-def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure in the format that the path's suffix names."""
-    figure.savefig(path, dpi=110)
-
-
-def _panels(measured: int) -> tuple[NotebookFigure, list[Any]]:
+def _panels(measured: int, title: str) -> tuple[NotebookFigure, list[Any]]:
     heights = [3.0] * min(measured, 1) + [2.0] * max(measured - 1, 0) + [1.6]
     figure = NotebookFigure(figsize=(9.0, sum(heights) + 0.8), layout="constrained")
+    figure.suptitle(title, fontsize="large", x=0.02, ha="left")
     panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     for panel in (flat := list(panels[:, 0])):
         panel.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.8)
@@ -93,18 +83,9 @@ def _panels(measured: int) -> tuple[NotebookFigure, list[Any]]:
     return figure, flat
 
 
-def _measured(history: Sequence[Row]) -> list[str]:
-    names = dict.fromkeys(name for row in history for name in row if name not in FACTS)
-    plain = [name for name in names if not (name.startswith("val_") and name[4:] in names)]
-    return plain[: MOST_METRICS + 1]
-
-
 def _draw_column(panel: Any, history: Sequence[Row], name: str) -> None:
     alone = len(history) < 25  # further points would be a thick line
-    for column, label, colour, line in (
-        (name, "train", TRAIN, "-"),
-        (f"val_{name}", "validation", VALIDATION, "--"),
-    ):
+    for column, label, colour, line in ((name, "train", TRAIN, "-"), (f"val_{name}", "validation", VALIDATION, "--")):
         points = [(row["epoch"] + 1, row[column]) for row in history if row.get(column) is not None]
         if points:
             marks = {"marker": "o", "markersize": 4, "clip_on": False} if alone else {}
@@ -113,10 +94,9 @@ def _draw_column(panel: Any, history: Sequence[Row], name: str) -> None:
 
 
 def _draw_world(panel: Any, events: Sequence[Row], place: Callable[[Row, float], float], end: float) -> None:
-    """Draw the size of the world. `place` maps an event, a number of seconds after it began, to the x axis."""
-    steps: list[tuple[float, int]] = []
-    for row in _of_world(events):
-        steps.append((place(row, 0.0), row["after"]))
+    """Draw the size of the world. `place` returns the x position of an event, plus a number of seconds."""
+    changes = [row for row in events if row["kind"] == "started" or (row["kind"] in KINDS and row["before"])]
+    steps = [(place(row, 0.0), row["after"]) for row in changes]
     if not steps:
         return
     xs = [x for x, _ in steps] + [max(end, steps[-1][0])]
@@ -146,10 +126,6 @@ def _mark_losses(panels: Sequence[Any], events: Sequence[Row], place: Callable[[
         if row["kind"] in KINDS and row["before"]:
             for panel in panels:
                 panel.axvline(place(row, 0.0), color=KINDS[row["kind"]][1], linewidth=1.0, alpha=0.45, zorder=0.5)
-
-
-def _of_world(events: Sequence[Row]) -> list[Row]:
-    return [row for row in events if row["kind"] == "started" or (row["kind"] in KINDS and row["before"])]
 
 
 def _epoch_axis(

@@ -1,14 +1,22 @@
-"""The history of a training: a row of measured values for each epoch."""
+"""The history of a training, a row of measured values for each epoch, and plots of trainings and jobs.
+
+matplotlib, an extra, is imported for the first plot only.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from spark_elastic.errors import CheckpointError
+from spark_elastic.errors import CheckpointError, MissingExtraError
+from spark_elastic.membership.reasons import counted
 
 Row = Mapping[str, float | int]
+EventRow = Mapping[str, Any]
+"""One row of `event_log.event_rows`."""
 FACTS = ("epoch", "steps", "rows", "seconds", "ended", "lr")
 """The columns that are not a loss or a metric."""
 
@@ -34,9 +42,6 @@ class History(Sequence[Row]):
                 raise KeyError(f"{at!r}; there are {', '.join(self.names) or 'no rows'}")
             return [row.get(at) for row in self._rows]
         return self._rows[at]
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._rows)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, History) and self._rows == other._rows
@@ -88,3 +93,63 @@ class History(Sequence[Row]):
         if not isinstance(document, list) or not all(isinstance(row, dict) for row in document):
             raise CheckpointError(f"not a history: expected a list of rows, got {type(document).__name__}")
         return cls(document)
+
+
+# --- plots ----------------------------------------------------------------------------------------
+
+
+def draw_training(history: Sequence[Row], events: Sequence[EventRow], path: str | Path | None) -> Any:
+    """Plot the loss and the metrics of a training over its epochs, with the number of workers.
+
+    Args:
+        history: a row for each epoch.
+        events: the rows of `event_rows`.
+        path: a file to write the plot to as well; None: no file.
+
+    Returns:
+        A matplotlib Figure.
+
+    Raises:
+        MissingExtraError: if matplotlib is not installed.
+    """
+    columns = dict.fromkeys(name for row in history for name in row if name not in FACTS)
+    return _saved(_figures().of_training(history, columns, events, _title(history, events)), path)
+
+
+def draw_job(events: Sequence[EventRow], name: str, path: str | Path | None) -> Any:
+    """Plot the number of workers of a job over time. Arguments, result and errors are those of `draw_training`."""
+    return _saved(_figures().of_job(events, f"job {name}: {_losses_in_words(events)}"), path)
+
+
+def _figures() -> ModuleType:
+    try:
+        from spark_elastic.reporting import figure
+
+        return figure
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        raise MissingExtraError(what="plot()", package="matplotlib", extra="plot") from None
+
+
+def _saved(figure: Any, path: str | Path | None) -> Any:
+    if path is not None:
+        figure.savefig(path, dpi=110)
+    return figure
+
+
+def _title(history: Sequence[Row], events: Sequence[EventRow]) -> str:
+    epochs = counted(len(history), "epoch")
+    rows = sum(row.get("rows", 0) for row in history)
+    return f"{epochs}, {rows:,} rows; {_losses_in_words(events)}"
+
+
+def _losses_in_words(events: Sequence[EventRow]) -> str:
+    sizes = [row["after"] for row in events if row["kind"] not in ("waiting", "finished", "failed") and row["after"]]
+    lost = sum(row["before"] - row["after"] for row in events if row["kind"] == "lost")
+    joined = sum(row["after"] - row["before"] for row in events if row["kind"] == "joined")
+    least, most = (min(sizes), max(sizes)) if sizes else (0, 0)
+    workers = f"{least} to {most} workers" if least < most else counted(most, "worker")
+    steps = sum(row["steps_lost"] or 0 for row in events)
+    cost = f", {steps or 'no'} step{'s' if steps > 1 else ''} lost" if lost or joined else ""
+    return f"{workers}, {lost or 'none'} lost, {joined or 'none'} joined{cost}" if lost or joined else workers

@@ -1,48 +1,72 @@
-"""The model of a job's progress bar: what it shows, and the log lines where there is no bar."""
+"""The progress bar of a job: the model of what it shows, its texts, and the log lines where there is no bar."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from spark_elastic.membership.reasons import Wait
-from spark_elastic.reporting.format import Speed, View, epoch_line, plain_line, wait_on_bar
+from spark_elastic.membership.reasons import Wait, counted, wait_on_bar
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
-LINE_EVERY_S = 30.0
-"""Time between two log lines about the same epoch, or the same wait."""
-WAIT_S = 2.0
-"""A wait that is over sooner is not worth a line."""
-LOOK_AT_CLUSTER_S = 2.0
-"""How often a waiting job asks about the cluster."""
+LINE_EVERY_S = 30.0  # time between two log lines about the same epoch, or the same wait
+WAIT_S = 2.0  # the shortest wait that gets a log line
+LOOK_AT_CLUSTER_S = 2.0  # how often a waiting job asks about the cluster
 OWN_LOOP_S = 3.0
 """After this time without a message of an estimator's training, the steps of the user's own loop are shown."""
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """The state of a task with progress at one moment, as a bar or a log line shows it."""
+
+    title: str
+    done: int = 0  # units that are done
+    total: int = 0  # 0: not known
+    unit: str = "rows"
+    values: Mapping[str, float] = field(default_factory=dict)  # measured values by name
+    workers: int = 0  # 0: not shown
+    rate: float | None = None  # units a second; None: not known yet
+    seconds: float = 0.0  # time since the task began
+    waiting: str = ""  # what is waited for; shown in place of the progress
+    left_s: float | None = None  # how long the wait may still take
+
+    @property
+    def fraction(self) -> float:
+        """The done part of the whole; 0 if the total is not known."""
+        return min(self.done / self.total, 1.0) if self.total else 0.0
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until it is done at this rate; None: not known, or done."""
+        return (self.total - self.done) / self.rate if self.done < self.total and self.rate else None
+
+
 class ProgressModel:
-    """Fed by the driver's thread, read by the thread that prints. Times are of a clock that does not go back."""
+    """Holds what a job's progress bar shows. The driver's thread updates it; the thread that prints reads it.
+
+    All times are of a clock that does not go back.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._live: LiveProgress | None = None
         self._speed = Speed()
         self._size = 0
-        #: Epochs whose line was given out.
-        self._ended: set[int] = set()
+        self._ended: set[int] = set()  # epochs whose line was returned
         self._steps: int | None = None
         self._trains_since: float | None = None
         #: What is waited for (None: nothing), until when at most, and since when.
         self._wait: tuple[Wait | None, float | None, float] = (None, None, 0.0)
         self._next_line: float | None = None
         self.describe_cluster: Callable[[], str] | None = None
-        """Returns what is known of the cluster during a wait, in words. Called by the thread that prints."""
-        #: Its last answer, and when to ask again.
-        self._cluster = ("", 0.0)
+        """A function that describes the cluster during a wait. The thread that prints calls it."""
+        self._cluster = ("", 0.0)  # the newest answer of `describe_cluster`, and when to ask again
 
     # --- input --------------------------------------------------------------------------------------
 
     def live(self, message: LiveProgress, now: float) -> None:
-        """Take in the progress within an epoch."""
+        """Store the progress within an epoch."""
         with self._lock:
             before = self._live
             if before is not None and message.epoch < before.epoch:
@@ -54,7 +78,7 @@ class ProgressModel:
             self._speed.note(now, message.rows)
 
     def epoch(self, message: EpochEnded, now: float) -> str | None:
-        """Take in the end of an epoch. Returns its line; None: it was given out before."""
+        """Store the end of an epoch. Returns the line about it; None: it was returned before."""
         with self._lock:
             if message.epoch in self._ended:
                 return None
@@ -66,14 +90,14 @@ class ProgressModel:
             return epoch_line(message.epoch, message.epochs, message.seconds, message.values)
 
     def steps(self, steps: int, now: float) -> None:
-        """Take in the optimizer steps of a heartbeat."""
+        """Store the optimizer steps that a heartbeat reported."""
         with self._lock:
             self._steps = steps
             if self._live is None:
                 self._speed.note(now, steps)
 
     def world(self, size: int, now: float) -> None:
-        """Take in that a world of that size trains, which ends any wait."""
+        """Store that a world of that size trains, and end the wait if there is one."""
         with self._lock:
             self._size = size
             self._wait, self._cluster = (None, None, now), ("", 0.0)
@@ -82,14 +106,14 @@ class ProgressModel:
                 self._trains_since = now
 
     def wait(self, wait: Wait, deadline: float | None, now: float) -> None:
-        """Take in what the job waits for, and until when at most."""
+        """Store what the job waits for, and until when at most."""
         with self._lock:
             if (wait, deadline) != self._wait[:2]:
                 self._wait = (wait, deadline, now)
                 self._next_line = now + WAIT_S
 
     def look_at_cluster(self, now: float) -> None:
-        """Call `describe_cluster` if it is time to. Not under the lock: it may take a while."""
+        """Call `describe_cluster` if it is due. The lock is not held, because the call may take a while."""
         wait, _, since = self._wait
         if wait is None or self.describe_cluster is None or now - since < WAIT_S / 2 or now < self._cluster[1]:
             return
@@ -102,33 +126,128 @@ class ProgressModel:
     # --- output -------------------------------------------------------------------------------------
 
     def view(self, now: float) -> View | None:
-        """Return what the bar shows; None: nothing worth a bar."""
+        """Return what the bar shows; None: there is nothing to show."""
         with self._lock:
-            return self._view(now)
+            wait, deadline, since = self._wait
+            live = self._live
+            title = "" if live is None else f"epoch {live.epoch + 1}/{live.epochs}"
+            if wait is not None and now - since >= (0.5 if live is not None else 0.0):
+                cluster = f": {self._cluster[0]}" if self._cluster[0] else ""
+                left_s = None if deadline is None else deadline - now
+                return View(title, waiting=f"{wait_on_bar(wait)}{cluster}", left_s=left_s)
+            if live is not None:
+                title = f"{title} validation" if live.phase == "validate" else title
+                rate = self._speed.rate
+                return View(title, live.rows, live.total, "rows", live.values, self._size, rate)
+            if self._steps and self._trains_since is not None and now - self._trains_since >= OWN_LOOP_S:
+                return View("training", self._steps, 0, "steps", {}, self._size, self._speed.rate)
+            return None
 
     def line(self, now: float, bar: bool) -> str | None:
-        """Return the log line that is due now; None: none is. `bar`: a progress bar is visible beside the log."""
+        """Return the log line that is due now, or None. `bar`: a progress bar is visible beside the log."""
         with self._lock:
             if self._next_line is None or now < self._next_line:
                 return None
-            view = self._view(now)
+            view = self.view(now)
             self._next_line = now + LINE_EVERY_S
             if view is None or (bar and not (view.waiting and now - self._wait[2] < LINE_EVERY_S)):
                 return None
             return plain_line(view)
 
-    def _view(self, now: float) -> View | None:
-        wait, deadline, since = self._wait
-        live = self._live
-        title = "" if live is None else f"epoch {live.epoch + 1}/{live.epochs}"
-        if wait is not None and now - since >= (0.5 if live is not None else 0.0):
-            cluster = f": {self._cluster[0]}" if self._cluster[0] else ""
-            left_s = None if deadline is None else deadline - now
-            return View(title, waiting=f"{wait_on_bar(wait)}{cluster}", left_s=left_s)
-        if live is not None:
-            title = f"{title} validation" if live.phase == "validate" else title
-            rate = self._speed.rate
-            return View(title, live.rows, live.total, "rows", live.values, self._size, rate)
-        if self._steps and self._trains_since is not None and now - self._trains_since >= OWN_LOOP_S:
-            return View("training", self._steps, 0, "steps", {}, self._size, self._speed.rate)
-        return None
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+def right_of_bar(view: View, width: int) -> str:
+    """Return the text to the right of the bar: the most important parts that fit into `width` characters."""
+    if view.waiting:
+        return wait_and_left(view, width)
+    done = f"{short(view.done)}/{short(view.total)} {view.unit}" if view.total else f"{view.done:,} {view.unit}"
+    values, workers, rate, eta = _measured(view)
+    parts = [done, *values, workers, rate, eta]
+    # people look first at the loss, the number of workers and the time that is left
+    by_weight = [*values[:1], workers, eta, done, rate, *values[1:]] if view.total else [done, workers, rate]
+    chosen: list[str] = []
+    for part in filter(None, by_weight):
+        if len("  ".join([*chosen, part])) <= width:
+            chosen.append(part)
+    return "  ".join(part for part in parts if part in chosen)
+
+
+def wait_and_left(view: View, width: int = 1000) -> str:
+    """Return what is waited for and the time that is left. If both do not fit into `width`, the former is shortened."""
+    left = "" if view.left_s is None else f"; {max(view.left_s, 0.0):.0f} s left"
+    return f"{cut(view.waiting, max(width - len(left), 0))}{left}"[:width]
+
+
+def plain_line(view: View) -> str:
+    """Return a line without a bar, for logs."""
+    if view.waiting:
+        return f"{view.title}: {wait_and_left(view)}" if view.title else wait_and_left(view)
+    done = f"{view.done:,}/{view.total:,} {view.unit} ({view.fraction:.0%})" if view.total else f"{view.done:,}"
+    values, workers, rate, eta = _measured(view)
+    return f"{view.title}: {', '.join(filter(None, [done, *values, workers, rate, eta]))}"
+
+
+def _measured(view: View) -> tuple[list[str], str, str, str]:
+    """Return the texts of the values, the workers, the rate and the time left; "" for what is not known."""
+    values = [f"{name} {number(value)}" for name, value in view.values.items()]
+    workers = counted(view.workers, "worker") if view.workers else ""
+    rate = "" if view.rate is None else f"{short(view.rate)} {view.unit}/s"
+    return values, workers, rate, "" if view.eta_s is None else f"{clock(view.eta_s)} left"
+
+
+def epoch_line(epoch: int, epochs: int, seconds: float, values: Mapping[str, float]) -> str:
+    """Return the line about an epoch that has ended; `epoch` counts from 0."""
+    said = "  ".join(f"{name} {number(value)}" for name, value in values.items())
+    return f"epoch {epoch + 1}/{epochs}  {said}  {seconds:.1f} s"
+
+
+def number(value: float) -> str:
+    """Format a measured value: 0.31234 -> "0.3123"."""
+    return f"{value:.4g}"
+
+
+def short(value: float) -> str:
+    """Format a count: 12345.6 -> "12.3k"."""
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= limit:
+            return f"{value / (1e3 if suffix == 'k' else limit):.3g}{suffix}"
+    return f"{value:.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+
+
+def clock(seconds: float) -> str:
+    """Format a duration: 75 -> "1:15"."""
+    whole = round(seconds)
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def cut(text: str, width: int) -> str:
+    """Shorten a text to `width` characters, with "..." at the end."""
+    return text if len(text) <= width else text[: max(width - 3, 0)] + "..."[: max(width, 0)]
+
+
+class Speed:
+    """Measures units per second over the last `WINDOW_S` seconds, so a pause lowers the rate only for a short time."""
+
+    WINDOW_S = 5.0
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, int]] = []
+
+    def note(self, now: float, done: int) -> None:
+        """Store how many units are done. If they are fewer than before, the measurement starts over."""
+        if self._seen and done < self._seen[-1][1]:
+            self._seen = []
+        self._seen.append((now, done))
+        while len(self._seen) > 2 and now - self._seen[1][0] > self.WINDOW_S:
+            del self._seen[0]
+
+    @property
+    def rate(self) -> float | None:
+        """Units a second; None: not known."""
+        if len(self._seen) < 2:
+            return None
+        (start, first), (end, last) = self._seen[0], self._seen[-1]
+        return (last - first) / (end - start) if end > start and last > first else None

@@ -1,4 +1,4 @@
-"""The places that a progress bar is drawn in: a terminal, a notebook, or nowhere if the stream cannot be redrawn.
+"""The screens that a progress bar is drawn on: a terminal, a notebook, or none if the stream cannot be redrawn.
 
 A screen belongs to one thread. Screens of several threads may share a terminal: tqdm keeps a line for each bar, and all
 of them are cleared before a line is printed.
@@ -11,29 +11,36 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from tqdm.std import tqdm
 
-from spark_elastic.reporting.format import View, bar_width, cut, right_of_bar
+from spark_elastic.reporting.progress import View, cut, right_of_bar
+
+NARROWEST_BAR, WIDEST_BAR = 6, 24
 
 
-class Screen(Protocol):
-    """Draws a bar, and keeps it apart from printed lines."""
+class Screen:
+    """Draws a bar, and keeps it apart from printed lines. The base class draws nothing."""
 
-    live: bool
-    """`show` draws something."""
-    to_stdout: bool
-    """Lines about the job are better printed on stdout than on stderr."""
+    live = False
+    """True if `show` draws something."""
+    to_stdout = False
+    """True if lines about the job are better printed on stdout than on stderr."""
 
     def show(self, view: View) -> None:
-        """Draw the bar, in place of what was drawn before."""
+        """Draw the bar, in place of the one that was drawn before."""
 
     def lines(self, write: Callable[[], None]) -> None:
-        """Call `write`, which prints lines, so that neither the lines nor the bar are torn."""
+        """Call `write`, which prints lines, so that the bar and the lines do not overwrite one another."""
+        write()
 
     def clear(self) -> None:
         """Remove the bar, until it is shown again."""
+
+
+class PlainScreen(Screen):
+    """Draws no bar, where the stream cannot be redrawn."""
 
 
 def screen_for(stream: TextIO | None) -> Screen:
@@ -45,7 +52,7 @@ def screen_for(stream: TextIO | None) -> Screen:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Return True if a line can be redrawn there."""
+    """Return True if the stream is a terminal in which a line can be redrawn."""
     try:
         return bool(stream.isatty()) and os.environ.get("TERM") != "dumb"
     except Exception:  # None, closed, or an object of the user's own
@@ -58,20 +65,6 @@ def in_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-class PlainScreen:
-    """Draws no bar."""
-
-    live = False
-    to_stdout = False
-
-    def show(self, view: View) -> None: ...
-
-    def lines(self, write: Callable[[], None]) -> None:
-        write()
-
-    def clear(self) -> None: ...
-
-
 class _Bar(tqdm):
     monitor_interval = 0  # starts no thread that would redraw the bar
 
@@ -79,11 +72,10 @@ class _Bar(tqdm):
 _Bar.set_lock(threading.RLock())  # tqdm's default takes a system semaphore and a process that tracks it
 
 
-class TerminalScreen:
+class TerminalScreen(Screen):
     """Draws one line at the bottom of a terminal, in place."""
 
     live = True
-    to_stdout = False
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
@@ -119,7 +111,7 @@ def layout(view: View, width: int) -> str:
     if view.waiting or not view.total:
         begin = f"{title}  " if title else ""
         return _literal(f"{begin}{right_of_bar(view, width - len(begin))}")
-    bar = bar_width(title, width)
+    bar = max(NARROWEST_BAR, min(WIDEST_BAR, (width - len(title)) // 8))
     right = right_of_bar(view, width - len(title) - bar - 10)
     return f"{_literal(title)} {view.fraction:4.0%} |{{bar:{bar}}}| {_literal(right)}"
 
@@ -128,7 +120,7 @@ def _literal(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
-class NotebookScreen:
+class NotebookScreen(Screen):
     """Draws one output of a notebook cell, in place. Its last content stays in the notebook's file."""
 
     live = True
@@ -149,24 +141,20 @@ class NotebookScreen:
         else:
             self._handle.update(data, raw=True)
 
-    def lines(self, write: Callable[[], None]) -> None:
-        write()
-
     def clear(self) -> None:
-        """Remove a wait that is over; a bar stays as it was last, and is kept with the notebook."""
+        """Remove the text of a wait. A bar remains as it was drawn last, and is stored with the notebook."""
         if self._handle is not None and self._waits:
             self._waits = False
             self._handle.update({"text/plain": "", "text/html": ""}, raw=True)
 
 
 def as_text(view: View) -> str:
-    """Return what a notebook shows where it cannot show HTML."""
+    """Return the bar as plain text, for notebooks that cannot show HTML."""
     percent = f" {view.fraction:4.0%}" if view.total else ""
     return f"{view.title}{percent}  {right_of_bar(view, 200)}".strip()
 
 
 def as_html(view: View) -> str:
-    """Return the bar as HTML."""
     bar = f'<progress max="1" value="{view.fraction:.4f}" style="width:14em;vertical-align:middle"></progress>'
     percent = f"{view.fraction:.0%}" if view.total else ""
     said = html.escape(right_of_bar(view, 200))

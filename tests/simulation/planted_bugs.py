@@ -15,13 +15,11 @@ from typing import Any
 
 # what the machine is made of, lower floors first; events, commands, states and topology are shared with the checker
 _MODULES = (
-    "backoff",
-    "crashes",
     "deadlines",
     "registry",
-    "decisions",
+    "failures",
     "slots",
-    "gathering",
+    "decisions",
     "worlds",
     "machine",
 )
@@ -47,13 +45,13 @@ BUGS = (
         "return (-loop, -steps, -marks), old",
         "return (loop, steps, marks), old",
     ),
-    Bug("the youngest of equals is the root", "decisions", "old_rank, candidate.worker", "-old_rank, candidate.worker"),
+    Bug("the youngest of equals is the root", "decisions", "old_rank, worker.id", "-old_rank, worker.id"),
     Bug("the sync is always skipped", "decisions", "sync=not same", "sync=False"),
     Bug(
         "equal steps are taken for equal states",
         "decisions",
-        "member.version == best.version",
-        "_standing(member)[:2] == _standing(best)[:2]",
+        "worker.version == best.version",
+        "_standing(worker)[:2] == _standing(best)[:2]",
     ),
     Bug(
         "marks are ignored when the root is chosen",
@@ -100,13 +98,13 @@ BUGS = (
     Bug(
         "one world too many",
         "worlds",
-        "not self._registry.may_reset():\n            self.fail",
-        "self._registry.round > limit + 1:\n            self.fail",
+        "not self._registry.may_reset():\n            reason",
+        "self._registry.round > limit + 1:\n            reason",
     ),
     Bug(
         "a plain function is not run again",
         "worlds",
-        "            self.end_worker(worker, _PLAIN_AGAIN, now, stop=True)\n        elif",
+        "            self.end_worker(worker, LossCause(LossKind.PLAIN_FUNCTION), now, stop=True)\n        elif",
         "            pass\n        elif",
     ),
     Bug(
@@ -125,7 +123,7 @@ BUGS = (
         "worker.run_again_in != self._registry.round",
         "worker.run_again_in < 0",
     ),
-    Bug("an old result counts", "machine", "run == record.run", "run <= record.run"),
+    Bug("an old result counts", "machine", "event.run != worker.run", "event.run > worker.run"),
     Bug("a process that has ended is run again", "worlds", "elif worker.exited:", "elif False:"),
     Bug(
         "a newcomer of an earlier loop is put into the world",
@@ -145,7 +143,9 @@ BUGS = (
         "if any(worker.loop for worker in waiting):",
         "if not waiting:",
     ),
-    Bug("one who works after the loop is not waited for", "worlds", "if not worker.after_loop:", "if worker.round:"),
+    Bug(
+        "one who works after the loop is not waited for", "worlds", "if survivor.after_loop:", "if not survivor.round:"
+    ),
     Bug("the notice has the same number twice", "worlds", "self._notices += 1", "self._notices = 1"),
     Bug("a removed worker's result is kept", "worlds", "self._done.pop(worker.id, None)", "pass"),
     Bug("a message of an older round counts", "machine", "event.round != worker.round or worker", "worker"),
@@ -159,8 +159,8 @@ BUGS = (
     Bug(
         "newcomers are never let in",
         "machine",
-        "self._worlds.note_version(event.version, now)\n        if worker.state is TRAINING",
-        "if worker.state is TRAINING",
+        "self._worlds.note_version(event.version, now)\n        if event.begun",
+        "if event.begun",
     ),
     Bug("a bug in the function goes unnoticed", "machine", "self._on_worker_raised(event, now)", "pass"),
     Bug("a silent worker is kept", "machine", "self._evict(worker_id, cause, now)", "self._evict(-1, cause, now)"),
@@ -179,24 +179,24 @@ BUGS = (
         "if place.executor in ():",
     ),
     Bug("the limits of a host are ignored", "slots", "(None if position < limit else too_many)", "None"),
-    Bug("the cooldown does not grow", "backoff", "min(longest, shortest * 2.0 ** min(doublings, 60))", "shortest"),
+    Bug("the cooldown does not grow", "failures", "min(longest, shortest * 2.0 ** min(doublings, 60))", "shortest"),
     Bug(
         "a crash that always comes back is never given up",
-        "crashes",
-        "and _worlds(self.crashes(now)) >= self.limit",
-        "and _worlds(self.crashes(now)) > 1000",
+        "failures",
+        "in self.crashes(now)) >= self.limit",
+        "in self.crashes(now)) > 1000",
     ),
     Bug(
         "crashes between which steps were applied are a row",
-        "crashes",
+        "failures",
         "if version.is_steps_after(self._version):",
         "if 0:",
     ),
     Bug(
         "crashes of one world are counted one by one",
-        "crashes",
-        "return len({death.round for death, _ in crashes})",
-        "return len(crashes)",
+        "failures",
+        "return len({member.round for member in members})",
+        "return len(list(members))",
     ),
     Bug(
         "a host where everything crashes is forgotten at once",

@@ -9,8 +9,7 @@ import pytest
 
 from spark_elastic import reporting
 from spark_elastic.errors import MissingExtraError
-from spark_elastic.reporting import plot
-from spark_elastic.reporting.history import History
+from spark_elastic.reporting.history import History, draw_training
 
 pytest.importorskip("matplotlib")
 
@@ -37,7 +36,7 @@ STORM = [event("started", 1000.0, 0, 4), event("lost", 1001.5, 4, 3, 0.1), event
 
 
 def test_a_panel_each_for_loss_metrics_and_world():
-    figure = plot.draw_training(history(5), STORM, None)
+    figure = draw_training(history(5), STORM, None)
     panels = {panel.get_ylabel(): panel for panel in figure.axes}
     assert list(panels) == ["loss", "accuracy", "workers"]
     assert [line.get_label() for line in panels["loss"].get_lines()[:2]] == ["train", "validation"]
@@ -45,30 +44,30 @@ def test_a_panel_each_for_loss_metrics_and_world():
 
 
 def test_faults_stand_where_the_epoch_was_when_they_came():
-    figure = plot.draw_training(history(5), STORM, None)
+    figure = draw_training(history(5), STORM, None)
     world = figure.axes[-1]
     marks = {line.get_label(): list(line.get_xdata()) for line in world.get_lines() if line.get_label()[0] != "_"}
     assert marks == {"lost (1)": [pytest.approx(1.5)], "joined (1)": [pytest.approx(3.25)]}
 
 
 def test_a_pause_that_can_be_seen_is_a_span():
-    figure = plot.draw_training(history(5), [STORM[0], event("lost", 1001.5, 4, 3, 1.0)], None)
+    figure = draw_training(history(5), [STORM[0], event("lost", 1001.5, 4, 3, 1.0)], None)
     assert "pause" in figure.axes[-1].get_legend_handles_labels()[1]
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 def test_a_picture_is_written_as_its_path_says(tmp_path, ending):
     path = tmp_path / f"plot.{ending}"
-    plot.draw_training(history(2), STORM, path)
+    draw_training(history(2), STORM, path)
     assert path.stat().st_size > 1000
 
 
 def test_a_notebook_gets_one_picture():
-    assert plot.draw_training(history(2), STORM, None)._repr_png_().startswith(b"\x89PNG")
+    assert draw_training(history(2), STORM, None)._repr_png_().startswith(b"\x89PNG")
 
 
 def test_a_history_without_rows_and_events_is_drawn_too():
-    assert plot.draw_training(History([]), [], None).axes
+    assert draw_training(History([]), [], None).axes
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
@@ -77,7 +76,7 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtraError, match=r'pip install "spark-elastic\[plot\]"'):
-        plot.draw_training(history(2), STORM, None)
+        draw_training(history(2), STORM, None)
 
 
 def test_matplotlib_is_imported_when_a_picture_is_asked_for_and_not_before():

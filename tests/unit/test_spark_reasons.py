@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.driver.spark.cluster import loss_of, loss_of_executor
-from spark_elastic.membership.reasons import LossCause, LossKind
-from spark_elastic.membership.wording import loss_in_words
+from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words
 
 
 def words_of(message: str) -> str:

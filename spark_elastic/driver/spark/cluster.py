@@ -8,8 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spark_elastic.membership.reasons import LossCause, LossKind, reported
-from spark_elastic.membership.wording import loss_in_words
+from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words, reported
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

@@ -21,9 +21,8 @@ from spark_elastic.driver.spark.cluster import (
     reason_of_error,
 )
 from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError
-from spark_elastic.membership.reasons import Wait, WaitKind
+from spark_elastic.membership.reasons import Wait, WaitKind, wait_in_words
 from spark_elastic.membership.topology import SlotReport
-from spark_elastic.membership.wording import wait_in_words
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

@@ -32,7 +32,7 @@ from spark_elastic.ml.training.progress import Progress, TrainingPhase, add_sums
 from spark_elastic.ml.training.reporting import Reporter, RunView, loss_and_metrics, notify
 from spark_elastic.ml.training.saving import CheckpointSchedule, ResultWriter, save_timeout_s
 from spark_elastic.ml.training.spec import HISTORY_FILE, Diverged, Training, TrainingResult
-from spark_elastic.reporting.format import epoch_line
+from spark_elastic.reporting.progress import epoch_line
 
 log = logging.getLogger("spark_elastic.ml")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spark_elastic.driver.launcher import LaunchEnd
+from spark_elastic.membership.reasons import loss_in_words
 from spark_elastic.membership.states import AgentOutcome
-from spark_elastic.membership.wording import loss_in_words
 from tests.integration.processes import wait_until
 
 WAIT_S = 60.0

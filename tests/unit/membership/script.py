@@ -20,9 +20,8 @@ from spark_elastic.membership import commands as c
 from spark_elastic.membership import events as e
 from spark_elastic.membership import timeline as t
 from spark_elastic.membership.machine import Membership
-from spark_elastic.membership.reasons import LossCause, LossKind, reported
+from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words, reported
 from spark_elastic.membership.topology import Place, StateVersion, World
-from spark_elastic.membership.wording import loss_in_words
 from spark_elastic.settings import ElasticSettings
 
 _NAMES = {"num": "num_proc", "min": "min_num_proc", "max": "max_num_proc"}

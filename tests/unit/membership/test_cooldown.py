@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from spark_elastic.membership.backoff import Cooldown
+from spark_elastic.membership.failures import Cooldown
 from spark_elastic.membership.topology import Place
 
 HERE = Place("host", "exec", 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.reporting.format import View
+from spark_elastic.reporting.progress import View
 from spark_elastic.reporting.screens import NotebookScreen
 
 

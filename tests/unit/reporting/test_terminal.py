@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from spark_elastic.reporting.format import View
+from spark_elastic.reporting.progress import View
 from spark_elastic.reporting.screens import TerminalScreen
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.membership import decisions
-from spark_elastic.membership.reasons import Wait, WaitKind, reported
-from spark_elastic.membership.wording import wait_in_words
-from spark_elastic.reporting.format import Speed, View, epoch_line, plain_line, right_of_bar, wait_on_bar
+from spark_elastic.membership.reasons import Wait, WaitKind, reported, wait_in_words, wait_on_bar
+from spark_elastic.reporting.progress import Speed, View, epoch_line, plain_line, right_of_bar
 from spark_elastic.reporting.screens import as_html, as_text, layout
 from spark_elastic.settings import ElasticSettings
 
