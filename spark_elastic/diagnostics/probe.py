@@ -1,7 +1,7 @@
 """The probe: runs in a Spark task, reports facts about its executor and answers the doctor's questions.
 
-This source and the modules it imports at the top are sent to executors that may lack the package, so they use the
-standard library alone. Nothing here raises: Spark would run a failed task again.
+This source and the modules that it imports at the top are sent to executors that may lack the package, so they use the
+standard library alone. `serve` raises nothing, because Spark would run a failed task again.
 """
 
 from __future__ import annotations
@@ -112,16 +112,7 @@ def serve(order: Mapping[str, Any], report: dict[str, Any]) -> dict[str, Any]:
 
 def _answer_questions(connection: JsonConnection, report: ProbeReport, until: float) -> None:
     memory = _MemoryFile()
-    answers: dict[str, Callable[..., Any]] = {
-        "clock": time.time,
-        "connect": try_connections,
-        "write": write_file,
-        "read": read_files,
-        "remove": remove_folder,
-        "torch": import_torch,
-        "offer memory": memory.offer,
-        "open memory": memory.open,
-    }
+    answers: dict[str, Callable[..., Any]] = {**ANSWERS, "offer memory": memory.offer, "open memory": memory.open}
     try:
         connection.send(report, CONNECT_TIMEOUT_S)
         while (left := until - time.monotonic()) > 0:
@@ -138,6 +129,13 @@ def _answer_questions(connection: JsonConnection, report: ProbeReport, until: fl
     finally:
         memory.close()
         connection.close()
+
+
+def start_thread(target: Callable[..., object], *args: Any) -> threading.Thread:
+    """Start a daemon thread, which a hanging JVM or executor may keep for ever."""
+    thread = threading.Thread(target=target, args=args, name="spark_elastic-doctor", daemon=True)
+    thread.start()
+    return thread
 
 
 # --- connections --------------------------------------------------------------------------------------
@@ -194,7 +192,7 @@ class _IdentityServer:
         self.text = f"{socket.gethostname()}/{name}/{os.urandom(8).hex()}"
         self._socket = socket.create_server(("0.0.0.0", 0), backlog=64)
         self.port = self._socket.getsockname()[1]
-        threading.Thread(target=self._serve, name="spark-elastic-identity", daemon=True).start()
+        start_thread(self._serve)
 
     def _serve(self) -> None:
         while True:
@@ -336,6 +334,17 @@ class _MemoryFile:
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
+
+
+ANSWERS: Mapping[str, Callable[..., Any]] = {
+    "clock": time.time,
+    "connect": try_connections,
+    "write": write_file,
+    "read": read_files,
+    "remove": remove_folder,
+    "torch": import_torch,
+}
+"""The functions that answer the doctor's questions, by the name of the question."""
 
 
 # --- facts --------------------------------------------------------------------------------------------

@@ -1,13 +1,17 @@
-"""What the driver asks Spark's JVM through Py4J: why a job failed, and how many tasks can run at once, and where."""
+"""The calls of Spark's JVM through Py4J: reasons of failed jobs, the connection, jobs in a thread, task slots."""
 
 from __future__ import annotations
 
 import contextlib
 import pickle
 import re
+import threading
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spark_elastic import clock
 from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.wording import loss_in_words
 
@@ -196,6 +200,66 @@ def why_gone(sc: SparkContext) -> str | None:
         return _JVM_GONE
 
 
+class BackgroundJob:
+    """A Spark job with `width` tasks, in its own thread and job group. Starts at once.
+
+    It inherits the local properties of the thread that makes it, such as its scheduler pool.
+
+    Args:
+        sc: The SparkContext.
+        width: The number of tasks. Each gets an iterator with its own number.
+        task: The function of a task, which returns rows. Pickled by cloudpickle.
+        description: The job's name in Spark's UI.
+        barrier: True: all tasks start together, or none does.
+    """
+
+    def __init__(
+        self, sc: SparkContext, width: int, task: Callable[[Any], Any], description: str, *, barrier: bool = False
+    ) -> None:
+        self._sc = sc
+        self._width = width
+        self._task = task
+        self._description = description
+        self._barrier = barrier
+        self._group = f"spark_elastic-{uuid.uuid4().hex[:12]}"
+        self._properties: Any = jvm_context(sc).getLocalProperties().clone()
+        self._cancelled = False
+        self.rows: list[Any] = []
+        """The rows of all tasks; empty until all have ended."""
+        self.error: Exception | None = None
+        """The reason why the job failed; None if it did not, or was cancelled here."""
+        self.over = threading.Event()
+        threading.Thread(target=self._run, name="spark_elastic job", daemon=True).start()
+
+    def cancel(self, timeout_s: float) -> None:
+        """End the job, also if it is not submitted yet, and wait up to `timeout_s` until it is over.
+
+        Closes the calling thread's connection to the JVM.
+        """
+        self._cancelled = True
+        until = clock.monotonic() + timeout_s
+        with contextlib.suppress(Exception):  # Spark is gone, and the job with it
+            while not self.over.is_set() and clock.monotonic() < until:
+                jvm_context(self._sc).cancelJobGroup(self._group)
+                self.over.wait(0.1)
+        close_connection(self._sc)
+
+    def _run(self) -> None:
+        try:
+            jvm_context(self._sc).setLocalProperties(self._properties.clone())
+            self._sc.setJobGroup(self._group, self._description)
+            rdd: Any = self._sc.parallelize(range(self._width), self._width)
+            rows = (rdd.barrier() if self._barrier else rdd).mapPartitions(self._task)
+            if not self._cancelled:
+                self.rows = rows.collect()
+        except Exception as error:
+            if not self._cancelled:
+                self.error = error
+        finally:
+            close_connection(self._sc)
+            self.over.set()
+
+
 # --- slots --------------------------------------------------------------------------------------
 
 _UNBOUNDED = 2**31 - 1
@@ -226,40 +290,6 @@ def count_slots(sc: SparkContext) -> SlotCount:
         return SlotCount(now, None, executors)
     per_executor = int(profile.maxTasksPerExecutor(context.conf()))
     return SlotCount(now, max(most_executors * per_executor, now), executors)
-
-
-def most_slots(sc: SparkContext) -> int | None:
-    """Return the number of slots that can never be exceeded (local mode, `local-cluster`); None if not known."""
-    context = jvm_context(sc)
-    if is_local(sc):
-        return count_slots(sc).now
-    cluster = re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]", sc.master)
-    if cluster is None or dynamic_allocation(sc):
-        return None
-    cores = int(cluster[2]) // int(context.conf().get("spark.task.cpus", "1"))
-    return max(int(cluster[1]) * cores, count_slots(sc).now)
-
-
-def hosts_and_slots(sc: SparkContext) -> dict[str, int]:
-    """Return the slots of each host, in Spark's order, without executors that are excluded or decommissioned."""
-    context = jvm_context(sc)
-    if is_local(sc):
-        return {"127.0.0.1": count_slots(sc).now}
-    per_executor = int(context.resourceProfileManager().defaultResourceProfile().maxTasksPerExecutor(context.conf()))
-    backend = context.schedulerBackend()
-    summaries = context.statusStore().executorList(True)
-    found: dict[str, int] = {}
-    for index in range(summaries.size()):
-        summary = summaries.apply(index)
-        executor = str(summary.id())
-        if executor == "driver" or summary.isExcluded() or not backend.isExecutorActive(executor):
-            continue
-        host = str(summary.hostPort() or "").rpartition(":")[0]
-        if not host:  # just registered: the address comes later, with its block manager
-            continue
-        # maxTasks is computed from the executor's actual cores, the profile's number from its GPUs as well.
-        found[host] = found.get(host, 0) + min(int(summary.maxTasks()), max(per_executor, 1))
-    return found
 
 
 def executor_ids(sc: SparkContext) -> list[str]:
