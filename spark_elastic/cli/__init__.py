@@ -24,7 +24,7 @@ from spark_elastic.cli import options as command_line
 from spark_elastic.cli.checks import check_build, doctor
 from spark_elastic.cli.submission import collect, spark_session
 from spark_elastic.driver.hosts import HostDiscovery, HostDiscoveryScript
-from spark_elastic.driver.local_launcher import LocalLauncher
+from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import JobCancelledError, SparkElasticError, UsageError, UserFunctionError
 from spark_elastic.jobs import run as runner
 from spark_elastic.task.script import Script, run_script

@@ -13,22 +13,30 @@ import dataclasses
 import logging
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from spark_elastic import clock
-from spark_elastic.driver.launcher import LaunchEnd, Launcher, OnEnded, WorkerResults
+from spark_elastic.driver.launcher import LaunchEnd, Launcher, OnEnded
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.peers import Peers
-from spark_elastic.errors import JobCancelledError, JobError, SessionLostError, SparkElasticError, UserFunctionError
+from spark_elastic.errors import (
+    JobCancelledError,
+    JobError,
+    ResultError,
+    SessionLostError,
+    SparkElasticError,
+    UserFunctionError,
+)
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.deadlines import MachineClock
 from spark_elastic.membership.machine import Membership
-from spark_elastic.membership.reasons import Wait, reported
+from spark_elastic.membership.reasons import LossCause, LossKind, Wait, reported
 from spark_elastic.membership.states import Phase
 from spark_elastic.membership.timeline import JobEnded, Record, Waiting
-from spark_elastic.membership.topology import SlotId
+from spark_elastic.membership.topology import SlotId, WorkerId
+from spark_elastic.membership.wording import loss_in_words
 from spark_elastic.reporting.announcer import Announcer
 from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.progress import ProgressModel
@@ -42,18 +50,15 @@ RESULTS_TIMEOUT_S = 300.0
 FAREWELL_TIMEOUT_S = 2.0
 """How long agents get to end by themselves before their launches are ended."""
 CLOSE_TIMEOUT_S = 3.0
-
-
-class PostEvent(Protocol):
-    """Takes an event for the membership machine, from any thread."""
-
-    def __call__(self, event: seen.Event) -> None: ...
+_RESULT_NOT_IN_TIME = reported("its slot did not end in time")
 
 
 class EventSource(Protocol):
-    """Feeds events into the machine from outside: `hosts.HostManager`, `spark.executors.ExecutorWatch`."""
+    """A source of events for the membership machine: `hosts.HostManager`, `spark.executors.ExecutorWatch`."""
 
-    def start(self, post: PostEvent) -> None: ...
+    def start(self, post: Callable[[seen.Event], None]) -> None:
+        """Call `post`, from any thread, with each event from now on."""
+        ...
 
     def close(self) -> None: ...
 
@@ -79,6 +84,58 @@ class JobStatus:
     """Workers that were lost or removed since the job began."""
     resets: int = 0
     """Worlds that were built after the first."""
+
+
+class WorkerResults:
+    """The results of the finished workers, collected as their slots end."""
+
+    def __init__(self) -> None:
+        self.expected: tuple[WorkerId, ...] | None = None
+        """The workers whose results the job returns, in rank order; None while the job is not finished."""
+        self._by_worker: dict[WorkerId, bytes] = {}
+        self._due_in: dict[SlotId, WorkerId] = {}
+        """The slots that still have to deliver a result of the finished job."""
+        self._undelivered: dict[WorkerId, LossCause] = {}
+        """Why the slots of these workers ended without delivering a result."""
+
+    def expect(self, workers: tuple[WorkerId, ...], slots: Mapping[SlotId, WorkerId]) -> None:
+        self.expected = workers
+        self._due_in = dict(slots)
+
+    def slot_ended(self, end: LaunchEnd) -> None:
+        """Keep the result that came with the end of a slot, or the cause if it should have come and did not."""
+        if end.outcome is not None and end.outcome.worker is not None and end.outcome.result is not None:
+            self._by_worker[end.outcome.worker] = end.outcome.result
+        elif end.slot in self._due_in:
+            self._undelivered[self._due_in[end.slot]] = end.cause
+
+    def in_rank_order(self) -> list[bytes]:
+        """Return one pickled result per rank.
+
+        Raises:
+            ResultError: Results are missing, or one was larger than Spark accepts.
+        """
+        assert self.expected is not None
+        missing = [worker for worker in self.expected if worker not in self._by_worker]
+        if missing:
+            raise self._error(self.expected, missing)
+        return [self._by_worker[worker] for worker in self.expected]
+
+    def _error(self, expected: tuple[WorkerId, ...], missing: list[WorkerId]) -> ResultError:
+        causes = {self._undelivered.get(worker, _RESULT_NOT_IN_TIME) for worker in missing}
+        refused = sorted(cause.detail for cause in causes if cause.kind is LossKind.RESULT_TOO_BIG)
+        if refused:
+            return ResultError(f"{len(missing)} of {len(expected)} results did not arrive: {refused[0]}")
+        reasons = sorted(map(loss_in_words, causes))
+        if len(missing) == len(expected):
+            return ResultError(
+                f"all {len(expected)} workers finished, but none of their results arrived: {'; '.join(reasons)}"
+            )
+        ranks = ", ".join(str(expected.index(worker)) for worker in missing)
+        return ResultError(
+            f"all {len(expected)} workers finished, but the results of ranks {ranks} were lost on their way: "
+            f"{'; '.join(reasons)}. Run the function again; save to storage what must not be lost"
+        )
 
 
 class ElasticDriver:

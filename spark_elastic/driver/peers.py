@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from spark_elastic import clock
 from spark_elastic.driver.addresses import AddressBook
-from spark_elastic.driver.launcher import Launcher, LoopResults
+from spark_elastic.driver.launcher import Launcher
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.rendezvous_server import RendezvousServer
 from spark_elastic.errors import SparkElasticError, UnknownInterfaceError
@@ -28,8 +28,38 @@ from spark_elastic.wire.launch_spec import LaunchSpec
 
 logger = logging.getLogger(__name__)
 
+MAX_LOOP_RESULTS_BYTES = 64 << 20
 LAST_WORDS_S = 5.0
 """How long messages of a worker are still read after its process has ended."""
+
+
+class LoopResults:
+    """Results that rank 0 sent of the function's finished elastic loops, for newcomers that skip those loops."""
+
+    def __init__(self) -> None:
+        self._by_loop: dict[int, wire.LoopResult] = {}
+        self._behind: dict[WorkerId, int] = {}
+        """Newcomers that may still need results, with the loop that each of them is to join."""
+
+    def offered(self, result: wire.LoopResult) -> list[WorkerId]:
+        """Keep the result of a loop. Returns the newcomers to send it to."""
+        total = sum(len(kept.payload) for kept in self._by_loop.values()) + len(result.payload)
+        if total > MAX_LOOP_RESULTS_BYTES:
+            problem = f"the results of the function's loops are larger than {MAX_LOOP_RESULTS_BYTES >> 20} MiB together"
+            result = wire.LoopResult(result.loop, problem, b"")
+        self._by_loop[result.loop] = result
+        return [worker for worker, loop in self._behind.items() if result.loop < loop]
+
+    def for_newcomer(self, worker: WorkerId, loop: int) -> list[wire.LoopResult]:
+        """Return the results of the loops before `loop`, which the worker is to join."""
+        if loop > 1:
+            self._behind[worker] = loop
+        return [result for number, result in sorted(self._by_loop.items()) if number < loop]
+
+    def joined(self, workers: Iterable[WorkerId]) -> None:
+        """Stop collecting results for workers that are members of a world now."""
+        for worker in workers:
+            self._behind.pop(worker, None)
 
 
 class Peers:

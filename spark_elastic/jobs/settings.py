@@ -10,7 +10,7 @@ from typing import Annotated, Any, TextIO
 
 from spark_elastic.data.store import Store
 from spark_elastic.driver.hosts import HostDiscovery
-from spark_elastic.driver.local_launcher import LocalLauncher
+from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.settings import ScalingSettings, Setting, whole_number
 

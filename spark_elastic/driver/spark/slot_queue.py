@@ -33,36 +33,15 @@ class QueueState(enum.Enum):
     HOLDING = "has its minimum"
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Reservation:
     """One job's entry in the queue. Made by `SlotQueue.enter`."""
 
-    def __init__(self, queue: SlotQueue, job: str, on_change: Callable[[], None]) -> None:
-        self._queue = queue
-        self.job = job
-        self.on_change = on_change
-        self.state = QueueState.WAITING
-        self.has_begun = False
-        """True once the job has held its minimum: its agents may hold a training state and are not taken from it."""
-
-    def gathered(self) -> None:
-        """Report that the job has its minimum; the next job may gather."""
-        self._queue._move(self, QueueState.HOLDING)
-
-    def short(self) -> None:
-        """Report that the job fell below its minimum and has to gather again."""
-        self._queue._move(self, QueueState.WAITING)
-
-    def leave(self) -> None:
-        """Leave the queue at the end of the job. May be called again."""
-        self._queue._leave(self)
-
-    def is_contended(self) -> bool:
-        """Return True if another job waits for its minimum."""
-        return self._queue._others_wait(self)
-
-    def waits_for(self) -> str | None:
-        """Return the name of the job that gathers now, if it is another one."""
-        return self._queue._other_gathering(self)
+    job: str
+    on_change: Callable[[], None]
+    state: QueueState = QueueState.WAITING
+    has_begun: bool = False
+    """True once the job has held its minimum: its agents may hold a training state and are not taken from it."""
 
 
 class SlotQueue:
@@ -78,57 +57,62 @@ class SlotQueue:
 
     def enter(self, job: str, on_change: Callable[[], None]) -> Reservation:
         """Add a job. `on_change` is called, from any thread, whenever the state of any reservation may have changed."""
-        reservation = Reservation(self, job, on_change)
+        reservation = Reservation(job, on_change)
         with self._lock:
             self._reservations.append(reservation)
-            others = self._settle()
-        _notify(others)
+        self._settle()
         return reservation
 
-    def _move(self, reservation: Reservation, state: QueueState) -> None:
+    def gathered(self, reservation: Reservation) -> None:
+        """Record that the job has its minimum; the next job may gather."""
         with self._lock:
-            if reservation not in self._reservations or reservation.state is state:
+            if reservation not in self._reservations or reservation.state is QueueState.HOLDING:
                 return
-            if state is QueueState.WAITING and reservation.state is QueueState.GATHERING:
-                return
-            reservation.state = state
-            reservation.has_begun = reservation.has_begun or state is QueueState.HOLDING
-            others = self._settle()
-        _notify(others)
+            reservation.state = QueueState.HOLDING
+            reservation.has_begun = True
+        self._settle()
 
-    def _leave(self, reservation: Reservation) -> None:
+    def short(self, reservation: Reservation) -> None:
+        """Record that the job fell below its minimum and has to gather again."""
+        with self._lock:
+            if reservation not in self._reservations or reservation.state is not QueueState.HOLDING:
+                return
+            reservation.state = QueueState.WAITING
+        self._settle()
+
+    def leave(self, reservation: Reservation) -> None:
+        """Remove a job at its end. May be called again."""
         with self._lock:
             if reservation not in self._reservations:
                 return
             self._reservations.remove(reservation)
-            others = self._settle()
-        _notify(others)
+        self._settle()
 
-    def _settle(self) -> list[Reservation]:
-        """Let the next job gather if none does. Returns the reservations to notify."""
-        gathering = next((each for each in self._reservations if each.state is QueueState.GATHERING), None)
-        waiting = [each for each in self._reservations if each.state is QueueState.WAITING]
-        urgent = next((each for each in waiting if each.has_begun), None)
-        if gathering is not None and not gathering.has_begun and urgent is not None:
-            gathering.state = QueueState.WAITING
-            gathering = None
-        if gathering is None and waiting:
-            (urgent or waiting[0]).state = QueueState.GATHERING
-        return list(self._reservations)
-
-    def _others_wait(self, mine: Reservation) -> bool:
+    def is_contended(self, mine: Reservation) -> bool:
+        """Return True if another job waits for its minimum."""
         with self._lock:
             return any(each.state is not QueueState.HOLDING for each in self._reservations if each is not mine)
 
-    def _other_gathering(self, mine: Reservation) -> str | None:
+    def gathers_before(self, mine: Reservation) -> str | None:
+        """Return the name of the job that gathers now, if it is another one."""
         with self._lock:
             gathering = (each for each in self._reservations if each.state is QueueState.GATHERING)
             return next((each.job for each in gathering if each is not mine), None)
 
-
-def _notify(reservations: list[Reservation]) -> None:
-    for reservation in reservations:
-        reservation.on_change()
+    def _settle(self) -> None:
+        """Let the next job gather if none does, and notify all jobs."""
+        with self._lock:
+            gathering = next((each for each in self._reservations if each.state is QueueState.GATHERING), None)
+            waiting = [each for each in self._reservations if each.state is QueueState.WAITING]
+            urgent = next((each for each in waiting if each.has_begun), None)
+            if gathering is not None and not gathering.has_begun and urgent is not None:
+                gathering.state = QueueState.WAITING
+                gathering = None
+            if gathering is None and waiting:
+                (urgent or waiting[0]).state = QueueState.GATHERING
+            others = list(self._reservations)
+        for each in others:
+            each.on_change()
 
 
 _queues: dict[str, SlotQueue] = {}
@@ -209,9 +193,9 @@ class QueuedLauncher:
         if self._reservation is None:
             return
         if len(slots) >= self._need:
-            self._reservation.gathered()
+            self._queue.gathered(self._reservation)
         elif had >= self._need:
-            self._reservation.short()
+            self._queue.short(self._reservation)
         self._look_again()
 
     def gone(self) -> str | None:
@@ -225,7 +209,7 @@ class QueuedLauncher:
             self._launcher.close(deadline_s)
         finally:
             if self._reservation is not None:
-                self._reservation.leave()
+                self._queue.leave(self._reservation)
         for slot in sorted(held):
             self._on_ended(LaunchEnd(slot, reported("the job is over")))
 
@@ -246,7 +230,7 @@ class QueuedLauncher:
                 self._held.remove(slot)
                 self._launched.add(slot)
                 self._launcher.launch(slot)
-            self._log_wait(reservation.waits_for() if self._held else None)
+            self._log_wait(self._queue.gathers_before(reservation) if self._held else None)
 
     def _log_wait(self, before: str | None) -> None:
         if before is not None and before != self._logged:
@@ -257,7 +241,7 @@ class QueuedLauncher:
         """Return the number of slots that may be launched now."""
         if reservation.state is QueueState.WAITING:
             return len(self._joined) if reservation.has_begun else 0
-        if reservation.is_contended():
+        if self._queue.is_contended(reservation):
             return max(self._need, len(self._joined))
         return len(self._launched) + len(self._held)
 
