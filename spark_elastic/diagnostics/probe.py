@@ -64,7 +64,7 @@ def collect_facts(number: int, package: str) -> dict[str, Any]:
         "executable": sys.executable,
         "system": f"{platform.system()} {platform.machine()}",
         "addresses": interface_addresses(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in PACKAGES if (version := installed_version(name))},
         "start_method": multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
         "descriptors": _limit("RLIMIT_NOFILE"),
         "processes": _limit("RLIMIT_NPROC"),
@@ -350,7 +350,8 @@ ANSWERS: Mapping[str, Callable[..., Any]] = {
 # --- facts --------------------------------------------------------------------------------------------
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

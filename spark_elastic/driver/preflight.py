@@ -17,7 +17,7 @@ from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError, NoSpar
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-_JAVA_MAJOR = 17
+_JAVA = 17
 _MAX_PARTS = 200
 """Parts of an object that are searched for one that cannot be pickled."""
 
@@ -104,26 +104,19 @@ def check_java() -> str:
     home = os.environ.get("JAVA_HOME")
     java = os.path.join(home, "bin", "java") if home else shutil.which("java")
     if home and not os.access(java or "", os.X_OK):
-        raise JavaNotFoundError(
-            f"JAVA_HOME={home} has no bin/java; unset JAVA_HOME, or let it name a Java {_JAVA_MAJOR} or newer. "
-            + _how_to_install_java(sys.platform)
-        )
+        raise _no_java(f"JAVA_HOME={home} has no bin/java; unset JAVA_HOME, or let it name a Java {_JAVA} or newer")
     if java is None:
-        raise JavaNotFoundError(
-            f"Spark needs Java {_JAVA_MAJOR} or newer and there is no `java`. {_how_to_install_java(sys.platform)}"
-        )
+        raise _no_java(f"Spark needs Java {_JAVA} or newer and there is no `java`")
     try:
-        said = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30)
+        done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise JavaNotFoundError(f"{java} cannot be run ({error}). {_how_to_install_java(sys.platform)}") from None
-    text = said.stderr + said.stdout
-    if said.returncode != 0:  # without Java, macOS has a `java` that prints how to get one
-        raise JavaNotFoundError(f"{java} does not run: {text.strip()[:200]}. {_how_to_install_java(sys.platform)}")
+        raise _no_java(f"{java} cannot be run ({error})") from None
+    text = done.stderr + done.stdout
+    if done.returncode != 0:  # without Java, macOS has a `java` that prints how to get one
+        raise _no_java(f"{java} does not run: {text.strip()[:200]}")
     major = java_major_version(text)
-    if major is not None and major < _JAVA_MAJOR:
-        raise JavaNotFoundError(
-            f"{java} is Java {major} and {_JAVA_MAJOR} or newer is needed. {_how_to_install_java(sys.platform)}"
-        )
+    if major is not None and major < _JAVA:
+        raise _no_java(f"{java} is Java {major} and {_JAVA} or newer is needed")
     return java
 
 
@@ -136,13 +129,24 @@ def java_major_version(said: str) -> int | None:
     return int(found.group(2) or 0) if major == 1 else major
 
 
+def _no_java(problem: str) -> JavaNotFoundError:
+    return JavaNotFoundError(f"{problem}. {_how_to_install_java(sys.platform)}")
+
+
 def _how_to_install_java(platform: str) -> str:
+    mac = f"brew install openjdk@{_JAVA}"
     if platform == "darwin":
-        return f"On macOS: brew install openjdk@{_JAVA_MAJOR}"
+        return f"On macOS: {mac}"
     return (
-        f"On Debian and Ubuntu: sudo apt-get install -y openjdk-{_JAVA_MAJOR}-jre-headless; "
-        f"on Fedora: sudo dnf install java-{_JAVA_MAJOR}-openjdk-headless; on macOS: brew install openjdk@{_JAVA_MAJOR}"
+        f"On Debian and Ubuntu: sudo apt-get install -y openjdk-{_JAVA}-jre-headless; "
+        f"on Fedora: sudo dnf install java-{_JAVA}-openjdk-headless; on macOS: {mac}"
     )
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, at most 200 characters; the name of its type if it has no text."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
 
 
 # --- the function -------------------------------------------------------------------------------
@@ -179,7 +183,7 @@ def _find_culprit(call: tuple[Any, Any, Any], error: Exception) -> tuple[str, An
     for path, root in roots:
         if (reason := _why_not(root)) is not None:
             return _deepest(path, root, reason)
-    return f"function {name}", fn, _short(error)  # each of them can be pickled, but not all together
+    return f"function {name}", fn, first_line(error)  # each of them can be pickled, but not all together
 
 
 def _deepest(path: str, culprit: Any, reason: str) -> tuple[str, Any, str]:
@@ -203,7 +207,7 @@ def _why_not(value: Any) -> str | None:
     try:
         cloudpickle.dumps(value)
     except Exception as error:
-        return _short(error)
+        return first_line(error)
     return None
 
 
@@ -216,7 +220,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         captured = inspect.getclosurevars(value)
         yield from captured.nonlocals.items()
         yield from captured.globals.items()
-        yield from ((f"default of {n}", p.default) for n, p in _defaults(value))
+        for name, parameter in inspect.signature(value).parameters.items():
+            if parameter.default is not inspect.Parameter.empty:
+                yield f"default of {name}", parameter.default
     elif isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -225,14 +231,3 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         yield from ((f".{name}", item) for name, item in vars(value).items())
-
-
-def _defaults(fn: Any) -> Iterator[tuple[str, inspect.Parameter]]:
-    for name, parameter in inspect.signature(fn).parameters.items():
-        if parameter.default is not inspect.Parameter.empty:
-            yield name, parameter
-
-
-def _short(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0][:200] if text else type(error).__name__
