@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 
 MOST_PROBES = 256
 """On a cluster with more slots, only this many are examined."""
-PACKAGE = "spark_elastic"
+_PACKAGE = "spark_elastic"
 _FAREWELL_S = 3.0
-"""Kept back from the deadline to end the probes' job."""
+"""The part of the time limit that is reserved for ending the probes' job."""
 
 
 class Examination:
@@ -42,7 +43,7 @@ class Examination:
         num_proc: workers that are to train.
         store: where estimators are to keep their data.
         storage_options: for `store`.
-        wall: the driver's clock, in seconds since the epoch.
+        wall: reads the driver's clock, in seconds since the epoch.
         with_torch: True to import torch on executors, which takes seconds.
     """
 
@@ -58,12 +59,12 @@ class Examination:
     ) -> None:
         self._began = clock.monotonic()
         self._until = self._began + timeout_s
-        self._with_torch = with_torch
         self._timeout_s = timeout_s
         self._num_proc = num_proc
         self._store = store
         self._storage_options = storage_options
         self._wall = wall
+        self._with_torch = with_torch
         self._findings: list[Finding] = []
         self._driver: dict[str, Any] = {}
         """The driver's own facts, as a probe reports them."""
@@ -92,7 +93,7 @@ class Examination:
 
     def check_driver(self) -> None:
         """Check the driver's Python, without Spark."""
-        self._driver = collect_facts(-1, PACKAGE)
+        self._driver = collect_facts(-1, _PACKAGE)
         self._check("packages", findings.judge_driver_packages, self._driver)
 
     def check_without_spark(self, problem: str, fix: str) -> None:
@@ -140,24 +141,22 @@ class Examination:
     def _run_probes(self, sc: SparkContext, wanted: int) -> None:
         host = sc.getConf().get("spark.driver.host", "127.0.0.1") or "127.0.0.1"
         on_this_machine = is_address(host) and is_loopback(host)
-        key = new_key()
-        server = ProbeServer("127.0.0.1" if host == "127.0.0.1" else "0.0.0.0", key)
         other = [] if on_this_machine else [a for a in interface_addresses().values() if not is_loopback(a)]
-        order = {
-            "addresses": [(address, server.port) for address in dict.fromkeys([host, *other])],
-            "key": key,
-            "seconds": self._timeout_s,
-            "connect_s": min(5.0, self._timeout_s / 6),
-        }
-        job: BackgroundJob | None = None
-        try:
-            job = BackgroundJob(sc, wanted, probe_task(order, PACKAGE), "spark_elastic doctor")
-            self._check_probes(sc, server, job, wanted)
-        finally:
-            server.close()
-            if job is not None:
+        key = new_key()
+        with contextlib.closing(ProbeServer("127.0.0.1" if host == "127.0.0.1" else "0.0.0.0", key)) as server:
+            order = {
+                "addresses": [(address, server.port) for address in dict.fromkeys([host, *other])],
+                "key": key,
+                "seconds": self._timeout_s,
+                "connect_s": min(5.0, self._timeout_s / 6),
+            }
+            job = BackgroundJob(sc, wanted, probe_task(order, _PACKAGE), "spark_elastic doctor")
+            try:
+                self._check_probes(sc, server, job, wanted)
+            finally:
+                server.close()
                 if not job.over.wait(max(min(_FAREWELL_S, self._until - clock.monotonic()), 0.1)):
-                    start_thread(job.cancel, 1.0).join(2.0)
+                    start_thread(job.cancel, 1.0).join(2.0)  # on a thread: a hanging JVM does not answer
                 connected = {probe.number for probe in server.probes}
                 unconnected = [report for report in job.rows if report["number"] not in connected]
                 self._findings += between_machines.judge_executors_to_driver(unconnected)
@@ -168,9 +167,9 @@ class Examination:
         waited = clock.monotonic() - began
         probes = server.probes
         reports = [probe.report for probe in probes]
-        of_each = {probe.report["executor"]: probe for probe in reversed(probes)}
-        one_each = list(of_each.values())[::-1]
-        """One probe of each executor."""
+        first = {probe.report["executor"]: probe for probe in reversed(probes)}
+        one_each = list(first.values())[::-1]
+        """The first probe of each executor."""
         expected = [] if is_local(sc) else executor_ids(sc)
         ran_unconnected = job.over.is_set() and job.error is None and not probes
         if not ran_unconnected:  # the finding "executors → driver" names the probes that ran and did not connect

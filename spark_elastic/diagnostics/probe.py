@@ -50,7 +50,7 @@ def collect_facts(number: int, package: str) -> dict[str, Any]:
 
     Args:
         number: the probe's number; -1 for the driver.
-        package: name of the package to import, `spark_elastic` outside of tests.
+        package: name of the package to import: `spark_elastic`.
     """
     temporary = tempfile.gettempdir()
     report: dict[str, Any] = {
@@ -93,9 +93,10 @@ def serve(order: Mapping[str, Any], report: dict[str, Any]) -> dict[str, Any]:
         The report, with the outcome of each attempt to reach the doctor.
     """
     until = time.monotonic() + order["seconds"]
-    identity = _IdentityServer(f"{report['executor']}/{report['number']}/{report['pid']}")
-    report |= {"port": identity.port, "identity": identity.text, "attempts": []}
-    with contextlib.closing(identity):
+    identity = f"{report['hostname']}/{report['executor']}/{report['number']}/{os.urandom(8).hex()}"
+    with socket.create_server(("0.0.0.0", 0), backlog=64) as listener:
+        start_thread(_send_identity, listener, identity)
+        report |= {"port": listener.getsockname()[1], "identity": identity, "attempts": []}
         for host, port in order["addresses"]:
             began = time.monotonic()
             try:
@@ -144,8 +145,8 @@ def start_thread(target: Callable[..., object], *args: Any) -> threading.Thread:
 class JsonConnection:
     """One end of the connection between doctor and probe: JSON in the frames of `wire.framing`, with timeouts.
 
-    Every method raises OSError (TimeoutError included) when the peer is gone or silent, and ProtocolError when it does
-    not hold the key.
+    Every method raises OSError (TimeoutError included) if the peer is gone or silent, and ProtocolError if the peer
+    does not hold the key.
     """
 
     def __init__(self, sock: socket.socket, key: bytes, *, server: bool, timeout_s: float) -> None:
@@ -182,30 +183,19 @@ class JsonConnection:
             self._socket.sendall(reply)
 
 
-class _IdentityServer:
-    """Sends the probe's identity to every connection, on all interfaces.
+def _send_identity(listener: socket.socket, identity: str) -> None:
+    """Send the probe's identity to every connection until the socket is closed.
 
     Without it, a connection to an address that another machine has too would look like success.
     """
-
-    def __init__(self, name: str) -> None:
-        self.text = f"{socket.gethostname()}/{name}/{os.urandom(8).hex()}"
-        self._socket = socket.create_server(("0.0.0.0", 0), backlog=64)
-        self.port = self._socket.getsockname()[1]
-        start_thread(self._serve)
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            with contextlib.suppress(OSError), connection:
-                connection.settimeout(1.0)
-                connection.sendall(self.text.encode())
-
-    def close(self) -> None:
-        self._socket.close()
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        with contextlib.suppress(OSError), connection:
+            connection.settimeout(1.0)
+            connection.sendall(identity.encode())
 
 
 def try_connections(targets: list[list[Any]], timeout_s: float) -> list[dict[str, Any]]:
@@ -245,7 +235,7 @@ def try_connections(targets: list[list[Any]], timeout_s: float) -> list[dict[str
 
 
 def write_file(url: str, options: dict[str, Any] | None, name: str, text: str) -> dict[str, Any]:
-    """Write a small file; raises the file system's own exception if that fails."""
+    """Write a small file. If that fails, the file system's own exception is raised."""
     began = time.monotonic()
     store = Store.create(url, options)
     store.write_bytes(name, text.encode(), durable=False)
@@ -258,17 +248,20 @@ def read_files(url: str, options: dict[str, Any] | None, names: list[str], text:
     store = Store.create(url, options)
     missing: dict[str, str] = {}
     for name in names:
-        while True:
-            try:
-                problem = "" if store.read_bytes(name).decode() == text else "it holds something else"
-            except Exception as error:
-                problem = _describe(error)
-            if not problem or time.monotonic() - began > _VISIBILITY_TIMEOUT_S:
+        while problem := _problem_of(store, name, text):
+            if time.monotonic() - began > _VISIBILITY_TIMEOUT_S:
+                missing[name] = problem
                 break
             time.sleep(0.1)
-        if problem:
-            missing[name] = problem
     return {"ms": _ms_since(began), "missing": missing}
+
+
+def _problem_of(store: Store, name: str, text: str) -> str:
+    """Return why a file cannot be read, or does not hold `text`; empty if it does."""
+    try:
+        return "" if store.read_bytes(name).decode() == text else "it holds something else"
+    except Exception as error:
+        return _describe(error)
 
 
 def remove_folder(url: str, options: dict[str, Any] | None, folder: str) -> None:

@@ -101,7 +101,7 @@ class ProbeServer:
             return len(self._probes)
 
     def ask(self, questions: Mapping[ConnectedProbe, Question], timeout_s: float) -> dict[ConnectedProbe, Any]:
-        """Ask each probe its question, all at the same time; return answers, or exceptions in their place."""
+        """Put a question to each probe, all at the same time; return the answers, or exceptions in their place."""
         answers: dict[ConnectedProbe, Any] = {}
 
         def ask(probe: ConnectedProbe, name: str, arguments: dict[str, Any]) -> None:
@@ -153,7 +153,7 @@ class ProbeServer:
 
 
 def probe_task(order: Mapping[str, Any], package: str) -> Callable[[Any], list[dict[str, Any]]]:
-    """Return the function of the Spark tasks, which is pickled by value and needs no package on the executors."""
+    """Return the function of the Spark tasks. It is pickled by value, so executors need no spark_elastic for it."""
     sources = {module.__name__: inspect.getsource(module) for module in SHIPPED}
 
     def task(rows: Any) -> list[dict[str, Any]]:
