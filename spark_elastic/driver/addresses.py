@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from spark_elastic.errors import UnknownInterfaceError
 from spark_elastic.membership.topology import AgentId
+from spark_elastic.wire.interfaces import is_loopback
 from spark_elastic.wire.messages import AgentHello
 
 PROBES_PER_NEWCOMER = 3
@@ -34,9 +34,9 @@ class AddressBook:
         self._nics = tuple(nics) if nics else None
         self._agents: dict[AgentId, _AgentAddresses] = {}
         self._reached: set[str] = set()
-        """Addresses that another agent could connect to."""
+        """Addresses to which another agent could connect."""
         self._unreached: set[str] = set()
-        """Addresses that another agent could not connect to."""
+        """Addresses to which another agent could not connect."""
         self._asked: dict[AgentId, tuple[str, ...]] = {}
         """Targets ("address:port") that each agent was asked to try and has not answered."""
 
@@ -52,7 +52,7 @@ class AddressBook:
             UnknownInterfaceError: Its host has none of the interfaces in `nics`.
         """
         allowed = check_interfaces(hello.place.host, hello.addresses, self._nics)
-        candidates = sorted(allowed.values(), key=lambda a: (a != channel_address, _is_loopback(a), a))
+        candidates = sorted(allowed.values(), key=lambda a: (a != channel_address, is_loopback(a), a))
         self._agents[agent] = _AgentAddresses(hello.place.host, tuple(dict.fromkeys(candidates)), hello.probe_port)
 
     def gone(self, agent: AgentId) -> None:
@@ -60,13 +60,12 @@ class AddressBook:
         self._asked.pop(agent, None)
 
     def probes_for(self, agent: AgentId) -> list[tuple[AgentId, tuple[str, ...]]]:
-        """Return the probes that a new agent requires: agents, and the targets ("address:port") each has to try.
+        """Return the agents that have to try connections for a new agent, each with its targets ("address:port").
 
-        The new agent tries some others, and one of those tries the new agent.
+        The new agent tries some agents of other hosts, and one of them tries the new agent.
         """
         mine = self._agents[agent]
-        others = [a for a, known in self._agents.items() if a != agent and known.host != mine.host]
-        others = others[:PROBES_PER_NEWCOMER]
+        others = [other for other, known in self._agents.items() if known.host != mine.host][:PROBES_PER_NEWCOMER]
         if not others:
             return []
         asked = [(agent, tuple(t for other in others for t in self._targets(other))), (others[0], self._targets(agent))]
@@ -76,7 +75,7 @@ class AddressBook:
         return asked
 
     def answered(self, prober: AgentId, reachable: Iterable[str]) -> None:
-        """Record which of the targets that an agent was asked to try it could connect to."""
+        """Record to which of the targets that it was asked to try an agent could connect."""
         reached = {target.rpartition(":")[0] for target in reachable}
         asked = {target.rpartition(":")[0] for target in self._asked.pop(prober, ())}
         self._reached |= reached
@@ -127,7 +126,3 @@ def check_interfaces(host: str, addresses: dict[str, str], nics: Sequence[str] |
             nics=tuple(nics),
         )
     return allowed
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback

@@ -6,6 +6,7 @@ passes it to `run`): `HostManager`, which polls it, needs nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -108,7 +109,7 @@ class HostDiscoveryScript:
         """Kill the script if it is running."""
         process = self._running
         if process is not None:
-            _signal_group(process)
+            _kill_group(process)
 
     def _run(self) -> str:
         try:
@@ -135,8 +136,8 @@ class HostDiscoveryScript:
             ) from None
         finally:
             self._running = None
-            _signal_group(process)
-            _reap(process)
+            with process:  # closes its pipes and waits for its end
+                _kill_group(process)
         if process.returncode != 0:
             said = complaint.strip().splitlines()
             raise DiscoveryScriptError(
@@ -170,19 +171,10 @@ def parse_hosts(lines: list[str], default_slots: int) -> dict[str, int]:
     return found
 
 
-def _signal_group(process: subprocess.Popen[str]) -> None:
+def _kill_group(process: subprocess.Popen[str]) -> None:
     """Kill the script and the processes that it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
-
-
-def _reap(process: subprocess.Popen[str]) -> None:
-    process.wait()
-    for pipe in (process.stdout, process.stderr):
-        if pipe is not None:
-            pipe.close()
 
 
 class HostAddresses:

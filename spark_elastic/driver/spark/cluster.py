@@ -18,6 +18,7 @@ from spark_elastic.membership.wording import loss_in_words
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
+_STOPPED = "the SparkContext was stopped"
 _JVM_GONE = "the connection to Spark's JVM is gone"
 
 # --- why a job failed ---------------------------------------------------------------------------
@@ -32,12 +33,12 @@ _RESULT_SIZE = re.compile(
 )
 _EXIT_CODE = re.compile(r"(?:[Ee]xited with(?: code)?|exit code|Exit status:?) ?(-?\d+)")
 _SYMPTOM = re.compile(r"connection|channel|[Ww]orker lost|unreachable")
-"""Words of Spark that tell how a loss was noticed; the cause often arrives a moment later."""
+"""Words of Spark for how a loss was noticed. The cause often arrives a moment later."""
 _CANCELLED = re.compile(r"Job \d+ cancelled(?: part of cancelled job group \S+| because (.*)|(.*))")
 
 
 def loss_of(message: str) -> LossCause:
-    """Return what went wrong, with the remedy where one is known.
+    """Return the cause of a failure that Spark reports, with the remedy where one is known.
 
     Spark nests its messages three deep (job aborted → task failed → cause) and ends them with a stack trace of the
     driver. The patterns above were taken from pyspark 3.5 to 4.3; of an unknown message the first line is kept, at most
@@ -68,7 +69,7 @@ def loss_of(message: str) -> LossCause:
     if "Python worker exited unexpectedly" in message or "EOFException" in message:
         return _unexplained("the agent's Python process died (the executor's stderr log may say why)")
     if "SparkContext was shut down" in message or "stopped SparkContext" in message:
-        return reported("the SparkContext was stopped")
+        return reported(_STOPPED)
     if cancelled := _CANCELLED.search(message):
         detail = next((group for group in cancelled.groups() if group), "").strip()
         return reported(_one_line(f"the slot's job was cancelled{': ' + detail if detail else ''}"))
@@ -80,7 +81,7 @@ def loss_of(message: str) -> LossCause:
 
 
 def loss_of_executor(message: str) -> LossCause:
-    """Return what Spark's words about a lost executor mean: an exit code, a mere symptom, or neither."""
+    """Return the cause in Spark's message about a lost executor: an exit code, a symptom, or the message."""
     line = _one_line(message)
     if exited := _EXIT_CODE.search(line):
         return LossCause(LossKind.EXITED, code=int(exited.group(1)), detail=line)
@@ -184,16 +185,16 @@ def jvm_context(sc: SparkContext) -> Any:
     """
     java_context = sc._jsc
     if java_context is None:
-        raise RuntimeError("the SparkContext was stopped")
+        raise RuntimeError(_STOPPED)
     return java_context.sc()
 
 
 def why_gone(sc: SparkContext) -> str | None:
-    """Return why this context will never run a job again, or None if it may."""
+    """Return why this context will never run a job again; None if it may run one."""
     from py4j.protocol import Py4JNetworkError
 
     try:
-        return "the SparkContext was stopped" if jvm_context(sc).isStopped() else None
+        return _STOPPED if jvm_context(sc).isStopped() else None
     except RuntimeError as error:
         return str(error)
     except (Py4JNetworkError, ConnectionError):
@@ -272,7 +273,7 @@ class SlotCount:
     now: int
     """Slots of the executors that are registered now, busy or not; limited by cores, spark.task.cpus and GPUs."""
     most: int | None
-    """Slots that dynamic allocation may grow to; the same as `now` without it; None if no limit is set."""
+    """Slots that the application may have; `now` without dynamic allocation; None if that has no limit."""
     executors: int
     """Executors that are registered now; 1 in local mode."""
 
@@ -285,7 +286,7 @@ def count_slots(sc: SparkContext) -> SlotCount:
     executors = len(executor_ids(sc)) if not is_local(sc) else 1
     if not dynamic_allocation(sc):
         return SlotCount(now, now, executors)
-    most_executors = int(sc.getConf().get("spark.dynamicAllocation.maxExecutors", str(_UNBOUNDED)) or _UNBOUNDED)
+    most_executors = int(sc.getConf().get("spark.dynamicAllocation.maxExecutors") or _UNBOUNDED)
     if most_executors >= _UNBOUNDED:
         return SlotCount(now, None, executors)
     per_executor = int(profile.maxTasksPerExecutor(context.conf()))

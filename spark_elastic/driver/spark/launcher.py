@@ -32,20 +32,22 @@ AgentEntry = Callable[..., AgentOutcome]
 
 log = logging.getLogger(__name__)
 
+_WATCH_INTERVAL_S = 1.0
+"""Seconds between two checks for failed tasks, which Spark would run again."""
 _TASK_LOST = reported("the slot's task was lost")
 
 
 @dataclass(slots=True, eq=False)
 class _Launch:
-    """One Spark job of one slot, from `launch` to `on_ended`. Guarded by the launcher's lock."""
+    """One Spark job of one slot, from `launch` to `on_ended`. Changed only under the launcher's lock."""
 
     slot: SlotId
     id: LaunchId
     group: str
     """Spark's job group. New for each launch, because Spark may remember a cancelled group."""
     stop_cause: LossCause | None = None
-    """Set once the job has to end. The slot's thread may not have submitted its job yet, so it checks this first, and
-    the watcher repeats the cancellation until the thread has ended."""
+    """Set once, when the job has to end. The slot's thread may not have submitted its job yet, so it checks this first,
+    and the watcher repeats the cancellation until the thread has ended."""
 
 
 class SparkLauncher:
@@ -66,7 +68,6 @@ class SparkLauncher:
         description: Text in Spark's UI before ": worker slot 3".
         apart: True: agents run in Python workers that no other task uses. Default: True where Spark may kill a Python
             worker that it has reused.
-        watch_interval_s: Seconds between two checks for a failed task that Spark would run again.
     """
 
     def __init__(
@@ -77,9 +78,8 @@ class SparkLauncher:
         on_ended: OnEnded,
         *,
         shared: bytes | None = None,
-        description: str = "spark_elastic",
+        description: str,
         apart: bool | None = None,
-        watch_interval_s: float = 1.0,
     ) -> None:
         self._sc = sc
         self._agent_entry = agent_entry
@@ -90,7 +90,6 @@ class SparkLauncher:
         self._broadcasting = threading.Lock()
         self._description = description
         self._apart = kills_reused_workers(sc.version) if apart is None else apart
-        self._watch_interval_s = watch_interval_s
         self._group_prefix = f"spark_elastic-{uuid.uuid4().hex[:12]}"
         self._properties: Any = jvm_context(sc).getLocalProperties().clone()
         self._changed = threading.Condition()
@@ -180,7 +179,7 @@ class SparkLauncher:
 
     def _run_job(self, launch: _Launch) -> LaunchEnd:
         slot = launch.slot
-        if (stop_cause := self._stop_cause(launch)) is not None:
+        if (stop_cause := launch.stop_cause) is not None:
             return LaunchEnd(slot, stop_cause)
         try:
             outcome = self._submit(launch)
@@ -188,14 +187,10 @@ class SparkLauncher:
         except Exception as error:
             end = LaunchEnd(slot, loss_of_error(error), submitted=not failed_in_driver(error))
         delivered = end.outcome is not None and end.outcome.result is not None
-        stop_cause = self._stop_cause(launch)
+        stop_cause = launch.stop_cause
         if delivered or stop_cause is None:
             return end
-        return LaunchEnd(slot, stop_cause, submitted=end.submitted)  # Spark only knows that the job was cancelled
-
-    def _stop_cause(self, launch: _Launch) -> LossCause | None:
-        with self._changed:
-            return launch.stop_cause
+        return LaunchEnd(slot, stop_cause, submitted=end.submitted)  # Spark only knows that it was cancelled
 
     def _why_lost(self, launch: _Launch) -> LossCause:
         try:
@@ -230,25 +225,20 @@ class SparkLauncher:
                 self._broadcast = self._sc.broadcast(self._shared)
             return self._broadcast
 
-    def _destroy_broadcast(self) -> None:
-        with self._broadcasting:
-            broadcast, self._broadcast = self._broadcast, None
-        if broadcast is not None:
-            with contextlib.suppress(Exception):  # a stopped context has destroyed it, and raises errors of many kinds
-                broadcast.destroy()
-
     # --- the watcher's thread -------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Cancel jobs that have to stop until they have, and stop jobs whose task Spark would run again."""
         try:
             self._watch_until_closed()
-            self._destroy_broadcast()
+            if self._broadcast is not None:
+                with contextlib.suppress(Exception):  # a stopped context has destroyed it, and raises various errors
+                    self._broadcast.destroy()
         finally:
             close_connection(self._sc)
 
     def _watch_until_closed(self) -> None:
-        next_look = clock.monotonic() + self._watch_interval_s
+        next_look = clock.monotonic() + _WATCH_INTERVAL_S
         while True:
             with self._changed:
                 stopping = any(launch.stop_cause is not None for launch in self._running.values())
@@ -261,23 +251,14 @@ class SparkLauncher:
                     if launch.stop_cause is not None:
                         jvm_context(self._sc).cancelJobGroup(launch.group)
                 if clock.monotonic() >= next_look:
-                    next_look = clock.monotonic() + self._watch_interval_s
+                    next_look = clock.monotonic() + _WATCH_INTERVAL_S
                     for launch in launches:
-                        self._stop_if_failed(launch)
+                        # Spark would run the task again, up to spark.task.maxFailures times and whenever a slot is
+                        # free: an agent that the driver did not ask for.
+                        if launch.stop_cause is None and (cause := _first_failure(self._sc, launch.group)):
+                            self.withdraw(launch.slot, cause)
             except Exception as error:  # the context is being stopped or its JVM is gone, which ends the jobs as well
                 log.debug("could not check the slots' jobs: %s", error)
-
-    def _stop_if_failed(self, launch: _Launch) -> None:
-        """End the job at the first failure of its task.
-
-        Spark would run the task again, up to spark.task.maxFailures times and whenever a slot is free: an agent that
-        the driver did not ask for.
-        """
-        if launch.stop_cause is not None:
-            return
-        cause = _first_failure(self._sc, launch.group)
-        if cause is not None:
-            self.withdraw(launch.slot, cause)
 
 
 class _SeparateWorkers:
@@ -331,20 +312,16 @@ def _task_of(
 
 
 def _first_failure(sc: SparkContext, group: str) -> LossCause | None:
+    """Return the cause of the first failed task in the jobs of a group; None if no task has failed."""
     tracker = sc.statusTracker()
     for job_id in tracker.getJobIdsForGroup(group):
         job = tracker.getJobInfo(job_id)
         for stage_id in job.stageIds if job is not None else ():
             stage = tracker.getStageInfo(stage_id)
-            if stage is not None and stage.numFailedTasks > 0:
-                return _failure_of_stage(sc, stage_id)
+            if stage is None or stage.numFailedTasks == 0:
+                continue
+            tasks = jvm_context(sc).statusStore().taskList(stage_id, 0, 10)
+            messages = (tasks.apply(index).errorMessage() for index in range(tasks.size()))
+            message = next((message for message in messages if message.isDefined()), None)
+            return reported("the slot's task failed") if message is None else loss_of(str(message.get()))
     return None
-
-
-def _failure_of_stage(sc: SparkContext, stage_id: int) -> LossCause:
-    tasks = jvm_context(sc).statusStore().taskList(stage_id, 0, 10)
-    for index in range(tasks.size()):
-        message = tasks.apply(index).errorMessage()
-        if message.isDefined():
-            return loss_of(str(message.get()))
-    return reported("the slot's task failed")
