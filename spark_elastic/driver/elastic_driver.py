@@ -142,14 +142,8 @@ class ElasticDriver:
     """Runs a job on the calling thread until it finishes, fails or is cancelled.
 
     Args:
-        spec: What each agent is given.
-        settings: The job's settings.
         make_launcher: Makes the launcher, from the `on_ended` that it has to call.
         listening: The bound socket for agents and workers.
-        sources: Other sources of events for the machine.
-        printer: Prints the workers' output and lines about the job.
-        verbose: See `run`.
-        progress: The model of the progress bar; None for no bar.
     """
 
     def __init__(
@@ -184,7 +178,7 @@ class ElasticDriver:
         self._ending = False
         self._failure: SparkElasticError | None = None
         self._has_failed = False
-        """True once the failure is announced. It may be one that the machine knows nothing of."""
+        """True once the failure is announced. The machine may not know of it."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Event
         self._slots_over: asyncio.Event
@@ -224,11 +218,11 @@ class ElasticDriver:
         return error
 
     def events(self) -> list[Record]:
-        """Return the membership timeline so far; `at` and other times are seconds since the epoch."""
+        """Return the membership timeline so far. All times are seconds since the epoch."""
         return self._announcer.timeline
 
     def changes(self) -> list[MembershipChange]:
-        """Return the changes of the world so far; `at` in seconds since the epoch."""
+        """Return the changes of the world so far. `at` is in seconds since the epoch."""
         return self._announcer.changes
 
     @property
@@ -269,7 +263,10 @@ class ElasticDriver:
         return asyncio.run(self._main())
 
     def close(self) -> None:
-        """Release what a driver holds whose `run` was never called. No effect afterwards."""
+        """Close the listening socket and the launcher of a driver whose `run` was never called.
+
+        Has no effect after `run`, which closes them itself.
+        """
         self._listening.close()
         self._launcher.close(CLOSE_TIMEOUT_S)
 
@@ -324,7 +321,6 @@ class ElasticDriver:
         now = self._now()
         try:
             commands = self._machine.handle(event, now)
-
             self._announcer.observe(event, commands, clock.monotonic())
             for command in commands:
                 self._carry_out(command)
@@ -382,8 +378,11 @@ class ElasticDriver:
             case do.FinishJob(workers):
                 self._results.expect(workers, self._peers.slots_of(workers))
                 self._end(keep_results=True, why="the job is done")
-            case do.FailJob(error):
-                self._fail(self._cause_of(error))
+            case do.FailJob(UserFunctionError() | JobCancelledError() as error):
+                self._fail(error)
+            case do.FailJob(error):  # if Spark itself is gone, that is why all workers are lost
+                gone = self._launcher.gone()
+                self._fail(error if gone is None else self._session_lost(gone))
             case do.Announce(JobEnded()) if self._has_failed:
                 pass  # announced already, with its cause
             case do.Announce(record):
@@ -397,13 +396,6 @@ class ElasticDriver:
             cancelled = isinstance(error, JobCancelledError)
             self._end(keep_results=False, why="the job was cancelled" if cancelled else "the job failed")
             self._announce_failure(error)
-
-    def _cause_of(self, error: JobError) -> JobError:
-        """Return SessionLostError instead of the machine's error if Spark itself is gone: all workers are lost then."""
-        if isinstance(error, (UserFunctionError, JobCancelledError)):
-            return error
-        gone = self._launcher.gone()
-        return error if gone is None else self._session_lost(gone)
 
     def _session_lost(self, why: str) -> SessionLostError:
         return SessionLostError(reason=why, progress=self._machine.status().progress)
@@ -422,7 +414,7 @@ class ElasticDriver:
         self._announcer.announce(JobEnded(clock.monotonic(), "failed", str(error) or type(error).__name__))
 
     def _announce(self) -> None:
-        """Print the lines that are due, and come back when the next one is."""
+        """Print the lines that are due, and set a timer for the next one."""
         if self._announce_timer is not None:
             self._announce_timer.cancel()
             self._announce_timer = None
@@ -434,8 +426,6 @@ class ElasticDriver:
 
 def _in_process_time(record: Record, away_s: float) -> Record:
     """Return a record of the machine with its times on this process's clock, which is `away_s` ahead."""
-    if not away_s:
-        return record
     times = {name: getattr(record, name, None) for name in ("at", "deadline", "until")}
     return dataclasses.replace(record, **{name: at + away_s for name, at in times.items() if at is not None})
 

@@ -198,9 +198,8 @@ class HostAddresses:
         """
         valid = isinstance(found, Mapping) and all(isinstance(host, str) for host in found)
         if not valid or not all(isinstance(slots, int) and slots >= 0 for slots in found.values()):
-            raise InvalidSettingsError(
-                f"a host discovery must return the slots by host, such as {{'h1': 2}}, not {found!r}"
-            )
+            example = "such as {'h1': 2}"
+            raise InvalidSettingsError(f"a host discovery must return the slots by host, {example}, not {found!r}")
         by_address: dict[str, int] = {}
         for host, slots in found.items():
             address = self._address_of_host(host)
@@ -218,7 +217,7 @@ class HostManager:
     A discovery that fails is logged once; its last good answer remains valid.
 
     Args:
-        discovery: The discovery. Its first answer is fetched at once.
+        discovery: The discovery. It is called for the first time at once.
         address_of_host: See `HostAddresses`.
         interval_s: Seconds between two calls.
 

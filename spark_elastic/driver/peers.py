@@ -63,14 +63,9 @@ class LoopResults:
 
 
 class Peers:
-    """The agents and workers that are connected to the driver. Implements `rendezvous_server.Listener`.
+    """The agents and workers that are connected to the driver: a `rendezvous_server.Listener`.
 
     Args:
-        spec: The job's launch specification.
-        settings: The job's settings.
-        launcher: Starts the agents; is asked whether an agent that connects belongs to a current launch.
-        announcer: Shows what workers report about the training.
-        printer: Prints the workers' output.
         handle: Called with each event for the membership machine.
         fail: Called with an error that ends the job.
     """
@@ -131,7 +126,7 @@ class Peers:
             self.server.to_agent(agent, wire.FinishAgent(keep_results, why))
 
     def send(self, command: do.Command) -> None:
-        """Send the messages that a command of the machine consists of."""
+        """Send the messages that carry out a command of the membership machine."""
         match command:
             case do.StartWorker(agent, worker):
                 self._agent_of[worker] = agent
@@ -274,7 +269,7 @@ class Peers:
         self.server.drop_worker(worker, "its process is gone")
 
     def _name_of(self, worker: WorkerId, agent: AgentId) -> str:
-        """Return what output lines are labelled with: the worker's rank, or its slot before it has one."""
+        """Return the label of output lines: the worker's rank, or its slot before it has one."""
         if self.world is not None and worker in self.world.workers:
             return str(self.world.member(worker).rank)
         return f"slot {self._slot_of[agent]}"

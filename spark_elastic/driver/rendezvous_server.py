@@ -42,7 +42,7 @@ class RoundKeyValues:
         self._round = 0
         self._values: dict[str, bytes] = {}
         self._bytes = 0
-        self._waiting: list[tuple[tuple[str, ...], Callable[[list[bytes]], None]]] = []
+        self._waiting: list[tuple[Sequence[str], Callable[[list[bytes]], None]]] = []
 
     def begin(self, round: int) -> None:
         """Drop the values and the waiting requests of the previous round."""
@@ -63,26 +63,22 @@ class RoundKeyValues:
         if self._bytes > MAX_ROUND_BYTES:
             raise ProtocolError(f"round {round} stored more than {MAX_ROUND_BYTES} bytes of rendezvous data")
         self._values[key] = value
-        still = []
-        for keys, answer in self._waiting:
-            if all(k in self._values for k in keys):
-                answer([self._values[k] for k in keys])
-            else:
-                still.append((keys, answer))
-        self._waiting = still
+        waiting, self._waiting = self._waiting, []
+        for keys, answer in waiting:
+            self.get(round, keys, answer)
 
     def get(self, round: int, keys: Sequence[str], answer: Callable[[list[bytes]], None]) -> None:
         """Call `answer` with the values in order, as soon as all are set; never if the round ends before."""
         if round != self._round:
             return
-        if all(k in self._values for k in keys):
-            answer([self._values[k] for k in keys])
+        if all(key in self._values for key in keys):
+            answer([self._values[key] for key in keys])
         else:
-            self._waiting.append((tuple(keys), answer))
+            self._waiting.append((keys, answer))
 
 
 class Listener(Protocol):
-    """Receives what happens on the server's connections."""
+    """The receiver of the server's connections and messages: `peers.Peers`."""
 
     def agent_joined(self, agent: AgentId, hello: AgentHello, address: str) -> None:
         """Handle a new agent. `address` is the agent's own address on this connection."""
@@ -143,7 +139,7 @@ class RendezvousServer:
         self._serving = True
 
     async def close(self) -> None:
-        """Stop listening and close every connection. The listener is not called for it."""
+        """Stop listening and close every connection. `Listener` is not called."""
         if not self._serving:
             return
         self._serving = False
@@ -159,12 +155,12 @@ class RendezvousServer:
     # --- to peers -----------------------------------------------------------------------------------
 
     def to_agent(self, agent: AgentId, message: Message) -> None:
-        """Send a message, or drop it if the agent is gone (which was reported)."""
+        """Send a message. Does nothing if the agent is gone, which `Listener.agent_gone` has reported."""
         if agent in self._agents:
             self._agents[agent].send(message)
 
     def to_worker(self, worker: WorkerId, message: Message) -> None:
-        """Send a message, or drop it if the worker is gone (which was reported)."""
+        """Send a message. Does nothing if the worker is gone, which `Listener.worker_gone` has reported."""
         if worker in self._workers:
             self._workers[worker].send(message)
 
@@ -176,12 +172,12 @@ class RendezvousServer:
             self.to_worker(member.worker, message)
 
     def drop_agent(self, agent: AgentId, why: str) -> None:
-        """Close an agent's connection without a message to it. The listener is told that it is gone."""
+        """Close an agent's connection without a message to it. `Listener.agent_gone` is called."""
         if agent in self._agents:
             self._agents[agent].abort(why)
 
     def drop_worker(self, worker: WorkerId, why: str) -> None:
-        """Send a goodbye to a worker and close its connection. The listener is not called for it."""
+        """Send a goodbye to a worker and close its connection. `Listener.worker_gone` is not called."""
         stream = self._workers.pop(worker, None)
         if stream is not None:
             del self._worker_of[stream]
@@ -251,11 +247,11 @@ class RendezvousServer:
 
     def _closed(self, stream: MessageStream, why: str) -> None:
         self._unnamed.discard(stream)
-        agent = self._agent_of.pop(stream, None)
-        if agent is not None:
+        if stream in self._agent_of:
+            agent = self._agent_of.pop(stream)
             del self._agents[agent]
             self._listener.agent_gone(agent, why)
-        worker = self._worker_of.pop(stream, None)
-        if worker is not None:
+        elif stream in self._worker_of:
+            worker = self._worker_of.pop(stream)
             del self._workers[worker]
             self._listener.worker_gone(worker, why)

@@ -137,7 +137,7 @@ class QueuedLauncher:
         job: The job's name.
         need: The job's min_num_proc.
         build: Makes the launcher that does the work, from the `on_ended` that it has to call.
-        on_ended: The driver's. It is also called for held slots that are withdrawn.
+        on_ended: Also called for held slots that are withdrawn.
     """
 
     def __init__(
@@ -220,9 +220,11 @@ class QueuedLauncher:
             if self._closed or reservation is None:  # None: the queue's first call comes from within `enter`
                 return
             limit = self._limit(reservation)
-            spare = sorted(self._launched - self._keepable(reservation), reverse=True)
+            not_begun = reservation.state is QueueState.WAITING and not reservation.has_begun
+            kept = frozenset() if not_begun else self._joined  # their agents may hold a training state
+            spare = sorted(self._launched - kept)
             while len(self._launched) > limit and spare:
-                slot = spare.pop(0)
+                slot = spare.pop()
                 self._launched.remove(slot)
                 self._taken_back[slot] = None
                 self._launcher.withdraw(slot, reported("given back: another job waits for its minimum"))
@@ -230,12 +232,10 @@ class QueuedLauncher:
                 self._held.remove(slot)
                 self._launched.add(slot)
                 self._launcher.launch(slot)
-            self._log_wait(self._queue.gathers_before(reservation) if self._held else None)
-
-    def _log_wait(self, before: str | None) -> None:
-        if before is not None and before != self._logged:
-            log.info("%s holds %d launches back until job %s has its workers", self._job, len(self._held), before)
-        self._logged = before
+            before = self._queue.gathers_before(reservation) if self._held else None
+            if before is not None and before != self._logged:
+                log.info("%s holds %d launches back until job %s has its workers", self._job, len(self._held), before)
+            self._logged = before
 
     def _limit(self, reservation: Reservation) -> int:
         """Return the number of slots that may be launched now."""
@@ -244,11 +244,6 @@ class QueuedLauncher:
         if self._queue.is_contended(reservation):
             return max(self._need, len(self._joined))
         return len(self._launched) + len(self._held)
-
-    def _keepable(self, reservation: Reservation) -> frozenset[SlotId]:
-        """Return the slots that are not taken back because their agents may hold a state."""
-        not_begun = reservation.state is QueueState.WAITING and not reservation.has_begun
-        return frozenset() if not_begun else self._joined
 
     def _ended(self, end: LaunchEnd) -> None:
         slot = end.slot
