@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock
@@ -13,15 +14,7 @@ from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING, Finding, Re
 from spark_elastic.diagnostics.probe import ProbeReport, collect_facts, start_thread
 from spark_elastic.diagnostics.probe_server import ConnectedProbe, ProbeServer, probe_task
 from spark_elastic.driver.preflight import check_spark
-from spark_elastic.driver.spark.cluster import (
-    BackgroundJob,
-    close_connection,
-    count_slots,
-    dynamic_allocation,
-    executor_ids,
-    is_local,
-    reason_of_error,
-)
+from spark_elastic.driver.spark import cluster
 from spark_elastic.wire.framing import new_key
 from spark_elastic.wire.interfaces import interface_addresses, is_address, is_loopback
 
@@ -35,36 +28,26 @@ _FAREWELL_S = 3.0
 """The part of the time limit that is reserved for ending the probes' job."""
 
 
+@dataclass(eq=False)
 class Examination:
-    """One check-up of a driver and its cluster.
+    """One check-up of a driver and its cluster."""
 
-    Args:
-        timeout_s: seconds for everything.
-        num_proc: workers that are to train.
-        store: where estimators are to keep their data.
-        storage_options: for `store`.
-        wall: reads the driver's clock, in seconds since the epoch.
-        with_torch: True to import torch on executors, which takes seconds.
-    """
+    timeout_s: float
+    """The time limit for all checks together."""
+    _: KW_ONLY
+    num_proc: int | None = None
+    """Workers that are to train."""
+    store: Any = None
+    """Where estimators are to keep their data."""
+    storage_options: Mapping[str, Any] | None = None
+    wall: Callable[[], float] = clock.wall
+    """Reads the driver's clock, in seconds since the epoch."""
+    with_torch: bool = True
+    """True to import torch on executors, which takes seconds."""
 
-    def __init__(
-        self,
-        timeout_s: float,
-        *,
-        num_proc: int | None = None,
-        store: Any = None,
-        storage_options: Mapping[str, Any] | None = None,
-        wall: Callable[[], float] = clock.wall,
-        with_torch: bool = True,
-    ) -> None:
+    def __post_init__(self) -> None:
         self._began = clock.monotonic()
-        self._until = self._began + timeout_s
-        self._timeout_s = timeout_s
-        self._num_proc = num_proc
-        self._store = store
-        self._storage_options = storage_options
-        self._wall = wall
-        self._with_torch = with_torch
+        self._until = self._began + self.timeout_s
         self._findings: list[Finding] = []
         self._driver: dict[str, Any] = {}
         """The driver's own facts, as a probe reports them."""
@@ -100,8 +83,8 @@ class Examination:
         """Check what needs no session, and report why there is none."""
         self._check("java", findings.judge_java_here)
         self.add(Finding("Spark", PROBLEM, problem, fix))
-        self._check_limits([], self._num_proc or 1)
-        if self._store is not None:
+        self._check_limits([], self.num_proc or 1)
+        if self.store is not None:
             self._check("storage", self._check_storage, None, [])
 
     def _check_limits(self, probes: Sequence[ConnectedProbe], slots: int) -> None:
@@ -124,19 +107,19 @@ class Examination:
             if self._probes_wanted > 0:
                 self._run_probes(sc, self._probes_wanted)
             else:
-                self._check_limits([], self._num_proc or 1)
+                self._check_limits([], self.num_proc or 1)
         finally:
-            close_connection(sc)
+            cluster.close_connection(sc)
 
     def _check_slots(self, sc: SparkContext) -> Finding:
-        slots = count_slots(sc)
-        dynamic = dynamic_allocation(sc)
+        slots = cluster.count_slots(sc)
+        dynamic = cluster.dynamic_allocation(sc)
         wanted = slots.now
         if dynamic:  # executors come once tasks ask for them
-            wanted = max(wanted, min(self._num_proc or 2, slots.most or MOST_PROBES))
+            wanted = max(wanted, min(self.num_proc or 2, slots.most or MOST_PROBES))
         self._probes_wanted = min(wanted, MOST_PROBES)
         task_cpus = sc.getConf().get("spark.task.cpus", "1") or "1"
-        return findings.judge_slots(slots, self._num_proc, busy=_busy(sc), dynamic=dynamic, task_cpus=task_cpus)
+        return findings.judge_slots(slots, self.num_proc, busy=_busy(sc), dynamic=dynamic, task_cpus=task_cpus)
 
     def _run_probes(self, sc: SparkContext, wanted: int) -> None:
         host = sc.getConf().get("spark.driver.host", "127.0.0.1") or "127.0.0.1"
@@ -147,10 +130,10 @@ class Examination:
             order = {
                 "addresses": [(address, server.port) for address in dict.fromkeys([host, *other])],
                 "key": key,
-                "seconds": self._timeout_s,
-                "connect_s": min(5.0, self._timeout_s / 6),
+                "seconds": self.timeout_s,
+                "connect_s": min(5.0, self.timeout_s / 6),
             }
-            job = BackgroundJob(sc, wanted, probe_task(order, _PACKAGE), "spark_elastic doctor")
+            job = cluster.BackgroundJob(sc, wanted, probe_task(order, _PACKAGE), "spark_elastic doctor")
             try:
                 self._check_probes(sc, server, job, wanted)
             finally:
@@ -161,19 +144,19 @@ class Examination:
                 unconnected = [report for report in job.rows if report["number"] not in connected]
                 self._findings += between_machines.judge_executors_to_driver(unconnected)
 
-    def _check_probes(self, sc: SparkContext, server: ProbeServer, job: BackgroundJob, wanted: int) -> None:
+    def _check_probes(self, sc: SparkContext, server: ProbeServer, job: cluster.BackgroundJob, wanted: int) -> None:
         began = clock.monotonic()
-        server.wait_for(wanted, self._left(self._timeout_s / 2), job.over)
+        server.wait_for(wanted, self._left(self.timeout_s / 2), job.over)
         waited = clock.monotonic() - began
         probes = server.probes
         reports = [probe.report for probe in probes]
         first = {probe.report["executor"]: probe for probe in reversed(probes)}
         one_each = list(first.values())[::-1]
         """The first probe of each executor."""
-        expected = [] if is_local(sc) else executor_ids(sc)
+        expected = [] if cluster.is_local(sc) else cluster.executor_ids(sc)
         ran_unconnected = job.over.is_set() and job.error is None and not probes
         if not ran_unconnected:  # the finding "executors → driver" names the probes that ran and did not connect
-            error = None if job.error is None else reason_of_error(job.error)
+            error = None if job.error is None else cluster.reason_of_error(job.error)
             self._check("executors", findings.judge_executors, reports, expected, wanted, waited, error)
         if not probes:
             self._check_limits([], wanted)
@@ -185,7 +168,7 @@ class Examination:
         self._check("driver → executors", between_machines.check_from_driver, one_each, same_host, self._left(5.0))
         self._check("executors ↔ executors", between_machines.check_executors, server, one_each, self._left(5.0))
         self._check("storage", self._check_storage, server, one_each)
-        self._check("clocks", between_machines.check_clocks, one_each, self._wall, self._left(5.0))
+        self._check("clocks", between_machines.check_clocks, one_each, self.wall, self._left(5.0))
         self._check("shared memory", between_machines.check_shared_memory, probes, self._left(5.0))
         self._check_limits(one_each, wanted)
         self._check_torch(sc, server, one_each, reports)  # last, because it takes longest
@@ -201,7 +184,7 @@ class Examination:
         questions = {
             probe: ("torch", {"gpus": probe.report["gpus"], "timeout_s": max(wait_s - 1.0, 0.1)})
             for probe in one_each
-            if self._with_torch and "torch" in probe.report["packages"]
+            if self.with_torch and "torch" in probe.report["packages"]
         }
         answers = {probe.name: answer for probe, answer in server.ask(questions, wait_s).items()}
         if answers:
@@ -212,14 +195,14 @@ class Examination:
     def _check_storage(
         self, server: ProbeServer | None, probes: Sequence[ConnectedProbe]
     ) -> Finding | Sequence[Finding]:
-        store = Store.create(self._store, self._storage_options)
+        store = Store.create(self.store, self.storage_options)
         machines = {probe.machine for probe in probes}
-        if self._store is None and len(machines) > 1:
+        if self.store is None and len(machines) > 1:
             says = f"no store was named, and {len(machines)} machines do not share their temporary folders"
             fix = "name one here and in estimators, store=...: a mounted folder, s3://, gs://, abfss://, hdfs://, dbfs:"
             return Finding("storage", WARNING, says, fix)
         url = str(store.local_path()) if store.is_local else store.url
-        return between_machines.check_storage(server, probes, url, self._storage_options, self._left(20.0))
+        return between_machines.check_storage(server, probes, url, self.storage_options, self._left(20.0))
 
 
 def _java_of(sc: SparkContext) -> Finding:

@@ -171,18 +171,19 @@ class RefusalLog:
         self._counts[why] += 1
         self._last = address or self._last
         if self._timer is None:
-            self._write_from_time_to_time()
+            self._log()
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._write()
 
-    def _write_from_time_to_time(self) -> None:
-        is_due = bool(self._counts)
-        self._write()
-        again = asyncio.get_running_loop().call_later
-        self._timer = again(LOG_INTERVAL_S, self._write_from_time_to_time) if is_due else None
+    def _log(self) -> None:
+        """Log the refusals since the last time, and again after a while; stop if there were none."""
+        self._timer = None
+        if self._counts:
+            self._write()
+            self._timer = asyncio.get_running_loop().call_later(LOG_INTERVAL_S, self._log)
 
     def _write(self) -> None:
         if self._counts:

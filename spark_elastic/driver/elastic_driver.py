@@ -165,9 +165,7 @@ class ElasticDriver:
         self._machine = Membership(settings)
 
         self._announcer = Announcer(spec.job, printer.say, verbose, progress)
-        self._peers = Peers(
-            spec, settings, self._launcher, self._announcer, printer, handle=self._handle, fail=self._fail
-        )
+        self._peers = Peers(spec, settings, self._launcher, self._announcer, printer, self._handle, self._fail)
         self._launched: set[SlotId] = set()
         """Slots whose launch has not ended."""
         self._results = WorkerResults()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from spark_elastic import clock
 from spark_elastic.driver.addresses import AddressBook
@@ -62,37 +63,27 @@ class LoopResults:
             self._behind.pop(worker, None)
 
 
+@dataclass(eq=False)
 class Peers:
-    """The agents and workers that are connected to the driver: a `rendezvous_server.Listener`.
+    """The agents and workers that are connected to the driver: a `rendezvous_server.Listener`."""
 
-    Args:
-        handle: Called with each event for the membership machine.
-        fail: Called with an error that ends the job.
-    """
+    spec: LaunchSpec
+    settings: ElasticSettings
+    launcher: Launcher
+    announcer: Announcer
+    printer: OutputPrinter
+    handle: Callable[[seen.Event], None]
+    """Called with each event for the membership machine."""
+    fail: Callable[[SparkElasticError], None]
+    """Called with an error that ends the job."""
 
-    def __init__(
-        self,
-        spec: LaunchSpec,
-        settings: ElasticSettings,
-        launcher: Launcher,
-        announcer: Announcer,
-        printer: OutputPrinter,
-        *,
-        handle: Callable[[seen.Event], None],
-        fail: Callable[[SparkElasticError], None],
-    ) -> None:
-        self._settings = settings
-        self._launcher = launcher
-        self._announcer = announcer
-        self._printer = printer
-        self._handle = handle
-        self._fail = fail
+    def __post_init__(self) -> None:
         self.server = RendezvousServer(
-            spec.key,
+            self.spec.key,
             self,
-            heartbeat_interval_s=settings.heartbeat_interval_s,
-            silence_limit_s=settings.driver_silence_s,
-            stall_timeout_s=settings.stall_timeout_s,
+            heartbeat_interval_s=self.settings.heartbeat_interval_s,
+            silence_limit_s=self.settings.driver_silence_s,
+            stall_timeout_s=self.settings.stall_timeout_s,
         )
         self.agents: set[AgentId] = set()
         """Agents that are connected and usable."""
@@ -100,7 +91,7 @@ class Peers:
         """Slots of all connected agents, also of those that were sent away."""
         self._agent_of: dict[WorkerId, AgentId] = {}
         """Agents of the workers that were started and are not gone."""
-        self._addresses = AddressBook(spec.nics)
+        self._addresses = AddressBook(self.spec.nics)
         self._without_interface: set[SlotId] = set()
         """Slots whose last agent had no usable interface."""
         self._loop_results = LoopResults()
@@ -165,7 +156,7 @@ class Peers:
 
     def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None:
         self._slot_of[agent] = hello.place.slot
-        if not self._ending and not self._launcher.admit(hello.place.slot, hello.launch):
+        if not self._ending and not self.launcher.admit(hello.place.slot, hello.launch):
             self.server.to_agent(agent, wire.FinishAgent(False, "its launch is over"))
             return  # the machine does not know it: its messages until it has gone have no effect
         self.agents.add(agent)
@@ -181,15 +172,15 @@ class Peers:
         self._without_interface.discard(hello.place.slot)
         for prober, targets in self._addresses.probes_for(agent):
             self.server.to_agent(prober, wire.ProbePeers(targets))
-        self._handle(seen.AgentJoined(agent, hello.place))
+        self.handle(seen.AgentJoined(agent, hello.place))
 
     def _dismiss_unusable(self, agent: AgentId, slot: SlotId, error: UnknownInterfaceError) -> None:
         """Dismiss an agent that no other could reach. Its slot cools down, and keeps the reason."""
         self._without_interface.add(slot)
         logger.warning("an agent is sent away: %s", error)
-        usable = self._settings.max_num_proc - len(self._without_interface)
-        if self.world is None and usable < self._settings.min_num_proc:
-            self._fail(error)
+        usable = self.settings.max_num_proc - len(self._without_interface)
+        if self.world is None and usable < self.settings.min_num_proc:
+            self.fail(error)
             return
         self.agents.discard(agent)
         self._tell_launcher()
@@ -197,23 +188,23 @@ class Peers:
 
     def _tell_launcher(self) -> None:
         if not self._ending:  # a job that ends needs no agents: the launcher shall not gather new ones
-            self._launcher.agents_joined(self.slots())
+            self.launcher.agents_joined(self.slots())
 
     def agent_said(self, agent: AgentId, message: wire.Message) -> None:
         match message:
             case wire.AgentHeartbeat(running):
                 self.server.to_agent(agent, wire.Pong())
-                self._handle(seen.AgentAlive(agent, running))
+                self.handle(seen.AgentAlive(agent, running))
             case wire.WorkerExited(worker, exit_code, stderr_tail, oom_kills, memory):
                 if self._agent_of.get(worker) == agent:
                     # its own connection closes by itself; its last messages may still be on the way
                     asyncio.get_running_loop().call_later(LAST_WORDS_S, self._forget_worker, worker)
                     cause = LossCause(LossKind.EXITED, code=exit_code)
-                    self._handle(seen.WorkerLost(worker, cause, stderr_tail, oom_kills, memory))
+                    self.handle(seen.WorkerLost(worker, cause, stderr_tail, oom_kills, memory))
             case wire.OutputLines(worker, stream, lines):
-                self._printer.worker_lines(self._name_of(worker, agent), stream, lines)
+                self.printer.worker_lines(self._name_of(worker, agent), stream, lines)
             case wire.ResultStored(worker, _, in_loop, run):
-                self._handle(seen.WorkerDone(worker, in_loop, run))
+                self.handle(seen.WorkerDone(worker, in_loop, run))
             case wire.PeersReachable(reachable):
                 self._addresses.answered(agent, reachable)
             case _:
@@ -221,7 +212,7 @@ class Peers:
 
     def agent_gone(self, agent: AgentId, why: str) -> None:
         self.agents.discard(agent)
-        self._handle(seen.AgentLost(agent, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
+        self.handle(seen.AgentLost(agent, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
         del self._slot_of[agent]
         self._tell_launcher()
         for worker in [w for w, a in self._agent_of.items() if a == agent]:
@@ -237,32 +228,32 @@ class Peers:
     def worker_said(self, worker: WorkerId, message: wire.Message) -> None:
         match message:
             case wire.WorkerHello():
-                self._handle(seen.WorkerAlive(worker))
+                self.handle(seen.WorkerAlive(worker))
             case wire.WorkerHeartbeat(version, blocked_s, after_loop, begun):
                 self.server.to_worker(worker, wire.Pong())
-                self._handle(seen.WorkerAlive(worker, version, blocked_s, after_loop, begun))
+                self.handle(seen.WorkerAlive(worker, version, blocked_s, after_loop, begun))
             case wire.Ready(round, version, at_init, loop):
-                self._handle(seen.WorkerReady(worker, round, version, at_init, loop))
+                self.handle(seen.WorkerReady(worker, round, version, at_init, loop))
             case wire.LoopResult():
                 for behind in self._loop_results.offered(message):
                     self.server.to_worker(behind, message)
             case wire.Raised(error_type, error, traceback, exit_code):
-                self._handle(seen.WorkerRaised(worker, error_type, error, traceback, exit_code))
+                self.handle(seen.WorkerRaised(worker, error_type, error, traceback, exit_code))
             case wire.LiveProgress():
                 if self.world is not None and self.world.members[0].worker == worker:
-                    self._announcer.live(message, clock.monotonic())
+                    self.announcer.live(message, clock.monotonic())
             case wire.EpochEnded():
-                self._announcer.epoch(message, clock.monotonic())
+                self.announcer.epoch(message, clock.monotonic())
             case wire.Notice(text):
-                self._announcer.notice(worker, text, clock.monotonic())
+                self.announcer.notice(worker, text, clock.monotonic())
             case wire.Abandoned(why):
-                self._handle(seen.WorkerAbandoned(worker, why))
+                self.handle(seen.WorkerAbandoned(worker, why))
             case _:
                 self.server.drop_worker(worker, f"a worker does not send {type(message).__name__}")
-                self._handle(seen.WorkerLost(worker, LossCause(LossKind.PROTOCOL_BROKEN)))
+                self.handle(seen.WorkerLost(worker, LossCause(LossKind.PROTOCOL_BROKEN)))
 
     def worker_gone(self, worker: WorkerId, why: str) -> None:
-        self._handle(seen.WorkerLost(worker, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
+        self.handle(seen.WorkerLost(worker, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
 
     def _forget_worker(self, worker: WorkerId) -> None:
         self._agent_of.pop(worker, None)

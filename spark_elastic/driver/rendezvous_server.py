@@ -15,18 +15,7 @@ from typing import Protocol
 from spark_elastic.driver.admission import MAX_UNAUTHENTICATED, Admission
 from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.topology import AgentId, WorkerId, World
-from spark_elastic.wire.messages import (
-    AgentHello,
-    AgentWelcome,
-    Goodbye,
-    KvGet,
-    KvSet,
-    KvValues,
-    Message,
-    WorkerHello,
-    WorkerWelcome,
-    WorldAssigned,
-)
+from spark_elastic.wire import messages as wire
 from spark_elastic.wire.stream import MessageStream
 
 MAX_ROUND_BYTES = 64 * 2**20
@@ -80,11 +69,11 @@ class RoundKeyValues:
 class Listener(Protocol):
     """The receiver of the server's connections and messages: `peers.Peers`."""
 
-    def agent_joined(self, agent: AgentId, hello: AgentHello, address: str) -> None:
+    def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None:
         """Handle a new agent. `address` is the agent's own address on this connection."""
         ...
 
-    def agent_said(self, agent: AgentId, message: Message) -> None: ...
+    def agent_said(self, agent: AgentId, message: wire.Message) -> None: ...
 
     def agent_gone(self, agent: AgentId, why: str) -> None: ...
 
@@ -92,7 +81,7 @@ class Listener(Protocol):
         """Return True if this worker was started and is not gone. The server turns away all others."""
         ...
 
-    def worker_said(self, worker: WorkerId, message: Message) -> None: ...
+    def worker_said(self, worker: WorkerId, message: wire.Message) -> None: ...
 
     def worker_gone(self, worker: WorkerId, why: str) -> None: ...
 
@@ -122,8 +111,8 @@ class RendezvousServer:
         self._key = key
         self._listener = listener
         self._admission = Admission(self._new_stream, max_unauthenticated)
-        self._agent_welcome = AgentWelcome(heartbeat_interval_s, silence_limit_s)
-        self._worker_welcome = WorkerWelcome(heartbeat_interval_s, silence_limit_s, stall_timeout_s)
+        self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, silence_limit_s)
+        self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, silence_limit_s, stall_timeout_s)
         self._serving = False
         self._key_values = RoundKeyValues()
         self._unnamed: set[MessageStream] = set()
@@ -154,12 +143,12 @@ class RendezvousServer:
 
     # --- to peers -----------------------------------------------------------------------------------
 
-    def to_agent(self, agent: AgentId, message: Message) -> None:
+    def to_agent(self, agent: AgentId, message: wire.Message) -> None:
         """Send a message. Does nothing if the agent is gone, which `Listener.agent_gone` has reported."""
         if agent in self._agents:
             self._agents[agent].send(message)
 
-    def to_worker(self, worker: WorkerId, message: Message) -> None:
+    def to_worker(self, worker: WorkerId, message: wire.Message) -> None:
         """Send a message. Does nothing if the worker is gone, which `Listener.worker_gone` has reported."""
         if worker in self._workers:
             self._workers[worker].send(message)
@@ -167,7 +156,7 @@ class RendezvousServer:
     def publish(self, world: World, addresses: dict[WorkerId, str]) -> None:
         """Send the world to its members and start its key-value space."""
         self._key_values.begin(world.round)
-        message = WorldAssigned(world, {str(worker): address for worker, address in addresses.items()})
+        message = wire.WorldAssigned(world, {str(worker): address for worker, address in addresses.items()})
         for member in world.members:
             self.to_worker(member.worker, message)
 
@@ -181,7 +170,7 @@ class RendezvousServer:
         stream = self._workers.pop(worker, None)
         if stream is not None:
             del self._worker_of[stream]
-            stream.send(Goodbye(why))
+            stream.send(wire.Goodbye(why))
             stream.close()
 
     # --- from peers ---------------------------------------------------------------------------------
@@ -200,7 +189,7 @@ class RendezvousServer:
         self._admission.settle(stream)
         self._unnamed.add(stream)
 
-    def _received(self, stream: MessageStream, message: Message) -> None:
+    def _received(self, stream: MessageStream, message: wire.Message) -> None:
         if stream in self._worker_of:
             self._from_worker(stream, self._worker_of[stream], message)
         elif stream in self._agent_of:
@@ -209,17 +198,17 @@ class RendezvousServer:
             self._unnamed.discard(stream)
             self._named(stream, message)
 
-    def _named(self, stream: MessageStream, message: Message) -> None:
-        if isinstance(message, AgentHello):
+    def _named(self, stream: MessageStream, message: wire.Message) -> None:
+        if isinstance(message, wire.AgentHello):
             agent = self._next_agent
             self._next_agent += 1
             self._agents[agent] = stream
             self._agent_of[stream] = agent
             stream.send(self._agent_welcome)
             self._listener.agent_joined(agent, message, stream.peer_address)
-        elif isinstance(message, WorkerHello):
+        elif isinstance(message, wire.WorkerHello):
             if message.worker in self._workers or not self._listener.worker_expected(message.worker):
-                stream.send(Goodbye(f"worker {message.worker} is not expected (any more)"))
+                stream.send(wire.Goodbye(f"worker {message.worker} is not expected (any more)"))
                 stream.close()
                 return
             self._workers[message.worker] = stream
@@ -229,18 +218,18 @@ class RendezvousServer:
         else:
             stream.abort(f"{type(message).__name__} before a hello")
 
-    def _from_worker(self, stream: MessageStream, worker: WorkerId, message: Message) -> None:
-        if isinstance(message, KvSet):
+    def _from_worker(self, stream: MessageStream, worker: WorkerId, message: wire.Message) -> None:
+        if isinstance(message, wire.KvSet):
             try:
                 self._key_values.set(message.round, message.key, message.payload)
             except ProtocolError as error:
                 stream.abort(str(error))
-        elif isinstance(message, KvGet):
+        elif isinstance(message, wire.KvGet):
             request = message.request
             self._key_values.get(
                 message.round,
                 message.keys,
-                lambda values: stream.send(KvValues(request, tuple(len(v) for v in values), b"".join(values))),
+                lambda values: stream.send(wire.KvValues(request, tuple(len(v) for v in values), b"".join(values))),
             )
         else:
             self._listener.worker_said(worker, message)

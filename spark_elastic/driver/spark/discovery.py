@@ -11,15 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock
-from spark_elastic.driver.spark.cluster import (
-    BackgroundJob,
-    SlotCount,
-    count_slots,
-    dynamic_allocation,
-    is_local,
-    jvm_context,
-    reason_of_error,
-)
+from spark_elastic.driver.spark import cluster
 from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError
 from spark_elastic.membership.reasons import Wait, WaitKind
 from spark_elastic.membership.topology import SlotReport
@@ -72,13 +64,13 @@ class SparkHostDiscovery:
         self._sc = sc
         self._report_slot = report_slot
 
-    def slots(self) -> SlotCount:
-        return count_slots(self._sc)
+    def slots(self) -> cluster.SlotCount:
+        return cluster.count_slots(self._sc)
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         """Return the slots of each host, in Spark's order, without executors that are excluded or decommissioned."""
-        context = jvm_context(self._sc)
-        if is_local(self._sc):
+        context = cluster.jvm_context(self._sc)
+        if cluster.is_local(self._sc):
             return {"127.0.0.1": self.slots().now}
         profile = context.resourceProfileManager().defaultResourceProfile()
         per_executor = int(profile.maxTasksPerExecutor(context.conf()))
@@ -99,22 +91,22 @@ class SparkHostDiscovery:
 
     def most_slots(self) -> int | None:
         """Return the number of slots that can never be exceeded (local mode, `local-cluster`); None if not known."""
-        if is_local(self._sc):
+        if cluster.is_local(self._sc):
             return self.slots().now
-        cluster = re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]", self._sc.master)
-        if cluster is None or dynamic_allocation(self._sc):
+        sizes = re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]", self._sc.master)
+        if sizes is None or cluster.dynamic_allocation(self._sc):
             return None
-        cores = int(cluster[2]) // int(jvm_context(self._sc).conf().get("spark.task.cpus", "1"))
-        return max(int(cluster[1]) * cores, self.slots().now)
+        cores = int(sizes[2]) // int(cluster.jvm_context(self._sc).conf().get("spark.task.cpus", "1"))
+        return max(int(sizes[1]) * cores, self.slots().now)
 
     def slots_free(self) -> int:
         """Return the number of this application's slots in which no task runs now."""
-        infos = jvm_context(self._sc).statusTracker().getExecutorInfos()
+        infos = cluster.jvm_context(self._sc).statusTracker().getExecutorInfos()
         return max(0, self.slots().now - sum(int(info.numRunningTasks()) for info in infos))
 
     def wait_for_slots(
         self, need: int, timeout_s: float, *, stop: threading.Event | None = None, on_wait: OnWait = _log_wait
-    ) -> SlotCount:
+    ) -> cluster.SlotCount:
         """Wait until `need` slots exist, busy or not.
 
         Returns at once under dynamic allocation: executors come only when jobs ask for them.
@@ -141,7 +133,7 @@ class SparkHostDiscovery:
                 return count
             if most is not None and most < need:
                 raise too_few(have=most, waited_s=0.0, fixed=f"master {self._sc.master}")
-            if dynamic_allocation(self._sc):
+            if cluster.dynamic_allocation(self._sc):
                 if count.most is not None and count.most < need:
                     limit = "spark.dynamicAllocation.maxExecutors allows no more"
                     raise too_few(have=count.most, waited_s=waited, detail=limit)
@@ -173,13 +165,13 @@ class SparkHostDiscovery:
             NotEnoughSlotsError: After `timeout_s`.
             JobCancelledError: `stop` was set.
         """
-        if dynamic_allocation(self._sc):
+        if cluster.dynamic_allocation(self._sc):
             return SlotProbe((), f"barrier mode is refused under dynamic allocation ([{_REFUSED}])")
         start = clock.monotonic()
         too_few = functools.partial(NotEnoughSlotsError, have=0, need=num_proc, setting="start_timeout")
         self.wait_for_slots(num_proc, timeout_s, stop=stop, on_wait=on_wait)
         description = f"spark_elastic: discovery of {num_proc} slots"
-        job = BackgroundJob(self._sc, num_proc, _reporting_task(self._report_slot), description, barrier=True)
+        job = cluster.BackgroundJob(self._sc, num_proc, _reporting_task(self._report_slot), description, barrier=True)
         said = False
         while not job.over.wait(_POLL_S):
             waited = clock.monotonic() - start
@@ -195,12 +187,12 @@ class SparkHostDiscovery:
                 raise too_few(waited_s=waited, detail=detail)
         if job.error is None:
             return SlotProbe(tuple(job.rows))
-        reason = reason_of_error(job.error)
+        reason = cluster.reason_of_error(job.error)
         if _REFUSED in str(job.error):
             return SlotProbe((), f"barrier mode is refused: {reason}")
         raise too_few(waited_s=clock.monotonic() - start, detail=reason)
 
-    def _shape(self, count: SlotCount) -> str:
+    def _shape(self, count: cluster.SlotCount) -> str:
         cpus = self._sc.getConf().get("spark.task.cpus", "1")
         return f"{counted(count.executors, 'executor')} with {count.now} slots in all (spark.task.cpus={cpus})"
 

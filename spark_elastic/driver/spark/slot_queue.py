@@ -7,11 +7,11 @@ job that has not begun to train gives back the slots that it has gathered so far
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass, replace
 from typing import TYPE_CHECKING
 
 from spark_elastic.driver.launcher import LaunchEnd, Launcher, OnEnded
@@ -33,7 +33,7 @@ class QueueState(enum.Enum):
     HOLDING = "has its minimum"
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Reservation:
     """One job's entry in the queue. Made by `SlotQueue.enter`."""
 
@@ -125,26 +125,25 @@ def queue_of(sc: SparkContext) -> SlotQueue:
         return _queues.setdefault(str(sc.applicationId), SlotQueue())
 
 
+@dataclass(eq=False)
 class QueuedLauncher:
     """A `Launcher` that holds launches back until the queue lets the job gather, then passes them on to another one.
 
     While another job waits for its minimum, this job is limited to its own: further launches are held back, and
     launches beyond it that no agent has answered yet are withdrawn and held again. To the driver a slot that is held
     again is still launched; the end of the withdrawn launch is not reported.
-
-    Args:
-        queue: The queue of the SparkContext.
-        job: The job's name.
-        need: The job's min_num_proc.
-        build: Makes the launcher that does the work, from the `on_ended` that it has to call.
-        on_ended: Also called for held slots that are withdrawn.
     """
 
-    def __init__(
-        self, queue: SlotQueue, job: str, need: int, build: Callable[[OnEnded], Launcher], on_ended: OnEnded
-    ) -> None:
-        self._need = need
-        self._on_ended = on_ended
+    queue: SlotQueue
+    job: str
+    need: int
+    """The job's min_num_proc."""
+    build: InitVar[Callable[[OnEnded], Launcher]]
+    """Makes the launcher that does the work, from the `on_ended` that it has to call."""
+    on_ended: OnEnded
+    """Also called for held slots that are withdrawn."""
+
+    def __post_init__(self, build: Callable[[OnEnded], Launcher]) -> None:
         self._lock = threading.RLock()
         self._held: set[SlotId] = set()
         self._launched: set[SlotId] = set()
@@ -153,14 +152,12 @@ class QueuedLauncher:
         self._joined: frozenset[SlotId] = frozenset()
         self._closed = False
         self._launcher = build(self._ended)
-        self._queue = queue
-        self._job = job
         self._reservation: Reservation | None = None
         self._logged: str | None = None
 
     def launch(self, slot: SlotId) -> None:
         if self._reservation is None:  # entered now and not before: a job that cannot be placed yet blocks no other
-            self._reservation = self._queue.enter(self._job, self._look_again)
+            self._reservation = self.queue.enter(self.job, self._look_again)
         with self._lock:
             if slot in self._held or slot in self._launched or slot in self._taken_back:
                 raise ValueError(f"slot {slot} is still running; wait for its end before the next launch")
@@ -178,7 +175,7 @@ class QueuedLauncher:
             if slot not in self._held:
                 return
             self._held.remove(slot)
-        self._on_ended(LaunchEnd(slot, cause))
+        self.on_ended(LaunchEnd(slot, cause))
 
     def admit(self, slot: SlotId, launch: LaunchId) -> bool:
         with self._lock:
@@ -192,10 +189,10 @@ class QueuedLauncher:
             had, self._joined = len(self._joined), slots
         if self._reservation is None:
             return
-        if len(slots) >= self._need:
-            self._queue.gathered(self._reservation)
-        elif had >= self._need:
-            self._queue.short(self._reservation)
+        if len(slots) >= self.need:
+            self.queue.gathered(self._reservation)
+        elif had >= self.need:
+            self.queue.short(self._reservation)
         self._look_again()
 
     def gone(self) -> str | None:
@@ -209,9 +206,9 @@ class QueuedLauncher:
             self._launcher.close(deadline_s)
         finally:
             if self._reservation is not None:
-                self._queue.leave(self._reservation)
+                self.queue.leave(self._reservation)
         for slot in sorted(held):
-            self._on_ended(LaunchEnd(slot, reported("the job is over")))
+            self.on_ended(LaunchEnd(slot, reported("the job is over")))
 
     def _look_again(self) -> None:
         """Take back launches above the limit, and pass on held ones below it."""
@@ -232,17 +229,17 @@ class QueuedLauncher:
                 self._held.remove(slot)
                 self._launched.add(slot)
                 self._launcher.launch(slot)
-            before = self._queue.gathers_before(reservation) if self._held else None
+            before = self.queue.gathers_before(reservation) if self._held else None
             if before is not None and before != self._logged:
-                log.info("%s holds %d launches back until job %s has its workers", self._job, len(self._held), before)
+                log.info("%s holds %d launches back until job %s has its workers", self.job, len(self._held), before)
             self._logged = before
 
     def _limit(self, reservation: Reservation) -> int:
         """Return the number of slots that may be launched now."""
         if reservation.state is QueueState.WAITING:
             return len(self._joined) if reservation.has_begun else 0
-        if self._queue.is_contended(reservation):
-            return max(self._need, len(self._joined))
+        if self.queue.is_contended(reservation):
+            return max(self.need, len(self._joined))
         return len(self._launched) + len(self._held)
 
     def _ended(self, end: LaunchEnd) -> None:
@@ -251,12 +248,12 @@ class QueuedLauncher:
             if slot in self._taken_back:
                 withdrawn = self._taken_back.pop(slot)
                 report = withdrawn is not None or end.outcome is not None or self._closed
-                end = dataclasses.replace(end, cause=withdrawn or end.cause)
+                end = replace(end, cause=withdrawn or end.cause)
                 if not report:
                     self._held.add(slot)
             else:
                 self._launched.discard(slot)
                 report = True
         if report:
-            self._on_ended(end)
+            self.on_ended(end)
         self._look_again()
