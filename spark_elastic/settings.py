@@ -35,7 +35,7 @@ class Setting:
     """The declaration of a setting: `name: Annotated[type, Setting(...)] = default`, in a subclass of `Settings`."""
 
     doc: str
-    check: Check
+    check: Check = lambda _name, value: value
     """Validates a value that is not None; also None, if the type does not allow it."""
     unit: str = ""
     on_command_line: bool = False
@@ -118,9 +118,8 @@ def _seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidSettingsError(f"{name} must be a number of seconds, not {value!r} ({type(value).__name__})")
     if not 0 < float(value) <= LONGEST_S:
-        raise InvalidSettingsError(
-            f"{name} must be a positive number of seconds and at most {LONGEST_S:.0f} (three years), not {value}"
-        )
+        most = f"at most {LONGEST_S:.0f} (three years)"
+        raise InvalidSettingsError(f"{name} must be a positive number of seconds and {most}, not {value}")
     return float(value)
 
 
@@ -216,11 +215,7 @@ class ScalingSettings(Settings):
                 raise InvalidSettingsError(f"{small}={low} is larger than {large}={high}")
 
     def resolve(self, count_slots: Callable[[], int]) -> ElasticSettings:
-        """Return the settings of the membership machine.
-
-        Args:
-            count_slots: Counts the task slots. Called if the number of workers is not given.
-        """
+        """Return the settings of the driver; `count_slots` is called if the number of workers is not given."""
         low, start, high = self.min_num_proc, self.num_proc, self.max_num_proc
         if start is None and low is not None and low == high:
             start = low
@@ -231,12 +226,10 @@ class ScalingSettings(Settings):
             f"{each.name}_s" if each.setting.unit == "seconds" else each.name: getattr(self, each.name)
             for each in declarations(ScalingSettings)
         }
-        workers = {
-            "num_proc": start,
-            "min_num_proc": start if low is None else low,
-            "max_num_proc": start if high is None else high,
-        }
-        return ElasticSettings(**{**given, **workers})
+        given["num_proc"] = start
+        given["min_num_proc"] = start if low is None else low
+        given["max_num_proc"] = start if high is None else high
+        return ElasticSettings(**given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,7 +286,7 @@ def judge_slots(slots: SlotCount, num_proc: int | None, *, busy: int, dynamic: b
     """Compare the task slots with the workers that are to train.
 
     Args:
-        slots: how many there are and can be.
+        slots: the slots that there are and can be.
         num_proc: workers that are to train; None for at least one.
         busy: tasks that run now.
         dynamic: True with dynamic allocation.

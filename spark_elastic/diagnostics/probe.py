@@ -26,12 +26,7 @@ from typing import Any
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ChannelClosedError
-from spark_elastic.task.executor_process import (
-    accelerators_in_task,
-    cores_in_task,
-    executor_id_in_task,
-    host_name_in_task,
-)
+from spark_elastic.task.executor_process import accelerators_in_task, executor_id_in_task, host_name_in_task
 from spark_elastic.wire.framing import Connection
 from spark_elastic.wire.interfaces import interface_addresses
 
@@ -58,8 +53,6 @@ def collect_facts(number: int, package: str) -> dict[str, Any]:
         "executor": executor_id_in_task(),
         "host": host_name_in_task() or socket.gethostname(),
         "hostname": socket.gethostname(),
-        "pid": os.getpid(),
-        "uid": os.getuid() if hasattr(os, "getuid") else None,
         "python": platform.python_version(),
         "executable": sys.executable,
         "system": f"{platform.system()} {platform.machine()}",
@@ -70,7 +63,6 @@ def collect_facts(number: int, package: str) -> dict[str, Any]:
         "processes": _limit("RLIMIT_NPROC"),
         "temporary": {"path": temporary, "free": _free_bytes(temporary)},
         "nvidia_devices": len(glob.glob("/dev/nvidia[0-9]*")),
-        "cores": cores_in_task(),
         "gpus": list(accelerators_in_task()),
     }
     try:

@@ -41,12 +41,7 @@ class AddressBook:
         """Targets ("address:port") that each agent was asked to try and has not answered."""
 
     def joined(self, agent: AgentId, hello: AgentHello, channel_address: str) -> None:
-        """Add an agent.
-
-        Args:
-            agent: The agent.
-            hello: Its first message, which names its interfaces.
-            channel_address: Its address on the connection to the driver. Preferred, because it is known to work.
+        """Add an agent. Its address on the connection to the driver is preferred, because it is known to work.
 
         Raises:
             UnknownInterfaceError: Its host has none of the interfaces in `nics`.
@@ -112,17 +107,13 @@ def check_interfaces(host: str, addresses: dict[str, str], nics: Sequence[str] |
         UnknownInterfaceError: The host has none of `nics`, or no IPv4 address at all.
     """
     if not addresses:
-        raise UnknownInterfaceError(
-            f"host {host} has no interface with an IPv4 address; spark_elastic needs IPv4", host=host, nics=()
-        )
+        problem = f"host {host} has no interface with an IPv4 address; spark_elastic needs IPv4"
+        raise UnknownInterfaceError(problem, host=host, nics=())
     if nics is None:
         return addresses
     allowed = {name: address for name, address in addresses.items() if name in nics}
     if not allowed:
-        raise UnknownInterfaceError(
-            f"host {host} has no interface {' or '.join(map(repr, nics))} that is up; "
-            f"it has {', '.join(f'{n} ({a})' for n, a in sorted(addresses.items()))}",
-            host=host,
-            nics=tuple(nics),
-        )
+        problem = f"host {host} has no interface {' or '.join(map(repr, nics))} that is up"
+        found = ", ".join(f"{name} ({address})" for name, address in sorted(addresses.items()))
+        raise UnknownInterfaceError(f"{problem}; it has {found}", host=host, nics=tuple(nics))
     return allowed

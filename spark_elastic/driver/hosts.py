@@ -103,7 +103,7 @@ class HostDiscoveryScript:
         try:
             return parse_hosts(out.splitlines(), self._default_slots)
         except ValueError as error:
-            raise DiscoveryScriptError(f"the host discovery script {self._script} printed {error}") from None
+            raise self._error(f"printed {error}") from None
 
     def interrupt(self) -> None:
         """Kill the script if it is running."""
@@ -123,28 +123,24 @@ class HostDiscoveryScript:
                 start_new_session=True,  # so that what it started can be killed with it
             )
         except OSError as error:  # without an interpreter line, or a binary of another architecture
-            raise DiscoveryScriptError(
-                f"the host discovery script {self._script} cannot be run: {error.strerror or error} (does its first "
-                "line name an interpreter, as in #!/bin/sh?)"
-            ) from None
+            hint = "does its first line name an interpreter, as in #!/bin/sh?"
+            raise self._error(f"cannot be run: {error.strerror or error} ({hint})") from None
         self._running = process
         try:
             out, complaint = process.communicate(timeout=self._timeout_s)
         except subprocess.TimeoutExpired:
-            raise DiscoveryScriptError(
-                f"the host discovery script {self._script} took longer than {self._timeout_s:g} s"
-            ) from None
+            raise self._error(f"took longer than {self._timeout_s:g} s") from None
         finally:
             self._running = None
             with process:  # closes its pipes and waits for its end
                 _kill_group(process)
         if process.returncode != 0:
-            said = complaint.strip().splitlines()
-            raise DiscoveryScriptError(
-                f"the host discovery script {self._script} exited with {process.returncode}"
-                + (f": {said[-1][:300]}" if said else "")
-            )
+            lines = complaint.strip().splitlines()
+            raise self._error(f"exited with {process.returncode}" + (f": {lines[-1][:300]}" if lines else ""))
         return out
+
+    def _error(self, problem: str) -> DiscoveryScriptError:
+        return DiscoveryScriptError(f"the host discovery script {self._script} {problem}")
 
 
 def parse_hosts(lines: list[str], default_slots: int) -> dict[str, int]:

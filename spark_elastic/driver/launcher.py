@@ -105,14 +105,16 @@ class LocalLauncher:
         return LocalAgents(self.hosts, self.cores, spec, on_ended)
 
 
+@dataclass(eq=False)
 class LocalAgents:
     """A `Launcher` of processes, for one job. Made by `LocalLauncher.bind`."""
 
-    def __init__(self, hosts: Sequence[str], cores: int, spec: LaunchSpec, on_ended: OnEnded) -> None:
-        self._hosts = tuple(hosts)
-        self._cores = cores
-        self._spec = spec
-        self._on_ended = on_ended
+    hosts: Sequence[str]
+    cores: int
+    spec: LaunchSpec
+    on_ended: OnEnded
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._processes: dict[SlotId, subprocess.Popen[bytes]] = {}
         self._threads: set[threading.Thread] = set()
@@ -164,12 +166,12 @@ class LocalAgents:
             end = LaunchEnd(slot, reported(f"the local agent could not be run: {error}"), submitted=False)
         with self._lock:
             self._processes.pop(slot, None)
-        self._on_ended(end)
+        self.on_ended(end)
         with self._lock:
             self._threads.discard(threading.current_thread())
 
     def _run_agent(self, slot: SlotId) -> LaunchEnd:
-        host = self._hosts[slot % len(self._hosts)]
+        host = self.hosts[slot % len(self.hosts)]
         env = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
         with self._lock:
             if self._closed:
@@ -181,7 +183,7 @@ class LocalAgents:
                 env=env,
             )
             self._processes[slot] = process
-        out, _ = process.communicate(pickle.dumps((self._spec, slot, host, self._cores)))
+        out, _ = process.communicate(pickle.dumps((self.spec, slot, host, self.cores)))
         if process.returncode != 0:
             return LaunchEnd(slot, LossCause(LossKind.AGENT_EXITED, code=process.returncode))
         outcome: AgentOutcome = pickle.loads(out)

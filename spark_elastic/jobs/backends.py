@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pickle
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spark_elastic.driver import preflight
 from spark_elastic.driver.addresses import check_interfaces
@@ -21,6 +22,9 @@ from spark_elastic.membership.wording import counted
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.interfaces import address_of, interface_addresses, is_address, is_loopback
 from spark_elastic.wire.launch_spec import LaunchSpec
+
+if TYPE_CHECKING:
+    from spark_elastic.driver.spark.discovery import SlotProbe
 
 LARGE_FUNCTION_BYTES = 128 * 1024
 """Functions from this size on are sent in one broadcast for all slots."""
@@ -155,21 +159,9 @@ class SparkBackend:
         from spark_elastic.driver.spark.cluster import close_connection
 
         try:
-            self._gather(spec, settings, driver)
+            probe = self._probe(settings, driver)
         finally:
             close_connection(self._context)
-
-    def _gather(self, spec: LaunchSpec, settings: ElasticSettings, driver: ElasticDriver) -> None:
-        stop = driver.stop_requested
-        probe = None
-        if settings.num_proc > settings.min_num_proc:
-            soon = min(settings.start_grace_s, settings.start_timeout_s)
-            with contextlib.suppress(NotEnoughSlotsError):
-                probe = self._discovery.probe(settings.num_proc, soon, stop=stop, on_wait=driver.note_waiting)
-        if probe is None:
-            probe = self._discovery.probe(
-                settings.min_num_proc, settings.start_timeout_s, stop=stop, on_wait=driver.note_waiting
-            )
         if probe.refused:
             driver.note_waiting(Wait(WaitKind.REPORTED, detail=probe.why))
         unusable: list[UnknownInterfaceError] = []
@@ -180,6 +172,13 @@ class SparkBackend:
                 unusable.append(error)
         if unusable and len(probe.reports) - len(unusable) < settings.min_num_proc:
             raise unusable[0]
+
+    def _probe(self, settings: ElasticSettings, driver: ElasticDriver) -> SlotProbe:
+        place = functools.partial(self._discovery.probe, stop=driver.stop_requested, on_wait=driver.note_waiting)
+        if settings.num_proc > settings.min_num_proc:
+            with contextlib.suppress(NotEnoughSlotsError):
+                return place(settings.num_proc, min(settings.start_grace_s, settings.start_timeout_s))
+        return place(settings.min_num_proc, settings.start_timeout_s)
 
 
 Backend = LocalBackend | SparkBackend

@@ -201,29 +201,26 @@ def why_gone(sc: SparkContext) -> str | None:
         return _JVM_GONE
 
 
+@dataclass(eq=False)
 class BackgroundJob:
-    """A Spark job with `width` tasks, in its own thread and job group. Starts at once.
+    """A Spark job in its own thread and job group. Starts at once.
 
     It inherits the local properties of the thread that makes it, such as its scheduler pool.
-
-    Args:
-        sc: The SparkContext.
-        width: The number of tasks. Each gets an iterator with its own number.
-        task: The function of a task, which returns rows. Pickled by cloudpickle.
-        description: The job's name in Spark's UI.
-        barrier: True: all tasks start together, or none does.
     """
 
-    def __init__(
-        self, sc: SparkContext, width: int, task: Callable[[Any], Any], description: str, *, barrier: bool = False
-    ) -> None:
-        self._sc = sc
-        self._width = width
-        self._task = task
-        self._description = description
-        self._barrier = barrier
+    sc: SparkContext
+    width: int
+    """The number of tasks."""
+    task: Callable[[Any], Any]
+    """Called in each task with an iterator that has the task's number; returns rows. Pickled by cloudpickle."""
+    description: str
+    """The job's name in Spark's UI."""
+    barrier: bool = False
+    """True: all tasks start together, or none does."""
+
+    def __post_init__(self) -> None:
         self._group = f"spark_elastic-{uuid.uuid4().hex[:12]}"
-        self._properties: Any = jvm_context(sc).getLocalProperties().clone()
+        self._properties: Any = jvm_context(self.sc).getLocalProperties().clone()
         self._cancelled = False
         self.rows: list[Any] = []
         """The rows of all tasks; empty until all have ended."""
@@ -241,23 +238,23 @@ class BackgroundJob:
         until = clock.monotonic() + timeout_s
         with contextlib.suppress(Exception):  # Spark is gone, and the job with it
             while not self.over.is_set() and clock.monotonic() < until:
-                jvm_context(self._sc).cancelJobGroup(self._group)
+                jvm_context(self.sc).cancelJobGroup(self._group)
                 self.over.wait(0.1)
-        close_connection(self._sc)
+        close_connection(self.sc)
 
     def _run(self) -> None:
         try:
-            jvm_context(self._sc).setLocalProperties(self._properties.clone())
-            self._sc.setJobGroup(self._group, self._description)
-            rdd: Any = self._sc.parallelize(range(self._width), self._width)
-            rows = (rdd.barrier() if self._barrier else rdd).mapPartitions(self._task)
+            jvm_context(self.sc).setLocalProperties(self._properties.clone())
+            self.sc.setJobGroup(self._group, self.description)
+            rdd: Any = self.sc.parallelize(range(self.width), self.width)
+            rows = (rdd.barrier() if self.barrier else rdd).mapPartitions(self.task)
             if not self._cancelled:
                 self.rows = rows.collect()
         except Exception as error:
             if not self._cancelled:
                 self.error = error
         finally:
-            close_connection(self._sc)
+            close_connection(self.sc)
             self.over.set()
 
 

@@ -55,9 +55,7 @@ class SlotProbe:
 class SparkHostDiscovery:
     """A `HostDiscovery` of a SparkContext's executors.
 
-    Args:
-        sc: The SparkContext.
-        report_slot: Function that runs in each task of the probe. It must be picklable by reference.
+    `report_slot` runs in each task of the probe. It must be picklable by reference.
     """
 
     def __init__(self, sc: SparkContext, report_slot: Callable[[], SlotReport]) -> None:
@@ -107,15 +105,9 @@ class SparkHostDiscovery:
     def wait_for_slots(
         self, need: int, timeout_s: float, *, stop: threading.Event | None = None, on_wait: OnWait = _log_wait
     ) -> cluster.SlotCount:
-        """Wait until `need` slots exist, busy or not.
+        """Wait until `need` slots exist, busy or not. Calls `on_wait` when the reason of the wait changes.
 
         Returns at once under dynamic allocation: executors come only when jobs ask for them.
-
-        Args:
-            need: The number of slots.
-            timeout_s: The longest wait, `start_timeout`.
-            stop: Ends the wait when it is set.
-            on_wait: Called when the reason of the wait changes.
 
         Raises:
             NotEnoughSlotsError: After `timeout_s`; at once if the cluster can never have that many slots.
@@ -154,12 +146,6 @@ class SparkHostDiscovery:
 
         First waits until `num_proc` slots exist, because Spark says nothing for ten minutes about a barrier job that
         is too wide for the cluster; then until they are free at the same time.
-
-        Args:
-            num_proc: The number of tasks.
-            timeout_s: The longest wait, `start_timeout`.
-            stop: Ends the wait when it is set.
-            on_wait: Called with the reason of the wait.
 
         Raises:
             NotEnoughSlotsError: After `timeout_s`.

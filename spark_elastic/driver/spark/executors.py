@@ -103,11 +103,9 @@ class ExecutorListener:
 
 
 class ExecutorWatch:
-    """A thread that reports each lost or decommissioned executor once. In local mode there is nothing to watch.
+    """A thread that reports each lost or decommissioned executor once, and asks the scheduler every `interval_s`.
 
-    Args:
-        sc: The SparkContext.
-        interval_s: Seconds between two questions to the scheduler.
+    In local mode there is nothing to watch.
     """
 
     def __init__(self, sc: SparkContext, *, interval_s: float = 0.2) -> None:
