@@ -21,12 +21,12 @@ from spark_elastic.wire.interfaces import is_loopback
 
 DRIVER = "the driver"
 MOST_TARGETS = 8
-"""Other executors that each executor tries: the next ones in a ring, which are all where there are few."""
+"""The most executors to which each executor connects: those that follow it in a ring of all executors."""
 SKEW_WARNING_S = 1.0
 SKEW_PROBLEM_S = 60.0
 _CLOCK_ROUNDS = 5
 _MOST_FILES = 8
-"""Files of others that each executor reads."""
+"""The most files of others that each executor reads."""
 _PORTS = "open the ports above 1024 between them (security group, NetworkPolicy, iptables)"
 
 

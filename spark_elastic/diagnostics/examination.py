@@ -80,7 +80,7 @@ class Examination:
         self._check("packages", findings.judge_driver_packages, self._driver)
 
     def check_without_spark(self, problem: str, fix: str) -> None:
-        """Check what needs no session, and report why there is none."""
+        """Run the checks that need no session, and report the problem for which there is no session."""
         self._check("java", findings.judge_java_here)
         self.add(Finding("Spark", PROBLEM, problem, fix))
         self._check_limits([], self.num_proc or 1)

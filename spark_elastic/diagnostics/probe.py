@@ -125,7 +125,7 @@ def _answer_questions(connection: JsonConnection, report: ProbeReport, until: fl
 
 
 def start_thread(target: Callable[..., object], *args: Any) -> threading.Thread:
-    """Start a daemon thread, which a hanging JVM or executor may keep for ever."""
+    """Start a daemon thread, because a hanging JVM or executor may block it for ever."""
     thread = threading.Thread(target=target, args=args, name="spark_elastic-doctor", daemon=True)
     thread.start()
     return thread

@@ -11,7 +11,7 @@ from spark_elastic.wire.interfaces import is_loopback
 from spark_elastic.wire.messages import AgentHello
 
 PROBES_PER_NEWCOMER = 3
-"""Agents on other hosts that a new agent exchanges probes with. A bad route shows with any of them."""
+"""The most agents on other hosts with which a new agent tries connections. A bad route shows with any of them."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class AddressBook:
         return asked
 
     def answered(self, prober: AgentId, reachable: Iterable[str]) -> None:
-        """Record to which of the targets that it was asked to try an agent could connect."""
+        """Record the targets to which an agent could connect, of those that it was asked to try."""
         reached = {target.rpartition(":")[0] for target in reachable}
         asked = {target.rpartition(":")[0] for target in self._asked.pop(prober, ())}
         self._reached |= reached

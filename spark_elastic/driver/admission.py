@@ -20,8 +20,8 @@ MAX_UNAUTHENTICATED = 256
 """Connections that may be in their handshake at a time; all agents of a job may come at once. Further ones wait in the
 listening socket's queue, which costs no descriptor."""
 IDLE_S = 0.25
-"""A connection that has been in its handshake for longer is closed if another waits. A real peer needs milliseconds,
-and tries again if this happens to it on a busy machine."""
+"""A connection whose handshake has taken longer is closed if another connection waits. A real peer needs milliseconds,
+and connects again if this happens to it on a busy machine."""
 RESERVED = 128
 """Descriptors that are kept for the rest of the process if its limit is low."""
 LOG_INTERVAL_S = 60.0

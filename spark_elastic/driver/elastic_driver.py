@@ -46,9 +46,9 @@ from spark_elastic.wire.launch_spec import LaunchSpec
 logger = logging.getLogger(__name__)
 
 RESULTS_TIMEOUT_S = 300.0
-"""How long the results of the finished workers may take to arrive through the launcher."""
+"""Seconds that the results of the finished workers may take to arrive through the launcher."""
 FAREWELL_TIMEOUT_S = 2.0
-"""How long agents get to end by themselves before their launches are ended."""
+"""Seconds that agents have to end by themselves before their launches are ended."""
 CLOSE_TIMEOUT_S = 3.0
 _RESULT_NOT_IN_TIME = reported("its slot did not end in time")
 
@@ -96,14 +96,14 @@ class WorkerResults:
         self._due_in: dict[SlotId, WorkerId] = {}
         """The slots that still have to deliver a result of the finished job."""
         self._undelivered: dict[WorkerId, LossCause] = {}
-        """Why the slots of these workers ended without delivering a result."""
+        """The cause of the end of each worker's slot that has not delivered its result."""
 
     def expect(self, workers: tuple[WorkerId, ...], slots: Mapping[SlotId, WorkerId]) -> None:
         self.expected = workers
         self._due_in = dict(slots)
 
     def slot_ended(self, end: LaunchEnd) -> None:
-        """Keep the result that came with the end of a slot, or the cause if it should have come and did not."""
+        """Keep the result that a slot delivered at its end or, if it was due and is missing, the cause of the end."""
         if end.outcome is not None and end.outcome.worker is not None and end.outcome.result is not None:
             self._by_worker[end.outcome.worker] = end.outcome.result
         elif end.slot in self._due_in:
@@ -294,7 +294,7 @@ class ElasticDriver:
             await self._peers.server.close()
 
     def _stop_collecting(self, why: str) -> None:
-        """End a job that is cancelled while results arrive. For the machine it has finished already."""
+        """End a job that is cancelled while results arrive, when the membership machine has finished already."""
         if self._results.expected is not None and self._failure is None and not self._slots_over.is_set():
             self._failure = JobCancelledError(why)
             self._announce_failure(self._failure)

@@ -34,7 +34,7 @@ class LaunchEnd:
     slot: SlotId
     cause: LossCause
     outcome: AgentOutcome | None = None
-    """What the agent returned; None if it was lost, failed or never began."""
+    """The agent's return value; None if it was lost, failed or never began."""
     submitted: bool = True
     """False: the launch failed in the driver itself, before any executor or process was involved."""
 

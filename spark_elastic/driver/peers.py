@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 MAX_LOOP_RESULTS_BYTES = 64 << 20
 LAST_WORDS_S = 5.0
-"""How long messages of a worker are still read after its process has ended."""
+"""Seconds for which messages of a worker are still read after its process has ended."""
 
 
 class LoopResults:
-    """Results that rank 0 sent of the function's finished elastic loops, for newcomers that skip those loops."""
+    """The results of finished elastic loops, as rank 0 sent them, for newcomers that skip those loops."""
 
     def __init__(self) -> None:
         self._by_loop: dict[int, wire.LoopResult] = {}
@@ -175,7 +175,7 @@ class Peers:
         self.handle(seen.AgentJoined(agent, hello.place))
 
     def _dismiss_unusable(self, agent: AgentId, slot: SlotId, error: UnknownInterfaceError) -> None:
-        """Dismiss an agent that no other could reach. Its slot cools down, and keeps the reason."""
+        """Dismiss an agent without a usable interface, or fail the job if too few slots are left for a first world."""
         self._without_interface.add(slot)
         logger.warning("an agent is sent away: %s", error)
         usable = self.settings.max_num_proc - len(self._without_interface)

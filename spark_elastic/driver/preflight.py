@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import re
 import shutil
@@ -58,8 +59,7 @@ def check_spark(spark: Any = None) -> SparkContext:
             raise NoSparkContextError(f"spark= must be a SparkSession or a SparkContext, not {type(spark).__name__}")
     if context._jsc is None:
         raise NoSparkContextError("the SparkContext was stopped; create a new one")
-    _check_threads(context)
-    _check_speculation(context)
+    _check_settings(context)
     return context
 
 
@@ -73,16 +73,13 @@ def _connect_is_active() -> bool:
         return False
 
 
-def _check_threads(sc: SparkContext) -> None:
+def _check_settings(sc: SparkContext) -> None:
     from py4j.clientserver import ClientServer
 
     # Without pinned threads a job group that is set in one thread may apply to another thread's job: stopping one slot
     # would stop another one, or none.
     if not isinstance(sc._gateway, ClientServer):
         raise InvalidSettingsError("PYSPARK_PIN_THREAD=false is not supported; unset it and start the session again")
-
-
-def _check_speculation(sc: SparkContext) -> None:
     conf = sc.getConf()
     threshold = conf.get("spark.speculation.task.duration.threshold")
     if conf.get("spark.speculation", "false") == "true" and threshold is not None:
@@ -175,30 +172,29 @@ def pickled(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[
 
 
 def _find_culprit(call: tuple[Any, Any, Any], error: Exception) -> tuple[str, Any, str]:
+    """Find the innermost part of a call that cannot be pickled. Returns its path, the part, and the reason."""
     fn, args, kwargs = call
-    name = getattr(fn, "__qualname__", type(fn).__name__)
-    roots: list[tuple[str, Any]] = [(f"function {name}", fn)]
-    roots += [(f"args[{index}]", value) for index, value in enumerate(args)]
-    roots += [(f"kwargs[{key!r}]", value) for key, value in kwargs.items()]
-    for path, root in roots:
-        if (reason := _why_not(root)) is not None:
-            return _deepest(path, root, reason)
-    return f"function {name}", fn, first_line(error)  # each of them can be pickled, but not all together
-
-
-def _deepest(path: str, culprit: Any, reason: str) -> tuple[str, Any, str]:
-    """Find the innermost part that cannot be pickled. Returns its path, the part, and the reason."""
+    path = f"function {getattr(fn, '__qualname__', type(fn).__name__)}"
+    found = path, fn, first_line(error)  # if each part can be pickled, but not all together
+    parts: Iterator[tuple[str, Any]] = iter(
+        [
+            (path, fn),
+            *((f"args[{index}]", value) for index, value in enumerate(args)),
+            *((f"kwargs[{key!r}]", value) for key, value in kwargs.items()),
+        ]
+    )
+    outer = ""
     seen: set[int] = set()
     while True:
-        seen.add(id(culprit))
-        for count, (name, part) in enumerate(_parts(culprit)):
-            if count >= _MAX_PARTS or id(part) in seen:
-                continue
-            if (why := _why_not(part)) is not None:
-                path, culprit, reason = f"{path} → {name}", part, why
+        for name, part in itertools.islice(parts, _MAX_PARTS):
+            if id(part) not in seen and (why := _why_not(part)) is not None:
+                found = outer + name, part, why
                 break
         else:
-            return path, culprit, reason
+            return found
+        seen.add(id(part))
+        outer = f"{found[0]} → "
+        parts = _parts(part)
 
 
 def _why_not(value: Any) -> str | None:

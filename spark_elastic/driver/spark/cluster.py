@@ -33,7 +33,7 @@ _RESULT_SIZE = re.compile(
 )
 _EXIT_CODE = re.compile(r"(?:[Ee]xited with(?: code)?|exit code|Exit status:?) ?(-?\d+)")
 _SYMPTOM = re.compile(r"connection|channel|[Ww]orker lost|unreachable")
-"""Words of Spark for how a loss was noticed. The cause often arrives a moment later."""
+"""Words in which Spark says how it noticed a loss. The cause often arrives a moment later."""
 _CANCELLED = re.compile(r"Job \d+ cancelled(?: part of cancelled job group \S+| because (.*)|(.*))")
 
 
