@@ -17,7 +17,6 @@ from typing import TextIO
 
 from spark_elastic import clock
 from spark_elastic.data.store import Store
-from spark_elastic.reporting.format import View
 from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.reporting.screens import PlainScreen, Screen, screen_for
 
@@ -183,8 +182,8 @@ class OutputPrinter:
                 self._write(lines)
             if progress is not None and self._screen.live and (over or now - drawn >= LOOK_S):
                 drawn = now
-                self._draw(progress.view(now))
-        self._draw(None)
+                self._draw(progress, now)
+        self._draw(None, 0.0)
 
     def _job_stream(self) -> str:
         """Return the stream that the bar is on, for lines about the job."""
@@ -202,9 +201,10 @@ class OutputPrinter:
         except queue.Empty:
             return lines, False
 
-    def _draw(self, view: View | None) -> None:
+    def _draw(self, progress: ProgressModel | None, now: float) -> None:
         """Draw the bar; None removes it."""
         try:
+            view = None if progress is None else progress.view(now)
             if view is None:
                 self._screen.clear()
             else:
