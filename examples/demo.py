@@ -114,7 +114,7 @@ def start(diaries: str, launcher: str):
     args = (load_digits(return_X_y=True), diaries)
     settings = {"num_proc": WORKERS, "min_num_proc": 1, "max_num_proc": WORKERS, "stdout": RankZero(), "verbose": 0}
     if launcher == "local":
-        from spark_elastic.driver.local_launcher import LocalLauncher
+        from spark_elastic.driver.launcher import LocalLauncher
 
         say("Starting plain processes on this machine.")
         return spark_elastic.run_async(train, args=args, launcher=LocalLauncher(), **settings)

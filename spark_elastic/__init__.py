@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from spark_elastic.data.store import Store
     from spark_elastic.diagnostics import doctor
     from spark_elastic.driver.hosts import FixedHosts, HostDiscovery, HostDiscoveryScript
-    from spark_elastic.driver.local_launcher import LocalLauncher
+    from spark_elastic.driver.launcher import LocalLauncher
     from spark_elastic.jobs.job import ElasticJob
     from spark_elastic.jobs.run import run, run_async
     from spark_elastic.ml.keras.estimator import ElasticKerasEstimator
@@ -61,7 +61,7 @@ _MODULES = {
     "FixedHosts": "spark_elastic.driver.hosts",
     "HostDiscovery": "spark_elastic.driver.hosts",
     "HostDiscoveryScript": "spark_elastic.driver.hosts",
-    "LocalLauncher": "spark_elastic.driver.local_launcher",
+    "LocalLauncher": "spark_elastic.driver.launcher",
     "Store": "spark_elastic.data.store",
     "doctor": "spark_elastic.diagnostics",
     "materialize": "spark_elastic.data.materialization",

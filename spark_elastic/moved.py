@@ -16,6 +16,7 @@ from typing import Final
 
 MOVED: Final = {
     "spark_elastic.driver.host_discovery": "spark_elastic.driver.hosts",
+    "spark_elastic.driver.local_launcher": "spark_elastic.driver.launcher",
     "spark_elastic.ml.history": "spark_elastic.reporting.history",
     "spark_elastic.ml.keras.archives": "spark_elastic.ml.keras.serialization",
     "spark_elastic.ml.keras.sealing": "spark_elastic.ml.keras.pickling",

@@ -1,8 +1,9 @@
-"""Declaring settings; the settings for the size and the timeouts of a job; what the membership machine gets of them.
+"""How settings are declared, and the settings of a job's size and timeouts.
 
-To add a setting of `run`: declare it in `ScalingSettings` (or in `jobs.settings.RunSettings`, if the membership machine
-does not read it). The signatures of `run` and `run_async`, the validation, the command line, the `run_options` of the
-estimators and the table in the docs follow. What the machine reads needs a field of `ElasticSettings` as well.
+To add a setting of `run`, declare it in `ScalingSettings`, with a field of the same name in `ElasticSettings`, through
+which the driver and the membership machine read it; or in `jobs.settings.RunSettings` if only `jobs` reads it. The
+signatures of `run` and `run_async`, the validation, the command line, the `run_options` of the estimators and the table
+in the docs follow from the declaration.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Annotated, Any
 from spark_elastic.errors import InvalidSettingsError
 
 DEVICE_SETTING = "SPARK_ELASTIC_DEVICE"
-"""The environment variable that tells workers the device of `run(device=...)`."""
+"""The environment variable through which workers get `run(device=...)`."""
 LONGEST_S = 1e8
 """Three years. Longer timeouts are refused because no socket and no thread can wait for an infinite time."""
 
@@ -34,8 +35,8 @@ class Setting:
     """The declaration of a setting: `name: Annotated[type, Setting(...)] = default`, in a subclass of `Settings`."""
 
     doc: str
-    check: Check
-    """Validates values. None is accepted without it if the type allows None."""
+    check: Check = lambda _name, value: value
+    """Validates a value that is not None; also None, if the type does not allow it."""
     unit: str = ""
     on_command_line: bool = False
     horovod_name: str = ""
@@ -72,7 +73,7 @@ class Settings:
         for each in declarations(type(self)):
             value = getattr(self, each.name)
             if value is not None or type(None) not in typing.get_args(each.type):
-                # frozen, but the checked value replaces the given one: a plain int instead of NumPy's
+                # the dataclass is frozen, but the checked value replaces the given one: a plain int one of NumPy
                 object.__setattr__(self, each.name, each.setting.check(each.name, value))
 
 
@@ -117,9 +118,8 @@ def _seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidSettingsError(f"{name} must be a number of seconds, not {value!r} ({type(value).__name__})")
     if not 0 < float(value) <= LONGEST_S:
-        raise InvalidSettingsError(
-            f"{name} must be a positive number of seconds and at most {LONGEST_S:.0f} (three years), not {value}"
-        )
+        most = f"at most {LONGEST_S:.0f} (three years)"
+        raise InvalidSettingsError(f"{name} must be a positive number of seconds and {most}, not {value}")
     return float(value)
 
 
@@ -128,7 +128,7 @@ def _range_of_seconds(name: str, value: Any) -> tuple[float, float]:
         raise InvalidSettingsError(f"{name} must be (shortest, longest) seconds or None, not {value!r}")
     low, high = (_seconds(name, each) for each in value)
     if low > high:
-        raise InvalidSettingsError(f"{name} must be (shortest, longest) seconds, not {(low, high)}")
+        raise InvalidSettingsError(f"{name} must be (shortest, longest) seconds, not {(low, high)}; exchange the two")
     return low, high
 
 
@@ -215,34 +215,29 @@ class ScalingSettings(Settings):
                 raise InvalidSettingsError(f"{small}={low} is larger than {large}={high}")
 
     def resolve(self, count_slots: Callable[[], int]) -> ElasticSettings:
-        """Return the settings of the membership machine.
-
-        Args:
-            count_slots: Counts the task slots. Called if the number of workers is not given.
-        """
+        """Return the settings of the driver; `count_slots` is called if the number of workers is not given."""
         low, start, high = self.min_num_proc, self.num_proc, self.max_num_proc
         if start is None and low is not None and low == high:
             start = low
         if start is None:
             slots = count_slots()
             start = max(slots if high is None else min(slots, high), low or 1)
-        return ElasticSettings(
-            num_proc=start,
-            min_num_proc=start if low is None else low,
-            max_num_proc=start if high is None else high,
-            start_timeout_s=self.start_timeout,
-            elastic_timeout_s=self.elastic_timeout,
-            heartbeat_timeout_s=self.heartbeat_timeout,
-            stall_timeout_s=self.stall_timeout,
-            reset_limit=self.reset_limit,
-            cooldown_range_s=self.cooldown_range,
-            crash_limit=self.crash_limit,
-        )
+        given = {
+            f"{each.name}_s" if each.setting.unit == "seconds" else each.name: getattr(self, each.name)
+            for each in declarations(ScalingSettings)
+        }
+        given["num_proc"] = start
+        given["min_num_proc"] = start if low is None else low
+        given["max_num_proc"] = start if high is None else high
+        return ElasticSettings(**given)
 
 
 @dataclass(frozen=True, slots=True)
 class ElasticSettings:
-    """The settings that the membership machine reads: `ScalingSettings` with the numbers of workers resolved."""
+    """`ScalingSettings` with the numbers of workers resolved, as the driver and the membership machine read them.
+
+    The fields have the names of the settings; those in seconds end in `_s`.
+    """
 
     num_proc: int
     """Workers that the first world waits for."""

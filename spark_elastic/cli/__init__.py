@@ -23,11 +23,11 @@ from typing import Any, NoReturn
 from spark_elastic.cli import options as command_line
 from spark_elastic.cli.checks import check_build, doctor
 from spark_elastic.cli.submission import collect, spark_session
-from spark_elastic.driver.hosts import HostDiscovery, HostDiscoveryScript
-from spark_elastic.driver.local_launcher import LocalLauncher
+from spark_elastic.driver.hosts import HostDiscoveryScript
+from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import JobCancelledError, SparkElasticError, UsageError, UserFunctionError
 from spark_elastic.jobs import run as runner
-from spark_elastic.task.script import Script, run_script
+from spark_elastic.task.script import run_script
 
 FINISHED, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
@@ -60,48 +60,42 @@ def main(argv: Sequence[str] | None = None) -> int:
 def execute(options: argparse.Namespace, *, run: Run, open_session: OpenSession) -> int:
     """Run the script that the command line names, and print errors on stderr. Returns the exit code."""
     try:
-        script = _script(options)
-        arguments = command_line.run_arguments(options)
-        _check_discovery(options)
-        if options.output_filename is not None:
-            _prepare_output(options.output_filename)
-            arguments["output_dir"] = options.output_filename
-        with contextlib.ExitStack() as closing:
-            if options.host_discovery_script is not None:
-                arguments["discovery"] = _discovery(options)
-            if options.launcher == "local":
-                arguments["launcher"] = LocalLauncher()
-            else:
-                slots = options.max_num_proc or options.num_proc
-                session = open_session(
-                    script.name, options.master, options.conf, slots=slots, quiet=not options.verbose
-                )
-                arguments["spark"] = closing.enter_context(session)
-            run(run_script, args=(script,), **arguments)
+        _run(options, run, open_session)
+        return FINISHED
     except (KeyboardInterrupt, JobCancelledError):
-        return _print_and_exit_with("interrupted", INTERRUPTED)
+        text, code = "interrupted", INTERRUPTED
     except UserFunctionError as error:
-        text, code = str(error), FAILED
+        text, code = f"{os.path.basename(options.script)}: {error}", FAILED
         exit_code: int | None = getattr(error, "exit_code", None)
         if exit_code is not None:  # the script exited on purpose: no traceback
             text, code = text.partition("\n")[0], exit_code & 0xFF or FAILED
-        return _print_and_exit_with(f"{os.path.basename(options.script)}: {text}", code)
-    except UsageError as error:
-        return _print_and_exit_with(f"error: {error}", WRONG_USE)
     except SparkElasticError as error:
-        return _print_and_exit_with(f"error: {error}", FAILED)
-    return FINISHED
+        text, code = f"error: {error}", WRONG_USE if isinstance(error, UsageError) else FAILED
+    print(f"spark-elastic: {text}", file=sys.stderr)
+    return code
 
 
-def _script(options: argparse.Namespace) -> Script:
+def _run(options: argparse.Namespace, run: Run, open_session: OpenSession) -> None:
     if re.fullmatch(r"python[0-9.]*", os.path.basename(options.script)) and options.script_args:
         raise UsageError(f"give the script itself, without {options.script} before it")
-    return collect(options.script, options.script_args)
-
-
-def _check_discovery(options: argparse.Namespace) -> None:
+    script = collect(options.script, options.script_args)
+    arguments = command_line.run_arguments(options)
     if options.slots_per_host is not None and options.host_discovery_script is None:
         raise UsageError("--slots-per-host needs --host-discovery-script, whose output it completes")
+    if options.output_filename is not None:
+        _prepare_output(options.output_filename)
+        arguments["output_dir"] = options.output_filename
+    with contextlib.ExitStack() as closing:
+        if options.host_discovery_script is not None:
+            default_slots = options.slots_per_host or 1
+            arguments["discovery"] = HostDiscoveryScript(options.host_discovery_script, default_slots=default_slots)
+        if options.launcher == "local":
+            arguments["launcher"] = LocalLauncher()
+        else:
+            slots = options.max_num_proc or options.num_proc
+            session = open_session(script.name, options.master, options.conf, slots=slots, quiet=not options.verbose)
+            arguments["spark"] = closing.enter_context(session)
+        run(run_script, args=(script,), **arguments)
 
 
 def _prepare_output(folder: Path) -> None:
@@ -115,15 +109,6 @@ def _prepare_output(folder: Path) -> None:
                 file.unlink()
     except OSError as error:
         raise UsageError(f"cannot write to --output-filename {folder}: {error.strerror or error}") from None
-
-
-def _discovery(options: argparse.Namespace) -> HostDiscovery:
-    return HostDiscoveryScript(options.host_discovery_script, default_slots=options.slots_per_host or 1)
-
-
-def _print_and_exit_with(text: str, code: int) -> int:
-    print(f"spark-elastic: {text}", file=sys.stderr)
-    return code
 
 
 def _end_on_sigterm() -> None:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import os
 import platform
 import sys
 import threading
 from collections.abc import Sequence
-from importlib import metadata
 
 from spark_elastic.cli.options import pair
 from spark_elastic.cli.submission import spark_session
 from spark_elastic.diagnostics.examination import Examination
 from spark_elastic.diagnostics.findings import PROBLEM, Finding
-from spark_elastic.driver.preflight import check_java
+from spark_elastic.diagnostics.probe import installed_version, start_thread
+from spark_elastic.driver.preflight import check_java, first_line
 from spark_elastic.errors import JavaNotFoundError, SparkElasticError
 
 EPILOG = """\
@@ -36,17 +35,18 @@ def check_build() -> tuple[str, bool]:
     lines = [f"Python {platform.python_version()}"]
     usable = True
 
-    torch = _version("torch")
-    if torch is None:
+    version = installed_version("torch")
+    if version is None:
         usable = False
         lines.append("[ ] PyTorch: not installed; pip install torch")
     else:
-        gloo, cuda = _torch_features()
-        usable = usable and gloo
-        lines.append(f"[{_mark(gloo)}] PyTorch {torch}" + ("" if gloo else ": built without Gloo, which is needed"))
-        lines.append(f"[{_mark(cuda)}] GPUs that PyTorch can use here")
+        import torch
 
-    spark = _version("pyspark")
+        usable = gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+        lines.append(f"[{_mark(gloo)}] PyTorch {version}" + ("" if gloo else ": built without Gloo, which is needed"))
+        lines.append(f"[{_mark(torch.cuda.is_available())}] GPUs that PyTorch can use here")
+
+    spark = installed_version("pyspark")
     usable = usable and spark is not None
     missing = "not installed; pip install 'spark-elastic[spark]', or run under the cluster's own spark-submit"
     lines.append(f"[{_mark(spark is not None)}] PySpark {spark or ': ' + missing}")
@@ -57,7 +57,7 @@ def check_build() -> tuple[str, bool]:
         usable = False
         lines.append(f"[ ] Java: {error}")
 
-    keras = _version("tensorflow") or _version("tensorflow-cpu")
+    keras = installed_version("tensorflow") or installed_version("tensorflow-cpu")
     lines.append(f"[{_mark(keras is not None)}] TensorFlow {keras or '(optional)'}")
     return "\n".join(lines), usable
 
@@ -66,28 +66,12 @@ def _mark(present: bool) -> str:
     return "X" if present else " "
 
 
-def _torch_features() -> tuple[bool, bool]:
-    torch = importlib.import_module("torch")
-    distributed = importlib.import_module("torch.distributed")
-    gloo = distributed.is_available() and distributed.is_gloo_available()
-    return bool(gloo), bool(torch.cuda.is_available())
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def doctor(argv: Sequence[str]) -> int:
     """Run the command ``doctor`` with the arguments that follow it. Returns the exit code."""
     options = _parser().parse_args(argv)
     examination = Examination(options.timeout, num_proc=options.num_proc, store=options.store)
     opened, over = threading.Event(), threading.Event()
-    looking = threading.Thread(target=_look, args=(examination, options, opened, over), name="spark_elastic-doctor")
-    looking.daemon = True
-    looking.start()
+    looking = start_thread(_look, examination, options, opened, over)
     if not over.wait(options.timeout + 2.0) and not opened.is_set():
         problem = f"no session on {options.master or 'this machine'} within {options.timeout:.0f} s"
         examination.check_without_spark(problem, "check that the master answers there; Spark says more on stderr")
@@ -113,25 +97,19 @@ def _look(
             try:
                 made = spark_session("spark-elastic doctor", options.master, options.conf, slots=options.num_proc)
                 session = closing.enter_context(made)
-                opened.set()
             except SparkElasticError as error:
                 examination.check_without_spark(f"no session: {error}", "see the lines above, and Spark's own messages")
                 return
             except Exception as error:  # of Spark's JVM, which has said more on stderr
-                examination.check_without_spark(
-                    f"no session on {options.master or 'this machine'}: {_first_line(error)}",
-                    "check --master and --conf, and Spark's own messages on stderr",
-                )
+                problem = f"no session on {options.master or 'this machine'}: {first_line(error)}"
+                fix = "check --master and --conf, and Spark's own messages on stderr"
+                examination.check_without_spark(problem, fix)
                 return
+            opened.set()
             examination.check_cluster(session)
-            over.set()
+            over.set()  # before Spark stops
     finally:
         over.set()
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -146,9 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--conf", type=pair, action="append", default=[], metavar="K=V", help="a Spark setting")
     made.add_argument("--store", default=None, metavar="URL", help="storage for the data of estimators")
     made.add_argument("-np", "--num-proc", type=_count, default=None, metavar="N", help="workers of the planned job")
-    made.add_argument(
-        "--timeout", type=_seconds, default=120.0, metavar="S", help="limit for all checks (default: 120)"
-    )
+    limit = "limit for all checks (default: 120)"
+    made.add_argument("--timeout", type=_seconds, default=120.0, metavar="S", help=limit)
     made.add_argument("--json", action="store_true", help="print the report as JSON")
     return made
 

@@ -76,35 +76,24 @@ def parser() -> _Parser:
     workers = made.add_argument_group("workers")
     places = made.add_argument_group("hosts")
     places.add_argument("--host-discovery-script", metavar="FILE", help="prints the hosts to use: host or host:slots")
-    places.add_argument(
-        "--slots-per-host",
-        type=int,
-        metavar="N",
-        default=None,
-        help="for hosts that the discovery script names without a number",
-    )
+    without = "for hosts that the discovery script names without a number"
+    places.add_argument("--slots-per-host", type=int, metavar="N", default=None, help=without)
     waiting = made.add_argument_group("timeouts, in seconds")
-    for each in _settings_with_flags():
+    for each in _WITH_FLAGS:
         group = places if each.name == "nics" else waiting if each.setting.unit == "seconds" else workers
         _add_setting(group, each)
 
     spark = made.add_argument_group("where to run")
     spark.add_argument("--master", default=None, metavar="URL", help="default: local[*]; under spark-submit, its own")
-    spark.add_argument(
-        "--launcher",
-        choices=["spark", "local"],
-        default="spark",
-        help="local: plain processes here, no Spark",
-    )
+    local = "local: plain processes here, no Spark"
+    spark.add_argument("--launcher", choices=["spark", "local"], default="spark", help=local)
     spark.add_argument("--conf", type=pair, action="append", default=[], metavar="K=V", help="a Spark setting")
 
     output = made.add_argument_group("output")
-    output.add_argument(
-        "-v", "--verbose", action="count", default=0, help="more about what it waits for, and Spark's log"
-    )
-    output.add_argument(
-        "--output-filename", type=Path, default=None, metavar="DIR", help="also write DIR/rank.N/stdout and stderr"
-    )
+    more = "more about what it waits for, and Spark's log"
+    output.add_argument("-v", "--verbose", action="count", default=0, help=more)
+    files = "also write DIR/rank.N/stdout and stderr"
+    output.add_argument("--output-filename", type=Path, default=None, metavar="DIR", help=files)
 
     about = made.add_argument_group("about")
     about.add_argument("--check-build", action="store_true", help="show what is installed here and what is missing")
@@ -113,30 +102,16 @@ def parser() -> _Parser:
     return made
 
 
-def _settings_with_flags() -> list[Declaration]:
-    """Return the settings of `run` that have options of the same name."""
-    return [each for each in declarations(RunSettings) if each.flags]
-
-
 def _add_setting(group: Any, each: Declaration) -> None:
-    form: dict[str, Any] = {"type": int, "metavar": "N"}
-    if each.setting.unit == "seconds":
-        form = {"type": float, "metavar": "S"}
-    match each.name:
-        case "cooldown_range":
-            form = {"type": float, "nargs": 2, "metavar": ("MIN", "MAX")}
-        case "nics":
-            form = {"type": _names, "metavar": "A,B"}
-        case "env":
-            form = {"type": pair, "action": "append", "metavar": "K=V"}
+    is_time = each.setting.unit == "seconds"
+    form = _FORMS.get(each.name) or {"type": float if is_time else int, "metavar": "S" if is_time else "N"}
     words = each.setting.doc.replace("`", "").replace("%", "%%")
     group.add_argument(*each.flags, dest=each.name, default=None, help=words, **form)
 
 
 def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the keyword arguments for `spark_elastic.run`: those that were given; it has the defaults."""
-    names = [each.name for each in _settings_with_flags()]
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    """Return the keyword arguments for `spark_elastic.run`: only those that were given, because it has the defaults."""
+    given = {each.name: value for each in _WITH_FLAGS if (value := getattr(options, each.name)) is not None}
     if options.cooldown_range is not None:
         given["cooldown_range"] = tuple(options.cooldown_range) if any(options.cooldown_range) else None
     if options.env is not None:
@@ -146,11 +121,7 @@ def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def pair(text: str) -> tuple[str, str]:
-    """Parse NAME=VALUE.
-
-    Raises:
-        argparse.ArgumentTypeError: if it is something else.
-    """
+    """Parse NAME=VALUE, as a `type` of argparse."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, not {text!r}")
@@ -162,3 +133,13 @@ def _names(text: str) -> list[str]:
     if not names:
         raise argparse.ArgumentTypeError("expected names separated by commas")
     return names
+
+
+_WITH_FLAGS = tuple(each for each in declarations(RunSettings) if each.flags)
+"""The settings of `run` that have options of the same name."""
+_FORMS: dict[str, dict[str, Any]] = {
+    "cooldown_range": {"type": float, "nargs": 2, "metavar": ("MIN", "MAX")},
+    "nics": {"type": _names, "metavar": "A,B"},
+    "env": {"type": pair, "action": "append", "metavar": "K=V"},
+}
+"""The forms of options that are neither one number of seconds nor one whole number."""

@@ -15,14 +15,14 @@ from spark_elastic.errors import JavaNotFoundError, UsageError
 from spark_elastic.task.script import Script
 
 MAX_BYTES = 16 * 2**20
-"""Source code is never this big; other files were found by mistake, and would be sent with every launch."""
+"""Source code is smaller than this. Larger files were found by mistake, and would be sent with every launch."""
 
 
 def collect(path: str, args: tuple[str, ...]) -> Script:
     """Read the script and all modules in its folder that it imports, directly or through one another.
 
-    Modules are found by the names in import statements; one that is imported by other means has to be installed on
-    the workers, or sent with Spark's own ``--py-files``.
+    Modules are found by the names in import statements. A module that is imported in another way has to be installed
+    on the workers, or sent with Spark's own ``--py-files``.
 
     Raises:
         UsageError: if the script cannot be read or is not Python, or its modules are larger than any source code.
@@ -111,13 +111,21 @@ def spark_session(
         _drop_submitted(wanted, master, dict(conf))
     else:
         _choose_python(master, wanted)
-        wanted["spark.master"] = master or _local_master(slots)
+        # local[*] has a slot for each core
+        cores = os.cpu_count() or 1
+        wanted["spark.master"] = master or (f"local[{slots}]" if (slots or 0) > cores else "local[*]")
 
     builder = SparkSession.builder
     for key, value in wanted.items():
         builder = builder.config(key, value)
-    with _explain_missing_java():
+    try:
         session = builder.getOrCreate()
+    except Exception as error:  # the type that pyspark raises has moved between versions
+        # checked only now: Spark's own configuration may name a Java that is not on the PATH
+        if "JAVA_GATEWAY" not in str(error) and "Java gateway" not in str(error):
+            raise
+        check_java()
+        raise JavaNotFoundError("Spark did not start although Java was found; see Spark's messages above") from error
     try:
         if quiet:
             session.sparkContext.setLogLevel("ERROR")
@@ -142,23 +150,6 @@ def _drop_submitted(wanted: dict[str, str], master: str | None, asked_for: dict[
         value = wanted.pop(key)
         if key in asked_for and value != submitted.get(key):
             _note(f"--conf {key}={value} is ignored: spark-submit set it to {submitted.get(key)}")
-
-
-@contextmanager
-def _explain_missing_java() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # the type that pyspark raises has moved between versions
-        # checked only now: Spark's own configuration may name a Java that is not on the PATH
-        if "JAVA_GATEWAY" not in str(error) and "Java gateway" not in str(error):
-            raise
-        check_java()
-        raise JavaNotFoundError("Spark did not start although Java was found; see Spark's messages above") from error
-
-
-def _local_master(slots: int | None) -> str:
-    """Return ``local[*]``, which has a slot for each core, or a local master with more slots if they are asked for."""
-    return f"local[{slots}]" if slots is not None and slots > (os.cpu_count() or 1) else "local[*]"
 
 
 def _choose_python(master: str | None, conf: dict[str, str]) -> None:

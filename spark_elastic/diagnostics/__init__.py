@@ -1,7 +1,7 @@
 """The doctor: checks whether a cluster is fit for training, and says what to do where it is not.
 
 `examination` orders the checks. `probe` is the source that runs on executors, `probe_server` the driver's side of it.
-`machine`, `cluster`, `network` and `sharing` turn facts into the findings of `findings`.
+`findings` and `between_machines` make findings of the facts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def doctor(
         InvalidSettingsError: `num_proc` or `timeout` is out of range.
     """
     from spark_elastic.diagnostics.examination import Examination
-    from spark_elastic.diagnostics.probe_server import start_thread
+    from spark_elastic.diagnostics.probe import start_thread
 
     if num_proc is not None:
         num_proc = whole_number("num_proc", num_proc, at_least=1)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock
 from spark_elastic.data.store import Store
-from spark_elastic.diagnostics import cluster, machine, network, sharing
+from spark_elastic.diagnostics import between_machines, findings
 from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING, Finding, Report
-from spark_elastic.diagnostics.probe import collect_facts
-from spark_elastic.diagnostics.probe_server import ConnectedProbe, ProbeJob, ProbeServer
-from spark_elastic.driver.preflight import check_spark, java_major_version
-from spark_elastic.driver.spark.cluster import close_connection, count_slots, dynamic_allocation, executor_ids, is_local
+from spark_elastic.diagnostics.probe import ProbeReport, collect_facts, start_thread
+from spark_elastic.diagnostics.probe_server import ConnectedProbe, ProbeServer, probe_task
+from spark_elastic.driver.preflight import check_spark
+from spark_elastic.driver.spark import cluster
 from spark_elastic.wire.framing import new_key
 from spark_elastic.wire.interfaces import interface_addresses, is_address, is_loopback
 
@@ -21,46 +23,31 @@ if TYPE_CHECKING:
 
 MOST_PROBES = 256
 """On a cluster with more slots, only this many are examined."""
-PACKAGE = "spark_elastic"
+_PACKAGE = "spark_elastic"
 _FAREWELL_S = 3.0
-"""Kept back from the deadline to end the probes' job."""
-
-Findings = Finding | Sequence[Finding] | None
+"""The part of the time limit that is reserved for ending the probes' job."""
 
 
+@dataclass(eq=False)
 class Examination:
-    """One check-up of a driver and its cluster.
+    """One check-up of a driver and its cluster."""
 
-    Args:
-        timeout_s: seconds for everything.
-        num_proc: workers that are to train.
-        store: where estimators are to keep their data.
-        storage_options: for `store`.
-        wall: the driver's clock, in seconds since the epoch.
-        package: the package that executors have to be able to import.
-        with_torch: True to import torch on executors, which takes seconds.
-    """
+    timeout_s: float
+    """The time limit for all checks together."""
+    _: KW_ONLY
+    num_proc: int | None = None
+    """Workers that are to train."""
+    store: Any = None
+    """Where estimators are to keep their data."""
+    storage_options: Mapping[str, Any] | None = None
+    wall: Callable[[], float] = clock.wall
+    """Reads the driver's clock, in seconds since the epoch."""
+    with_torch: bool = True
+    """True to import torch on executors, which takes seconds."""
 
-    def __init__(
-        self,
-        timeout_s: float,
-        *,
-        num_proc: int | None = None,
-        store: Any = None,
-        storage_options: Mapping[str, Any] | None = None,
-        wall: Callable[[], float] = clock.wall,
-        package: str = PACKAGE,
-        with_torch: bool = True,
-    ) -> None:
+    def __post_init__(self) -> None:
         self._began = clock.monotonic()
-        self._until = self._began + timeout_s
-        self._with_torch = with_torch
-        self._timeout_s = timeout_s
-        self._num_proc = num_proc
-        self._store = store
-        self._storage_options = storage_options
-        self._wall = wall
-        self._package = package
+        self._until = self._began + self.timeout_s
         self._findings: list[Finding] = []
         self._driver: dict[str, Any] = {}
         """The driver's own facts, as a probe reports them."""
@@ -72,10 +59,10 @@ class Examination:
     def add(self, finding: Finding) -> None:
         self._findings.append(finding)
 
-    def _check(self, name: str, check: Callable[[], Findings]) -> None:
-        """Add the findings of a check; an exception becomes a warning and does not stop the other checks."""
+    def _check(self, name: str, check: Callable[..., Finding | Sequence[Finding] | None], *args: Any) -> None:
+        """Add the findings of `check(*args)`; an exception becomes a warning and does not stop the other checks."""
         try:
-            found = check()
+            found = check(*args)
         except Exception as error:
             says = f"this could not be looked at: {type(error).__name__}: {error}"
             found = Finding(name, WARNING, says, "see to the other findings first, then run the doctor again")
@@ -89,20 +76,20 @@ class Examination:
 
     def check_driver(self) -> None:
         """Check the driver's Python, without Spark."""
-        self._driver = collect_facts(-1, self._package)
-        self._check("packages", lambda: machine.judge_driver_packages(self._driver))
+        self._driver = collect_facts(-1, _PACKAGE)
+        self._check("packages", findings.judge_driver_packages, self._driver)
 
     def check_without_spark(self, problem: str, fix: str) -> None:
-        """Check what needs no session, and report why there is none."""
-        self._check("java", machine.judge_java_here)
+        """Run the checks that need no session, and report the problem for which there is no session."""
+        self._check("java", findings.judge_java_here)
         self.add(Finding("Spark", PROBLEM, problem, fix))
-        self._check_limits([], self._num_proc or 1)
-        if self._store is not None:
-            self._check("storage", lambda: self._check_storage(None, []))
+        self._check_limits([], self.num_proc or 1)
+        if self.store is not None:
+            self._check("storage", self._check_storage, None, [])
 
     def _check_limits(self, probes: Sequence[ConnectedProbe], slots: int) -> None:
-        reports = {sharing.DRIVER: self._driver, **{probe.name: probe.report for probe in probes}}
-        self._check("limits", lambda: machine.judge_limits(reports, slots))
+        reports = {between_machines.DRIVER: self._driver, **{probe.name: probe.report for probe in probes}}
+        self._check("limits", findings.judge_limits, reports, slots)
 
     # --- the cluster ------------------------------------------------------------------------------
 
@@ -114,121 +101,114 @@ class Examination:
             self.check_without_spark(str(error), "change the session as the line above says")
             return
         try:
-            self._check("java", lambda: _java_of(sc))
-            self._check("Spark", lambda: _spark_of(sc))
-            self._check("task slots", lambda: self._check_slots(sc))
+            self._check("java", _java_of, sc)
+            self._check("Spark", _spark_of, sc)
+            self._check("task slots", self._check_slots, sc)
             if self._probes_wanted > 0:
                 self._run_probes(sc, self._probes_wanted)
             else:
-                self._check_limits([], self._num_proc or 1)
+                self._check_limits([], self.num_proc or 1)
         finally:
-            close_connection(sc)
+            cluster.close_connection(sc)
 
     def _check_slots(self, sc: SparkContext) -> Finding:
-        slots = count_slots(sc)
-        dynamic = dynamic_allocation(sc)
+        slots = cluster.count_slots(sc)
+        dynamic = cluster.dynamic_allocation(sc)
         wanted = slots.now
         if dynamic:  # executors come once tasks ask for them
-            wanted = max(wanted, min(self._num_proc or 2, slots.most or MOST_PROBES))
+            wanted = max(wanted, min(self.num_proc or 2, slots.most or MOST_PROBES))
         self._probes_wanted = min(wanted, MOST_PROBES)
         task_cpus = sc.getConf().get("spark.task.cpus", "1") or "1"
-        return cluster.judge_slots(slots, self._num_proc, busy=_busy(sc), dynamic=dynamic, task_cpus=task_cpus)
+        return findings.judge_slots(slots, self.num_proc, busy=_busy(sc), dynamic=dynamic, task_cpus=task_cpus)
 
     def _run_probes(self, sc: SparkContext, wanted: int) -> None:
         host = sc.getConf().get("spark.driver.host", "127.0.0.1") or "127.0.0.1"
         on_this_machine = is_address(host) and is_loopback(host)
-        key = new_key()
-        server = ProbeServer("127.0.0.1" if host == "127.0.0.1" else "0.0.0.0", key)
         other = [] if on_this_machine else [a for a in interface_addresses().values() if not is_loopback(a)]
-        order = {
-            "addresses": [(address, server.port) for address in dict.fromkeys([host, *other])],
-            "key": key,
-            "seconds": self._timeout_s,
-            "connect_s": min(5.0, self._timeout_s / 6),
-        }
-        job: ProbeJob | None = None
-        try:
-            job = ProbeJob(sc, wanted, order, self._package)
-            self._check_probes(sc, server, job, wanted)
-        finally:
-            server.close()
-            if job is not None:
-                job.wait_or_cancel(max(min(_FAREWELL_S, self._until - clock.monotonic()), 0.1))
+        key = new_key()
+        with contextlib.closing(ProbeServer("127.0.0.1" if host == "127.0.0.1" else "0.0.0.0", key)) as server:
+            order = {
+                "addresses": [(address, server.port) for address in dict.fromkeys([host, *other])],
+                "key": key,
+                "seconds": self.timeout_s,
+                "connect_s": min(5.0, self.timeout_s / 6),
+            }
+            job = cluster.BackgroundJob(sc, wanted, probe_task(order, _PACKAGE), "spark_elastic doctor")
+            try:
+                self._check_probes(sc, server, job, wanted)
+            finally:
+                server.close()
+                if not job.over.wait(max(min(_FAREWELL_S, self._until - clock.monotonic()), 0.1)):
+                    start_thread(job.cancel, 1.0).join(2.0)  # on a thread: a hanging JVM does not answer
                 connected = {probe.number for probe in server.probes}
-                unconnected = [report for report in job.reports if report["number"] not in connected]
-                self._findings += network.judge_executors_to_driver(unconnected)
+                unconnected = [report for report in job.rows if report["number"] not in connected]
+                self._findings += between_machines.judge_executors_to_driver(unconnected)
 
-    def _check_probes(self, sc: SparkContext, server: ProbeServer, job: ProbeJob, wanted: int) -> None:
+    def _check_probes(self, sc: SparkContext, server: ProbeServer, job: cluster.BackgroundJob, wanted: int) -> None:
         began = clock.monotonic()
-        server.wait_for(wanted, self._left(self._timeout_s / 2), job.ended)
+        server.wait_for(wanted, self._left(self.timeout_s / 2), job.over)
         waited = clock.monotonic() - began
         probes = server.probes
         reports = [probe.report for probe in probes]
-        one_each = list({probe.report["executor"]: probe for probe in reversed(probes)}.values())[::-1]
-        """One probe of each executor."""
-        expected = [] if is_local(sc) else executor_ids(sc)
-        ran_unconnected = job.ended.is_set() and job.error is None and not probes
-        if not ran_unconnected:  # "executors → driver" tells of those
-            self._check("executors", lambda: cluster.judge_executors(reports, expected, wanted, waited, job.error))
+        first = {probe.report["executor"]: probe for probe in reversed(probes)}
+        one_each = list(first.values())[::-1]
+        """The first probe of each executor."""
+        expected = [] if cluster.is_local(sc) else cluster.executor_ids(sc)
+        ran_unconnected = job.over.is_set() and job.error is None and not probes
+        if not ran_unconnected:  # the finding "executors → driver" names the probes that ran and did not connect
+            error = None if job.error is None else cluster.reason_of_error(job.error)
+            self._check("executors", findings.judge_executors, reports, expected, wanted, waited, error)
         if not probes:
             self._check_limits([], wanted)
             return
-        self._check(
-            "package on executors",
-            lambda: machine.judge_executor_packages(self._driver, [probe.report for probe in one_each]),
-        )
-        self._check("executors → driver", lambda: network.judge_executors_to_driver(reports))
-        same_host = {probe.report["hostname"] for probe in one_each} == {self._driver["hostname"]}
-        self._check(
-            "driver → executors",
-            lambda: network.judge_driver_to_executors(
-                network.connect_from_driver(one_each, same_host, self._left(5.0))
-            ),
-        )
-        self._check(
-            "executors ↔ executors",
-            lambda: network.judge_between_executors(network.connect_executors(server, one_each, self._left(5.0))),
-        )
-        self._check("storage", lambda: self._check_storage(server, one_each))
-        self._check("clocks", lambda: sharing.check_clocks(one_each, self._wall, self._left(5.0)))
-        self._check("shared memory", lambda: sharing.check_shared_memory(probes, self._left(5.0)))
+        of_executors = [probe.report for probe in one_each]
+        self._check("package on executors", findings.judge_executor_packages, self._driver, of_executors)
+        self._check("executors → driver", between_machines.judge_executors_to_driver, reports)
+        same_host = {report["hostname"] for report in of_executors} == {self._driver["hostname"]}
+        self._check("driver → executors", between_machines.check_from_driver, one_each, same_host, self._left(5.0))
+        self._check("executors ↔ executors", between_machines.check_executors, server, one_each, self._left(5.0))
+        self._check("storage", self._check_storage, server, one_each)
+        self._check("clocks", between_machines.check_clocks, one_each, self.wall, self._left(5.0))
+        self._check("shared memory", between_machines.check_shared_memory, probes, self._left(5.0))
         self._check_limits(one_each, wanted)
-        self._check_torch(sc, server, one_each, probes)  # last, because it takes longest
+        self._check_torch(sc, server, one_each, reports)  # last, because it takes longest
 
     def _check_torch(
         self,
         sc: SparkContext,
         server: ProbeServer,
         one_each: Sequence[ConnectedProbe],
-        probes: Sequence[ConnectedProbe],
+        reports: Sequence[ProbeReport],
     ) -> None:
         wait_s = self._left(60.0)
         questions = {
             probe: ("torch", {"gpus": probe.report["gpus"], "timeout_s": max(wait_s - 1.0, 0.1)})
             for probe in one_each
-            if self._with_torch and "torch" in probe.report["packages"]
+            if self.with_torch and "torch" in probe.report["packages"]
         }
         answers = {probe.name: answer for probe, answer in server.ask(questions, wait_s).items()}
         if answers:
-            self._check("torch on executors", lambda: machine.judge_torch(answers))
+            self._check("torch on executors", findings.judge_torch, answers)
         amount = sc.getConf().get("spark.task.resource.gpu.amount")
-        self._check("GPUs", lambda: cluster.judge_gpus(amount, [probe.report for probe in probes], answers))
+        self._check("GPUs", findings.judge_gpus, amount, reports, answers)
 
-    def _check_storage(self, server: ProbeServer | None, probes: Sequence[ConnectedProbe]) -> Findings:
-        store = Store.create(self._store, self._storage_options)
+    def _check_storage(
+        self, server: ProbeServer | None, probes: Sequence[ConnectedProbe]
+    ) -> Finding | Sequence[Finding]:
+        store = Store.create(self.store, self.storage_options)
         machines = {probe.machine for probe in probes}
-        if self._store is None and len(machines) > 1:
+        if self.store is None and len(machines) > 1:
             says = f"no store was named, and {len(machines)} machines do not share their temporary folders"
             fix = "name one here and in estimators, store=...: a mounted folder, s3://, gs://, abfss://, hdfs://, dbfs:"
             return Finding("storage", WARNING, says, fix)
         url = str(store.local_path()) if store.is_local else store.url
-        return sharing.check_storage(server, probes, url, self._storage_options, self._left(20.0))
+        return between_machines.check_storage(server, probes, url, self.storage_options, self._left(20.0))
 
 
 def _java_of(sc: SparkContext) -> Finding:
     jvm: Any = sc._jvm
     version, home = (str(jvm.java.lang.System.getProperty(name)) for name in ("java.version", "java.home"))
-    return machine.java_found(home, version, java_major_version(f'version "{version}"'))
+    return findings.java_found(home, version)
 
 
 def _spark_of(sc: SparkContext) -> Finding:

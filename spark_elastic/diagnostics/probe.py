@@ -1,7 +1,7 @@
 """The probe: runs in a Spark task, reports facts about its executor and answers the doctor's questions.
 
-This source and the modules it imports at the top are sent to executors that may lack the package, so they use the
-standard library alone. Nothing here raises: Spark would run a failed task again.
+This source and the modules that it imports at the top are sent to executors that may lack the package, so they use the
+standard library alone. `serve` raises nothing, because Spark would run a failed task again.
 """
 
 from __future__ import annotations
@@ -26,12 +26,7 @@ from typing import Any
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ChannelClosedError
-from spark_elastic.task.executor_process import (
-    accelerators_in_task,
-    cores_in_task,
-    executor_id_in_task,
-    host_name_in_task,
-)
+from spark_elastic.task.executor_process import accelerators_in_task, executor_id_in_task, host_name_in_task
 from spark_elastic.wire.framing import Connection
 from spark_elastic.wire.interfaces import interface_addresses
 
@@ -50,7 +45,7 @@ def collect_facts(number: int, package: str) -> dict[str, Any]:
 
     Args:
         number: the probe's number; -1 for the driver.
-        package: name of the package to import, `spark_elastic` outside of tests.
+        package: name of the package to import: `spark_elastic`.
     """
     temporary = tempfile.gettempdir()
     report: dict[str, Any] = {
@@ -58,19 +53,16 @@ def collect_facts(number: int, package: str) -> dict[str, Any]:
         "executor": executor_id_in_task(),
         "host": host_name_in_task() or socket.gethostname(),
         "hostname": socket.gethostname(),
-        "pid": os.getpid(),
-        "uid": os.getuid() if hasattr(os, "getuid") else None,
         "python": platform.python_version(),
         "executable": sys.executable,
         "system": f"{platform.system()} {platform.machine()}",
         "addresses": interface_addresses(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in PACKAGES if (version := installed_version(name))},
         "start_method": multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
         "descriptors": _limit("RLIMIT_NOFILE"),
         "processes": _limit("RLIMIT_NPROC"),
         "temporary": {"path": temporary, "free": _free_bytes(temporary)},
         "nvidia_devices": len(glob.glob("/dev/nvidia[0-9]*")),
-        "cores": cores_in_task(),
         "gpus": list(accelerators_in_task()),
     }
     try:
@@ -93,9 +85,10 @@ def serve(order: Mapping[str, Any], report: dict[str, Any]) -> dict[str, Any]:
         The report, with the outcome of each attempt to reach the doctor.
     """
     until = time.monotonic() + order["seconds"]
-    identity = _IdentityServer(f"{report['executor']}/{report['number']}/{report['pid']}")
-    report |= {"port": identity.port, "identity": identity.text, "attempts": []}
-    with contextlib.closing(identity):
+    identity = f"{report['hostname']}/{report['executor']}/{report['number']}/{os.urandom(8).hex()}"
+    with socket.create_server(("0.0.0.0", 0), backlog=64) as listener:
+        start_thread(_send_identity, listener, identity)
+        report |= {"port": listener.getsockname()[1], "identity": identity, "attempts": []}
         for host, port in order["addresses"]:
             began = time.monotonic()
             try:
@@ -112,16 +105,7 @@ def serve(order: Mapping[str, Any], report: dict[str, Any]) -> dict[str, Any]:
 
 def _answer_questions(connection: JsonConnection, report: ProbeReport, until: float) -> None:
     memory = _MemoryFile()
-    answers: dict[str, Callable[..., Any]] = {
-        "clock": time.time,
-        "connect": try_connections,
-        "write": write_file,
-        "read": read_files,
-        "remove": remove_folder,
-        "torch": import_torch,
-        "offer memory": memory.offer,
-        "open memory": memory.open,
-    }
+    answers: dict[str, Callable[..., Any]] = {**ANSWERS, "offer memory": memory.offer, "open memory": memory.open}
     try:
         connection.send(report, CONNECT_TIMEOUT_S)
         while (left := until - time.monotonic()) > 0:
@@ -140,14 +124,21 @@ def _answer_questions(connection: JsonConnection, report: ProbeReport, until: fl
         connection.close()
 
 
+def start_thread(target: Callable[..., object], *args: Any) -> threading.Thread:
+    """Start a daemon thread, because a hanging JVM or executor may block it for ever."""
+    thread = threading.Thread(target=target, args=args, name="spark_elastic-doctor", daemon=True)
+    thread.start()
+    return thread
+
+
 # --- connections --------------------------------------------------------------------------------------
 
 
 class JsonConnection:
     """One end of the connection between doctor and probe: JSON in the frames of `wire.framing`, with timeouts.
 
-    Every method raises OSError (TimeoutError included) when the peer is gone or silent, and ProtocolError when it does
-    not hold the key.
+    Every method raises OSError (TimeoutError included) if the peer is gone or silent, and ProtocolError if the peer
+    does not hold the key.
     """
 
     def __init__(self, sock: socket.socket, key: bytes, *, server: bool, timeout_s: float) -> None:
@@ -184,30 +175,19 @@ class JsonConnection:
             self._socket.sendall(reply)
 
 
-class _IdentityServer:
-    """Sends the probe's identity to every connection, on all interfaces.
+def _send_identity(listener: socket.socket, identity: str) -> None:
+    """Send the probe's identity to every connection until the socket is closed.
 
     Without it, a connection to an address that another machine has too would look like success.
     """
-
-    def __init__(self, name: str) -> None:
-        self.text = f"{socket.gethostname()}/{name}/{os.urandom(8).hex()}"
-        self._socket = socket.create_server(("0.0.0.0", 0), backlog=64)
-        self.port = self._socket.getsockname()[1]
-        threading.Thread(target=self._serve, name="spark-elastic-identity", daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            with contextlib.suppress(OSError), connection:
-                connection.settimeout(1.0)
-                connection.sendall(self.text.encode())
-
-    def close(self) -> None:
-        self._socket.close()
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        with contextlib.suppress(OSError), connection:
+            connection.settimeout(1.0)
+            connection.sendall(identity.encode())
 
 
 def try_connections(targets: list[list[Any]], timeout_s: float) -> list[dict[str, Any]]:
@@ -247,7 +227,7 @@ def try_connections(targets: list[list[Any]], timeout_s: float) -> list[dict[str
 
 
 def write_file(url: str, options: dict[str, Any] | None, name: str, text: str) -> dict[str, Any]:
-    """Write a small file; raises the file system's own exception if that fails."""
+    """Write a small file. If that fails, the file system's own exception is raised."""
     began = time.monotonic()
     store = Store.create(url, options)
     store.write_bytes(name, text.encode(), durable=False)
@@ -260,17 +240,20 @@ def read_files(url: str, options: dict[str, Any] | None, names: list[str], text:
     store = Store.create(url, options)
     missing: dict[str, str] = {}
     for name in names:
-        while True:
-            try:
-                problem = "" if store.read_bytes(name).decode() == text else "it holds something else"
-            except Exception as error:
-                problem = _describe(error)
-            if not problem or time.monotonic() - began > _VISIBILITY_TIMEOUT_S:
+        while problem := _problem_of(store, name, text):
+            if time.monotonic() - began > _VISIBILITY_TIMEOUT_S:
+                missing[name] = problem
                 break
             time.sleep(0.1)
-        if problem:
-            missing[name] = problem
     return {"ms": _ms_since(began), "missing": missing}
+
+
+def _problem_of(store: Store, name: str, text: str) -> str:
+    """Return why a file cannot be read, or does not hold `text`; empty if it does."""
+    try:
+        return "" if store.read_bytes(name).decode() == text else "it holds something else"
+    except Exception as error:
+        return _describe(error)
 
 
 def remove_folder(url: str, options: dict[str, Any] | None, folder: str) -> None:
@@ -338,10 +321,22 @@ class _MemoryFile:
             os.close(self._descriptor)
 
 
+ANSWERS: Mapping[str, Callable[..., Any]] = {
+    "clock": time.time,
+    "connect": try_connections,
+    "write": write_file,
+    "read": read_files,
+    "remove": remove_folder,
+    "torch": import_torch,
+}
+"""The functions that answer the doctor's questions, by the name of the question."""
+
+
 # --- facts --------------------------------------------------------------------------------------------
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

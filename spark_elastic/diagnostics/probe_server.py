@@ -1,6 +1,6 @@
-"""The doctor's side of its probes: the Spark job that runs them and the connections on which it asks them.
+"""The doctor's side of its probes: the function of their Spark tasks, and the connections on which it asks them.
 
-Executors may lack the package, so the job carries the sources of what a probe needs (`SHIPPED`).
+Executors may lack the package, so each task carries the sources of the modules that a probe needs (`SHIPPED`).
 """
 
 from __future__ import annotations
@@ -9,34 +9,22 @@ import contextlib
 import inspect
 import socket
 import threading
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spark_elastic import clock, errors
 from spark_elastic.data import store
 from spark_elastic.diagnostics import probe
-from spark_elastic.diagnostics.probe import JsonConnection, ProbeReport
-from spark_elastic.driver.spark.cluster import close_connection, jvm_context, reason_of_error
+from spark_elastic.diagnostics.probe import JsonConnection, ProbeReport, start_thread
 from spark_elastic.errors import ChannelClosedError, ProtocolError
 from spark_elastic.task import executor_process
 from spark_elastic.wire import framing, interfaces
 
-if TYPE_CHECKING:
-    from pyspark import SparkContext
-
 SHIPPED = (errors, framing, interfaces, store, executor_process, probe)
-"""Modules whose sources travel with the job; at their top they import the standard library and one another alone."""
+"""Modules whose sources travel with the tasks; at their top they import the standard library and one another alone."""
 _HANDSHAKE_S = 5.0
 Question = tuple[str, dict[str, Any]]
-
-
-def start_thread(target: Callable[..., object], *args: Any) -> threading.Thread:
-    """Start a daemon thread, which a hanging JVM or executor may keep for ever."""
-    thread = threading.Thread(target=target, args=args, name="spark_elastic-doctor", daemon=True)
-    thread.start()
-    return thread
 
 
 # --- connections --------------------------------------------------------------------------------------
@@ -49,7 +37,7 @@ class ConnectedProbe:
     report: ProbeReport
     connection: JsonConnection
     lost: str = ""
-    """Why it is not asked any more; empty while it answers."""
+    """The reason why it is not asked any more; empty while it answers."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -113,7 +101,7 @@ class ProbeServer:
             return len(self._probes)
 
     def ask(self, questions: Mapping[ConnectedProbe, Question], timeout_s: float) -> dict[ConnectedProbe, Any]:
-        """Ask each probe its question, all at the same time; return answers, or exceptions in their place."""
+        """Put a question to each probe, all at the same time; return the answers, or exceptions in their place."""
         answers: dict[ConnectedProbe, Any] = {}
 
         def ask(probe: ConnectedProbe, name: str, arguments: dict[str, Any]) -> None:
@@ -129,7 +117,7 @@ class ProbeServer:
         return {probe: answers.get(probe, ChannelClosedError("no answer")) for probe in questions}
 
     def close(self) -> None:
-        """Send all probes home and close the port; harmless to repeat."""
+        """Tell all probes to end and close the port. May be called again."""
         with self._changed:
             self._closed = True
         with contextlib.suppress(OSError):
@@ -161,62 +149,11 @@ class ProbeServer:
             self._changed.notify_all()
 
 
-# --- the Spark job ------------------------------------------------------------------------------------
-
-
-class ProbeJob:
-    """One Spark job with a probe in each task, run from its own thread.
-
-    Args:
-        sc: the context to run in.
-        count: number of probes.
-        order: see `probe.serve`.
-        package: the package that probes try to import.
-    """
-
-    def __init__(self, sc: SparkContext, count: int, order: dict[str, Any], package: str) -> None:
-        self._sc = sc
-        self._count = count
-        self._task = probe_task(order, package)
-        self._group = f"spark_elastic-doctor-{uuid.uuid4().hex[:12]}"
-        self._cancelled = False
-        self.reports: list[dict[str, Any]] = []
-        """What the probes returned; empty until all tasks have ended."""
-        self.error: str | None = None
-        """Why the job failed; None if it did not, or was cancelled here."""
-        self.ended = threading.Event()
-        start_thread(self._run)
-
-    def wait_or_cancel(self, timeout_s: float) -> None:
-        """Wait for the tasks to end, then cancel those that do not. Returns in any case."""
-        if not self.ended.wait(timeout_s):
-            self._cancelled = True
-            start_thread(self._cancel).join(2.0)
-
-    def _cancel(self) -> None:
-        try:
-            jvm_context(self._sc).cancelJobGroup(self._group)
-            self.ended.wait(1.0)
-        except Exception:
-            return  # Spark is gone, and the job with it
-        finally:
-            close_connection(self._sc)
-
-    def _run(self) -> None:
-        sc = self._sc
-        try:
-            sc.setJobGroup(self._group, "spark_elastic doctor")
-            self.reports = sc.parallelize(range(self._count), self._count).mapPartitions(self._task).collect()
-        except Exception as error:
-            if not self._cancelled:
-                self.error = reason_of_error(error)
-        finally:
-            close_connection(sc)
-            self.ended.set()
+# --- the Spark task -----------------------------------------------------------------------------------
 
 
 def probe_task(order: Mapping[str, Any], package: str) -> Callable[[Any], list[dict[str, Any]]]:
-    """Return the function of the Spark tasks, which is pickled by value and needs no package on the executors."""
+    """Return the function of the Spark tasks. It is pickled by value, so executors need no spark_elastic for it."""
     sources = {module.__name__: inspect.getsource(module) for module in SHIPPED}
 
     def task(rows: Any) -> list[dict[str, Any]]:
@@ -227,7 +164,7 @@ def probe_task(order: Mapping[str, Any], package: str) -> Callable[[Any], list[d
         modules: dict[str, Any] = {}
 
         def import_shipped(name: str, *rest: Any) -> Any:
-            """Stand in for `__import__` within the shipped modules, which leave nothing behind in `sys.modules`."""
+            """Replace `__import__` within the shipped modules, which leave nothing behind in `sys.modules`."""
             if name not in sources:
                 return builtins.__import__(name, *rest)
             if name not in modules:

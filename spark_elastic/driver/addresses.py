@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from spark_elastic.errors import UnknownInterfaceError
 from spark_elastic.membership.topology import AgentId
+from spark_elastic.wire.interfaces import is_loopback
 from spark_elastic.wire.messages import AgentHello
 
 PROBES_PER_NEWCOMER = 3
-"""Agents on other hosts that a new agent exchanges probes with. A bad route shows with any of them."""
+"""The most agents on other hosts with which a new agent tries connections. A bad route shows with any of them."""
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,20 @@ class AddressBook:
         self._nics = tuple(nics) if nics else None
         self._agents: dict[AgentId, _AgentAddresses] = {}
         self._reached: set[str] = set()
-        """Addresses that another agent could connect to."""
+        """Addresses to which another agent could connect."""
         self._unreached: set[str] = set()
-        """Addresses that another agent could not connect to."""
+        """Addresses to which another agent could not connect."""
         self._asked: dict[AgentId, tuple[str, ...]] = {}
         """Targets ("address:port") that each agent was asked to try and has not answered."""
 
     def joined(self, agent: AgentId, hello: AgentHello, channel_address: str) -> None:
-        """Add an agent.
-
-        Args:
-            agent: The agent.
-            hello: Its first message, which names its interfaces.
-            channel_address: Its address on the connection to the driver. Preferred, because it is known to work.
+        """Add an agent. Its address on the connection to the driver is preferred, because it is known to work.
 
         Raises:
             UnknownInterfaceError: Its host has none of the interfaces in `nics`.
         """
         allowed = check_interfaces(hello.place.host, hello.addresses, self._nics)
-        candidates = sorted(allowed.values(), key=lambda a: (a != channel_address, _is_loopback(a), a))
+        candidates = sorted(allowed.values(), key=lambda a: (a != channel_address, is_loopback(a), a))
         self._agents[agent] = _AgentAddresses(hello.place.host, tuple(dict.fromkeys(candidates)), hello.probe_port)
 
     def gone(self, agent: AgentId) -> None:
@@ -60,13 +55,12 @@ class AddressBook:
         self._asked.pop(agent, None)
 
     def probes_for(self, agent: AgentId) -> list[tuple[AgentId, tuple[str, ...]]]:
-        """Return the probes that a new agent requires: agents, and the targets ("address:port") each has to try.
+        """Return the agents that have to try connections for a new agent, each with its targets ("address:port").
 
-        The new agent tries some others, and one of those tries the new agent.
+        The new agent tries some agents of other hosts, and one of them tries the new agent.
         """
         mine = self._agents[agent]
-        others = [a for a, known in self._agents.items() if a != agent and known.host != mine.host]
-        others = others[:PROBES_PER_NEWCOMER]
+        others = [other for other, known in self._agents.items() if known.host != mine.host][:PROBES_PER_NEWCOMER]
         if not others:
             return []
         asked = [(agent, tuple(t for other in others for t in self._targets(other))), (others[0], self._targets(agent))]
@@ -76,7 +70,7 @@ class AddressBook:
         return asked
 
     def answered(self, prober: AgentId, reachable: Iterable[str]) -> None:
-        """Record which of the targets that an agent was asked to try it could connect to."""
+        """Record the targets to which an agent could connect, of those that it was asked to try."""
         reached = {target.rpartition(":")[0] for target in reachable}
         asked = {target.rpartition(":")[0] for target in self._asked.pop(prober, ())}
         self._reached |= reached
@@ -113,21 +107,13 @@ def check_interfaces(host: str, addresses: dict[str, str], nics: Sequence[str] |
         UnknownInterfaceError: The host has none of `nics`, or no IPv4 address at all.
     """
     if not addresses:
-        raise UnknownInterfaceError(
-            f"host {host} has no interface with an IPv4 address; spark_elastic needs IPv4", host=host, nics=()
-        )
+        problem = f"host {host} has no interface with an IPv4 address; spark_elastic needs IPv4"
+        raise UnknownInterfaceError(problem, host=host, nics=())
     if nics is None:
         return addresses
     allowed = {name: address for name, address in addresses.items() if name in nics}
     if not allowed:
-        raise UnknownInterfaceError(
-            f"host {host} has no interface {' or '.join(map(repr, nics))} that is up; "
-            f"it has {', '.join(f'{n} ({a})' for n, a in sorted(addresses.items()))}",
-            host=host,
-            nics=tuple(nics),
-        )
+        problem = f"host {host} has no interface {' or '.join(map(repr, nics))} that is up"
+        found = ", ".join(f"{name} ({address})" for name, address in sorted(addresses.items()))
+        raise UnknownInterfaceError(f"{problem}; it has {found}", host=host, nics=tuple(nics))
     return allowed
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback

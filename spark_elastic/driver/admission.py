@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import socket
+from collections import Counter
 from collections.abc import Callable
 
 from spark_elastic import clock
@@ -19,8 +20,8 @@ MAX_UNAUTHENTICATED = 256
 """Connections that may be in their handshake at a time; all agents of a job may come at once. Further ones wait in the
 listening socket's queue, which costs no descriptor."""
 IDLE_S = 0.25
-"""A connection that has been in its handshake for longer is closed if another waits. A real peer needs milliseconds,
-and tries again if this happens to it on a busy machine."""
+"""A connection whose handshake has taken longer is closed if another connection waits. A real peer needs milliseconds,
+and connects again if this happens to it on a busy machine."""
 RESERVED = 128
 """Descriptors that are kept for the rest of the process if its limit is low."""
 LOG_INTERVAL_S = 60.0
@@ -34,14 +35,12 @@ class Admission:
     """The connections of a server from `accept` until they are authenticated or closed.
 
     At the limit it stops accepting, until a connection is authenticated or closed, or until the oldest one has been
-    idle for `IDLE_S` and is closed. So connections that are held open delay the others only by the time that the queue
-    before them takes.
+    in its handshake for `IDLE_S` and is closed. So connections that are held open delay others only for a while.
 
     All methods must be called on the event loop's thread.
 
     Args:
-        make_stream: Makes the stream of a connection. The stream's owner must call `settle` when the stream is
-            authenticated or closed.
+        make_stream: Makes the stream of a connection. Its owner must call `settle` when it is authenticated or closed.
         most: Connections in their handshake at a time; fewer if the process may open few descriptors.
     """
 
@@ -77,12 +76,7 @@ class Admission:
         return streams
 
     def settle(self, stream: MessageStream, refused: str = "") -> None:
-        """Record that a stream is authenticated or closed.
-
-        Args:
-            stream: The stream.
-            refused: The reason if this side has closed it; empty otherwise.
-        """
+        """Record that a stream is authenticated or closed; `refused` is the reason if this side has closed it."""
         if refused:
             self._refusals.add(refused, stream.peer_address)
         if self._since.pop(stream, None) is not None and not self._listening:
@@ -91,22 +85,24 @@ class Admission:
     # --- accepting --------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        if self._resume is not None:
-            self._resume.cancel()
-            self._resume = None
+        self._cancel_resume()
         if self._sock is not None and not self._listening:
             self._listening = True
             asyncio.get_running_loop().add_reader(self._sock, self._accept)
 
     def _pause(self, seconds: float | None) -> None:
+        """Stop accepting connections, for `seconds` or (None) for good."""
         if self._sock is not None and self._listening:
             self._listening = False
             asyncio.get_running_loop().remove_reader(self._sock)
+        self._cancel_resume()
+        if seconds is not None:
+            self._resume = asyncio.get_running_loop().call_later(seconds, self._listen)
+
+    def _cancel_resume(self) -> None:
         if self._resume is not None:
             self._resume.cancel()
             self._resume = None
-        if seconds is not None:
-            self._resume = asyncio.get_running_loop().call_later(seconds, self._listen)
 
     def _accept(self) -> None:
         assert self._sock is not None
@@ -167,12 +163,12 @@ class RefusalLog:
     """Logs refused connections: the first at once, the others in one line per `LOG_INTERVAL_S`."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
         self._last = ""
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, why: str, address: str) -> None:
-        self._counts[why] = self._counts.get(why, 0) + 1
+        self._counts[why] += 1
         self._last = address or self._last
         if self._timer is None:
             self._log()
@@ -180,25 +176,24 @@ class RefusalLog:
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if self._counts:
-            self._write()
+        self._write()
 
     def _log(self) -> None:
+        """Log the refusals since the last time, and again after a while; stop if there were none."""
         self._timer = None
         if self._counts:
             self._write()
             self._timer = asyncio.get_running_loop().call_later(LOG_INTERVAL_S, self._log)
 
     def _write(self) -> None:
-        counts, self._counts = self._counts, {}
-        reasons = "; ".join(f"{count}: {why}" for why, count in counts.items())
-        logger.warning(
-            "refused %d connections that did not authenticate, the last from %s (%s)",
-            sum(counts.values()),
-            self._last or "an unknown address",
-            reasons,
-        )
+        if self._counts:
+            logger.warning(
+                "refused %d connections that did not authenticate, the last from %s (%s)",
+                self._counts.total(),
+                self._last or "an unknown address",
+                "; ".join(f"{count}: {why}" for why, count in self._counts.items()),
+            )
+            self._counts.clear()
 
 
 def _descriptors_left() -> int:

@@ -13,22 +13,29 @@ import dataclasses
 import logging
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from spark_elastic import clock
-from spark_elastic.driver.launcher import LaunchEnd, Launcher, OnEnded, WorkerResults
+from spark_elastic.driver.launcher import LaunchEnd, Launcher, OnEnded
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.peers import Peers
-from spark_elastic.errors import JobCancelledError, JobError, SessionLostError, SparkElasticError, UserFunctionError
+from spark_elastic.errors import (
+    JobCancelledError,
+    JobError,
+    ResultError,
+    SessionLostError,
+    SparkElasticError,
+    UserFunctionError,
+)
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.deadlines import MachineClock
 from spark_elastic.membership.machine import Membership
-from spark_elastic.membership.reasons import Wait, reported
+from spark_elastic.membership.reasons import LossCause, LossKind, Wait, loss_in_words, reported
 from spark_elastic.membership.states import Phase
 from spark_elastic.membership.timeline import JobEnded, Record, Waiting
-from spark_elastic.membership.topology import SlotId
+from spark_elastic.membership.topology import SlotId, WorkerId
 from spark_elastic.reporting.announcer import Announcer
 from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.progress import ProgressModel
@@ -38,22 +45,19 @@ from spark_elastic.wire.messages import LaunchSpec
 logger = logging.getLogger(__name__)
 
 RESULTS_TIMEOUT_S = 300.0
-"""How long the results of the finished workers may take to arrive through the launcher."""
+"""Seconds that the results of the finished workers may take to arrive through the launcher."""
 FAREWELL_TIMEOUT_S = 2.0
-"""How long agents get to end by themselves before their launches are ended."""
+"""Seconds that agents have to end by themselves before their launches are ended."""
 CLOSE_TIMEOUT_S = 3.0
-
-
-class PostEvent(Protocol):
-    """Takes an event for the membership machine, from any thread."""
-
-    def __call__(self, event: seen.Event) -> None: ...
+_RESULT_NOT_IN_TIME = reported("its slot did not end in time")
 
 
 class EventSource(Protocol):
-    """Feeds events into the machine from outside: `hosts.HostManager`, `spark.executors.ExecutorWatch`."""
+    """A source of events for the membership machine: `hosts.HostManager`, `spark.executors.ExecutorWatch`."""
 
-    def start(self, post: PostEvent) -> None: ...
+    def start(self, post: Callable[[seen.Event], None]) -> None:
+        """Call `post`, from any thread, with each event from now on."""
+        ...
 
     def close(self) -> None: ...
 
@@ -81,18 +85,64 @@ class JobStatus:
     """Worlds that were built after the first."""
 
 
+class WorkerResults:
+    """The results of the finished workers, collected as their slots end."""
+
+    def __init__(self) -> None:
+        self.expected: tuple[WorkerId, ...] | None = None
+        """The workers whose results the job returns, in rank order; None while the job is not finished."""
+        self._by_worker: dict[WorkerId, bytes] = {}
+        self._due_in: dict[SlotId, WorkerId] = {}
+        """The slots that still have to deliver a result of the finished job."""
+        self._undelivered: dict[WorkerId, LossCause] = {}
+        """The cause of the end of each worker's slot that has not delivered its result."""
+
+    def expect(self, workers: tuple[WorkerId, ...], slots: Mapping[SlotId, WorkerId]) -> None:
+        self.expected = workers
+        self._due_in = dict(slots)
+
+    def slot_ended(self, end: LaunchEnd) -> None:
+        """Keep the result that a slot delivered at its end or, if it was due and is missing, the cause of the end."""
+        if end.outcome is not None and end.outcome.worker is not None and end.outcome.result is not None:
+            self._by_worker[end.outcome.worker] = end.outcome.result
+        elif end.slot in self._due_in:
+            self._undelivered[self._due_in[end.slot]] = end.cause
+
+    def in_rank_order(self) -> list[bytes]:
+        """Return one pickled result per rank.
+
+        Raises:
+            ResultError: Results are missing, or one was larger than Spark accepts.
+        """
+        assert self.expected is not None
+        missing = [worker for worker in self.expected if worker not in self._by_worker]
+        if missing:
+            raise self._error(self.expected, missing)
+        return [self._by_worker[worker] for worker in self.expected]
+
+    def _error(self, expected: tuple[WorkerId, ...], missing: list[WorkerId]) -> ResultError:
+        causes = {self._undelivered.get(worker, _RESULT_NOT_IN_TIME) for worker in missing}
+        refused = sorted(cause.detail for cause in causes if cause.kind is LossKind.RESULT_TOO_BIG)
+        if refused:
+            return ResultError(f"{len(missing)} of {len(expected)} results did not arrive: {refused[0]}")
+        reasons = sorted(map(loss_in_words, causes))
+        if len(missing) == len(expected):
+            return ResultError(
+                f"all {len(expected)} workers finished, but none of their results arrived: {'; '.join(reasons)}"
+            )
+        ranks = ", ".join(str(expected.index(worker)) for worker in missing)
+        return ResultError(
+            f"all {len(expected)} workers finished, but the results of ranks {ranks} were lost on their way: "
+            f"{'; '.join(reasons)}. Run the function again; save to storage what must not be lost"
+        )
+
+
 class ElasticDriver:
     """Runs a job on the calling thread until it finishes, fails or is cancelled.
 
     Args:
-        spec: What each agent is given.
-        settings: The job's settings.
         make_launcher: Makes the launcher, from the `on_ended` that it has to call.
         listening: The bound socket for agents and workers.
-        sources: Other sources of events for the machine.
-        printer: Prints the workers' output and lines about the job.
-        verbose: See `run`.
-        progress: The model of the progress bar; None for no bar.
     """
 
     def __init__(
@@ -114,9 +164,7 @@ class ElasticDriver:
         self._machine = Membership(settings)
 
         self._announcer = Announcer(spec.job, printer.say, verbose, progress)
-        self._peers = Peers(
-            spec, settings, self._launcher, self._announcer, printer, handle=self._handle, fail=self._fail
-        )
+        self._peers = Peers(spec, settings, self._launcher, self._announcer, printer, self._handle, self._fail)
         self._launched: set[SlotId] = set()
         """Slots whose launch has not ended."""
         self._results = WorkerResults()
@@ -127,7 +175,7 @@ class ElasticDriver:
         self._ending = False
         self._failure: SparkElasticError | None = None
         self._has_failed = False
-        """True once the failure is announced. It may be one that the machine knows nothing of."""
+        """True once the failure is announced. The machine may not know of it."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Event
         self._slots_over: asyncio.Event
@@ -167,11 +215,11 @@ class ElasticDriver:
         return error
 
     def events(self) -> list[Record]:
-        """Return the membership timeline so far; `at` and other times are seconds since the epoch."""
+        """Return the membership timeline so far. All times are seconds since the epoch."""
         return self._announcer.timeline
 
     def changes(self) -> list[MembershipChange]:
-        """Return the changes of the world so far; `at` in seconds since the epoch."""
+        """Return the changes of the world so far. `at` is in seconds since the epoch."""
         return self._announcer.changes
 
     @property
@@ -212,7 +260,10 @@ class ElasticDriver:
         return asyncio.run(self._main())
 
     def close(self) -> None:
-        """Release what a driver holds whose `run` was never called. No effect afterwards."""
+        """Close the listening socket and the launcher of a driver whose `run` was never called.
+
+        Has no effect after `run`, which closes them itself.
+        """
         self._listening.close()
         self._launcher.close(CLOSE_TIMEOUT_S)
 
@@ -242,7 +293,7 @@ class ElasticDriver:
             await self._peers.server.close()
 
     def _stop_collecting(self, why: str) -> None:
-        """End a job that is cancelled while results arrive. For the machine it has finished already."""
+        """End a job that is cancelled while results arrive, when the membership machine has finished already."""
         if self._results.expected is not None and self._failure is None and not self._slots_over.is_set():
             self._failure = JobCancelledError(why)
             self._announce_failure(self._failure)
@@ -267,7 +318,6 @@ class ElasticDriver:
         now = self._now()
         try:
             commands = self._machine.handle(event, now)
-
             self._announcer.observe(event, commands, clock.monotonic())
             for command in commands:
                 self._carry_out(command)
@@ -325,8 +375,11 @@ class ElasticDriver:
             case do.FinishJob(workers):
                 self._results.expect(workers, self._peers.slots_of(workers))
                 self._end(keep_results=True, why="the job is done")
-            case do.FailJob(error):
-                self._fail(self._cause_of(error))
+            case do.FailJob(UserFunctionError() | JobCancelledError() as error):
+                self._fail(error)
+            case do.FailJob(error):  # if Spark itself is gone, that is why all workers are lost
+                gone = self._launcher.gone()
+                self._fail(error if gone is None else self._session_lost(gone))
             case do.Announce(JobEnded()) if self._has_failed:
                 pass  # announced already, with its cause
             case do.Announce(record):
@@ -340,13 +393,6 @@ class ElasticDriver:
             cancelled = isinstance(error, JobCancelledError)
             self._end(keep_results=False, why="the job was cancelled" if cancelled else "the job failed")
             self._announce_failure(error)
-
-    def _cause_of(self, error: JobError) -> JobError:
-        """Return SessionLostError instead of the machine's error if Spark itself is gone: all workers are lost then."""
-        if isinstance(error, (UserFunctionError, JobCancelledError)):
-            return error
-        gone = self._launcher.gone()
-        return error if gone is None else self._session_lost(gone)
 
     def _session_lost(self, why: str) -> SessionLostError:
         return SessionLostError(reason=why, progress=self._machine.status().progress)
@@ -365,7 +411,7 @@ class ElasticDriver:
         self._announcer.announce(JobEnded(clock.monotonic(), "failed", str(error) or type(error).__name__))
 
     def _announce(self) -> None:
-        """Print the lines that are due, and come back when the next one is."""
+        """Print the lines that are due, and set a timer for the next one."""
         if self._announce_timer is not None:
             self._announce_timer.cancel()
             self._announce_timer = None
@@ -377,8 +423,6 @@ class ElasticDriver:
 
 def _in_process_time(record: Record, away_s: float) -> Record:
     """Return a record of the machine with its times on this process's clock, which is `away_s` ahead."""
-    if not away_s:
-        return record
     times = {name: getattr(record, name, None) for name in ("at", "deadline", "until")}
     return dataclasses.replace(record, **{name: at + away_s for name, at in times.items() if at is not None})
 

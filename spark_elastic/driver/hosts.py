@@ -6,6 +6,7 @@ passes it to `run`): `HostManager`, which polls it, needs nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -102,13 +103,13 @@ class HostDiscoveryScript:
         try:
             return parse_hosts(out.splitlines(), self._default_slots)
         except ValueError as error:
-            raise DiscoveryScriptError(f"the host discovery script {self._script} printed {error}") from None
+            raise self._error(f"printed {error}") from None
 
     def interrupt(self) -> None:
         """Kill the script if it is running."""
         process = self._running
         if process is not None:
-            _signal_group(process)
+            _kill_group(process)
 
     def _run(self) -> str:
         try:
@@ -122,28 +123,24 @@ class HostDiscoveryScript:
                 start_new_session=True,  # so that what it started can be killed with it
             )
         except OSError as error:  # without an interpreter line, or a binary of another architecture
-            raise DiscoveryScriptError(
-                f"the host discovery script {self._script} cannot be run: {error.strerror or error} (does its first "
-                "line name an interpreter, as in #!/bin/sh?)"
-            ) from None
+            hint = "does its first line name an interpreter, as in #!/bin/sh?"
+            raise self._error(f"cannot be run: {error.strerror or error} ({hint})") from None
         self._running = process
         try:
             out, complaint = process.communicate(timeout=self._timeout_s)
         except subprocess.TimeoutExpired:
-            raise DiscoveryScriptError(
-                f"the host discovery script {self._script} took longer than {self._timeout_s:g} s"
-            ) from None
+            raise self._error(f"took longer than {self._timeout_s:g} s") from None
         finally:
             self._running = None
-            _signal_group(process)
-            _reap(process)
+            with process:  # closes its pipes and waits for its end
+                _kill_group(process)
         if process.returncode != 0:
-            said = complaint.strip().splitlines()
-            raise DiscoveryScriptError(
-                f"the host discovery script {self._script} exited with {process.returncode}"
-                + (f": {said[-1][:300]}" if said else "")
-            )
+            lines = complaint.strip().splitlines()
+            raise self._error(f"exited with {process.returncode}" + (f": {lines[-1][:300]}" if lines else ""))
         return out
+
+    def _error(self, problem: str) -> DiscoveryScriptError:
+        return DiscoveryScriptError(f"the host discovery script {self._script} {problem}")
 
 
 def parse_hosts(lines: list[str], default_slots: int) -> dict[str, int]:
@@ -170,19 +167,10 @@ def parse_hosts(lines: list[str], default_slots: int) -> dict[str, int]:
     return found
 
 
-def _signal_group(process: subprocess.Popen[str]) -> None:
+def _kill_group(process: subprocess.Popen[str]) -> None:
     """Kill the script and the processes that it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
-
-
-def _reap(process: subprocess.Popen[str]) -> None:
-    process.wait()
-    for pipe in (process.stdout, process.stderr):
-        if pipe is not None:
-            pipe.close()
 
 
 class HostAddresses:
@@ -206,9 +194,8 @@ class HostAddresses:
         """
         valid = isinstance(found, Mapping) and all(isinstance(host, str) for host in found)
         if not valid or not all(isinstance(slots, int) and slots >= 0 for slots in found.values()):
-            raise InvalidSettingsError(
-                f"a host discovery must return the slots by host, such as {{'h1': 2}}, not {found!r}"
-            )
+            example = "such as {'h1': 2}"
+            raise InvalidSettingsError(f"a host discovery must return the slots by host, {example}, not {found!r}")
         by_address: dict[str, int] = {}
         for host, slots in found.items():
             address = self._address_of_host(host)
@@ -226,7 +213,7 @@ class HostManager:
     A discovery that fails is logged once; its last good answer remains valid.
 
     Args:
-        discovery: The discovery. Its first answer is fetched at once.
+        discovery: The discovery. It is called for the first time at once.
         address_of_host: See `HostAddresses`.
         interval_s: Seconds between two calls.
 

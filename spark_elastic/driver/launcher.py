@@ -1,22 +1,30 @@
-"""The interface to whatever starts agents (Spark, or processes of this machine), and the results that come back by it.
+"""The interface to whatever starts agents (`Launcher`), and LocalLauncher, which starts them as plain processes here.
 
-`elastic_driver` uses it; `local_launcher` and `spark.launcher` implement it.
+`elastic_driver` uses the interface. The agents of LocalLauncher and their workers run the same code as in Spark, which
+`spark.launcher` starts; it is for development, tests and benchmarks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from spark_elastic.errors import ResultError
-from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words, reported
+from spark_elastic import clock
+from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.states import AgentOutcome
-from spark_elastic.membership.topology import LaunchId, SlotId, WorkerId
-from spark_elastic.wire.messages import LoopResult
+from spark_elastic.membership.topology import LaunchId, SlotId
+from spark_elastic.wire.interfaces import address_of
+from spark_elastic.wire.messages import LaunchSpec
 
-MAX_LOOP_RESULTS_BYTES = 64 << 20
-_NOT_IN_TIME = reported("its slot did not end in time")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +34,7 @@ class LaunchEnd:
     slot: SlotId
     cause: LossCause
     outcome: AgentOutcome | None = None
-    """What the agent returned; None if it was lost, failed or never began."""
+    """The agent's return value; None if it was lost, failed or never began."""
     submitted: bool = True
     """False: the launch failed in the driver itself, before any executor or process was involved."""
 
@@ -71,82 +79,112 @@ class Launcher(Protocol):
         ...
 
 
-class WorkerResults:
-    """The results of the finished workers, collected as their slots end."""
+class LocalLauncher:
+    """Settings of the agents on this machine. One object serves any number of jobs, also at the same time.
 
-    def __init__(self) -> None:
-        self.expected: tuple[WorkerId, ...] | None = None
-        """The workers whose results the job returns, in rank order; None while the job is not finished."""
-        self._by_worker: dict[WorkerId, bytes] = {}
-        self._due_in: dict[SlotId, WorkerId] = {}
-        """The slots that still have to deliver a result of the finished job."""
-        self._undelivered: dict[WorkerId, LossCause] = {}
-        """Why the slots of these workers ended without delivering a result."""
+    Args:
+        hosts: Names that the agents report as their hosts; slots take them in turn. Another address of this machine
+            (such as 127.0.0.2) simulates a second host.
+        cores: Cores of each worker, which is its default number of threads.
+        preimport: Modules that a worker imports while it waits for its function. Default: torch or TensorFlow,
+            depending on the names in the function.
+    """
 
-    def expect(self, workers: tuple[WorkerId, ...], slots: Mapping[SlotId, WorkerId]) -> None:
-        self.expected = workers
-        self._due_in = dict(slots)
+    def __init__(
+        self, hosts: Sequence[str] = ("127.0.0.1",), cores: int = 1, preimport: Sequence[str] | None = None
+    ) -> None:
+        self.hosts = tuple(address_of(host) for host in hosts)
+        """The addresses that the agents report."""
+        self.cores = cores
+        self.preimport = None if preimport is None else tuple(preimport)
 
-    def slot_ended(self, end: LaunchEnd) -> None:
-        """Keep the result that came with the end of a slot, or the cause if it should have come and did not."""
-        if end.outcome is not None and end.outcome.worker is not None and end.outcome.result is not None:
-            self._by_worker[end.outcome.worker] = end.outcome.result
-        elif end.slot in self._due_in:
-            self._undelivered[self._due_in[end.slot]] = end.cause
+    def bind(self, spec: LaunchSpec, on_ended: OnEnded) -> LocalAgents:
+        """Return the launcher of one job."""
+        if self.preimport is not None:
+            spec = dataclasses.replace(spec, preimport=self.preimport)
+        return LocalAgents(self.hosts, self.cores, spec, on_ended)
 
-    def in_rank_order(self) -> list[bytes]:
-        """Return one pickled result per rank.
 
-        Raises:
-            ResultError: Results are missing, or one was larger than Spark accepts.
-        """
-        assert self.expected is not None
-        missing = [worker for worker in self.expected if worker not in self._by_worker]
-        if missing:
-            raise self._error(self.expected, missing)
-        return [self._by_worker[worker] for worker in self.expected]
+@dataclass(eq=False)
+class LocalAgents:
+    """A `Launcher` of processes, for one job. Made by `LocalLauncher.bind`."""
 
-    def _error(self, expected: tuple[WorkerId, ...], missing: list[WorkerId]) -> ResultError:
-        causes = {self._undelivered.get(worker, _NOT_IN_TIME) for worker in missing}
-        refused = sorted(cause.detail for cause in causes if cause.kind is LossKind.RESULT_TOO_BIG)
-        if refused:
-            return ResultError(f"{len(missing)} of {len(expected)} results did not arrive: {refused[0]}")
-        reasons = sorted(map(loss_in_words, causes))
-        if len(missing) == len(expected):
-            return ResultError(
-                f"all {len(expected)} workers finished, but none of their results arrived: {'; '.join(reasons)}"
+    hosts: Sequence[str]
+    cores: int
+    spec: LaunchSpec
+    on_ended: OnEnded
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._processes: dict[SlotId, subprocess.Popen[bytes]] = {}
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+
+    def launch(self, slot: SlotId) -> None:
+        thread = threading.Thread(target=self._run, args=(slot,), name=f"spark_elastic-slot-{slot}", daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+
+    def withdraw(self, slot: SlotId, cause: LossCause) -> None:
+        with self._lock:
+            process = self._processes.get(slot)
+        if process is not None:
+            process.kill()
+
+    def admit(self, slot: SlotId, launch: LaunchId) -> bool:
+        return True  # a launch ends after its process: no agent can outlive its launch
+
+    def agents_joined(self, slots: frozenset[SlotId]) -> None:
+        pass  # jobs do not share the slots of this machine
+
+    def agent_pids(self) -> dict[SlotId, int]:
+        """Return the process id of each slot's agent."""
+        with self._lock:
+            return {slot: process.pid for slot, process in self._processes.items()}
+
+    def gone(self) -> str | None:
+        return None
+
+    def close(self, deadline_s: float) -> None:
+        deadline = clock.monotonic() + deadline_s
+        with self._lock:
+            self._closed = True
+            threads = list(self._threads)
+            processes = list(self._processes.values())
+        for process in processes:
+            process.kill()
+        for thread in threads:
+            thread.join(max(deadline - clock.monotonic(), 0.0))
+            if thread.is_alive():
+                logger.warning("%s did not end within %.0f s", thread.name, deadline_s)
+
+    def _run(self, slot: SlotId) -> None:
+        try:
+            end = self._run_agent(slot)
+        except Exception as error:
+            end = LaunchEnd(slot, reported(f"the local agent could not be run: {error}"), submitted=False)
+        with self._lock:
+            self._processes.pop(slot, None)
+        self.on_ended(end)
+        with self._lock:
+            self._threads.discard(threading.current_thread())
+
+    def _run_agent(self, slot: SlotId) -> LaunchEnd:
+        host = self.hosts[slot % len(self.hosts)]
+        env = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+        with self._lock:
+            if self._closed:
+                return LaunchEnd(slot, reported("the launcher was closed"))
+            process = subprocess.Popen(
+                [sys.executable, "-m", "spark_elastic.task.agent", str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=env,
             )
-        ranks = ", ".join(str(expected.index(worker)) for worker in missing)
-        return ResultError(
-            f"all {len(expected)} workers finished, but the results of ranks {ranks} were lost on their way: "
-            f"{'; '.join(reasons)}. Run the function again; save to storage what must not be lost"
-        )
-
-
-class LoopResults:
-    """Results that rank 0 sent of the function's finished elastic loops, for newcomers that skip those loops."""
-
-    def __init__(self) -> None:
-        self._by_loop: dict[int, LoopResult] = {}
-        self._behind: dict[WorkerId, int] = {}
-        """Newcomers that may still need results, with the loop that each of them is to join."""
-
-    def offered(self, result: LoopResult) -> list[WorkerId]:
-        """Keep the result of a loop. Returns the newcomers to send it to."""
-        total = sum(len(kept.payload) for kept in self._by_loop.values()) + len(result.payload)
-        if total > MAX_LOOP_RESULTS_BYTES:
-            problem = f"the results of the function's loops are larger than {MAX_LOOP_RESULTS_BYTES >> 20} MiB together"
-            result = LoopResult(result.loop, problem, b"")
-        self._by_loop[result.loop] = result
-        return [worker for worker, loop in self._behind.items() if result.loop < loop]
-
-    def for_newcomer(self, worker: WorkerId, loop: int) -> list[LoopResult]:
-        """Return the results of the loops before `loop`, which the worker is to join."""
-        if loop > 1:
-            self._behind[worker] = loop
-        return [result for number, result in sorted(self._by_loop.items()) if number < loop]
-
-    def joined(self, workers: Iterable[WorkerId]) -> None:
-        """Stop collecting results for workers that are members of a world now."""
-        for worker in workers:
-            self._behind.pop(worker, None)
+            self._processes[slot] = process
+        out, _ = process.communicate(pickle.dumps((self.spec, slot, host, self.cores)))
+        if process.returncode != 0:
+            return LaunchEnd(slot, LossCause(LossKind.AGENT_EXITED, code=process.returncode))
+        outcome: AgentOutcome = pickle.loads(out)
+        return LaunchEnd(slot, outcome.cause, outcome)

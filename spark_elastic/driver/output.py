@@ -6,6 +6,7 @@ blocks neither the driver nor the workers.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import sys
@@ -29,7 +30,7 @@ MAX_WAITING_BYTES = 16 * 2**20
 CLOSE_S = 10.0
 
 File = tuple[str, str]
-"""The process (a rank, or "slot 3" of a process without one), and the stream."""
+"""The process (its rank, or "slot 3" if it has none) and the stream."""
 
 
 class OutputFiles:
@@ -51,7 +52,7 @@ class OutputFiles:
         self._thread.start()
 
     def take(self, who: str, stream: str, text: str) -> None:
-        """Add a line of a process (`who`: its rank, or "slot 3" before it has one). Never blocks."""
+        """Add a line of a process; `who` is its rank, or "slot 3" before it has one. Never blocks."""
         with self._lock:
             if self._bytes > MAX_WAITING_BYTES:
                 self._dropped += 1
@@ -76,7 +77,7 @@ class OutputFiles:
             next(iter(waiting.values())).append(f"spark_elastic: {dropped} lines were dropped, the store is too slow")
         for file, lines in waiting.items():
             try:
-                self._write(file, "".join(f"{line}\n" for line in lines))
+                self._write(file, "\n".join([*lines, ""]))
             except Exception as error:  # each storage raises other errors, and none of them must end the job
                 if not self._failed:
                     self._failed = True
@@ -116,8 +117,8 @@ class OutputPrinter:
     """Prints the workers' lines as `[rank]<stream>:line`, as Horovod does, above the progress bar.
 
     Args:
-        stdout: The file for the workers' standard output. Default: this process's own.
-        stderr: The file for the workers' standard error and lines about the job. Default: this process's own.
+        stdout: File for the workers' standard output. Default: this process's own.
+        stderr: File for the workers' standard error and lines about the job. Default: this process's own.
         progress: The model of the progress bar; None for no bar.
         copy: Called with each line of a worker: process, stream, text.
     """
@@ -136,7 +137,7 @@ class OutputPrinter:
         self._queue: queue.Queue[Line | None] = queue.Queue(MAX_QUEUED_LINES)
         self._dropped = 0
         self._failed: set[str] = set()
-        """What could not be written so far; each is reported once."""
+        """The streams, and the bar, that could not be written so far. Each is reported once."""
         self._thread = threading.Thread(target=self._print, name="spark_elastic-output", daemon=True)
         self._thread.start()
 
@@ -148,8 +149,8 @@ class OutputPrinter:
             self._dropped += 1
 
     def say(self, text: str) -> None:
-        """Queue a line about the job, for the stream that the bar is on."""
-        self.line(text, "stdout" if self._screen.to_stdout else "stderr")
+        """Queue a line about the job."""
+        self.line(text, self._job_stream())
 
     def worker_lines(self, who: str, stream: str, lines: tuple[str, ...]) -> None:
         """Queue lines of a worker (`who`: its rank, or "slot 3" before it has one)."""
@@ -172,16 +173,21 @@ class OutputPrinter:
         while not over:
             lines, over = self._next_lines()
             now = clock.monotonic()
-            if self._progress is not None:
-                self._progress.look_at_cluster(now)
-            if self._progress is not None and (said := self._progress.line(now, bar=self._screen.live)) is not None:
-                lines.append(("stdout" if self._screen.to_stdout else "stderr", f"spark_elastic: {said}"))
+            progress = self._progress
+            if progress is not None:
+                progress.look_at_cluster(now)
+                if (about := progress.line(now, bar=self._screen.live)) is not None:
+                    lines.append((self._job_stream(), f"spark_elastic: {about}"))
             if lines:
                 self._write(lines)
-            if self._progress is not None and self._screen.live and (over or now - drawn >= LOOK_S):
+            if progress is not None and self._screen.live and (over or now - drawn >= LOOK_S):
                 drawn = now
-                self._draw(self._progress, now)
-        self._guarded(self._screen.clear)
+                self._draw(progress, now)
+        self._draw(None, 0.0)
+
+    def _job_stream(self) -> str:
+        """Return the stream that the bar is on, for lines about the job."""
+        return "stdout" if self._screen.to_stdout else "stderr"
 
     def _next_lines(self) -> tuple[list[Line], bool]:
         """Wait for lines. Returns those that are queued, and True if they are the last."""
@@ -195,19 +201,14 @@ class OutputPrinter:
         except queue.Empty:
             return lines, False
 
-    def _draw(self, progress: ProgressModel, now: float) -> None:
-        def draw() -> None:
-            view = progress.view(now)
-            if view is not None:
-                self._screen.show(view)
-            else:
-                self._screen.clear()
-
-        self._guarded(draw)
-
-    def _guarded(self, draw: Callable[[], None]) -> None:
+    def _draw(self, progress: ProgressModel | None, now: float) -> None:
+        """Draw the bar; None removes it."""
         try:
-            draw()
+            view = None if progress is None else progress.view(now)
+            if view is None:
+                self._screen.clear()
+            else:
+                self._screen.show(view)
         except Exception as error:  # whatever is wrong with the bar, lines must still be printed
             self._report_failure("the bar", error)
             self._screen = PlainScreen()
@@ -245,8 +246,6 @@ class OutputPrinter:
         if what in self._failed or sys.__stderr__ is None:
             return
         self._failed.add(what)
-        try:
+        with contextlib.suppress(Exception):  # there is no stream left to report it on
             reason = f"{type(error).__name__}: {error}"
             print(f"spark_elastic: {what} cannot be written ({reason})", file=sys.__stderr__, flush=True)
-        except Exception:
-            pass  # there is no stream left to report it on

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from spark_elastic import clock
 from spark_elastic.driver.addresses import AddressBook
-from spark_elastic.driver.launcher import Launcher, LoopResults
+from spark_elastic.driver.launcher import Launcher
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.rendezvous_server import RendezvousServer
 from spark_elastic.errors import SparkElasticError, UnknownInterfaceError
@@ -27,46 +28,61 @@ from spark_elastic.wire.messages import LaunchSpec
 
 logger = logging.getLogger(__name__)
 
+MAX_LOOP_RESULTS_BYTES = 64 << 20
 LAST_WORDS_S = 5.0
-"""How long messages of a worker are still read after its process has ended."""
+"""Seconds for which messages of a worker are still read after its process has ended."""
 
 
+class LoopResults:
+    """The results of finished elastic loops, as rank 0 sent them, for newcomers that skip those loops."""
+
+    def __init__(self) -> None:
+        self._by_loop: dict[int, wire.LoopResult] = {}
+        self._behind: dict[WorkerId, int] = {}
+        """Newcomers that may still need results, with the loop that each of them is to join."""
+
+    def offered(self, result: wire.LoopResult) -> list[WorkerId]:
+        """Keep the result of a loop. Returns the newcomers to send it to."""
+        total = sum(len(kept.payload) for kept in self._by_loop.values()) + len(result.payload)
+        if total > MAX_LOOP_RESULTS_BYTES:
+            problem = f"the results of the function's loops are larger than {MAX_LOOP_RESULTS_BYTES >> 20} MiB together"
+            result = wire.LoopResult(result.loop, problem, b"")
+        self._by_loop[result.loop] = result
+        return [worker for worker, loop in self._behind.items() if result.loop < loop]
+
+    def for_newcomer(self, worker: WorkerId, loop: int) -> list[wire.LoopResult]:
+        """Return the results of the loops before `loop`, which the worker is to join."""
+        if loop > 1:
+            self._behind[worker] = loop
+        return [result for number, result in sorted(self._by_loop.items()) if number < loop]
+
+    def joined(self, workers: Iterable[WorkerId]) -> None:
+        """Stop collecting results for workers that are members of a world now."""
+        for worker in workers:
+            self._behind.pop(worker, None)
+
+
+@dataclass(eq=False)
 class Peers:
-    """The agents and workers that are connected to the driver. Implements `rendezvous_server.Listener`.
+    """The agents and workers that are connected to the driver: a `rendezvous_server.Listener`."""
 
-    Args:
-        spec: The job's launch specification.
-        settings: The job's settings.
-        launcher: Starts the agents; is asked whether an agent that connects belongs to a current launch.
-        announcer: Shows what workers report about the training.
-        printer: Prints the workers' output.
-        handle: Called with each event for the membership machine.
-        fail: Called with an error that ends the job.
-    """
+    spec: LaunchSpec
+    settings: ElasticSettings
+    launcher: Launcher
+    announcer: Announcer
+    printer: OutputPrinter
+    handle: Callable[[seen.Event], None]
+    """Called with each event for the membership machine."""
+    fail: Callable[[SparkElasticError], None]
+    """Called with an error that ends the job."""
 
-    def __init__(
-        self,
-        spec: LaunchSpec,
-        settings: ElasticSettings,
-        launcher: Launcher,
-        announcer: Announcer,
-        printer: OutputPrinter,
-        *,
-        handle: Callable[[seen.Event], None],
-        fail: Callable[[SparkElasticError], None],
-    ) -> None:
-        self._settings = settings
-        self._launcher = launcher
-        self._announcer = announcer
-        self._printer = printer
-        self._handle = handle
-        self._fail = fail
+    def __post_init__(self) -> None:
         self.server = RendezvousServer(
-            spec.key,
+            self.spec.key,
             self,
-            heartbeat_interval_s=settings.heartbeat_interval_s,
-            silence_limit_s=settings.driver_silence_s,
-            stall_timeout_s=settings.stall_timeout_s,
+            heartbeat_interval_s=self.settings.heartbeat_interval_s,
+            silence_limit_s=self.settings.driver_silence_s,
+            stall_timeout_s=self.settings.stall_timeout_s,
         )
         self.agents: set[AgentId] = set()
         """Agents that are connected and usable."""
@@ -74,7 +90,7 @@ class Peers:
         """Slots of all connected agents, also of those that were sent away."""
         self._agent_of: dict[WorkerId, AgentId] = {}
         """Agents of the workers that were started and are not gone."""
-        self._addresses = AddressBook(spec.nics)
+        self._addresses = AddressBook(self.spec.nics)
         self._without_interface: set[SlotId] = set()
         """Slots whose last agent had no usable interface."""
         self._loop_results = LoopResults()
@@ -100,7 +116,7 @@ class Peers:
             self.server.to_agent(agent, wire.FinishAgent(keep_results, why))
 
     def send(self, command: do.Command) -> None:
-        """Send the messages that a command of the machine consists of."""
+        """Send the messages that carry out a command of the membership machine."""
         match command:
             case do.StartWorker(agent, worker):
                 self._agent_of[worker] = agent
@@ -139,7 +155,7 @@ class Peers:
 
     def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None:
         self._slot_of[agent] = hello.place.slot
-        if not self._ending and not self._launcher.admit(hello.place.slot, hello.launch):
+        if not self._ending and not self.launcher.admit(hello.place.slot, hello.launch):
             self.server.to_agent(agent, wire.FinishAgent(False, "its launch is over"))
             return  # the machine does not know it: its messages until it has gone have no effect
         self.agents.add(agent)
@@ -155,15 +171,15 @@ class Peers:
         self._without_interface.discard(hello.place.slot)
         for prober, targets in self._addresses.probes_for(agent):
             self.server.to_agent(prober, wire.ProbePeers(targets))
-        self._handle(seen.AgentJoined(agent, hello.place))
+        self.handle(seen.AgentJoined(agent, hello.place))
 
     def _dismiss_unusable(self, agent: AgentId, slot: SlotId, error: UnknownInterfaceError) -> None:
-        """Dismiss an agent that no other could reach. Its slot cools down, and keeps the reason."""
+        """Dismiss an agent without a usable interface, or fail the job if too few slots are left for a first world."""
         self._without_interface.add(slot)
         logger.warning("an agent is sent away: %s", error)
-        usable = self._settings.max_num_proc - len(self._without_interface)
-        if self.world is None and usable < self._settings.min_num_proc:
-            self._fail(error)
+        usable = self.settings.max_num_proc - len(self._without_interface)
+        if self.world is None and usable < self.settings.min_num_proc:
+            self.fail(error)
             return
         self.agents.discard(agent)
         self._tell_launcher()
@@ -171,23 +187,23 @@ class Peers:
 
     def _tell_launcher(self) -> None:
         if not self._ending:  # a job that ends needs no agents: the launcher shall not gather new ones
-            self._launcher.agents_joined(self.slots())
+            self.launcher.agents_joined(self.slots())
 
     def agent_said(self, agent: AgentId, message: wire.Message) -> None:
         match message:
             case wire.AgentHeartbeat(running):
                 self.server.to_agent(agent, wire.Pong())
-                self._handle(seen.AgentAlive(agent, running))
+                self.handle(seen.AgentAlive(agent, running))
             case wire.WorkerExited(worker, exit_code, stderr_tail, oom_kills, memory):
                 if self._agent_of.get(worker) == agent:
                     # its own connection closes by itself; its last messages may still be on the way
                     asyncio.get_running_loop().call_later(LAST_WORDS_S, self._forget_worker, worker)
                     cause = LossCause(LossKind.EXITED, code=exit_code)
-                    self._handle(seen.WorkerLost(worker, cause, stderr_tail, oom_kills, memory))
+                    self.handle(seen.WorkerLost(worker, cause, stderr_tail, oom_kills, memory))
             case wire.OutputLines(worker, stream, lines):
-                self._printer.worker_lines(self._name_of(worker, agent), stream, lines)
+                self.printer.worker_lines(self._name_of(worker, agent), stream, lines)
             case wire.ResultStored(worker, _, in_loop, run):
-                self._handle(seen.WorkerDone(worker, in_loop, run))
+                self.handle(seen.WorkerDone(worker, in_loop, run))
             case wire.PeersReachable(reachable):
                 self._addresses.answered(agent, reachable)
             case _:
@@ -195,7 +211,7 @@ class Peers:
 
     def agent_gone(self, agent: AgentId, why: str) -> None:
         self.agents.discard(agent)
-        self._handle(seen.AgentLost(agent, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
+        self.handle(seen.AgentLost(agent, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
         del self._slot_of[agent]
         self._tell_launcher()
         for worker in [w for w, a in self._agent_of.items() if a == agent]:
@@ -211,39 +227,39 @@ class Peers:
     def worker_said(self, worker: WorkerId, message: wire.Message) -> None:
         match message:
             case wire.WorkerHello():
-                self._handle(seen.WorkerAlive(worker))
+                self.handle(seen.WorkerAlive(worker))
             case wire.WorkerHeartbeat(version, blocked_s, after_loop, begun):
                 self.server.to_worker(worker, wire.Pong())
-                self._handle(seen.WorkerAlive(worker, version, blocked_s, after_loop, begun))
+                self.handle(seen.WorkerAlive(worker, version, blocked_s, after_loop, begun))
             case wire.Ready(round, version, at_init, loop):
-                self._handle(seen.WorkerReady(worker, round, version, at_init, loop))
+                self.handle(seen.WorkerReady(worker, round, version, at_init, loop))
             case wire.LoopResult():
                 for behind in self._loop_results.offered(message):
                     self.server.to_worker(behind, message)
             case wire.Raised(error_type, error, traceback, exit_code):
-                self._handle(seen.WorkerRaised(worker, error_type, error, traceback, exit_code))
+                self.handle(seen.WorkerRaised(worker, error_type, error, traceback, exit_code))
             case wire.LiveProgress():
                 if self.world is not None and self.world.members[0].worker == worker:
-                    self._announcer.live(message, clock.monotonic())
+                    self.announcer.live(message, clock.monotonic())
             case wire.EpochEnded():
-                self._announcer.epoch(message, clock.monotonic())
+                self.announcer.epoch(message, clock.monotonic())
             case wire.Notice(text):
-                self._announcer.notice(worker, text, clock.monotonic())
+                self.announcer.notice(worker, text, clock.monotonic())
             case wire.Abandoned(why):
-                self._handle(seen.WorkerAbandoned(worker, why))
+                self.handle(seen.WorkerAbandoned(worker, why))
             case _:
                 self.server.drop_worker(worker, f"a worker does not send {type(message).__name__}")
-                self._handle(seen.WorkerLost(worker, LossCause(LossKind.PROTOCOL_BROKEN)))
+                self.handle(seen.WorkerLost(worker, LossCause(LossKind.PROTOCOL_BROKEN)))
 
     def worker_gone(self, worker: WorkerId, why: str) -> None:
-        self._handle(seen.WorkerLost(worker, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
+        self.handle(seen.WorkerLost(worker, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
 
     def _forget_worker(self, worker: WorkerId) -> None:
         self._agent_of.pop(worker, None)
         self.server.drop_worker(worker, "its process is gone")
 
     def _name_of(self, worker: WorkerId, agent: AgentId) -> str:
-        """Return what output lines are labelled with: the worker's rank, or its slot before it has one."""
+        """Return the label of output lines: the worker's rank, or its slot before it has one."""
         if self.world is not None and worker in self.world.workers:
             return str(self.world.member(worker).rank)
         return f"slot {self._slot_of[agent]}"

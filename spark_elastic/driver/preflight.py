@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError, NoSpar
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-_JAVA_MAJOR = 17
+_JAVA = 17
 _MAX_PARTS = 200
 """Parts of an object that are searched for one that cannot be pickled."""
 
@@ -58,8 +59,7 @@ def check_spark(spark: Any = None) -> SparkContext:
             raise NoSparkContextError(f"spark= must be a SparkSession or a SparkContext, not {type(spark).__name__}")
     if context._jsc is None:
         raise NoSparkContextError("the SparkContext was stopped; create a new one")
-    _check_threads(context)
-    _check_speculation(context)
+    _check_settings(context)
     return context
 
 
@@ -73,16 +73,13 @@ def _connect_is_active() -> bool:
         return False
 
 
-def _check_threads(sc: SparkContext) -> None:
+def _check_settings(sc: SparkContext) -> None:
     from py4j.clientserver import ClientServer
 
     # Without pinned threads a job group that is set in one thread may apply to another thread's job: stopping one slot
     # would stop another one, or none.
     if not isinstance(sc._gateway, ClientServer):
         raise InvalidSettingsError("PYSPARK_PIN_THREAD=false is not supported; unset it and start the session again")
-
-
-def _check_speculation(sc: SparkContext) -> None:
     conf = sc.getConf()
     threshold = conf.get("spark.speculation.task.duration.threshold")
     if conf.get("spark.speculation", "false") == "true" and threshold is not None:
@@ -104,26 +101,19 @@ def check_java() -> str:
     home = os.environ.get("JAVA_HOME")
     java = os.path.join(home, "bin", "java") if home else shutil.which("java")
     if home and not os.access(java or "", os.X_OK):
-        raise JavaNotFoundError(
-            f"JAVA_HOME={home} has no bin/java; unset JAVA_HOME, or let it name a Java {_JAVA_MAJOR} or newer. "
-            + _how_to_install_java(sys.platform)
-        )
+        raise _no_java(f"JAVA_HOME={home} has no bin/java; unset JAVA_HOME, or let it name a Java {_JAVA} or newer")
     if java is None:
-        raise JavaNotFoundError(
-            f"Spark needs Java {_JAVA_MAJOR} or newer and there is no `java`. {_how_to_install_java(sys.platform)}"
-        )
+        raise _no_java(f"Spark needs Java {_JAVA} or newer and there is no `java`")
     try:
-        said = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30)
+        done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise JavaNotFoundError(f"{java} cannot be run ({error}). {_how_to_install_java(sys.platform)}") from None
-    text = said.stderr + said.stdout
-    if said.returncode != 0:  # without Java, macOS has a `java` that prints how to get one
-        raise JavaNotFoundError(f"{java} does not run: {text.strip()[:200]}. {_how_to_install_java(sys.platform)}")
+        raise _no_java(f"{java} cannot be run ({error})") from None
+    text = done.stderr + done.stdout
+    if done.returncode != 0:  # without Java, macOS has a `java` that prints how to get one
+        raise _no_java(f"{java} does not run: {text.strip()[:200]}")
     major = java_major_version(text)
-    if major is not None and major < _JAVA_MAJOR:
-        raise JavaNotFoundError(
-            f"{java} is Java {major} and {_JAVA_MAJOR} or newer is needed. {_how_to_install_java(sys.platform)}"
-        )
+    if major is not None and major < _JAVA:
+        raise _no_java(f"{java} is Java {major} and {_JAVA} or newer is needed")
     return java
 
 
@@ -136,13 +126,24 @@ def java_major_version(said: str) -> int | None:
     return int(found.group(2) or 0) if major == 1 else major
 
 
+def _no_java(problem: str) -> JavaNotFoundError:
+    return JavaNotFoundError(f"{problem}. {_how_to_install_java(sys.platform)}")
+
+
 def _how_to_install_java(platform: str) -> str:
+    mac = f"brew install openjdk@{_JAVA}"
     if platform == "darwin":
-        return f"On macOS: brew install openjdk@{_JAVA_MAJOR}"
+        return f"On macOS: {mac}"
     return (
-        f"On Debian and Ubuntu: sudo apt-get install -y openjdk-{_JAVA_MAJOR}-jre-headless; "
-        f"on Fedora: sudo dnf install java-{_JAVA_MAJOR}-openjdk-headless; on macOS: brew install openjdk@{_JAVA_MAJOR}"
+        f"On Debian and Ubuntu: sudo apt-get install -y openjdk-{_JAVA}-jre-headless; "
+        f"on Fedora: sudo dnf install java-{_JAVA}-openjdk-headless; on macOS: {mac}"
     )
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, at most 200 characters; the name of its type if it has no text."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
 
 
 # --- the function -------------------------------------------------------------------------------
@@ -171,30 +172,29 @@ def pickled(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[
 
 
 def _find_culprit(call: tuple[Any, Any, Any], error: Exception) -> tuple[str, Any, str]:
+    """Find the innermost part of a call that cannot be pickled. Returns its path, the part, and the reason."""
     fn, args, kwargs = call
-    name = getattr(fn, "__qualname__", type(fn).__name__)
-    roots: list[tuple[str, Any]] = [(f"function {name}", fn)]
-    roots += [(f"args[{index}]", value) for index, value in enumerate(args)]
-    roots += [(f"kwargs[{key!r}]", value) for key, value in kwargs.items()]
-    for path, root in roots:
-        if (reason := _why_not(root)) is not None:
-            return _deepest(path, root, reason)
-    return f"function {name}", fn, _short(error)  # each of them can be pickled, but not all together
-
-
-def _deepest(path: str, culprit: Any, reason: str) -> tuple[str, Any, str]:
-    """Find the innermost part that cannot be pickled. Returns its path, the part, and the reason."""
+    path = f"function {getattr(fn, '__qualname__', type(fn).__name__)}"
+    found = path, fn, first_line(error)  # if each part can be pickled, but not all together
+    parts: Iterator[tuple[str, Any]] = iter(
+        [
+            (path, fn),
+            *((f"args[{index}]", value) for index, value in enumerate(args)),
+            *((f"kwargs[{key!r}]", value) for key, value in kwargs.items()),
+        ]
+    )
+    outer = ""
     seen: set[int] = set()
     while True:
-        seen.add(id(culprit))
-        for count, (name, part) in enumerate(_parts(culprit)):
-            if count >= _MAX_PARTS or id(part) in seen:
-                continue
-            if (why := _why_not(part)) is not None:
-                path, culprit, reason = f"{path} → {name}", part, why
+        for name, part in itertools.islice(parts, _MAX_PARTS):
+            if id(part) not in seen and (why := _why_not(part)) is not None:
+                found = outer + name, part, why
                 break
         else:
-            return path, culprit, reason
+            return found
+        seen.add(id(part))
+        outer = f"{found[0]} → "
+        parts = _parts(part)
 
 
 def _why_not(value: Any) -> str | None:
@@ -203,7 +203,7 @@ def _why_not(value: Any) -> str | None:
     try:
         cloudpickle.dumps(value)
     except Exception as error:
-        return _short(error)
+        return first_line(error)
     return None
 
 
@@ -216,7 +216,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         captured = inspect.getclosurevars(value)
         yield from captured.nonlocals.items()
         yield from captured.globals.items()
-        yield from ((f"default of {n}", p.default) for n, p in _defaults(value))
+        for name, parameter in inspect.signature(value).parameters.items():
+            if parameter.default is not inspect.Parameter.empty:
+                yield f"default of {name}", parameter.default
     elif isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -225,14 +227,3 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         yield from ((f".{name}", item) for name, item in vars(value).items())
-
-
-def _defaults(fn: Any) -> Iterator[tuple[str, inspect.Parameter]]:
-    for name, parameter in inspect.signature(fn).parameters.items():
-        if parameter.default is not inspect.Parameter.empty:
-            yield name, parameter
-
-
-def _short(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0][:200] if text else type(error).__name__

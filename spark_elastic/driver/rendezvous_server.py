@@ -15,19 +15,8 @@ from typing import Protocol
 from spark_elastic.driver.admission import MAX_UNAUTHENTICATED, Admission
 from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.topology import AgentId, WorkerId, World
+from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import MessageStream
-from spark_elastic.wire.messages import (
-    AgentHello,
-    AgentWelcome,
-    Goodbye,
-    KvGet,
-    KvSet,
-    KvValues,
-    Message,
-    WorkerHello,
-    WorkerWelcome,
-    WorldAssigned,
-)
 
 MAX_ROUND_BYTES = 64 * 2**20
 """Gloo needs about 200 bytes for each pair of ranks. The limit is for broken workers, which could fill the memory."""
@@ -42,7 +31,7 @@ class RoundKeyValues:
         self._round = 0
         self._values: dict[str, bytes] = {}
         self._bytes = 0
-        self._waiting: list[tuple[tuple[str, ...], Callable[[list[bytes]], None]]] = []
+        self._waiting: list[tuple[Sequence[str], Callable[[list[bytes]], None]]] = []
 
     def begin(self, round: int) -> None:
         """Drop the values and the waiting requests of the previous round."""
@@ -63,32 +52,28 @@ class RoundKeyValues:
         if self._bytes > MAX_ROUND_BYTES:
             raise ProtocolError(f"round {round} stored more than {MAX_ROUND_BYTES} bytes of rendezvous data")
         self._values[key] = value
-        still = []
-        for keys, answer in self._waiting:
-            if all(k in self._values for k in keys):
-                answer([self._values[k] for k in keys])
-            else:
-                still.append((keys, answer))
-        self._waiting = still
+        waiting, self._waiting = self._waiting, []
+        for keys, answer in waiting:
+            self.get(round, keys, answer)
 
     def get(self, round: int, keys: Sequence[str], answer: Callable[[list[bytes]], None]) -> None:
         """Call `answer` with the values in order, as soon as all are set; never if the round ends before."""
         if round != self._round:
             return
-        if all(k in self._values for k in keys):
-            answer([self._values[k] for k in keys])
+        if all(key in self._values for key in keys):
+            answer([self._values[key] for key in keys])
         else:
-            self._waiting.append((tuple(keys), answer))
+            self._waiting.append((keys, answer))
 
 
 class Listener(Protocol):
-    """Receives what happens on the server's connections."""
+    """The receiver of the server's connections and messages: `peers.Peers`."""
 
-    def agent_joined(self, agent: AgentId, hello: AgentHello, address: str) -> None:
+    def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None:
         """Handle a new agent. `address` is the agent's own address on this connection."""
         ...
 
-    def agent_said(self, agent: AgentId, message: Message) -> None: ...
+    def agent_said(self, agent: AgentId, message: wire.Message) -> None: ...
 
     def agent_gone(self, agent: AgentId, why: str) -> None: ...
 
@@ -96,7 +81,7 @@ class Listener(Protocol):
         """Return True if this worker was started and is not gone. The server turns away all others."""
         ...
 
-    def worker_said(self, worker: WorkerId, message: Message) -> None: ...
+    def worker_said(self, worker: WorkerId, message: wire.Message) -> None: ...
 
     def worker_gone(self, worker: WorkerId, why: str) -> None: ...
 
@@ -126,8 +111,8 @@ class RendezvousServer:
         self._key = key
         self._listener = listener
         self._admission = Admission(self._new_stream, max_unauthenticated)
-        self._agent_welcome = AgentWelcome(heartbeat_interval_s, silence_limit_s)
-        self._worker_welcome = WorkerWelcome(heartbeat_interval_s, silence_limit_s, stall_timeout_s)
+        self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, silence_limit_s)
+        self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, silence_limit_s, stall_timeout_s)
         self._serving = False
         self._key_values = RoundKeyValues()
         self._unnamed: set[MessageStream] = set()
@@ -143,7 +128,7 @@ class RendezvousServer:
         self._serving = True
 
     async def close(self) -> None:
-        """Stop listening and close every connection. The listener is not called for it."""
+        """Stop listening and close every connection. `Listener` is not called."""
         if not self._serving:
             return
         self._serving = False
@@ -158,34 +143,34 @@ class RendezvousServer:
 
     # --- to peers -----------------------------------------------------------------------------------
 
-    def to_agent(self, agent: AgentId, message: Message) -> None:
-        """Send a message, or drop it if the agent is gone (which was reported)."""
+    def to_agent(self, agent: AgentId, message: wire.Message) -> None:
+        """Send a message. Does nothing if the agent is gone, which `Listener.agent_gone` has reported."""
         if agent in self._agents:
             self._agents[agent].send(message)
 
-    def to_worker(self, worker: WorkerId, message: Message) -> None:
-        """Send a message, or drop it if the worker is gone (which was reported)."""
+    def to_worker(self, worker: WorkerId, message: wire.Message) -> None:
+        """Send a message. Does nothing if the worker is gone, which `Listener.worker_gone` has reported."""
         if worker in self._workers:
             self._workers[worker].send(message)
 
     def publish(self, world: World, addresses: dict[WorkerId, str]) -> None:
         """Send the world to its members and start its key-value space."""
         self._key_values.begin(world.round)
-        message = WorldAssigned(world, {str(worker): address for worker, address in addresses.items()})
+        message = wire.WorldAssigned(world, {str(worker): address for worker, address in addresses.items()})
         for member in world.members:
             self.to_worker(member.worker, message)
 
     def drop_agent(self, agent: AgentId, why: str) -> None:
-        """Close an agent's connection without a message to it. The listener is told that it is gone."""
+        """Close an agent's connection without a message to it. `Listener.agent_gone` is called."""
         if agent in self._agents:
             self._agents[agent].abort(why)
 
     def drop_worker(self, worker: WorkerId, why: str) -> None:
-        """Send a goodbye to a worker and close its connection. The listener is not called for it."""
+        """Send a goodbye to a worker and close its connection. `Listener.worker_gone` is not called."""
         stream = self._workers.pop(worker, None)
         if stream is not None:
             del self._worker_of[stream]
-            stream.send(Goodbye(why))
+            stream.send(wire.Goodbye(why))
             stream.close()
 
     # --- from peers ---------------------------------------------------------------------------------
@@ -204,7 +189,7 @@ class RendezvousServer:
         self._admission.settle(stream)
         self._unnamed.add(stream)
 
-    def _received(self, stream: MessageStream, message: Message) -> None:
+    def _received(self, stream: MessageStream, message: wire.Message) -> None:
         if stream in self._worker_of:
             self._from_worker(stream, self._worker_of[stream], message)
         elif stream in self._agent_of:
@@ -213,17 +198,17 @@ class RendezvousServer:
             self._unnamed.discard(stream)
             self._named(stream, message)
 
-    def _named(self, stream: MessageStream, message: Message) -> None:
-        if isinstance(message, AgentHello):
+    def _named(self, stream: MessageStream, message: wire.Message) -> None:
+        if isinstance(message, wire.AgentHello):
             agent = self._next_agent
             self._next_agent += 1
             self._agents[agent] = stream
             self._agent_of[stream] = agent
             stream.send(self._agent_welcome)
             self._listener.agent_joined(agent, message, stream.peer_address)
-        elif isinstance(message, WorkerHello):
+        elif isinstance(message, wire.WorkerHello):
             if message.worker in self._workers or not self._listener.worker_expected(message.worker):
-                stream.send(Goodbye(f"worker {message.worker} is not expected (any more)"))
+                stream.send(wire.Goodbye(f"worker {message.worker} is not expected (any more)"))
                 stream.close()
                 return
             self._workers[message.worker] = stream
@@ -233,29 +218,29 @@ class RendezvousServer:
         else:
             stream.abort(f"{type(message).__name__} before a hello")
 
-    def _from_worker(self, stream: MessageStream, worker: WorkerId, message: Message) -> None:
-        if isinstance(message, KvSet):
+    def _from_worker(self, stream: MessageStream, worker: WorkerId, message: wire.Message) -> None:
+        if isinstance(message, wire.KvSet):
             try:
                 self._key_values.set(message.round, message.key, message.payload)
             except ProtocolError as error:
                 stream.abort(str(error))
-        elif isinstance(message, KvGet):
+        elif isinstance(message, wire.KvGet):
             request = message.request
             self._key_values.get(
                 message.round,
                 message.keys,
-                lambda values: stream.send(KvValues(request, tuple(len(v) for v in values), b"".join(values))),
+                lambda values: stream.send(wire.KvValues(request, tuple(len(v) for v in values), b"".join(values))),
             )
         else:
             self._listener.worker_said(worker, message)
 
     def _closed(self, stream: MessageStream, why: str) -> None:
         self._unnamed.discard(stream)
-        agent = self._agent_of.pop(stream, None)
-        if agent is not None:
+        if stream in self._agent_of:
+            agent = self._agent_of.pop(stream)
             del self._agents[agent]
             self._listener.agent_gone(agent, why)
-        worker = self._worker_of.pop(stream, None)
-        if worker is not None:
+        elif stream in self._worker_of:
+            worker = self._worker_of.pop(stream)
             del self._workers[worker]
             self._listener.worker_gone(worker, why)

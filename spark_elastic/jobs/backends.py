@@ -1,23 +1,29 @@
-"""Backends: the place that a job runs in, a Spark cluster or this machine. Each makes its own parts of the driver."""
+"""Backends: the place that a job runs in, a Spark cluster or this machine. Each makes its own parts of the driver.
+
+`SparkBackend` says what each method is for.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pickle
 import re
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from spark_elastic.driver import preflight
 from spark_elastic.driver.addresses import check_interfaces
 from spark_elastic.driver.elastic_driver import ElasticDriver, EventSource
-from spark_elastic.driver.launcher import Launcher, OnEnded
-from spark_elastic.driver.local_launcher import LocalLauncher
+from spark_elastic.driver.launcher import Launcher, LocalLauncher, OnEnded
 from spark_elastic.errors import InvalidSettingsError, NotEnoughSlotsError, UnknownInterfaceError
-from spark_elastic.membership.reasons import Wait, WaitKind
+from spark_elastic.membership.reasons import Wait, WaitKind, counted
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.interfaces import address_of, interface_addresses, is_address, is_loopback
 from spark_elastic.wire.messages import LaunchSpec
+
+if TYPE_CHECKING:
+    from spark_elastic.driver.spark.discovery import SlotProbe
 
 LARGE_FUNCTION_BYTES = 128 * 1024
 """Functions from this size on are sent in one broadcast for all slots."""
@@ -25,44 +31,8 @@ THIS_MACHINE = "127.0.0.1"
 """The host that agents report if all of them run on the driver's machine."""
 
 
-class Backend(Protocol):
-    """The place that a job runs in."""
-
-    def slots(self) -> int:
-        """Return the number of workers to start if the user gives none."""
-        ...
-
-    def most_slots(self) -> tuple[int, str] | None:
-        """Return the number of slots that can never be exceeded and what limits it; None if it is not known."""
-        ...
-
-    def listen_at(self) -> tuple[str, str]:
-        """Return the address to bind the rendezvous server to, and the one at which agents reach it."""
-        ...
-
-    def host_of(self, name: str) -> str:
-        """Return the host that agents report on a machine which a user calls `name`."""
-        ...
-
-    def make_launcher(self, spec: LaunchSpec, settings: ElasticSettings, on_ended: OnEnded) -> Launcher: ...
-
-    def sources(self) -> list[EventSource]: ...
-
-    def load(self, pending: int) -> str:
-        """Return how busy the cluster is, in words, to be shown with a wait; empty if there is nothing to say.
-
-        Args:
-            pending: The job's tasks that have not started.
-        """
-        ...
-
-    def gather(self, spec: LaunchSpec, settings: ElasticSettings, driver: ElasticDriver) -> None:
-        """Wait until the job can be placed. Called on the job's thread, before the driver runs."""
-        ...
-
-
 class LocalBackend:
-    """Runs workers as plain processes of this machine."""
+    """Runs workers as plain processes of this machine. Has the methods of `SparkBackend`."""
 
     def __init__(self, launcher: LocalLauncher) -> None:
         self._launcher = launcher
@@ -113,23 +83,29 @@ class SparkBackend:
         self._discovery = SparkHostDiscovery(self._context, slot_report)
 
     def slots(self) -> int:
+        """Return the number of workers to start if the user gives none."""
         now = self._discovery.slots().now
         if now < 1:
             raise InvalidSettingsError("the cluster has no task slot at the moment; give num_proc to wait for some")
         return now
 
     def most_slots(self) -> tuple[int, str] | None:
+        """Return the number of slots that can never be exceeded and what limits it; None if it is not known."""
         most = self._discovery.most_slots()
         return None if most is None else (most, f"master {self._context.master}")
 
     def listen_at(self) -> tuple[str, str]:
-        """Return the addresses of Spark's own driver endpoint, which executors reach in any case."""
+        """Return the address to bind the rendezvous server to, and the one at which agents reach it.
+
+        Both are those of Spark's own driver endpoint, which executors reach in any case.
+        """
         conf = self._context.getConf()
         host = conf.get("spark.driver.host", "127.0.0.1")
         assert host is not None
         return conf.get("spark.driver.bindAddress", host) or host, host
 
     def host_of(self, name: str) -> str:
+        """Return the host that agents report on a machine which a user calls `name`."""
         address = address_of(name)
         return _on_this_machine(address) if self._is_local else address
 
@@ -156,17 +132,24 @@ class SparkBackend:
         return [ExecutorWatch(self._context)]
 
     def load(self, pending: int) -> str:
+        """Return how busy the cluster is, in words, to be shown with a wait; empty if there is nothing to say.
+
+        Args:
+            pending: The job's tasks that have not started.
+        """
         from spark_elastic.driver.spark.cluster import close_connection
 
         try:
             free = self._discovery.slots_free()
         finally:
             close_connection(self._context)
-        tasks = [f"{pending} task{'' if pending == 1 else 's'} pending"] if pending else []
-        return ", ".join([*tasks, f"cluster has {free} slot{'' if free == 1 else 's'} free"])
+        tasks = f"{counted(pending, 'task')} pending, " if pending else ""
+        return f"{tasks}cluster has {counted(free, 'slot')} free"
 
     def gather(self, spec: LaunchSpec, settings: ElasticSettings, driver: ElasticDriver) -> None:
         """Wait until workers can be placed together: num_proc of them shortly, or else min_num_proc.
+
+        Called on the job's thread, before the driver runs.
 
         Raises:
             NotEnoughSlotsError: There was no room for min_num_proc workers within start_timeout.
@@ -175,21 +158,9 @@ class SparkBackend:
         from spark_elastic.driver.spark.cluster import close_connection
 
         try:
-            self._gather(spec, settings, driver)
+            probe = self._probe(settings, driver)
         finally:
             close_connection(self._context)
-
-    def _gather(self, spec: LaunchSpec, settings: ElasticSettings, driver: ElasticDriver) -> None:
-        stop = driver.stop_requested
-        probe = None
-        if settings.num_proc > settings.min_num_proc:
-            soon = min(settings.start_grace_s, settings.start_timeout_s)
-            with contextlib.suppress(NotEnoughSlotsError):
-                probe = self._discovery.probe(settings.num_proc, soon, stop=stop, on_wait=driver.note_waiting)
-        if probe is None:
-            probe = self._discovery.probe(
-                settings.min_num_proc, settings.start_timeout_s, stop=stop, on_wait=driver.note_waiting
-            )
         if probe.refused:
             driver.note_waiting(Wait(WaitKind.REPORTED, detail=probe.why))
         unusable: list[UnknownInterfaceError] = []
@@ -200,6 +171,16 @@ class SparkBackend:
                 unusable.append(error)
         if unusable and len(probe.reports) - len(unusable) < settings.min_num_proc:
             raise unusable[0]
+
+    def _probe(self, settings: ElasticSettings, driver: ElasticDriver) -> SlotProbe:
+        place = functools.partial(self._discovery.probe, stop=driver.stop_requested, on_wait=driver.note_waiting)
+        if settings.num_proc > settings.min_num_proc:
+            with contextlib.suppress(NotEnoughSlotsError):
+                return place(settings.num_proc, min(settings.start_grace_s, settings.start_timeout_s))
+        return place(settings.min_num_proc, settings.start_timeout_s)
+
+
+Backend = LocalBackend | SparkBackend
 
 
 def _on_this_machine(address: str) -> str:

@@ -66,7 +66,7 @@ def _current_names(function: str, given: dict[str, Any]) -> dict[str, Any]:
     known = declarations(RunCall)
     renamed = {each.setting.horovod_name: each.name for each in known if each.setting.horovod_name}
     names = [each.name for each in known]
-    current: dict[str, Any] = {name: value for name, value in given.items() if name in names}
+    current = {name: value for name, value in given.items() if name in names}
     for old, value in given.items():
         new = renamed.get(old)
         if old in names:
@@ -86,17 +86,12 @@ def _current_names(function: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _signature(function: Callable[[RunCall], Any]) -> inspect.Signature:
-    parameters = [
-        inspect.Parameter(
-            each.name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD
-            if each.name in ("fn", "args", "kwargs")
-            else inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default,
-            annotation=each.type,
-        )
-        for each in declarations(RunCall)
-    ]
+    parameters = []
+    for each in declarations(RunCall):
+        is_positional = each.name in ("fn", "args", "kwargs")
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if is_positional else inspect.Parameter.KEYWORD_ONLY
+        default = inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default
+        parameters.append(inspect.Parameter(each.name, kind, default=default, annotation=each.type))
     return inspect.Signature(parameters, return_annotation=inspect.signature(function).return_annotation)
 
 
@@ -196,27 +191,20 @@ def _listen(bind: str) -> socket.socket:
     try:
         return socket.create_server((bind, 0), backlog=1024)
     except OSError as error:
-        raise InvalidSettingsError(
-            f"the driver cannot listen at {bind}: {error.strerror or error}; spark.driver.bindAddress must be an IPv4 "
-            "address of this machine, or a name for one"
-        ) from None
+        fix = "spark.driver.bindAddress must be an IPv4 address of this machine, or a name for one"
+        raise InvalidSettingsError(f"the driver cannot listen at {bind}: {error.strerror or error}; {fix}") from None
 
 
 def _within(most: tuple[int, str] | None, settings: ElasticSettings) -> tuple[ElasticSettings, str]:
-    """Limit the workers to the slots that there can ever be, if those are enough for the minimum.
-
-    Args:
-        most: The number of slots that can never be exceeded, and what sets this limit; None if it is not known.
-        settings: The settings as the user gave them.
+    """Limit the workers to the slots that there can ever be (`most`), if those are enough for the minimum.
 
     Returns:
-        The settings, and a line about a smaller number of workers to start with; empty if it is the same.
+        The settings, and a line that says that fewer workers than num_proc start; empty if as many start.
     """
     if most is None or not settings.min_num_proc <= most[0] < settings.max_num_proc:
         return settings, ""
     slots, where = most
-    start = min(settings.num_proc, slots)
-    fewer = ""
-    if start != settings.num_proc:
-        fewer = f"starting with {start} workers instead of num_proc={settings.num_proc}: {where} has no more slots"
-    return dataclasses.replace(settings, num_proc=start, max_num_proc=slots), fewer
+    limited = dataclasses.replace(settings, num_proc=min(settings.num_proc, slots), max_num_proc=slots)
+    if slots >= settings.num_proc:
+        return limited, ""
+    return limited, f"starting with {slots} workers instead of num_proc={settings.num_proc}: {where} has no more slots"

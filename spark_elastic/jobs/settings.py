@@ -10,24 +10,18 @@ from typing import Annotated, Any, TextIO
 
 from spark_elastic.data.store import Store
 from spark_elastic.driver.hosts import HostDiscovery
-from spark_elastic.driver.local_launcher import LocalLauncher
+from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.settings import ScalingSettings, Setting, whole_number
 
 # --- checks: return the value in its plain type, or raise InvalidSettingsError -----------------------
 
 
-def _anything(name: str, value: Any) -> Any:
-    return value
-
-
 def _discovery(name: str, value: Any) -> Any:
     if callable(getattr(value, "find_available_hosts_and_slots", None)):
         return value
-    raise InvalidSettingsError(
-        f"{name} must be a HostDiscoveryScript, FixedHosts, or have their method, not {_shown(value)}; for a "
-        "script give HostDiscoveryScript(path), for a list FixedHosts(hosts)"
-    )
+    problem = f"{name} must be a HostDiscoveryScript, FixedHosts, or have their method, not {_shown(value)}"
+    raise InvalidSettingsError(f"{problem}; for a script give HostDiscoveryScript(path), for a list FixedHosts(hosts)")
 
 
 def _environment(name: str, value: Any) -> dict[str, str]:
@@ -72,18 +66,15 @@ def _launcher(name: str, value: Any) -> Any:
 
 def _function(name: str, value: Any) -> Any:
     if not callable(value):
-        raise InvalidSettingsError(
-            f"the first argument must be the function itself, not {_shown(value)}; to call train(5), give train, "
-            "args=(5,)"
-        )
+        fix = "to call train(5), give train, args=(5,)"
+        raise InvalidSettingsError(f"the first argument must be the function itself, not {_shown(value)}; {fix}")
     return value
 
 
 def _arguments(name: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise InvalidSettingsError(
-            f"{name} must be a list or a tuple, not {_shown(value)}; one argument is {name}=(x,)"
-        )
+        fix = f"one argument is {name}=(x,)"
+        raise InvalidSettingsError(f"{name} must be a list or a tuple, not {_shown(value)}; {fix}")
     return tuple(value)
 
 
@@ -109,7 +100,7 @@ class RunSettings(ScalingSettings):
         InvalidSettingsError: A value is invalid, or two contradict each other.
     """
 
-    spark: Annotated[Any, Setting("a SparkSession or SparkContext. Default: the active one.", _anything)] = None
+    spark: Annotated[Any, Setting("a SparkSession or SparkContext. Default: the active one.")] = None
     discovery: Annotated[
         HostDiscovery | None,
         Setting("limits the hosts and slots to use: `HostDiscoveryScript`, `FixedHosts`, or your own.", _discovery),
@@ -148,7 +139,6 @@ class RunSettings(ScalingSettings):
         str | Path | Store | None,
         Setting(
             "path, URI or Store to write the output to as well: `rank.0/stdout`, `rank.0/stderr`, and so on.",
-            _anything,
             horovod_name="output_filename",
         ),
     ] = None

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from spark_elastic.driver.hosts import FixedHosts, HostAddresses, HostManager
-from spark_elastic.driver.local_launcher import LocalLauncher
+from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.backends import LocalBackend
 from spark_elastic.membership.events import HostsObserved

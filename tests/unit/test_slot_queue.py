@@ -228,7 +228,7 @@ def test_random_arrivals_losses_and_ends_never_deadlock():
                     job.sees_its_agents()
         settle(cluster, *jobs)
         if jobs:
-            assert any(len(job.running) >= job.launcher._need for job in jobs), seed
+            assert any(len(job.running) >= job.launcher.need for job in jobs), seed
         for job in jobs:
             job.launcher.close(5.0)
         assert (cluster.running, cluster.pending, queue._reservations) == ([], [], [])

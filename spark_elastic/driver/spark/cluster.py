@@ -1,18 +1,23 @@
-"""What the driver asks Spark's JVM through Py4J: why a job failed, and how many tasks can run at once, and where."""
+"""The calls of Spark's JVM through Py4J: reasons of failed jobs, the connection, jobs in a thread, task slots."""
 
 from __future__ import annotations
 
 import contextlib
 import pickle
 import re
+import threading
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spark_elastic import clock
 from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words, reported
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
+_STOPPED = "the SparkContext was stopped"
 _JVM_GONE = "the connection to Spark's JVM is gone"
 
 # --- why a job failed ---------------------------------------------------------------------------
@@ -27,12 +32,12 @@ _RESULT_SIZE = re.compile(
 )
 _EXIT_CODE = re.compile(r"(?:[Ee]xited with(?: code)?|exit code|Exit status:?) ?(-?\d+)")
 _SYMPTOM = re.compile(r"connection|channel|[Ww]orker lost|unreachable")
-"""Words of Spark that tell how a loss was noticed; the cause often arrives a moment later."""
+"""Words in which Spark says how it noticed a loss. The cause often arrives a moment later."""
 _CANCELLED = re.compile(r"Job \d+ cancelled(?: part of cancelled job group \S+| because (.*)|(.*))")
 
 
 def loss_of(message: str) -> LossCause:
-    """Return what went wrong, with the remedy where one is known.
+    """Return the cause of a failure that Spark reports, with the remedy where one is known.
 
     Spark nests its messages three deep (job aborted → task failed → cause) and ends them with a stack trace of the
     driver. The patterns above were taken from pyspark 3.5 to 4.3; of an unknown message the first line is kept, at most
@@ -63,7 +68,7 @@ def loss_of(message: str) -> LossCause:
     if "Python worker exited unexpectedly" in message or "EOFException" in message:
         return _unexplained("the agent's Python process died (the executor's stderr log may say why)")
     if "SparkContext was shut down" in message or "stopped SparkContext" in message:
-        return reported("the SparkContext was stopped")
+        return reported(_STOPPED)
     if cancelled := _CANCELLED.search(message):
         detail = next((group for group in cancelled.groups() if group), "").strip()
         return reported(_one_line(f"the slot's job was cancelled{': ' + detail if detail else ''}"))
@@ -75,7 +80,7 @@ def loss_of(message: str) -> LossCause:
 
 
 def loss_of_executor(message: str) -> LossCause:
-    """Return what Spark's words about a lost executor mean: an exit code, a mere symptom, or neither."""
+    """Return the cause in Spark's message about a lost executor: an exit code, a symptom, or the message."""
     line = _one_line(message)
     if exited := _EXIT_CODE.search(line):
         return LossCause(LossKind.EXITED, code=int(exited.group(1)), detail=line)
@@ -179,20 +184,77 @@ def jvm_context(sc: SparkContext) -> Any:
     """
     java_context = sc._jsc
     if java_context is None:
-        raise RuntimeError("the SparkContext was stopped")
+        raise RuntimeError(_STOPPED)
     return java_context.sc()
 
 
 def why_gone(sc: SparkContext) -> str | None:
-    """Return why this context will never run a job again, or None if it may."""
+    """Return why this context will never run a job again; None if it may run one."""
     from py4j.protocol import Py4JNetworkError
 
     try:
-        return "the SparkContext was stopped" if jvm_context(sc).isStopped() else None
+        return _STOPPED if jvm_context(sc).isStopped() else None
     except RuntimeError as error:
         return str(error)
     except (Py4JNetworkError, ConnectionError):
         return _JVM_GONE
+
+
+@dataclass(eq=False)
+class BackgroundJob:
+    """A Spark job in its own thread and job group. Starts at once.
+
+    It inherits the local properties of the thread that makes it, such as its scheduler pool.
+    """
+
+    sc: SparkContext
+    width: int
+    """The number of tasks."""
+    task: Callable[[Any], Any]
+    """Called in each task with an iterator that has the task's number; returns rows. Pickled by cloudpickle."""
+    description: str
+    """The job's name in Spark's UI."""
+    barrier: bool = False
+    """True: all tasks start together, or none does."""
+
+    def __post_init__(self) -> None:
+        self._group = f"spark_elastic-{uuid.uuid4().hex[:12]}"
+        self._properties: Any = jvm_context(self.sc).getLocalProperties().clone()
+        self._cancelled = False
+        self.rows: list[Any] = []
+        """The rows of all tasks; empty until all have ended."""
+        self.error: Exception | None = None
+        """The reason why the job failed; None if it did not, or was cancelled here."""
+        self.over = threading.Event()
+        threading.Thread(target=self._run, name="spark_elastic job", daemon=True).start()
+
+    def cancel(self, timeout_s: float) -> None:
+        """End the job, also if it is not submitted yet, and wait up to `timeout_s` until it is over.
+
+        Closes the calling thread's connection to the JVM.
+        """
+        self._cancelled = True
+        until = clock.monotonic() + timeout_s
+        with contextlib.suppress(Exception):  # Spark is gone, and the job with it
+            while not self.over.is_set() and clock.monotonic() < until:
+                jvm_context(self.sc).cancelJobGroup(self._group)
+                self.over.wait(0.1)
+        close_connection(self.sc)
+
+    def _run(self) -> None:
+        try:
+            jvm_context(self.sc).setLocalProperties(self._properties.clone())
+            self.sc.setJobGroup(self._group, self.description)
+            rdd: Any = self.sc.parallelize(range(self.width), self.width)
+            rows = (rdd.barrier() if self.barrier else rdd).mapPartitions(self.task)
+            if not self._cancelled:
+                self.rows = rows.collect()
+        except Exception as error:
+            if not self._cancelled:
+                self.error = error
+        finally:
+            close_connection(self.sc)
+            self.over.set()
 
 
 # --- slots --------------------------------------------------------------------------------------
@@ -207,7 +269,7 @@ class SlotCount:
     now: int
     """Slots of the executors that are registered now, busy or not; limited by cores, spark.task.cpus and GPUs."""
     most: int | None
-    """Slots that dynamic allocation may grow to; the same as `now` without it; None if no limit is set."""
+    """Slots that the application may have; `now` without dynamic allocation; None if that has no limit."""
     executors: int
     """Executors that are registered now; 1 in local mode."""
 
@@ -220,45 +282,11 @@ def count_slots(sc: SparkContext) -> SlotCount:
     executors = len(executor_ids(sc)) if not is_local(sc) else 1
     if not dynamic_allocation(sc):
         return SlotCount(now, now, executors)
-    most_executors = int(sc.getConf().get("spark.dynamicAllocation.maxExecutors", str(_UNBOUNDED)) or _UNBOUNDED)
+    most_executors = int(sc.getConf().get("spark.dynamicAllocation.maxExecutors") or _UNBOUNDED)
     if most_executors >= _UNBOUNDED:
         return SlotCount(now, None, executors)
     per_executor = int(profile.maxTasksPerExecutor(context.conf()))
     return SlotCount(now, max(most_executors * per_executor, now), executors)
-
-
-def most_slots(sc: SparkContext) -> int | None:
-    """Return the number of slots that can never be exceeded (local mode, `local-cluster`); None if not known."""
-    context = jvm_context(sc)
-    if is_local(sc):
-        return count_slots(sc).now
-    cluster = re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]", sc.master)
-    if cluster is None or dynamic_allocation(sc):
-        return None
-    cores = int(cluster[2]) // int(context.conf().get("spark.task.cpus", "1"))
-    return max(int(cluster[1]) * cores, count_slots(sc).now)
-
-
-def hosts_and_slots(sc: SparkContext) -> dict[str, int]:
-    """Return the slots of each host, in Spark's order, without executors that are excluded or decommissioned."""
-    context = jvm_context(sc)
-    if is_local(sc):
-        return {"127.0.0.1": count_slots(sc).now}
-    per_executor = int(context.resourceProfileManager().defaultResourceProfile().maxTasksPerExecutor(context.conf()))
-    backend = context.schedulerBackend()
-    summaries = context.statusStore().executorList(True)
-    found: dict[str, int] = {}
-    for index in range(summaries.size()):
-        summary = summaries.apply(index)
-        executor = str(summary.id())
-        if executor == "driver" or summary.isExcluded() or not backend.isExecutorActive(executor):
-            continue
-        host = str(summary.hostPort() or "").rpartition(":")[0]
-        if not host:  # just registered: the address comes later, with its block manager
-            continue
-        # maxTasks is computed from the executor's actual cores, the profile's number from its GPUs as well.
-        found[host] = found.get(host, 0) + min(int(summary.maxTasks()), max(per_executor, 1))
-    return found
 
 
 def executor_ids(sc: SparkContext) -> list[str]:

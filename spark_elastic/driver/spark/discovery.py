@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import re
 import threading
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock
-from spark_elastic.driver.spark.cluster import (
-    SlotCount,
-    close_connection,
-    count_slots,
-    dynamic_allocation,
-    hosts_and_slots,
-    jvm_context,
-    most_slots,
-    reason_of_error,
-)
+from spark_elastic.driver.spark import cluster
 from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError
-from spark_elastic.membership.reasons import Wait, WaitKind, wait_in_words
+from spark_elastic.membership.reasons import Wait, WaitKind, counted, wait_in_words
 from spark_elastic.membership.topology import SlotReport
 
 if TYPE_CHECKING:
@@ -32,6 +24,8 @@ log = logging.getLogger(__name__)
 _REFUSED = "SPARK-24942"
 """Spark's error condition for barrier mode under dynamic allocation."""
 _POLL_S = 0.1
+_CANCEL_S = 4.0
+"""Time for the probe's job to end after it was cancelled."""
 _REPORT_AFTER_S = 2.0
 """Shorter waits for free slots are not reported."""
 
@@ -49,8 +43,8 @@ class SlotProbe:
 
     reports: tuple[SlotReport, ...]
     """One for each task; empty if Spark refused barrier mode."""
-    why: str
-    """The outcome in words; the reason if Spark refused."""
+    why: str = ""
+    """The reason if Spark refused."""
 
     @property
     def refused(self) -> bool:
@@ -60,55 +54,67 @@ class SlotProbe:
 class SparkHostDiscovery:
     """A `HostDiscovery` of a SparkContext's executors.
 
-    Args:
-        sc: The SparkContext.
-        report_slot: Function that runs in each task of the probe. It must be picklable by reference.
+    `report_slot` runs in each task of the probe. It must be picklable by reference.
     """
 
     def __init__(self, sc: SparkContext, report_slot: Callable[[], SlotReport]) -> None:
         self._sc = sc
         self._report_slot = report_slot
 
-    def slots(self) -> SlotCount:
-        return count_slots(self._sc)
+    def slots(self) -> cluster.SlotCount:
+        return cluster.count_slots(self._sc)
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        return hosts_and_slots(self._sc)
+        """Return the slots of each host, in Spark's order, without executors that are excluded or decommissioned."""
+        context = cluster.jvm_context(self._sc)
+        if cluster.is_local(self._sc):
+            return {"127.0.0.1": self.slots().now}
+        profile = context.resourceProfileManager().defaultResourceProfile()
+        per_executor = int(profile.maxTasksPerExecutor(context.conf()))
+        backend = context.schedulerBackend()
+        summaries = context.statusStore().executorList(True)
+        found: dict[str, int] = {}
+        for index in range(summaries.size()):
+            summary = summaries.apply(index)
+            executor = str(summary.id())
+            if executor == "driver" or summary.isExcluded() or not backend.isExecutorActive(executor):
+                continue
+            host = str(summary.hostPort() or "").rpartition(":")[0]
+            if not host:  # just registered: the address comes later, with its block manager
+                continue
+            # maxTasks is computed from the executor's actual cores, the profile's number from its GPUs as well.
+            found[host] = found.get(host, 0) + min(int(summary.maxTasks()), max(per_executor, 1))
+        return found
 
     def most_slots(self) -> int | None:
-        """Return the number of slots that can never be exceeded, or None if it is not known."""
-        return most_slots(self._sc)
+        """Return the number of slots that can never be exceeded (local mode, `local-cluster`); None if not known."""
+        if cluster.is_local(self._sc):
+            return self.slots().now
+        sizes = re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]", self._sc.master)
+        if sizes is None or cluster.dynamic_allocation(self._sc):
+            return None
+        cores = int(sizes[2]) // int(cluster.jvm_context(self._sc).conf().get("spark.task.cpus", "1"))
+        return max(int(sizes[1]) * cores, self.slots().now)
 
     def slots_free(self) -> int:
         """Return the number of this application's slots in which no task runs now."""
-        infos = jvm_context(self._sc).statusTracker().getExecutorInfos()
+        infos = cluster.jvm_context(self._sc).statusTracker().getExecutorInfos()
         return max(0, self.slots().now - sum(int(info.numRunningTasks()) for info in infos))
 
     def wait_for_slots(
-        self,
-        need: int,
-        timeout_s: float,
-        *,
-        setting: str = "start_timeout",
-        stop: threading.Event | None = None,
-        on_wait: OnWait = _log_wait,
-    ) -> SlotCount:
-        """Wait until `need` slots exist, busy or not.
+        self, need: int, timeout_s: float, *, stop: threading.Event | None = None, on_wait: OnWait = _log_wait
+    ) -> cluster.SlotCount:
+        """Wait until `need` slots exist, busy or not. Calls `on_wait` when the reason of the wait changes.
 
         Returns at once under dynamic allocation: executors come only when jobs ask for them.
-
-        Args:
-            need: The number of slots.
-            timeout_s: The longest wait.
-            setting: The setting that `timeout_s` comes from, for the error.
-            stop: Ends the wait when it is set.
-            on_wait: Called when the reason of the wait changes.
 
         Raises:
             NotEnoughSlotsError: After `timeout_s`; at once if the cluster can never have that many slots.
             JobCancelledError: `stop` was set.
         """
         start = clock.monotonic()
+        stop = stop or threading.Event()
+        too_few = functools.partial(NotEnoughSlotsError, need=need, setting="start_timeout")
         said: Wait | None = None
         most = self.most_slots()
         while True:
@@ -117,131 +123,71 @@ class SparkHostDiscovery:
             if count.now >= need:
                 return count
             if most is not None and most < need:
-                raise NotEnoughSlotsError(
-                    have=most, need=need, waited_s=0.0, setting=setting, fixed=f"master {self._sc.master}"
-                )
-            if dynamic_allocation(self._sc):
+                raise too_few(have=most, waited_s=0.0, fixed=f"master {self._sc.master}")
+            if cluster.dynamic_allocation(self._sc):
                 if count.most is not None and count.most < need:
-                    detail = "spark.dynamicAllocation.maxExecutors allows no more"
-                    raise NotEnoughSlotsError(
-                        have=count.most, need=need, waited_s=waited, setting=setting, detail=detail
-                    )
+                    limit = "spark.dynamicAllocation.maxExecutors allows no more"
+                    raise too_few(have=count.most, waited_s=waited, detail=limit)
                 return count
             if waited >= timeout_s:
-                raise NotEnoughSlotsError(
-                    have=count.now, need=need, waited_s=waited, setting=setting, detail=self._shape(count)
-                )
+                raise too_few(have=count.now, waited_s=waited, detail=self._shape(count))
             wait = Wait(WaitKind.SLOTS, have=count.now, need=need, left_s=timeout_s)
             if wait != said:
                 said = wait
                 on_wait(wait, start + timeout_s)
-            if (stop or threading.Event()).wait(min(_POLL_S, timeout_s - waited)):
+            if stop.wait(min(_POLL_S, timeout_s - waited)):
                 raise JobCancelledError("cancelled while waiting for slots")
 
     def probe(
-        self,
-        num_proc: int,
-        timeout_s: float,
-        *,
-        stop: threading.Event | None = None,
-        on_wait: OnWait = _log_wait,
+        self, num_proc: int, timeout_s: float, *, stop: threading.Event | None = None, on_wait: OnWait = _log_wait
     ) -> SlotProbe:
         """Run `num_proc` tasks at the same time (a barrier job) and return the report of each.
 
         First waits until `num_proc` slots exist, because Spark says nothing for ten minutes about a barrier job that
         is too wide for the cluster; then until they are free at the same time.
 
-        Args:
-            num_proc: The number of tasks.
-            timeout_s: The longest wait.
-            stop: Ends the wait when it is set.
-            on_wait: Called with the reason of the wait.
-
         Raises:
             NotEnoughSlotsError: After `timeout_s`.
             JobCancelledError: `stop` was set.
         """
-        if dynamic_allocation(self._sc):
+        if cluster.dynamic_allocation(self._sc):
             return SlotProbe((), f"barrier mode is refused under dynamic allocation ([{_REFUSED}])")
         start = clock.monotonic()
+        too_few = functools.partial(NotEnoughSlotsError, have=0, need=num_proc, setting="start_timeout")
         self.wait_for_slots(num_proc, timeout_s, stop=stop, on_wait=on_wait)
-        job = _BarrierJob(self._sc, self._report_slot, num_proc, f"spark_elastic: discovery of {num_proc} slots")
-        job.thread.start()
+        description = f"spark_elastic: discovery of {num_proc} slots"
+        job = cluster.BackgroundJob(self._sc, num_proc, _reporting_task(self._report_slot), description, barrier=True)
         said = False
         while not job.over.wait(_POLL_S):
             waited = clock.monotonic() - start
             if waited >= _REPORT_AFTER_S and not said:
                 said = True
                 on_wait(Wait(WaitKind.FREE_SLOTS, need=num_proc, left_s=timeout_s), start + timeout_s)
-            cancelled = stop is not None and stop.is_set()
-            if cancelled or waited > timeout_s:
-                job.cancel()
-                if cancelled:
-                    raise JobCancelledError("cancelled while looking for slots")
-                raise NotEnoughSlotsError(
-                    have=0,
-                    need=num_proc,
-                    waited_s=waited,
-                    setting="start_timeout",
-                    detail=f"{self._shape(self.slots())}, but never {num_proc} free at the same time",
-                )
+            if stop is not None and stop.is_set():
+                job.cancel(_CANCEL_S)
+                raise JobCancelledError("cancelled while looking for slots")
+            if waited > timeout_s:
+                job.cancel(_CANCEL_S)
+                detail = f"{self._shape(self.slots())}, but never {num_proc} free at the same time"
+                raise too_few(waited_s=waited, detail=detail)
         if job.error is None:
-            return SlotProbe(tuple(job.reports), f"{num_proc} slots were placed together")
-        reason = reason_of_error(job.error)
+            return SlotProbe(tuple(job.rows))
+        reason = cluster.reason_of_error(job.error)
         if _REFUSED in str(job.error):
             return SlotProbe((), f"barrier mode is refused: {reason}")
-        waited = clock.monotonic() - start
-        raise NotEnoughSlotsError(have=0, need=num_proc, waited_s=waited, setting="start_timeout", detail=reason)
+        raise too_few(waited_s=clock.monotonic() - start, detail=reason)
 
-    def _shape(self, count: SlotCount) -> str:
+    def _shape(self, count: cluster.SlotCount) -> str:
         cpus = self._sc.getConf().get("spark.task.cpus", "1")
-        noun = "executor" if count.executors == 1 else "executors"
-        return f"{count.executors} {noun} with {count.now} slots in all (spark.task.cpus={cpus})"
+        return f"{counted(count.executors, 'executor')} with {count.now} slots in all (spark.task.cpus={cpus})"
 
 
-class _BarrierJob:
-    """The job of the probe, in its own thread and job group."""
+def _reporting_task(report_slot: Callable[[], SlotReport]) -> Callable[[Any], list[SlotReport]]:
+    """Return the function of the probe's tasks, which is pickled by value."""
 
-    def __init__(self, sc: SparkContext, report_slot: Callable[[], SlotReport], width: int, description: str) -> None:
-        self._sc = sc
-        self._report_slot = report_slot
-        self._width = width
-        self._description = description
-        self._group = f"spark_elastic-probe-{uuid.uuid4().hex[:12]}"
-        self._properties: Any = jvm_context(sc).getLocalProperties().clone()
-        self._cancelled = False
-        self.reports: list[SlotReport] = []
-        self.error: Exception | None = None
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="spark_elastic discovery", daemon=True)
+    # No barrier() and no allGather(): each would take a second. No getTaskInfos(): its addresses are those that the
+    # driver's sockets saw, and on local-cluster executors listen on others.
+    def task(_rows: Any) -> list[SlotReport]:
+        return [report_slot()]
 
-    def cancel(self) -> None:
-        """End the job, also if it is not submitted yet, and wait up to 4 s for its thread."""
-        self._cancelled = True
-        until = clock.monotonic() + 4.0
-        while not self.over.is_set() and clock.monotonic() < until:
-            jvm_context(self._sc).cancelJobGroup(self._group)
-            self.over.wait(_POLL_S)
-
-    def _run(self) -> None:
-        try:
-            jvm_context(self._sc).setLocalProperties(self._properties.clone())
-            self._sc.setJobGroup(self._group, self._description)
-            rows = self._sc.parallelize(range(self._width), self._width).barrier().mapPartitions(self._task())
-            if not self._cancelled:
-                self.reports = rows.collect()
-        except Exception as error:
-            self.error = error
-        finally:
-            close_connection(self._sc)
-            self.over.set()
-
-    def _task(self) -> Callable[[Any], Any]:
-        report_slot = self._report_slot
-
-        # Pickled by value. No barrier() and no allGather(): each would take a second. No getTaskInfos(): its addresses
-        # are those that the driver's sockets saw, and on local-cluster executors listen on others.
-        def task(_rows: Any) -> Any:
-            return [report_slot()]
-
-        return task
+    return task

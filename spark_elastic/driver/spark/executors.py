@@ -1,6 +1,6 @@
 """ExecutorWatch: reports executors that Spark loses or decommissions.
 
-Losses come from Spark's listener bus; a decommission is announced by no event, so the scheduler is asked for it.
+Spark's listener bus announces losses. No event announces a decommission, so the scheduler is asked for those.
 """
 
 from __future__ import annotations
@@ -12,13 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock
-from spark_elastic.driver.spark.cluster import (
-    close_connection,
-    executor_ids,
-    is_local,
-    jvm_context,
-    loss_of_executor,
-)
+from spark_elastic.driver.spark.cluster import close_connection, executor_ids, is_local, jvm_context, loss_of_executor
 from spark_elastic.membership.events import ExecutorDecommissioned, ExecutorLost
 from spark_elastic.membership.reasons import LossCause, LossKind
 
@@ -82,7 +76,17 @@ class ExecutorListener:
     def poll(self, timeout_s: float) -> ExecutorAdded | ExecutorRemoved | None:
         """Return the next event, waiting up to `timeout_s` for it; None if there was none, or after `wake`."""
         event = self._events.poll(int(timeout_s * 1000), self._milliseconds)
-        return None if event is None or isinstance(event, str) else self._converted(event)
+        if event is None or isinstance(event, str):
+            return None
+        kind = event.getClass().getSimpleName()
+        executor = str(event.executorId())
+        if kind == "SparkListenerExecutorAdded":
+            self._removed.discard(executor)
+            return ExecutorAdded(executor, str(event.executorInfo().executorHost()), event.executorInfo().totalCores())
+        if kind == "SparkListenerExecutorRemoved" and executor not in self._removed:  # Spark may post it twice
+            self._removed.add(executor)
+            return ExecutorRemoved(executor, str(event.reason()))
+        return None
 
     def wake(self) -> None:
         """Make a `poll` that waits in another thread return at once."""
@@ -97,24 +101,11 @@ class ExecutorListener:
             except Exception as error:  # the context and its bus are stopped, which Spark reports in several ways
                 log.debug("the executor listener ended with its SparkContext: %s", error)
 
-    def _converted(self, event: Any) -> ExecutorAdded | ExecutorRemoved | None:
-        kind = event.getClass().getSimpleName()
-        executor = str(event.executorId())
-        if kind == "SparkListenerExecutorAdded":
-            self._removed.discard(executor)
-            return ExecutorAdded(executor, str(event.executorInfo().executorHost()), event.executorInfo().totalCores())
-        if kind == "SparkListenerExecutorRemoved" and executor not in self._removed:  # Spark may post it twice
-            self._removed.add(executor)
-            return ExecutorRemoved(executor, str(event.reason()))
-        return None
-
 
 class ExecutorWatch:
-    """A thread that reports each lost or decommissioned executor once. In local mode there is nothing to watch.
+    """A thread that reports each lost or decommissioned executor once, and asks the scheduler every `interval_s`.
 
-    Args:
-        sc: The SparkContext.
-        interval_s: Seconds between two questions to the scheduler.
+    In local mode there is nothing to watch.
     """
 
     def __init__(self, sc: SparkContext, *, interval_s: float = 0.2) -> None:
@@ -175,18 +166,17 @@ class ExecutorWatch:
             self._compare()
         else:
             while (left := until - clock.monotonic()) > 0 and not self._stopping.is_set():
-                self._handle(self._listener.poll(left))
+                event = self._listener.poll(left)
+                if isinstance(event, ExecutorAdded):
+                    self._known.add(event.executor)
+                elif event is not None:
+                    self._known.discard(event.executor)
+                    self._post(ExecutorLost(event.executor, loss_of_executor(event.why)))
         if not self._stopping.is_set():
             self._ask_for_decommissions()
 
-    def _handle(self, event: ExecutorAdded | ExecutorRemoved | None) -> None:
-        if isinstance(event, ExecutorAdded):
-            self._known.add(event.executor)
-        elif isinstance(event, ExecutorRemoved):
-            self._known.discard(event.executor)
-            self._post(ExecutorLost(event.executor, loss_of_executor(event.why)))
-
     def _compare(self) -> None:
+        """Report the executors that are no longer registered."""
         present = set(executor_ids(self._sc))
         for executor in sorted(self._known - present):
             self._post(ExecutorLost(executor, LossCause(LossKind.EXECUTOR_UNLISTED)))

@@ -8,19 +8,12 @@ import re
 import threading
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from spark_elastic import clock
 from spark_elastic.driver.launcher import LaunchEnd, OnEnded
-from spark_elastic.driver.spark.cluster import (
-    close_connection,
-    failed_in_driver,
-    jvm_context,
-    loss_of,
-    loss_of_error,
-    why_gone,
-)
+from spark_elastic.driver.spark import cluster
 from spark_elastic.membership.reasons import LossCause, reported
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, SlotId
@@ -32,67 +25,56 @@ AgentEntry = Callable[..., AgentOutcome]
 
 log = logging.getLogger(__name__)
 
+_WATCH_INTERVAL_S = 1.0
+"""Seconds between two checks for failed tasks, which Spark would run again."""
 _TASK_LOST = reported("the slot's task was lost")
 
 
 @dataclass(slots=True, eq=False)
 class _Launch:
-    """One Spark job of one slot, from `launch` to `on_ended`. Guarded by the launcher's lock."""
+    """One Spark job of one slot, from `launch` to `on_ended`. Changed only under the launcher's lock."""
 
     slot: SlotId
     id: LaunchId
     group: str
     """Spark's job group. New for each launch, because Spark may remember a cancelled group."""
     stop_cause: LossCause | None = None
-    """Set once the job has to end. The slot's thread may not have submitted its job yet, so it checks this first, and
-    the watcher repeats the cancellation until the thread has ended."""
+    """Set once, when the job has to end. The slot's thread may not have submitted its job yet, so it checks this first,
+    and the watcher repeats the cancellation until the thread has ended."""
 
 
+@dataclass(eq=False)
 class SparkLauncher:
     """A `Launcher` whose agents run in Spark tasks.
 
     Must be created in the thread that called `run`: the jobs inherit that thread's local properties, such as its
     scheduler pool.
-
-    Args:
-        sc: The SparkContext.
-        agent_entry: Function that runs in the task, called with `(slot, launch, payload)`. It is pickled by reference,
-            so its module must be importable on the executors.
-        payload_for_slot: Returns the payload of a slot; called at each launch. The payload travels in Spark's own task
-            serialisation and must be small: from 1 MiB on PySpark would write it to a file.
-        on_ended: Called at the end of each launch.
-        shared: Data for all slots, which may be large. Sent as a broadcast variable, which is a file on the driver and
-            in the executors' block managers, and passed to `agent_entry` as the fourth argument.
-        description: Text in Spark's UI before ": worker slot 3".
-        apart: True: agents run in Python workers that no other task uses. Default: True where Spark may kill a Python
-            worker that it has reused.
-        watch_interval_s: Seconds between two checks for a failed task that Spark would run again.
     """
 
-    def __init__(
-        self,
-        sc: SparkContext,
-        agent_entry: AgentEntry,
-        payload_for_slot: Callable[[SlotId], bytes],
-        on_ended: OnEnded,
-        *,
-        shared: bytes | None = None,
-        description: str = "spark_elastic",
-        apart: bool | None = None,
-        watch_interval_s: float = 1.0,
-    ) -> None:
-        self._sc = sc
-        self._agent_entry = agent_entry
-        self._payload_for_slot = payload_for_slot
-        self._on_ended = on_ended
-        self._shared = shared
+    sc: SparkContext
+    agent_entry: AgentEntry
+    """Runs in the task, called with `(slot, launch, payload)`. It is pickled by reference, so its module must be
+    importable on the executors."""
+    payload_for_slot: Callable[[SlotId], bytes]
+    """Returns the payload of a slot; called at each launch. The payload travels in Spark's own task serialisation and
+    must be small: from 1 MiB on PySpark would write it to a file."""
+    on_ended: OnEnded
+    _: KW_ONLY
+    shared: bytes | None = None
+    """Data for all slots, which may be large. Sent as a broadcast variable, which is a file on the driver and in the
+    executors' block managers, and passed to `agent_entry` as the fourth argument."""
+    description: str
+    """Text in Spark's UI before ": worker slot 3"."""
+    apart: bool | None = None
+    """True: agents run in Python workers that no other task uses. Default: True where Spark may kill a Python worker
+    that it has reused."""
+
+    def __post_init__(self) -> None:
+        self._apart = kills_reused_workers(self.sc.version) if self.apart is None else self.apart
         self._broadcast: Any = None
         self._broadcasting = threading.Lock()
-        self._description = description
-        self._apart = kills_reused_workers(sc.version) if apart is None else apart
-        self._watch_interval_s = watch_interval_s
         self._group_prefix = f"spark_elastic-{uuid.uuid4().hex[:12]}"
-        self._properties: Any = jvm_context(sc).getLocalProperties().clone()
+        self._properties: Any = cluster.jvm_context(self.sc).getLocalProperties().clone()
         self._changed = threading.Condition()
         self._running: dict[SlotId, _Launch] = {}
         self._threads: set[threading.Thread] = set()
@@ -139,8 +121,8 @@ class SparkLauncher:
         answer: list[str | None] = []
 
         def ask() -> None:
-            answer.append(why_gone(self._sc))
-            close_connection(self._sc)
+            answer.append(cluster.why_gone(self.sc))
+            cluster.close_connection(self.sc)
 
         thread = threading.Thread(target=ask, name="spark_elastic context check", daemon=True)
         thread.start()
@@ -172,51 +154,47 @@ class SparkLauncher:
             with self._changed:
                 del self._running[launch.slot]
                 self._changed.notify_all()
-            self._on_ended(end)
+            self.on_ended(end)
         finally:
-            close_connection(self._sc)
+            cluster.close_connection(self.sc)
             with self._changed:
                 self._threads.discard(threading.current_thread())
 
     def _run_job(self, launch: _Launch) -> LaunchEnd:
         slot = launch.slot
-        if (stop_cause := self._stop_cause(launch)) is not None:
+        if (stop_cause := launch.stop_cause) is not None:
             return LaunchEnd(slot, stop_cause)
         try:
             outcome = self._submit(launch)
             end = LaunchEnd(slot, self._why_lost(launch) if outcome is None else outcome.cause, outcome)
         except Exception as error:
-            end = LaunchEnd(slot, loss_of_error(error), submitted=not failed_in_driver(error))
+            end = LaunchEnd(slot, cluster.loss_of_error(error), submitted=not cluster.failed_in_driver(error))
         delivered = end.outcome is not None and end.outcome.result is not None
-        stop_cause = self._stop_cause(launch)
+        stop_cause = launch.stop_cause
         if delivered or stop_cause is None:
             return end
-        return LaunchEnd(slot, stop_cause, submitted=end.submitted)  # Spark only knows that the job was cancelled
-
-    def _stop_cause(self, launch: _Launch) -> LossCause | None:
-        with self._changed:
-            return launch.stop_cause
+        return LaunchEnd(slot, stop_cause, submitted=end.submitted)  # Spark only knows that it was cancelled
 
     def _why_lost(self, launch: _Launch) -> LossCause:
         try:
-            return _first_failure(self._sc, launch.group) or _TASK_LOST
+            return _first_failure(self.sc, launch.group) or _TASK_LOST
         except Exception as error:  # Spark has forgotten the job or its stage; which error that gives depends on Spark
             log.debug("no failure of %s is known: %s", launch.group, error)
             return _TASK_LOST
 
     def _submit(self, launch: _Launch) -> AgentOutcome | None:
         """Run the slot's job to its end. Returns None if its task was lost and Spark ran it again."""
-        sc = self._sc
-        payload = self._payload_for_slot(launch.slot)
+        sc = self.sc
+        payload = self.payload_for_slot(launch.slot)
         # Local properties belong to a JVM thread. In pinned mode this Python thread has a new one, without any.
-        jvm_context(sc).setLocalProperties(self._properties.clone())
+        cluster.jvm_context(sc).setLocalProperties(self._properties.clone())
         # No interruptOnCancel: an interrupt does not reach the Python process any sooner. With or without it the
         # executor kills the process 2-4 s after the cancellation (spark.python.task.killTimeout), so agents are asked
         # to end before that.
-        name = f"{self._description}: worker slot {launch.slot}"
+        name = f"{self.description}: worker slot {launch.slot}"
         sc.setJobGroup(launch.group, name)
         sc.setLocalProperty("callSite.short", name)  # `runJob` keeps it; `collect` would replace it
-        task = _task_of(self._agent_entry, launch.slot, launch.id, payload, self._shared_variable(), self._apart)
+        task = _task_of(self.agent_entry, launch.slot, launch.id, payload, self._shared_variable(), self._apart)
         rdd = sc.parallelize([0], 1)
         if self._apart:
             rdd.ctx = cast("SparkContext", _SeparateWorkers(sc))
@@ -226,16 +204,9 @@ class SparkLauncher:
     def _shared_variable(self) -> Any:
         """Return the broadcast variable, created by the first slot that needs it; None if nothing is shared."""
         with self._broadcasting:
-            if self._broadcast is None and self._shared is not None:
-                self._broadcast = self._sc.broadcast(self._shared)
+            if self._broadcast is None and self.shared is not None:
+                self._broadcast = self.sc.broadcast(self.shared)
             return self._broadcast
-
-    def _destroy_broadcast(self) -> None:
-        with self._broadcasting:
-            broadcast, self._broadcast = self._broadcast, None
-        if broadcast is not None:
-            with contextlib.suppress(Exception):  # a stopped context has destroyed it, and raises errors of many kinds
-                broadcast.destroy()
 
     # --- the watcher's thread -------------------------------------------------------------------
 
@@ -243,12 +214,14 @@ class SparkLauncher:
         """Cancel jobs that have to stop until they have, and stop jobs whose task Spark would run again."""
         try:
             self._watch_until_closed()
-            self._destroy_broadcast()
+            if self._broadcast is not None:
+                with contextlib.suppress(Exception):  # a stopped context has destroyed it, and raises various errors
+                    self._broadcast.destroy()
         finally:
-            close_connection(self._sc)
+            cluster.close_connection(self.sc)
 
     def _watch_until_closed(self) -> None:
-        next_look = clock.monotonic() + self._watch_interval_s
+        next_look = clock.monotonic() + _WATCH_INTERVAL_S
         while True:
             with self._changed:
                 stopping = any(launch.stop_cause is not None for launch in self._running.values())
@@ -259,25 +232,16 @@ class SparkLauncher:
             try:
                 for launch in launches:
                     if launch.stop_cause is not None:
-                        jvm_context(self._sc).cancelJobGroup(launch.group)
+                        cluster.jvm_context(self.sc).cancelJobGroup(launch.group)
                 if clock.monotonic() >= next_look:
-                    next_look = clock.monotonic() + self._watch_interval_s
+                    next_look = clock.monotonic() + _WATCH_INTERVAL_S
                     for launch in launches:
-                        self._stop_if_failed(launch)
+                        # Spark would run the task again, up to spark.task.maxFailures times and whenever a slot is
+                        # free: an agent that the driver did not ask for.
+                        if launch.stop_cause is None and (cause := _first_failure(self.sc, launch.group)):
+                            self.withdraw(launch.slot, cause)
             except Exception as error:  # the context is being stopped or its JVM is gone, which ends the jobs as well
                 log.debug("could not check the slots' jobs: %s", error)
-
-    def _stop_if_failed(self, launch: _Launch) -> None:
-        """End the job at the first failure of its task.
-
-        Spark would run the task again, up to spark.task.maxFailures times and whenever a slot is free: an agent that
-        the driver did not ask for.
-        """
-        if launch.stop_cause is not None:
-            return
-        cause = _first_failure(self._sc, launch.group)
-        if cause is not None:
-            self.withdraw(launch.slot, cause)
 
 
 class _SeparateWorkers:
@@ -331,20 +295,16 @@ def _task_of(
 
 
 def _first_failure(sc: SparkContext, group: str) -> LossCause | None:
+    """Return the cause of the first failed task in the jobs of a group; None if no task has failed."""
     tracker = sc.statusTracker()
     for job_id in tracker.getJobIdsForGroup(group):
         job = tracker.getJobInfo(job_id)
         for stage_id in job.stageIds if job is not None else ():
             stage = tracker.getStageInfo(stage_id)
-            if stage is not None and stage.numFailedTasks > 0:
-                return _failure_of_stage(sc, stage_id)
+            if stage is None or stage.numFailedTasks == 0:
+                continue
+            tasks = cluster.jvm_context(sc).statusStore().taskList(stage_id, 0, 10)
+            messages = (tasks.apply(index).errorMessage() for index in range(tasks.size()))
+            message = next((message for message in messages if message.isDefined()), None)
+            return reported("the slot's task failed") if message is None else cluster.loss_of(str(message.get()))
     return None
-
-
-def _failure_of_stage(sc: SparkContext, stage_id: int) -> LossCause:
-    tasks = jvm_context(sc).statusStore().taskList(stage_id, 0, 10)
-    for index in range(tasks.size()):
-        message = tasks.apply(index).errorMessage()
-        if message.isDefined():
-            return loss_of(str(message.get()))
-    return reported("the slot's task failed")

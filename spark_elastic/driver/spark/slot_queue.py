@@ -7,11 +7,11 @@ job that has not begun to train gives back the slots that it has gathered so far
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass, replace
 from typing import TYPE_CHECKING
 
 from spark_elastic.driver.launcher import LaunchEnd, Launcher, OnEnded
@@ -33,36 +33,15 @@ class QueueState(enum.Enum):
     HOLDING = "has its minimum"
 
 
+@dataclass(eq=False, slots=True)
 class Reservation:
     """One job's entry in the queue. Made by `SlotQueue.enter`."""
 
-    def __init__(self, queue: SlotQueue, job: str, on_change: Callable[[], None]) -> None:
-        self._queue = queue
-        self.job = job
-        self.on_change = on_change
-        self.state = QueueState.WAITING
-        self.has_begun = False
-        """True once the job has held its minimum: its agents may hold a training state and are not taken from it."""
-
-    def gathered(self) -> None:
-        """Report that the job has its minimum; the next job may gather."""
-        self._queue._move(self, QueueState.HOLDING)
-
-    def short(self) -> None:
-        """Report that the job fell below its minimum and has to gather again."""
-        self._queue._move(self, QueueState.WAITING)
-
-    def leave(self) -> None:
-        """Leave the queue at the end of the job. May be called again."""
-        self._queue._leave(self)
-
-    def is_contended(self) -> bool:
-        """Return True if another job waits for its minimum."""
-        return self._queue._others_wait(self)
-
-    def waits_for(self) -> str | None:
-        """Return the name of the job that gathers now, if it is another one."""
-        return self._queue._other_gathering(self)
+    job: str
+    on_change: Callable[[], None]
+    state: QueueState = QueueState.WAITING
+    has_begun: bool = False
+    """True once the job has held its minimum: its agents may hold a training state and are not taken from it."""
 
 
 class SlotQueue:
@@ -78,57 +57,62 @@ class SlotQueue:
 
     def enter(self, job: str, on_change: Callable[[], None]) -> Reservation:
         """Add a job. `on_change` is called, from any thread, whenever the state of any reservation may have changed."""
-        reservation = Reservation(self, job, on_change)
+        reservation = Reservation(job, on_change)
         with self._lock:
             self._reservations.append(reservation)
-            others = self._settle()
-        _notify(others)
+        self._settle()
         return reservation
 
-    def _move(self, reservation: Reservation, state: QueueState) -> None:
+    def gathered(self, reservation: Reservation) -> None:
+        """Record that the job has its minimum; the next job may gather."""
         with self._lock:
-            if reservation not in self._reservations or reservation.state is state:
+            if reservation not in self._reservations or reservation.state is QueueState.HOLDING:
                 return
-            if state is QueueState.WAITING and reservation.state is QueueState.GATHERING:
-                return
-            reservation.state = state
-            reservation.has_begun = reservation.has_begun or state is QueueState.HOLDING
-            others = self._settle()
-        _notify(others)
+            reservation.state = QueueState.HOLDING
+            reservation.has_begun = True
+        self._settle()
 
-    def _leave(self, reservation: Reservation) -> None:
+    def short(self, reservation: Reservation) -> None:
+        """Record that the job fell below its minimum and has to gather again."""
+        with self._lock:
+            if reservation not in self._reservations or reservation.state is not QueueState.HOLDING:
+                return
+            reservation.state = QueueState.WAITING
+        self._settle()
+
+    def leave(self, reservation: Reservation) -> None:
+        """Remove a job at its end. May be called again."""
         with self._lock:
             if reservation not in self._reservations:
                 return
             self._reservations.remove(reservation)
-            others = self._settle()
-        _notify(others)
+        self._settle()
 
-    def _settle(self) -> list[Reservation]:
-        """Let the next job gather if none does. Returns the reservations to notify."""
-        gathering = next((each for each in self._reservations if each.state is QueueState.GATHERING), None)
-        waiting = [each for each in self._reservations if each.state is QueueState.WAITING]
-        urgent = next((each for each in waiting if each.has_begun), None)
-        if gathering is not None and not gathering.has_begun and urgent is not None:
-            gathering.state = QueueState.WAITING
-            gathering = None
-        if gathering is None and waiting:
-            (urgent or waiting[0]).state = QueueState.GATHERING
-        return list(self._reservations)
-
-    def _others_wait(self, mine: Reservation) -> bool:
+    def is_contended(self, mine: Reservation) -> bool:
+        """Return True if another job waits for its minimum."""
         with self._lock:
             return any(each.state is not QueueState.HOLDING for each in self._reservations if each is not mine)
 
-    def _other_gathering(self, mine: Reservation) -> str | None:
+    def gathers_before(self, mine: Reservation) -> str | None:
+        """Return the name of the job that gathers now, if it is another one."""
         with self._lock:
             gathering = (each for each in self._reservations if each.state is QueueState.GATHERING)
             return next((each.job for each in gathering if each is not mine), None)
 
-
-def _notify(reservations: list[Reservation]) -> None:
-    for reservation in reservations:
-        reservation.on_change()
+    def _settle(self) -> None:
+        """Let the next job gather if none does, and notify all jobs."""
+        with self._lock:
+            gathering = next((each for each in self._reservations if each.state is QueueState.GATHERING), None)
+            waiting = [each for each in self._reservations if each.state is QueueState.WAITING]
+            urgent = next((each for each in waiting if each.has_begun), None)
+            if gathering is not None and not gathering.has_begun and urgent is not None:
+                gathering.state = QueueState.WAITING
+                gathering = None
+            if gathering is None and waiting:
+                (urgent or waiting[0]).state = QueueState.GATHERING
+            others = list(self._reservations)
+        for each in others:
+            each.on_change()
 
 
 _queues: dict[str, SlotQueue] = {}
@@ -141,26 +125,25 @@ def queue_of(sc: SparkContext) -> SlotQueue:
         return _queues.setdefault(str(sc.applicationId), SlotQueue())
 
 
+@dataclass(eq=False)
 class QueuedLauncher:
     """A `Launcher` that holds launches back until the queue lets the job gather, then passes them on to another one.
 
     While another job waits for its minimum, this job is limited to its own: further launches are held back, and
     launches beyond it that no agent has answered yet are withdrawn and held again. To the driver a slot that is held
     again is still launched; the end of the withdrawn launch is not reported.
-
-    Args:
-        queue: The queue of the SparkContext.
-        job: The job's name.
-        need: The job's min_num_proc.
-        build: Makes the launcher that does the work, from the `on_ended` that it has to call.
-        on_ended: The driver's. It is also called for held slots that are withdrawn.
     """
 
-    def __init__(
-        self, queue: SlotQueue, job: str, need: int, build: Callable[[OnEnded], Launcher], on_ended: OnEnded
-    ) -> None:
-        self._need = need
-        self._on_ended = on_ended
+    queue: SlotQueue
+    job: str
+    need: int
+    """The job's min_num_proc."""
+    build: InitVar[Callable[[OnEnded], Launcher]]
+    """Makes the launcher that does the work, from the `on_ended` that it has to call."""
+    on_ended: OnEnded
+    """Also called for held slots that are withdrawn."""
+
+    def __post_init__(self, build: Callable[[OnEnded], Launcher]) -> None:
         self._lock = threading.RLock()
         self._held: set[SlotId] = set()
         self._launched: set[SlotId] = set()
@@ -169,14 +152,12 @@ class QueuedLauncher:
         self._joined: frozenset[SlotId] = frozenset()
         self._closed = False
         self._launcher = build(self._ended)
-        self._queue = queue
-        self._job = job
         self._reservation: Reservation | None = None
         self._logged: str | None = None
 
     def launch(self, slot: SlotId) -> None:
         if self._reservation is None:  # entered now and not before: a job that cannot be placed yet blocks no other
-            self._reservation = self._queue.enter(self._job, self._look_again)
+            self._reservation = self.queue.enter(self.job, self._look_again)
         with self._lock:
             if slot in self._held or slot in self._launched or slot in self._taken_back:
                 raise ValueError(f"slot {slot} is still running; wait for its end before the next launch")
@@ -194,7 +175,7 @@ class QueuedLauncher:
             if slot not in self._held:
                 return
             self._held.remove(slot)
-        self._on_ended(LaunchEnd(slot, cause))
+        self.on_ended(LaunchEnd(slot, cause))
 
     def admit(self, slot: SlotId, launch: LaunchId) -> bool:
         with self._lock:
@@ -208,10 +189,10 @@ class QueuedLauncher:
             had, self._joined = len(self._joined), slots
         if self._reservation is None:
             return
-        if len(slots) >= self._need:
-            self._reservation.gathered()
-        elif had >= self._need:
-            self._reservation.short()
+        if len(slots) >= self.need:
+            self.queue.gathered(self._reservation)
+        elif had >= self.need:
+            self.queue.short(self._reservation)
         self._look_again()
 
     def gone(self) -> str | None:
@@ -225,9 +206,9 @@ class QueuedLauncher:
             self._launcher.close(deadline_s)
         finally:
             if self._reservation is not None:
-                self._reservation.leave()
+                self.queue.leave(self._reservation)
         for slot in sorted(held):
-            self._on_ended(LaunchEnd(slot, reported("the job is over")))
+            self.on_ended(LaunchEnd(slot, reported("the job is over")))
 
     def _look_again(self) -> None:
         """Take back launches above the limit, and pass on held ones below it."""
@@ -236,9 +217,11 @@ class QueuedLauncher:
             if self._closed or reservation is None:  # None: the queue's first call comes from within `enter`
                 return
             limit = self._limit(reservation)
-            spare = sorted(self._launched - self._keepable(reservation), reverse=True)
+            not_begun = reservation.state is QueueState.WAITING and not reservation.has_begun
+            kept = frozenset() if not_begun else self._joined  # their agents may hold a training state
+            spare = sorted(self._launched - kept)
             while len(self._launched) > limit and spare:
-                slot = spare.pop(0)
+                slot = spare.pop()
                 self._launched.remove(slot)
                 self._taken_back[slot] = None
                 self._launcher.withdraw(slot, reported("given back: another job waits for its minimum"))
@@ -246,25 +229,18 @@ class QueuedLauncher:
                 self._held.remove(slot)
                 self._launched.add(slot)
                 self._launcher.launch(slot)
-            self._log_wait(reservation.waits_for() if self._held else None)
-
-    def _log_wait(self, before: str | None) -> None:
-        if before is not None and before != self._logged:
-            log.info("%s holds %d launches back until job %s has its workers", self._job, len(self._held), before)
-        self._logged = before
+            before = self.queue.gathers_before(reservation) if self._held else None
+            if before is not None and before != self._logged:
+                log.info("%s holds %d launches back until job %s has its workers", self.job, len(self._held), before)
+            self._logged = before
 
     def _limit(self, reservation: Reservation) -> int:
         """Return the number of slots that may be launched now."""
         if reservation.state is QueueState.WAITING:
             return len(self._joined) if reservation.has_begun else 0
-        if reservation.is_contended():
-            return max(self._need, len(self._joined))
+        if self.queue.is_contended(reservation):
+            return max(self.need, len(self._joined))
         return len(self._launched) + len(self._held)
-
-    def _keepable(self, reservation: Reservation) -> frozenset[SlotId]:
-        """Return the slots that are not taken back because their agents may hold a state."""
-        not_begun = reservation.state is QueueState.WAITING and not reservation.has_begun
-        return frozenset() if not_begun else self._joined
 
     def _ended(self, end: LaunchEnd) -> None:
         slot = end.slot
@@ -272,12 +248,12 @@ class QueuedLauncher:
             if slot in self._taken_back:
                 withdrawn = self._taken_back.pop(slot)
                 report = withdrawn is not None or end.outcome is not None or self._closed
-                end = dataclasses.replace(end, cause=withdrawn or end.cause)
+                end = replace(end, cause=withdrawn or end.cause)
                 if not report:
                     self._held.add(slot)
             else:
                 self._launched.discard(slot)
                 report = True
         if report:
-            self._on_ended(end)
+            self.on_ended(end)
         self._look_again()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_elastic.diagnostics import network
+from spark_elastic.diagnostics import between_machines
 from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING
 from spark_elastic.diagnostics.probe_server import ProbeServer
 from spark_elastic.wire.framing import new_key
@@ -71,7 +71,7 @@ def probes(hosts):
 
 def test_filtered_interface_is_named_with_the_one_that_works(probes):
     server, both = probes()
-    findings = network.judge_between_executors(network.connect_executors(server, both, 1.0))
+    findings = between_machines.check_executors(server, both, 1.0)
     assert [finding.level for finding in findings] == [WARNING]
     works = both[1].report["host"]
     assert f"({works}), but not on private0 ({UNREACHABLE})" in findings[0].says
@@ -86,10 +86,10 @@ def test_hosts_cut_off_from_each_other_are_a_problem_in_both_directions(probes, 
         words = [_IP, "-n", namespace, "neigh", "replace", other.report["host"], "lladdr", "02:00:00:00:00:99"]
         subprocess.run([*words, "dev", inner], check=True)
     try:
-        findings = network.judge_between_executors(network.connect_executors(server, both, 1.0))
+        findings = between_machines.check_executors(server, both, 1.0)
         assert [finding.level for finding in findings] == [PROBLEM, PROBLEM]
         assert all("on no interface" in finding.says for finding in findings)
-        assert network.judge_driver_to_executors(network.connect_from_driver(both, False, 1.0)).level == OK
+        assert between_machines.check_from_driver(both, False, 1.0).level == OK
     finally:
         for mine, other in ((both[0], both[1]), (both[1], both[0])):
             namespace, _, inner = made._names(mine.report["host"])
@@ -99,5 +99,5 @@ def test_hosts_cut_off_from_each_other_are_a_problem_in_both_directions(probes, 
 def test_working_driver_address_is_suggested_in_place_of_a_filtered_one(probes, hosts):
     made, _ = hosts
     _, both = probes(first_address="198.51.100.1")
-    (found,) = network.judge_executors_to_driver([probe.report for probe in both])
+    (found,) = between_machines.judge_executors_to_driver([probe.report for probe in both])
     assert (found.level, found.fix) == (PROBLEM, f"set spark.driver.host={made.gateway}")

@@ -34,7 +34,7 @@ class Launcher(LocalLauncher):
 def without_interface(agents, slot):
     process = subprocess.run(
         [sys.executable, "-m", "tests.integration.local.bare_agent"],
-        input=pickle.dumps((agents._spec, slot, "127.0.0.1", 1)),
+        input=pickle.dumps((agents.spec, slot, "127.0.0.1", 1)),
         capture_output=True,
     )
     outcome = pickle.loads(process.stdout)

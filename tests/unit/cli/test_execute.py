@@ -4,7 +4,7 @@ import pytest
 
 from spark_elastic.cli import execute
 from spark_elastic.cli.options import parser
-from spark_elastic.driver.local_launcher import LocalLauncher
+from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError, UserFunctionError
 from spark_elastic.task.script import run_script
 

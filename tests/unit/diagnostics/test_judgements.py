@@ -2,9 +2,9 @@
 
 import pytest
 
-from spark_elastic.diagnostics import cluster, machine, network, sharing
+from spark_elastic.diagnostics import between_machines, findings
+from spark_elastic.diagnostics.between_machines import Attempt
 from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING, Finding, Report
-from spark_elastic.diagnostics.network import Attempt
 from spark_elastic.driver.spark.cluster import SlotCount
 
 
@@ -36,20 +36,20 @@ def slots(now=4, *, most=4, busy=0, executors=2, dynamic=False):
 
 
 def test_executor_like_the_driver_is_fine():
-    findings = machine.judge_executor_packages(probe_report(), [probe_report()])
-    assert {finding.level for finding in findings} == {OK}
+    found = findings.judge_executor_packages(probe_report(), [probe_report()])
+    assert {finding.level for finding in found} == {OK}
 
 
 def test_missing_package_is_a_problem_that_names_the_executors_python():
     there = probe_report(package=None, package_error="ModuleNotFoundError: No module named 'spark_elastic'")
-    found = machine.judge_executor_packages(probe_report(), [probe_report(), there])[0]
+    found = findings.judge_executor_packages(probe_report(), [probe_report(), there])[0]
     assert found.level == PROBLEM
     assert "No module named 'spark_elastic'" in found.says
     assert "/usr/bin/python3" in found.says
 
 
 def test_other_package_version_is_a_problem():
-    found = machine.judge_executor_packages(probe_report(), [probe_report(package="0.0.9")])[0]
+    found = findings.judge_executor_packages(probe_report(), [probe_report(package="0.0.9")])[0]
     assert (found.level, "0.0.9" in found.says, "0.1.0" in found.fix) == (PROBLEM, True, True)
 
 
@@ -63,25 +63,25 @@ def test_other_package_version_is_a_problem():
     ],
 )
 def test_level_of_a_version_difference_depends_on_the_package(changes, level):
-    findings = machine.judge_executor_packages(probe_report(), [probe_report(**changes)])[1:]
-    assert [finding.level for finding in findings] == [level]
+    found = findings.judge_executor_packages(probe_report(), [probe_report(**changes)])[1:]
+    assert [finding.level for finding in found] == [level]
 
 
 def test_old_torch_on_the_driver_is_a_problem():
-    findings = machine.judge_driver_packages(probe_report(packages={**probe_report()["packages"], "torch": "2.5.1"}))
-    assert any(f.level == PROBLEM and "torch>=2.6" in f.fix for f in findings)
+    found = findings.judge_driver_packages(probe_report(packages={**probe_report()["packages"], "torch": "2.5.1"}))
+    assert any(f.level == PROBLEM and "torch>=2.6" in f.fix for f in found)
 
 
 def test_failed_import_of_torch_is_reported_with_its_reason():
-    found = machine.judge_torch({"executor 1": RuntimeError("libgomp.so.1: cannot open shared object file")})
+    found = findings.judge_torch({"executor 1": RuntimeError("libgomp.so.1: cannot open shared object file")})
     assert (found.level, "libgomp" in found.says) == (PROBLEM, True)
 
 
 def test_few_descriptors_and_little_space_are_warnings():
     poor = probe_report(descriptors=256, temporary={"path": "/tmp", "free": 1000})
-    findings = machine.judge_limits({"executor 1": poor}, slots=2)
-    assert [finding.level for finding in findings] == [WARNING, WARNING]
-    assert "ulimit -n" in findings[0].fix
+    found = findings.judge_limits({"executor 1": poor}, slots=2)
+    assert [finding.level for finding in found] == [WARNING, WARNING]
+    assert "ulimit -n" in found[0].fix
 
 
 @pytest.mark.parametrize(
@@ -98,44 +98,44 @@ def test_few_descriptors_and_little_space_are_warnings():
 )
 def test_slots_are_compared_with_num_proc(there, need, level):
     count, use = there
-    assert cluster.judge_slots(count, need, **use).level == level
+    assert findings.judge_slots(count, need, **use).level == level
 
 
 def test_silent_executors_are_named():
-    found = cluster.judge_executors([probe_report()], ["1", "2"], wanted=4, waited_s=9.0, error=None)
+    found = findings.judge_executors([probe_report()], ["1", "2"], wanted=4, waited_s=9.0, error=None)
     assert (found.level, "executor 2" in found.says) == (WARNING, True)
-    assert cluster.judge_executors([], ["1"], wanted=4, waited_s=9.0, error=None).level == PROBLEM
+    assert findings.judge_executors([], ["1"], wanted=4, waited_s=9.0, error=None).level == PROBLEM
 
 
 def test_python_mismatch_suggests_pyspark_python():
     error = "[PYTHON_VERSION_MISMATCH] Python in worker has different version 3.9 than that in driver 3.11"
-    found = cluster.judge_executors([], ["1"], wanted=1, waited_s=1.0, error=error)
+    found = findings.judge_executors([], ["1"], wanted=1, waited_s=1.0, error=error)
     assert (found.level, "PYSPARK_PYTHON" in found.fix) == (PROBLEM, True)
 
 
 def test_gpus_that_nobody_asked_for_are_pointed_out_and_none_is_silent():
-    assert cluster.judge_gpus(None, [probe_report()], {}) is None
-    assert cluster.judge_gpus(None, [probe_report(nvidia_devices=2)], {}).level == WARNING
+    assert findings.judge_gpus(None, [probe_report()], {}) is None
+    assert findings.judge_gpus(None, [probe_report(nvidia_devices=2)], {}).level == WARNING
 
 
 def test_task_without_gpu_and_torch_without_cuda_are_problems():
     sees_none = {"executor 1": {"gpus": [], "cuda_build": None}}
-    assert cluster.judge_gpus("1", [probe_report(gpus=[])], {}).level == PROBLEM
-    found = cluster.judge_gpus("1", [probe_report(gpus=["0"])], sees_none)
+    assert findings.judge_gpus("1", [probe_report(gpus=[])], {}).level == PROBLEM
+    found = findings.judge_gpus("1", [probe_report(gpus=["0"])], sees_none)
     assert (found.level, "built without CUDA" in found.says) == (PROBLEM, True)
 
 
 def test_gpu_shared_by_two_tasks_is_a_warning():
     reports = [probe_report(number=0, gpus=["0"]), probe_report(number=1, gpus=["0"])]
-    found = cluster.judge_gpus("0.5", reports, {"executor 1": {"gpus": ["H100"], "cuda_build": "12.6"}})
+    found = findings.judge_gpus("0.5", reports, {"executor 1": {"gpus": ["H100"], "cuda_build": "12.6"}})
     assert (found.level, "Gloo" in found.fix) == (WARNING, True)
     apart = [probe_report(number=0, gpus=["0"]), probe_report(number=1, gpus=["1"])]
-    assert cluster.judge_gpus("1", apart, {}).level == OK
+    assert findings.judge_gpus("1", apart, {}).level == OK
 
 
 def test_unreachable_driver_address_is_reported_with_one_that_works():
     attempts = [{"to": "172.17.0.1:4000", "error": "TimeoutError: timed out"}, {"to": "10.0.0.1:4000", "ms": 2.0}]
-    (found,) = network.judge_executors_to_driver([probe_report(attempts=attempts)])
+    (found,) = between_machines.judge_executors_to_driver([probe_report(attempts=attempts)])
     assert (found.level, found.fix) == (PROBLEM, "set spark.driver.host=10.0.0.1")
 
 
@@ -145,31 +145,31 @@ def test_unconnected_pair_is_a_problem_and_a_filtered_interface_a_warning():
         Attempt("A", "B", "docker0", "172.17.0.1", error="another machine answers there"),
         Attempt("B", "A", "eth0", "10.0.0.2", error="timed out"),
     ]
-    findings = network.judge_between_executors(attempts)
-    assert [finding.level for finding in findings] == [PROBLEM, WARNING]
-    assert "eth0 (10.0.0.2): timed out" in findings[0].says
-    assert "reached on eth0 (10.0.0.3), but not on docker0" in findings[1].says
-    assert [f.level for f in network.judge_between_executors(attempts[:1])] == [OK]
+    found = between_machines.judge_between_executors(attempts)
+    assert [finding.level for finding in found] == [PROBLEM, WARNING]
+    assert "eth0 (10.0.0.2): timed out" in found[0].says
+    assert "reached on eth0 (10.0.0.3), but not on docker0" in found[1].says
+    assert [f.level for f in between_machines.judge_between_executors(attempts[:1])] == [OK]
 
 
 def test_clock_skew_counts_only_beyond_the_error_of_its_measurement():
     fine = {"A": (0.002, 0.001), "B": (5.0, 6.0)}
-    assert [f.level for f in sharing.judge_clocks(fine)] == [OK]
-    levels = [f.level for f in sharing.judge_clocks({"A": (-5.0, 0.1), "B": (300.0, 0.1)})]
+    assert [f.level for f in between_machines.judge_clocks(fine)] == [OK]
+    levels = [f.level for f in between_machines.judge_clocks({"A": (-5.0, 0.1), "B": (300.0, 0.1)})]
     assert levels == [WARNING, PROBLEM]
 
 
 def test_file_invisible_to_others_is_a_problem():
     written = {"the driver": {"ms": 1.0, "free": 9 * 2**30}, "A": {"ms": 1.0, "free": 9 * 2**30}}
     blind = {"the driver": {"ms": 1.0, "missing": {}}, "A": {"ms": 1.0, "missing": {"f/driver": "FileNotFoundError"}}}
-    (found,) = sharing.judge_storage("/data", written, blind, {"f/driver": "the driver", "f/0": "A"})
+    (found,) = between_machines.judge_storage("/data", written, blind, {"f/driver": "the driver", "f/0": "A"})
     assert found.level == PROBLEM
     assert "A does not see in /data what the driver has written" in found.says
 
 
 def test_unopened_memory_is_a_warning_only_where_it_is_supported():
-    assert sharing.judge_shared_memory({"h": "PermissionError"}, {"Linux x86_64"}).level == WARNING
-    assert sharing.judge_shared_memory({"h": "PermissionError"}, {"Linux aarch64"}).level == OK
+    assert between_machines.judge_shared_memory({"h": "PermissionError"}, {"Linux x86_64"}).level == WARNING
+    assert between_machines.judge_shared_memory({"h": "PermissionError"}, {"Linux aarch64"}).level == OK
 
 
 def test_report_is_ok_without_problems_and_has_all_its_forms():
