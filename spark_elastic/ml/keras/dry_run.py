@@ -14,14 +14,12 @@ from spark_elastic.data.reader import Batch
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.keras.sync_batch_normalization import unconverted
 from spark_elastic.ml.callbacks import Callback, check_one_best
-from spark_elastic.ml.keras.assembly import PreparedModel, prepare
 from spark_elastic.ml.keras.callbacks import KerasCallback, adapt_callbacks
-from spark_elastic.ml.keras.compiling import losses_by_output, rule
+from spark_elastic.ml.keras.compiling import losses_by_output, output_names, rule
+from spark_elastic.ml.keras.engine import PreparedModel, prepare
 from spark_elastic.ml.keras.model import KerasPredictor
 from spark_elastic.ml.keras.steps import record_gradients
-from spark_elastic.ml.keras.structure import output_names
 from spark_elastic.ml.keras.training import KerasTraining
-from spark_elastic.ml.outputs import suits
 from spark_elastic.ml.training.dry_run import (
     ROWS,
     DryRunResult,
@@ -69,14 +67,10 @@ def dry_run(
     sums = _step(ready, batch)
     _check_columns(training, ready, sums, callbacks)
     check_callback_states(callbacks)
-    outputs, why_not = try_transform(training, batch, KerasPredictor(ready.model), inference_fn)
-    if why_not:
-        return DryRunResult((), why_not=why_not)
     names = output_names(ready.model)
     of_outputs = losses_by_output(ready.compiled.loss, names)
     first = [loss for name, loss in of_outputs[:1] if names is None or name in (None, names[0])]
-    of_loss = rule(first[0]) if first else None
-    return DryRunResult(outputs, of_loss if of_loss is not None and suits(of_loss, outputs[0].shape) else None)
+    return try_transform(training, batch, KerasPredictor(ready.model), inference_fn, rule(first[0]) if first else None)
 
 
 def _step(ready: PreparedModel, batch: Batch) -> Sums:

@@ -1,6 +1,7 @@
 """ElasticKerasEstimator: a Keras model, trained elastically on the rows of a DataFrame.
 
-Keras is imported inside functions, so that the class can be imported without it, and says what to install when called.
+Keras is imported inside of functions, so that the class can be imported without Keras, and its constructor can say what
+to install.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from spark_elastic.ml.datasets import model_inputs
 from spark_elastic.ml.estimator import ElasticEstimator
 from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.keras.model import ElasticKerasModel
-from spark_elastic.ml.keras.runtime import ENV, NEEDED, check_backend
+from spark_elastic.ml.keras.pickling import KerasPickle
+from spark_elastic.ml.keras.training import ENV, NEEDED, KerasTraining, check_backend, device_name, train
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting
 from spark_elastic.ml.persistence import Codec
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
     import keras
 
     from spark_elastic.ml.keras.compiling import CompileArguments
-    from spark_elastic.ml.keras.pickling import KerasPickle
-    from spark_elastic.ml.keras.training import KerasTraining
 
     KerasLoss: TypeAlias = str | keras.Loss | Callable[..., Any]
     KerasCallback: TypeAlias = Callback | keras.callbacks.Callback
@@ -78,7 +78,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         label_cols: One for each output that has a loss, in the order of `model.outputs`.
         callbacks: Callbacks of `spark_elastic.ml.callbacks` and of `keras.callbacks`, in any order.
         custom_objects: Classes and functions by the names that Keras knows them by, as in `keras.saving.load_model`.
-            Those that the model itself consists of are found without.
+            Those that the model itself consists of need not be listed.
 
     Raises:
         MissingExtraError: TensorFlow is not installed.
@@ -218,7 +218,6 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
     def _check_framework(self) -> None:
         import keras
 
-        from spark_elastic.ml.keras import runtime
         from spark_elastic.ml.keras.compiling import check_losses, compiled_with
 
         model = self._given("model")
@@ -242,7 +241,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
                 )
         for name in ("device", "transform_device"):
             if self._given(name) not in (None, "auto"):
-                runtime.device_name(self._given(name))
+                device_name(self._given(name))
 
     def _compile_arguments(self) -> CompileArguments:
         from spark_elastic.ml.keras.compiling import compile_arguments
@@ -263,9 +262,9 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         return [loss for _, loss in pairs] * (len(labels) if len(pairs) == 1 else 1)
 
     def _label_dtypes(self) -> list[str | None]:
-        from spark_elastic.ml.keras import compiling
+        from spark_elastic.ml.keras.compiling import label_dtype
 
-        return [compiling.label_dtype(loss) for loss in self._losses()]
+        return [label_dtype(loss) for loss in self._losses()]
 
     def _tensors(self, schema: Any) -> Tensors:
         from spark_elastic.ml.keras import compiling
@@ -290,7 +289,6 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
 
     def _training(self, dataset: Dataset, run: Store, resume_from: str | None) -> KerasTraining:
         from spark_elastic.ml.keras.compiling import values_of
-        from spark_elastic.ml.keras.training import KerasTraining
 
         model, compiled = self._built_model(dataset), self._compile_arguments()
         own = getattr(self._given("model"), "optimizer", None)
@@ -303,12 +301,12 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         )
 
     def _built_model(self, dataset: Dataset) -> Any:
-        """Return the given model, or a copy that is built for the columns.
+        """Return the given model, or a copy that is built for the columns, if the model is not built.
 
         Raises:
             InvalidSettingsError: The model does not take the columns, or cannot be built.
         """
-        from spark_elastic.ml.keras.structure import build_for, input_names
+        from spark_elastic.ml.keras.compiling import build_for, input_names
 
         model, inputs = self._given("model"), model_inputs(dataset, self._given("input_shapes"))
         names = input_names(model)
@@ -329,17 +327,16 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
 
     def _sealed(self, name: str, value: Any) -> KerasPickle:
         """Return a pickle of a setting. Raises `NotPicklableError`, naming the setting, if that is impossible."""
-        from spark_elastic.ml.keras.pickling import KerasPickle
-
         try:
             sealed = KerasPickle.of(value, self._given("custom_objects"))
             sealed.load()
         except Exception as error:
             raise NotPicklableError(
                 f"{name} cannot be sent to the workers: {_first_words(error)}. Layers, models, metrics and schedules "
-                "of your own need a get_config that returns all arguments of their __init__, which takes **kwargs for "
-                "those of Keras; @keras.saving.register_keras_serializable(), or custom_objects={...}, says what a "
-                "name in it means"
+                "of your own need a get_config that returns all arguments of __init__, and an __init__ that passes "
+                "**kwargs on to Keras. Register classes and functions of your own with "
+                "@keras.saving.register_keras_serializable(), or give them in custom_objects={...}, so that the "
+                "workers find them by name"
             ) from error
         return sealed
 
@@ -349,8 +346,6 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         return dry_run(training, self._given("inference_fn"))
 
     def _train_fn(self) -> Callable[[Any], Any]:
-        from spark_elastic.ml.keras.training import train
-
         return train
 
     def _worker_env(self) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""Keras objects on their way to other processes, together with the user's classes and functions.
+"""Pickle Keras objects for other processes, together with the user's classes and functions that they refer to.
 
-Keras objects pickle by themselves only if the process that loads them can import their classes, and loading imports
-TensorFlow. A `KerasPickle` is bytes until it is loaded, and brings the user's classes along, even those of `__main__`.
+A plain pickle of a Keras object can be loaded only where its classes can be imported, and loading it imports TensorFlow
+at once. A `KerasPickle` is bytes until `load` is called, and contains the user's classes, even those of `__main__`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle
 
-from spark_elastic.ml.keras.runtime import prefer_backend
+from spark_elastic.ml.keras.training import prefer_backend
 
 
 class KerasPickle:
@@ -34,8 +34,8 @@ class KerasPickle:
 
         Args:
             value: Keras objects and plain values.
-            custom_objects: classes and functions by the names that Keras knows them by; those within the value are
-                found without.
+            custom_objects: classes and functions by the names that Keras knows them by. Those that are used within the
+                value are found even if they are not listed here.
         """
         return cls(dumps(value, custom_objects))
 
@@ -101,7 +101,7 @@ def load_model(
     Args:
         file: its archive.
         custom_objects: classes and functions by the names in the archive.
-        arguments: the arguments of `compile`; none leave the model uncompiled.
+        arguments: the arguments of `compile`; without any, the model is not compiled.
         values: the values of the optimizer's variables; None: a new optimizer.
     """
     from spark_elastic.ml.keras.compiling import compile_again

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,16 +12,12 @@ import torch
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.callbacks import check_one_best
-from spark_elastic.ml.outputs import suits
-from spark_elastic.ml.torch.batches import BatchMaker, TorchBatch
-from spark_elastic.ml.torch.engine import single_row_norm
+from spark_elastic.ml.torch.engine import objective_of, single_row_norm
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model import TorchPredictor
-from spark_elastic.ml.torch.objective import ForwardResult, Objective, rule
-from spark_elastic.ml.torch.optimizers import LearningRateSchedule, build_optimizer
+from spark_elastic.ml.torch.objective import BatchMaker, ForwardResult, Objective, TorchBatch, rule
 from spark_elastic.ml.torch.serialization import detached
-from spark_elastic.ml.torch.spec import TorchTraining
-from spark_elastic.ml.torch.training import objective_of
+from spark_elastic.ml.torch.spec import LearningRateSchedule, TorchTraining, build_optimizer
 from spark_elastic.ml.training.dry_run import (
     ROWS,
     DryRunResult,
@@ -67,13 +62,10 @@ def dry_run(
     try:
         batch = first_rows(copied, ROWS)
         _step(copied, batch)
-        outputs, why_not = try_transform(copied, batch, TorchPredictor(copied.model.eval(), "cpu"), inference_fn)
+        first = training.loss[0] if isinstance(training.loss, (list, tuple)) else training.loss
+        return try_transform(copied, batch, TorchPredictor(copied.model.eval(), "cpu"), inference_fn, rule(first))
     finally:
         torch.random.set_rng_state(generator)
-    if why_not:
-        return DryRunResult((), why_not=why_not)
-    of_loss = rule(training.loss[0] if isinstance(training.loss, (list, tuple)) else training.loss)
-    return DryRunResult(outputs, of_loss if of_loss is not None and suits(of_loss, outputs[0].shape) else None)
 
 
 def _step(training: TorchTraining, batch: Batch) -> None:
@@ -88,8 +80,10 @@ def _step(training: TorchTraining, batch: Batch) -> None:
     with (
         UserCodeContext("the model and its loss", part.rows, part.tensors),
         single_row_norm(model, part.rows),
-        _no_broadcast(),
+        warnings.catch_warnings(),
     ):
+        # torch warns of a loss that compares each output with the labels of all rows; here that is an error
+        warnings.filterwarnings("error", message="Using a target size")
         result = objective.forward(model, part)
         counts = objective.counts(parts) if objective.normalised else ()
         share = objective.share(result, part.rows, counts)
@@ -122,12 +116,15 @@ def _step(training: TorchTraining, batch: Batch) -> None:
 
 
 def _check_pairs(objective: Objective, part: TorchBatch, result: ForwardResult) -> None:
-    """Raise DataError if a user's loss broadcasts, and so compares each output with the labels of all rows."""
+    """Raise DataError if a user's loss broadcasts, and so compares each output with the labels of all rows.
+
+    The loss of all rows must be the sum of the losses of each row alone.
+    """
     for at, (term, label) in enumerate(zip(objective.terms, part.labels, strict=False)):
         output, given = result.outputs[at], result.labels[at]
         if term.of_classes or term.of_numbers or label.shape == output.shape or label.numel() != output.numel():
             continue
-        # Made-up labels, because those of the first rows may all be equal, which would hide the difference.
+        # Invented labels, because the labels of the first rows may all be equal, which would hide the difference.
         given = (torch.arange(given.numel()) % 2).to(given.dtype).reshape(given.shape)
         try:
             with torch.no_grad():
@@ -142,14 +139,6 @@ def _check_pairs(objective: Objective, part: TorchBatch, result: ForwardResult) 
                 f"{list(output.shape)} seem to be compared in all pairs; give them one shape, in the loss or by "
                 "label_shapes"
             )
-
-
-@contextmanager
-def _no_broadcast() -> Iterator[None]:
-    """Make an error of torch's warning that a loss compares each output with the labels of all rows."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Using a target size")
-        yield
 
 
 def _check_writable(

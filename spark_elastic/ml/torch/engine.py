@@ -1,7 +1,9 @@
-"""The steps and measurements of a PyTorch module: the `Engine` of `ml.training.engine`, and batch normalisation."""
+"""Training a PyTorch module in a worker: its steps, its measurements, and putting the trainer together."""
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,18 +14,28 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import spark_elastic.torch as hvd
 from spark_elastic.collective.fused import without_rows
 from spark_elastic.collective.objects import broadcast_tensors
+from spark_elastic.collective.process import process
 from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.data.reader import Batch
+from spark_elastic.elastic.steps import LoopWatch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
-from spark_elastic.ml.torch.batches import BatchMaker
+from spark_elastic.ml.callbacks import check_one_best
+from spark_elastic.ml.preparation import WEIGHT
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
-from spark_elastic.ml.torch.objective import Objective
-from spark_elastic.ml.torch.optimizers import LearningRateSchedule
+from spark_elastic.ml.torch.objective import BatchMaker, Objective
 from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
-from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
-from spark_elastic.ml.training.engine import FrameworkEngine, Measured, gather_pieces
+from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, build_optimizer
+from spark_elastic.ml.training.columns import LABEL
+from spark_elastic.ml.training.engine import FrameworkEngine, Measured, TrainingState, gather_pieces
 from spark_elastic.ml.training.progress import Piece, Progress, Sums
+from spark_elastic.ml.training.saving import CallbackStates, CheckpointSchedule
+from spark_elastic.ml.training.spec import TrainingResult
+from spark_elastic.ml.training.trainer import Trainer
+from spark_elastic.torch.elastic.handlers import handler_for
+from spark_elastic.torch.elastic.state import TorchOptimizerSteps
 from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
+
+log = logging.getLogger("spark_elastic.ml")
 
 TENSORS = "state.pt"
 """The file of a checkpoint with all tensors."""
@@ -72,44 +84,41 @@ def _choose_mode(norm: torch.nn.Module, args: tuple[Any, ...]) -> None:
 
 
 class TorchEngine(FrameworkEngine):
-    """The steps and measurements of one module; `training.assemble` puts it together.
+    """The `Engine` of one module: moves the module to the device and makes its optimizer, losses and metrics.
 
     Args:
         training: the settings.
-        model: the module, on the device.
-        optimizer: a `hvd.DistributedOptimizer` with op=Sum.
-        best: a copy of the module for the weights of the best epoch.
-        objective: the losses.
-        metrics: the accumulator of losses and metrics.
-        schedule: the learning rate schedule.
-        device: the device that the module is on.
+        keeps_best: keep a copy of the module for the weights of the best epoch.
+
+    Raises:
+        InvalidSettingsError: module, losses, metrics, optimizer and device do not go together.
     """
 
-    def __init__(
-        self,
-        training: TorchTraining,
-        *,
-        model: torch.nn.Module,
-        optimizer: Any,
-        best: torch.nn.Module | None,
-        objective: Objective,
-        metrics: TorchMetricAccumulator,
-        schedule: LearningRateSchedule,
-        device: torch.device,
-    ) -> None:
-        super().__init__(training, model, best, metrics)
-        self.optimizer = optimizer
-        self.gathers = metrics.gathers
-        self._objective = objective
-        self._accumulator = metrics
-        self._schedule = schedule
-        self._device = device
-        self._maker = BatchMaker(training, device)
-        named = [(name, param, param.requires_grad) for name, param in model.named_parameters()]
+    def __init__(self, training: TorchTraining, keeps_best: bool) -> None:
+        self._device = hvd.device(training.device)
+        model = training.model.to(self._device)
+        if training.sync_batch_norm:
+            synchronise(model)
+        optimizer = build_optimizer(training.optimizer, model)
+        self.schedule = LearningRateSchedule(training, optimizer)
+        best = copy.deepcopy(model).requires_grad_(False) if keeps_best else None
+        self._objective = objective_of(training, self._device)
+        self.metrics = TorchMetricAccumulator(self._objective, training.metrics)
+        super().__init__(training, model, best, self.metrics)
+        self.gathers = self.metrics.gathers
+        self._maker = BatchMaker(training, self._device)
+        self._named = [(name, param, param.requires_grad) for name, param in model.named_parameters()]
         trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        self._named = named
-        self._params = [param for _, param, requires_grad in named if requires_grad and id(param) in trained]
-        self._others = [param for _, param, requires_grad in named if requires_grad and id(param) not in trained]
+        self.optimizer: Any = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=[(name, param) for name, param, _ in self._named if id(param) in trained],
+            compression=getattr(hvd.Compression, training.compression),
+            backward_passes_per_step=training.accumulation,
+            op=hvd.Sum,
+        )
+        with_grad = [param for _, param, requires_grad in self._named if requires_grad]
+        self._params = [param for param in with_grad if id(param) in trained]
+        self._others = [param for param in with_grad if id(param) not in trained]
         """Parameters of no optimizer. Their gradients differ between workers and must not accumulate."""
         self._buffers = list(model.buffers())
         self._synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
@@ -140,7 +149,7 @@ class TorchEngine(FrameworkEngine):
             param.grad = None
         numbers, pieces = self._gradients(batch, stop)
         self._apply()
-        self._schedule.after_step()
+        self.schedule.after_step()
         return Measured(numbers[:-1].numpy(), pieces, bool(numbers[-1]))
 
     def _check_frozen(self) -> None:
@@ -165,7 +174,7 @@ class TorchEngine(FrameworkEngine):
             The sums of losses and metrics of these rows followed by the stop flag, float64, and the gathered pieces of
             metrics. The vector is reduced with the gradients: the optimizer's step makes it the sum over all workers.
         """
-        model, objective, metrics = self.model, self._objective, self._accumulator
+        model, objective, metrics = self.model, self._objective, self.metrics
         parts = self._maker.parts(batch)
         counts: Sequence[float] = ()
         if objective.normalised:
@@ -185,7 +194,7 @@ class TorchEngine(FrameworkEngine):
                 pieces.append(metrics.measure(result, part.rows, numbers))
             else:
                 with without_rows():
-                    result = objective.forward(model, self._maker.stand_in())
+                    result = objective.forward(model, self._maker.first_row)
                 share = objective.share(result, batch.global_rows, counts) * 0.0
             if number < passes - 1:
                 share.backward()  # type: ignore[no-untyped-call]
@@ -234,13 +243,13 @@ class TorchEngine(FrameworkEngine):
         self.model.eval()
 
     def measure(self, batches: Iterable[Batch]) -> tuple[Sums, list[Piece]]:
-        numbers = torch.zeros(self._accumulator.width, dtype=torch.float64)
+        numbers = torch.zeros(self.metrics.width, dtype=torch.float64)
         pieces: list[Piece] = []
         with torch.no_grad():
             for batch in batches:
                 for part in self._maker.parts(batch):
                     result = self._objective.forward(self.model, part)
-                    pieces.append(self._accumulator.measure(result, part.rows, numbers))
+                    pieces.append(self.metrics.measure(result, part.rows, numbers))
         return numbers.numpy(), pieces
 
     def share_buffers(self) -> None:
@@ -256,7 +265,7 @@ class TorchEngine(FrameworkEngine):
     # --- ends -------------------------------------------------------------------------------------
 
     def after_epoch(self, row: Mapping[str, float]) -> None:
-        self._schedule.after_epoch(row)
+        self.schedule.after_epoch(row)
 
     def keep_best(self) -> None:
         self.best.load_state_dict(self.model.state_dict())
@@ -274,7 +283,7 @@ class TorchEngine(FrameworkEngine):
             CheckpointError: optimizer or scheduler hold something that cannot be written; from the returned function: a
                 parameter is NaN.
         """
-        scheduler, best = self._schedule.scheduler, self.best
+        scheduler, best = self.schedule.scheduler, self.best
         tensors = {
             "model": detached(self.model.state_dict(), "the model"),
             "optimizer": detached(self.optimizer.state_dict(), "the optimizer"),
@@ -297,11 +306,73 @@ class TorchEngine(FrameworkEngine):
         tensors = from_bytes(files[TENSORS])
         self.model.load_state_dict(tensors["model"])
         self.optimizer.load_state_dict(tensors["optimizer"])
-        if self._schedule.scheduler is not None and tensors["scheduler"] is not None:
-            self._schedule.scheduler.load_state_dict(tensors["scheduler"])
+        if self.schedule.scheduler is not None and tensors["scheduler"] is not None:
+            self.schedule.scheduler.load_state_dict(tensors["scheduler"])
         if self.best is not None and tensors["best"] is not None:
             self.best.load_state_dict(tensors["best"])
         return tensors["pieces"], tensors["val_pieces"]
 
     def close(self) -> None:
         self.optimizer.detach()  # the model may be trained again in this process
+
+
+# --- the training ---------------------------------------------------------------------------------
+
+
+def train(training: TorchTraining) -> TrainingResult:
+    """Train a module; run it in the workers of a job: `spark_elastic.run(train, (training,))`.
+
+    Outside of a job this process trains alone. When it returns, the trained model is in `training.store`, in the file
+    `spec.MODEL_FILE`.
+
+    Raises:
+        InvalidSettingsError: model, losses, metrics and optimizer do not go together.
+        DataError: they do not go with the data.
+        CheckpointError: `resume_from` cannot be used.
+    """
+    hvd.init()
+    return assemble(training).run()
+
+
+def assemble(training: TorchTraining) -> Trainer:
+    """Build the trainer of this worker; raise as `train` does."""
+    if training.compression != "none" and hvd.size() == 1 and not process.provisional:
+        log.info("gradient_compression has no effect in a world of one worker")
+    callbacks = [*training.callbacks, *training.plan_callbacks()]
+    check_one_best(callbacks)
+    engine = TorchEngine(training, any(callback.restores_best for callback in callbacks))
+    checkpoints = CheckpointSchedule(training, engine, callbacks, engine.metrics.names)
+    values = {
+        "model": engine.model,
+        "optimizer": engine.optimizer,
+        "scheduler": engine.schedule.scheduler,
+        "best": engine.best,
+        "callbacks": CallbackStates(callbacks),
+        "at": checkpoints.first_progress(),
+    }
+    state = TrainingState(handler_for, LoopWatch, TorchOptimizerSteps, values)
+    return Trainer(training, engine=engine, state=state, callbacks=callbacks, checkpoints=checkpoints)
+
+
+def objective_of(training: TorchTraining, device: torch.device | None = None) -> Objective:
+    """Build the losses of a training.
+
+    Args:
+        training: the settings.
+        device: where to move the losses' tensors, such as class weights; None: leave them.
+
+    Raises:
+        InvalidSettingsError: the numbers of losses, weights and labels do not match.
+    """
+    if device is not None:
+        for loss in training.loss if isinstance(training.loss, Sequence) else [training.loss]:
+            if isinstance(loss, torch.nn.Module):
+                loss.to(device)
+    names = {field.name for field in training.dataset.layout.fields}
+    return Objective(
+        training.loss,
+        training.train_fn,
+        labels=sum(name.startswith(LABEL) for name in names),
+        weighted=WEIGHT in names,
+        loss_weights=training.loss_weights,
+    )

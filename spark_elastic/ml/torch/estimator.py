@@ -31,9 +31,9 @@ from spark_elastic.ml.shared_params import (
 )
 from spark_elastic.ml.torch import objective, serialization
 from spark_elastic.ml.torch.dry_run import dry_run
+from spark_elastic.ml.torch.engine import train
 from spark_elastic.ml.torch.model import ElasticTorchModel
-from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
-from spark_elastic.ml.torch.training import train
+from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining, check_parameters
 from spark_elastic.ml.training.dry_run import DryRunResult
 from spark_elastic.ml.trust import trusted_files
 
@@ -201,7 +201,13 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
                 f"optimizer must be a torch optimizer, its class, or a function of the parameters, not {optimizer!r}"
             )
         self._check_losses()
-        self._check_optimizer(model, optimizer)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            check_parameters(optimizer, model)
+            if getattr(self._given("lr_scheduler"), "optimizer", optimizer) is not optimizer:
+                raise InvalidSettingsError(
+                    "lr_scheduler was made for another optimizer than the one that is set; give a function of the "
+                    "optimizer that returns a scheduler"
+                )
         for callback in self._callbacks():
             if not isinstance(callback, Callback):
                 raise InvalidSettingsError(
@@ -225,24 +231,6 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
                 )
         if isinstance(loss, (list, tuple)) and labels and len(loss) != len(labels):
             raise InvalidSettingsError(f"{len(loss)} losses for {len(labels)} label_cols ({', '.join(labels)})")
-
-    def _check_optimizer(self, model: torch.nn.Module, optimizer: Any) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            return
-        own = {id(parameter) for parameter in model.parameters()}
-        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
-        if foreign:
-            raise InvalidSettingsError(
-                f"{len(foreign)} of the optimizer's parameters are not the model's: it was made for another module. "
-                "Give a function of the parameters instead, which works with any model: "
-                f"lambda params: torch.optim.{type(optimizer).__name__}(params, lr={optimizer.defaults.get('lr')})"
-            )
-        scheduler = self._given("lr_scheduler")
-        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-            raise InvalidSettingsError(
-                "lr_scheduler was made for another optimizer than the one that is set; give a function of the "
-                "optimizer that returns a scheduler"
-            )
 
     def _label_dtypes(self) -> list[str | None]:
         loss, labels = self._given("loss"), self._given("label_cols") or []

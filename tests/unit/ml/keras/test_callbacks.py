@@ -203,11 +203,11 @@ def in_worker_that_remembers(data, folder, victim):
     remembering = Remembering()
     logger = keras.callbacks.CSVLogger(str(folder / "log.csv"))
     training = make_training(data, folder, callbacks=[])
-    from spark_elastic.ml.keras import assembly
+    from spark_elastic.ml.keras import engine
 
-    plain = assembly.adapt_callbacks
+    plain = engine.adapt_callbacks
     given = [remembering, checkpoint, logger, stopping, ends]
-    assembly.adapt_callbacks = lambda _, *rest: plain(given, *rest)
+    engine.adapt_callbacks = lambda _, *rest: plain(given, *rest)
     result = trainings.outcome(training)
     return {
         **result,
