@@ -6,11 +6,10 @@ Inputs and outputs are flat lists here, whatever structure the model has: in the
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -102,7 +101,9 @@ def build_for(
             )
     config = architecture(model)
     objects = custom_objects_of(model, custom_names(model, config), custom_objects)
-    with _seeded_initializers(seed):
+    before = random.getstate()
+    random.seed(seed)  # initializers without a seed of their own draw one from Python's generator
+    try:
         copied = keras.saving.deserialize_keras_object(config, custom_objects=objects, safe_mode=False)
         rows = [np.zeros((1, *field.shape), field.dtype) for field in inputs]
         try:
@@ -112,18 +113,9 @@ def build_for(
             raise InvalidSettingsError(
                 f"the model is not built, and cannot be built for rows of these columns ({shapes}): {error}"
             ) from error
-    return copied
-
-
-@contextlib.contextmanager
-def _seeded_initializers(seed: int) -> Iterator[None]:
-    """Seed Python's random generator: initializers without a seed of their own draw their seed from it."""
-    before = random.getstate()
-    random.seed(seed)
-    try:
-        yield
     finally:
         random.setstate(before)
+    return copied
 
 
 # --- the arguments of compile -------------------------------------------------------------------------
@@ -131,14 +123,9 @@ def _seeded_initializers(seed: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileArguments:
-    """The arguments of `keras.Model.compile`.
+    """The arguments of `keras.Model.compile`; the optimizer is an instance that may have no variables yet.
 
-    Attributes:
-        optimizer: an instance without variables.
-        loss: a loss, or one for each output; None: the model adds its own.
-        loss_weights: factors of the losses.
-        metrics: metrics that ignore sample weights.
-        weighted_metrics: metrics that use sample weights.
+    Without a loss, the model adds its own. `metrics` ignore sample weights, `weighted_metrics` use them.
     """
 
     optimizer: Any
@@ -163,7 +150,7 @@ def compile_arguments(model: Any, **settings: Any) -> CompileArguments:
 
 
 def compiled_with(model: Any) -> dict[str, Any]:
-    """Return the arguments of the last `model.compile`; {} without any."""
+    """Return the arguments of the last `model.compile`; {} if the model is not compiled."""
     config = getattr(getattr(model, "_compile_config", None), "config", None)
     if not getattr(model, "compiled", False) or config is None:
         return {}
@@ -183,17 +170,31 @@ def compile_again(model: Any, arguments: Mapping[str, Any], values: Sequence[Any
     """Compile a model with the arguments of `compiled_with` and the optimizer's values of `values_of`."""
     model.compile(**arguments)
     if values is not None:
-        model.optimizer.build(model.trainable_variables)
-        for variable, value in zip(model.optimizer.variables, values, strict=True):
-            variable.assign(value)
+        build_optimizer(model, values)
+
+
+def build_optimizer(model: Any, values: Sequence[Any] | None) -> None:
+    """Create the optimizer's variables, and assign values to them; None: leave their initial values.
+
+    Raises:
+        InvalidSettingsError: the values belong to other weights.
+    """
+    optimizer = model.optimizer
+    optimizer.build(model.trainable_variables)
+    if values is None:
+        return
+    variables = optimizer.variables
+    if [tuple(each.shape) for each in values] != [tuple(each.shape) for each in variables]:
+        raise InvalidSettingsError(
+            f"the optimizer that the model was compiled with has {len(values)} values, and {len(variables)} are needed "
+            "for the weights that are trained now; give a new optimizer"
+        )
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
 
 
 def _optimizer_of(given: Any) -> Any:
-    """Return the optimizer that an instance, a name or a configuration stands for.
-
-    Raises:
-        InvalidSettingsError: the value is something else.
-    """
+    """Look up the optimizer of a name or configuration; return an instance itself; else raise InvalidSettingsError."""
     if given is None:
         raise InvalidSettingsError(
             "optimizer is not set, and the model is not compiled: keras.optimizers.Adam(1e-3), for example"
@@ -216,8 +217,7 @@ def _optimizer_of(given: Any) -> Any:
 # --- known losses: how they read labels, and how a prediction follows from an output ------------------
 
 
-@dataclass(frozen=True, slots=True)
-class KerasLossKind:
+class KerasLossKind(NamedTuple):
     """The properties of a known loss.
 
     Attributes:
@@ -233,7 +233,6 @@ class KerasLossKind:
 
 _CLASSES = ("argmax", "argmax_probability")
 _BINARY = ("binary_logit", "binary_probability")
-_RAW, _BY_SIGN = ("value", "value"), ("binary_logit", "binary_logit")
 _KINDS: Mapping[str, KerasLossKind] = {
     "sparse_categorical_crossentropy": KerasLossKind(*_CLASSES, "class"),
     "categorical_crossentropy": KerasLossKind(*_CLASSES, "one-hot"),
@@ -242,24 +241,20 @@ _KINDS: Mapping[str, KerasLossKind] = {
     "categorical_generalized_cross_entropy": KerasLossKind("argmax_probability", "argmax_probability", "class"),
     "binary_crossentropy": KerasLossKind(*_BINARY, "number"),
     "binary_focal_crossentropy": KerasLossKind(*_BINARY, "number"),
-    "hinge": KerasLossKind(*_BY_SIGN, "number"),
-    "squared_hinge": KerasLossKind(*_BY_SIGN, "number"),
+    "hinge": KerasLossKind("binary_logit", "binary_logit", "number"),
+    "squared_hinge": KerasLossKind("binary_logit", "binary_logit", "number"),
     **dict.fromkeys(
         (
             *("mean_squared_error", "mean_absolute_error", "mean_absolute_percentage_error", "huber", "log_cosh"),
             *("mean_squared_logarithmic_error", "poisson", "kl_divergence", "cosine_similarity"),
         ),
-        KerasLossKind(*_RAW, "number"),
+        KerasLossKind("value", "value", "number"),
     ),
 }
 
 
 def loss_of(loss: Any) -> Any:
-    """Return Keras's loss of that name or configuration; return anything else unchanged.
-
-    Raises:
-        InvalidSettingsError: Keras has no such loss.
-    """
+    """Look up the loss of a name or configuration, or raise InvalidSettingsError; return other values unchanged."""
     if not isinstance(loss, (str, dict)):
         return loss
     try:
@@ -279,7 +274,7 @@ def loss_kind(loss: Any) -> KerasLossKind | None:
 
 
 def rule(loss: Any) -> str | None:
-    """Return how a prediction follows from an output of this loss, as of the setting `prediction`; None: unknown."""
+    """Return the rule for a prediction from an output of this loss, as in the setting `prediction`; None: unknown."""
     known = loss_kind(loss)
     if known is None:
         return None
@@ -288,7 +283,7 @@ def rule(loss: Any) -> str | None:
 
 
 def label_dtype(loss: Any) -> str | None:
-    """Return the type that a scalar label needs for this loss: INTEGER for class numbers, else FLOAT; None: unknown."""
+    """Return the type that this loss needs for scalar labels: INTEGER for class numbers, else FLOAT; None: unknown."""
     known = loss_kind(loss)
     return None if known is None else INTEGER if known.labels == "class" else FLOAT
 
@@ -326,16 +321,7 @@ def losses_by_output(loss: Any, names: Sequence[str] | None) -> list[tuple[str |
 
 
 def check_losses(model: Any, loss: Any, labels: Sequence[str] | None) -> list[tuple[str | None, Any]]:
-    """Return `losses_by_output`, with one loss for each label.
-
-    Args:
-        model: the model.
-        loss: the argument `loss` of `compile`.
-        labels: the label columns; None if they are not known.
-
-    Raises:
-        InvalidSettingsError: a value is not a loss, or the numbers of losses and labels differ.
-    """
+    """Return `losses_by_output`; raise InvalidSettingsError if one is not a loss, or the number of labels differs."""
     pairs = losses_by_output(loss, output_names(model))
     for _, each in pairs:
         made = loss_of(each)

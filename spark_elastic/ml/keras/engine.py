@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,13 +18,14 @@ from spark_elastic.data.reader import Batch
 from spark_elastic.elastic.handlers import Handlers, StateHandler
 from spark_elastic.elastic.recovery import Recovery
 from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, StepCounter
-from spark_elastic.errors import CheckpointError, InvalidSettingsError
+from spark_elastic.errors import CheckpointError
 from spark_elastic.keras import variables as values
 from spark_elastic.keras.elastic.handlers import handler_for
 from spark_elastic.keras.sync_batch_normalization import convert, is_synchronised
 from spark_elastic.ml.callbacks import check_one_best
+from spark_elastic.ml.keras import serialization
 from spark_elastic.ml.keras.callbacks import KerasCallbacks, adapt_callbacks
-from spark_elastic.ml.keras.compiling import CompileArguments
+from spark_elastic.ml.keras.compiling import CompileArguments, build_optimizer
 from spark_elastic.ml.keras.feeding import FIRST_ROWS, BatchFeeder, BatchPart, KerasBatch
 from spark_elastic.ml.keras.metrics import (
     KerasMetricAccumulator,
@@ -33,13 +34,6 @@ from spark_elastic.ml.keras.metrics import (
     count_by_row,
     count_losses_by_row,
     divides_by_weights,
-)
-from spark_elastic.ml.keras.serialization import (
-    arrays_from_bytes,
-    arrays_to_bytes,
-    assign,
-    named_values,
-    weights_to_bytes,
 )
 from spark_elastic.ml.keras.steps import StepGraphs
 from spark_elastic.ml.preparation import WEIGHT
@@ -82,12 +76,7 @@ class PreparedModel(NamedTuple):
 
 
 def prepare(training: KerasTraining) -> PreparedModel:
-    """Compile the model and trace its step.
-
-    Raises:
-        InvalidSettingsError: model, losses, metrics and optimizer do not go together.
-        DataError: they do not go with the data.
-    """
+    """Compile the model and trace its step; raise as `training.train` does."""
     model, compiled = training.model.load(), training.compiled.load()
     if training.sync_batch_norm:
         convert(model)
@@ -106,14 +95,14 @@ def prepare(training: KerasTraining) -> PreparedModel:
     feeder = BatchFeeder(training, model, compiled)
     _create_metric_variables(model, feeder, training)
     count_losses_by_row(model, shares)
-    _build_optimizer(model, training.optimizer_values)
+    build_optimizer(model, training.optimizer_values)
     metrics = KerasMetricAccumulator(model)
     graphs = StepGraphs(training, model, feeder, metrics, shares)
     return PreparedModel(model, compiled, feeder, metrics, graphs, averaged)
 
 
 def _create_metric_variables(model: Any, feeder: BatchFeeder, training: KerasTraining) -> None:
-    """Call losses and metrics once, because they create their variables at their first rows."""
+    """Call losses and metrics once with some rows: they create their variables when they are first called."""
     (rows,) = feeder.arrays(first_rows(training, FIRST_ROWS), parts=1)
     x, y, weights = (*feeder.structure(tuple(map(tf.constant, rows))), None)[:3]
     y_pred = model(x)
@@ -122,34 +111,11 @@ def _create_metric_variables(model: Any, feeder: BatchFeeder, training: KerasTra
     model.compute_metrics(x, y, y_pred, sample_weight=weights)
 
 
-def _build_optimizer(model: Any, values: Sequence[Any] | None) -> None:
-    """Create the optimizer's variables; raise InvalidSettingsError if the values belong to other weights."""
-    optimizer = model.optimizer
-    optimizer.build(model.trainable_variables)
-    if values is None:
-        return
-    variables = optimizer.variables
-    if [tuple(each.shape) for each in values] != [tuple(each.shape) for each in variables]:
-        raise InvalidSettingsError(
-            f"the optimizer that the model was compiled with has {len(values)} values, and {len(variables)} are needed "
-            "for the weights that are trained now; give a new optimizer"
-        )
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
-
-
 # --- the engine ---------------------------------------------------------------------------------------
 
 
 class KerasEngine(FrameworkEngine):
-    """The `Engine` of one Keras model.
-
-    Args:
-        training: the settings.
-        ready: the model and the objects that run a step.
-        best: a copy of the model for the weights of the best epoch; None: no callback restores them.
-        callbacks: all callbacks of the training.
-    """
+    """The `Engine` of one Keras model; `best` is a copy of the model for the weights of the best epoch, or None."""
 
     gathers = False
 
@@ -176,12 +142,10 @@ class KerasEngine(FrameworkEngine):
         return float(self.optimizer.learning_rate)
 
     def use_threads(self, count: int) -> None:
-        """Do nothing: TensorFlow takes the number of threads only before it runs for the first time."""
+        """Do nothing: the number of TensorFlow's threads cannot change once TensorFlow has run."""
 
     def feed(self, batches: Generator[Batch]) -> Generator[KerasBatch]:
         return self._feeder.batches(batches)
-
-    # --- steps ------------------------------------------------------------------------------------
 
     def step(self, batch: KerasBatch, at: Progress, stop: bool) -> Measured:
         with translated():
@@ -196,7 +160,7 @@ class KerasEngine(FrameworkEngine):
         return Measured(numbers[:-1], (), bool(numbers[-1]))
 
     def _uncounted(self, batch: KerasBatch) -> list[BatchPart]:
-        """Return a row for each pass for which this worker has no rows, but other workers have.
+        """Return the first row once for each pass for which this worker has no rows, but other workers have.
 
         Synchronised layers have collectives in their passes, so every worker must make the same number of passes.
         """
@@ -212,19 +176,13 @@ class KerasEngine(FrameworkEngine):
             self._graphs.put_back()
 
     def _shares(self, batch: KerasBatch) -> list[tuple[float, float]]:
-        """Return each part's share of the batch, by number of rows and by sample weight.
-
-        Raises:
-            HorovodInternalError: the reduction of the weights failed.
-        """
+        """Return each part's share of the batch, by rows and by sample weight; the sum of the weights is reduced."""
         shares = [part.rows / batch.global_rows for part in batch.parts]
         if not self._by_weight:
             return [(share, 1.0) for share in shares]
         own = [float(tf.reduce_sum(tf.cast(part.tensors[-1], tf.float64))) for part in batch.parts]
         total = allreduce_(torch.tensor([sum(own)], dtype=torch.float64), op=Sum).item()
         return [(share, weight / total if total else 0.0) for share, weight in zip(shares, own, strict=True)]
-
-    # --- measurements -----------------------------------------------------------------------------
 
     def measure(self, batches: Iterable[KerasBatch]) -> tuple[Sums, list[Piece]]:
         self._graphs.reset()
@@ -258,8 +216,6 @@ class KerasEngine(FrameworkEngine):
     def has_nan(self) -> bool:
         return any(_has_nan(each.numpy()) for each in self.model.trainable_variables)
 
-    # --- ends -------------------------------------------------------------------------------------
-
     def after_callbacks(self) -> None:
         self.callbacks.agree(self._rank, self._size)
 
@@ -274,16 +230,16 @@ class KerasEngine(FrameworkEngine):
         self.optimizer.finalize_variable_values(self.model.trainable_variables)
 
     def model_file(self) -> tuple[str, bytes]:
-        return MODEL_FILE, weights_to_bytes(self.model)
+        return MODEL_FILE, serialization.weights_to_bytes(self.model)
 
     def copies(self, at: Progress) -> Callable[[], dict[str, bytes]]:
         copied = {
-            **named_values(self.model.variables, "model/"),
-            **named_values(self.optimizer.variables, "optimizer/"),
+            **serialization.named_values(self.model.variables, "model/"),
+            **serialization.named_values(self.optimizer.variables, "optimizer/"),
             **{f"callbacks/{name}": array for name, array in self.callbacks.arrays().items()},
         }
         if self.best is not None and at.best_epoch is not None:
-            copied |= named_values(self.best.variables, "best/")
+            copied |= serialization.named_values(self.best.variables, "best/")
         trained = {id(each) for each in self.model.trainable_variables}
         named = zip((name for name in copied if name.startswith("model/")), self.model.variables, strict=True)
         names = () if self._training.allow_nan_loss else tuple(name for name, each in named if id(each) in trained)
@@ -292,16 +248,16 @@ class KerasEngine(FrameworkEngine):
             for name in names:
                 if _has_nan(copied[name]):  # the next step's loss will be NaN too and end the training
                     raise CheckpointError(f"{name} is NaN after step {at.step}")
-            return {ARRAYS: arrays_to_bytes(copied)}
+            return {ARRAYS: serialization.arrays_to_bytes(copied)}
 
         return encode
 
     def load(self, files: Mapping[str, bytes]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-        found = arrays_from_bytes(files[ARRAYS])
-        assign(self.model.variables, found, "model/")
-        assign(self.optimizer.variables, found, "optimizer/")
+        found = serialization.arrays_from_bytes(files[ARRAYS])
+        serialization.assign(self.model.variables, found, "model/")
+        serialization.assign(self.optimizer.variables, found, "optimizer/")
         if self.best is not None and any(name.startswith("best/") for name in found):
-            assign(self.best.variables, found, "best/")
+            serialization.assign(self.best.variables, found, "best/")
         of_callbacks = {name[10:]: array for name, array in found.items() if name.startswith("callbacks/")}
         self.callbacks.take_arrays(of_callbacks)
         return (), ()

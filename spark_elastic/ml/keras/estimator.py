@@ -120,7 +120,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
     custom_objects: Param[Mapping[str, Any] | None] = setting(
         "custom_objects",
         "dict of the names and the classes or functions of your own that the model's configuration names. Those that "
-        "are registered with Keras, or that the model consists of, are found without.",
+        "are registered with Keras, or that the model consists of, need not be listed.",
         to.dictionary,
     )
     getCustomObjects, setCustomObjects = accessors(custom_objects)
@@ -202,8 +202,6 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
 
         return safe_objects
 
-    # --- checks -----------------------------------------------------------------------------------
-
     def _check_loss_weights(self) -> None:
         losses, weights = self._given("loss"), self._given("loss_weights")
         if weights is None:
@@ -218,6 +216,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
     def _check_framework(self) -> None:
         import keras
 
+        from spark_elastic.ml.keras.callbacks import check_callbacks
         from spark_elastic.ml.keras.compiling import check_losses, compiled_with
 
         model = self._given("model")
@@ -233,12 +232,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
                     f"the model's input {each.name} takes batches of {each.shape[0]} rows only, but workers take "
                     "shares of a batch that have any size; create it with shape= instead of batch_shape="
                 )
-        for callback in self._callbacks():
-            if not isinstance(callback, (Callback, keras.callbacks.Callback)):
-                raise InvalidSettingsError(
-                    "callbacks must be a list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback, "
-                    f"not of {callback!r}"
-                )
+        check_callbacks(self._callbacks())
         for name in ("device", "transform_device"):
             if self._given(name) not in (None, "auto"):
                 device_name(self._given(name))
@@ -273,7 +267,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         if self._given("transformation_fn") is not None:
             return made
         if self._given("input_dtypes") is None:
-            # Keras casts inputs to the type of the Input. Stored as that type, integers that are rounded are refused.
+            # Keras casts inputs to the type of the Input. Storing them as that type refuses integers it would round.
             made |= Tensors({}, {name: FLOAT for name in made.dtypes if self._takes_float32(name)})
         for name, loss in zip(self._given("label_cols"), self._losses(), strict=False):
             kind = compiling.loss_kind(loss)
@@ -284,8 +278,6 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
                     "(OneHotEncoder with dropLast=False)"
                 )
         return made
-
-    # --- the training -----------------------------------------------------------------------------
 
     def _training(self, dataset: Dataset, run: Store, resume_from: str | None) -> KerasTraining:
         from spark_elastic.ml.keras.compiling import values_of
@@ -301,11 +293,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         )
 
     def _built_model(self, dataset: Dataset) -> Any:
-        """Return the given model, or a copy that is built for the columns, if the model is not built.
-
-        Raises:
-            InvalidSettingsError: The model does not take the columns, or cannot be built.
-        """
+        """Return the given model if it is built, else a copy that is built for the columns."""
         from spark_elastic.ml.keras.compiling import build_for, input_names
 
         model, inputs = self._given("model"), model_inputs(dataset, self._given("input_shapes"))
@@ -362,8 +350,6 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         keras_model = fill(training.model.load(), read(MODEL_FILE))
         model._attach(keras_model, fitted, self._given("custom_objects"))
         return model
-
-    # --- identity of a training, for checkpoints ----------------------------------------------------
 
     def _identity(self, dataset: Dataset) -> dict[str, Any]:
         compiled = self._compile_arguments()

@@ -31,12 +31,7 @@ FIRST_ROWS = 2
 
 @dataclass(frozen=True, slots=True)
 class BatchPart:
-    """Rows that go through the model in one pass.
-
-    Attributes:
-        tensors: the tensors, in the order of `BatchFeeder.names`.
-        rows: the number of rows.
-    """
+    """Rows that go through the model in one pass; the tensors are in the order of `BatchFeeder.names`."""
 
     tensors: tuple[Any, ...]
     rows: int
@@ -44,14 +39,9 @@ class BatchPart:
 
 @dataclass(frozen=True, slots=True)
 class KerasBatch:
-    """A worker's share of a global batch.
+    """A worker's share of a global batch, with the numbers of the reader's `Batch`.
 
-    Attributes:
-        parts: the parts of gradient accumulation; [] if this worker has no rows of the batch.
-        rows: the rows of this worker.
-        global_rows: the rows of all workers.
-        start: the position of the global batch in the epoch.
-        stop: the position behind its last row.
+    `parts` are those of gradient accumulation; [] if this worker has no rows of the batch.
     """
 
     parts: list[BatchPart]
@@ -63,11 +53,6 @@ class KerasBatch:
 
 class BatchFeeder:
     """A converter of batches to tensors, whose types and shapes are always the same except for the number of rows.
-
-    Args:
-        training: the settings.
-        model: the model.
-        compiled: the arguments that the model is compiled with.
 
     Attributes:
         names: the names of the tensors: inputs, labels, sample weight.
@@ -96,8 +81,6 @@ class BatchFeeder:
         self.specs = [self._spec(name, columns[name]) for name in self.names]
         self._source: Generator[tuple[Array, ...]] | None = None
 
-    # --- types and shapes -------------------------------------------------------------------------
-
     def _dtype(self, name: str, value: Any) -> np.dtype[Any]:
         if not isinstance(value, np.ndarray) or value.dtype == object:
             raise ragged_column_error(name, value)
@@ -108,7 +91,7 @@ class BatchFeeder:
         return np.dtype(str(dtype if dtype in ("float32", "float64") else keras.config.floatx()))
 
     def _known(self, name: str) -> Any:
-        """Return the model's symbolic input, or the output that a label belongs to; None if the model declares none."""
+        """Return the model's symbolic input, or the symbolic output of a label; None if the model declares none."""
         if name.startswith(INPUT):
             known, at = getattr(self._model, "inputs", None), int(name[len(INPUT) :])
         elif name.startswith(LABEL):
@@ -141,8 +124,6 @@ class BatchFeeder:
                 f"{labels} labels for the outputs {', '.join(with_loss)}, which have losses; there must be one for each"
             )
         return with_loss
-
-    # --- tensors ----------------------------------------------------------------------------------
 
     def structure(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return (inputs, labels) or (inputs, labels, weights), the argument of `keras.Model.train_step`."""
@@ -177,7 +158,7 @@ class BatchFeeder:
                     # without the tensors, so that their memory can be reused
                     facts.append((Batch({}, batch.rows, batch.global_rows, batch.start, batch.stop), rows))
                     yield from parts
-            except BaseException as error:  # TensorFlow raises another one in its place
+            except BaseException as error:  # TensorFlow raises an error of its own in its place
                 failure.append(error)
                 raise
 

@@ -37,7 +37,7 @@ SUM, BY_WEIGHT = "sum", "mean_with_sample_weight"
 
 @dataclass
 class Shares:
-    """The rows of a forward pass, and their share of the global batch, for the losses; tensors while a graph is traced.
+    """The number of rows of a forward pass and their share of the global batch; tensors while a graph is traced.
 
     Attributes:
         count: the number of these rows.
@@ -51,7 +51,7 @@ class Shares:
 
     @contextmanager
     def of(self, part: Any) -> Iterator[None]:
-        """Set the shares to the values of a tensor, for a `with` block: tensors of a graph are unusable outside."""
+        """Set (count, rows, weight) from a tensor within a `with` block; a graph's tensors are unusable outside."""
         self.count, self.rows, self.weight = tf.unstack(part)
         try:
             yield
@@ -91,14 +91,9 @@ def complete_losses(compiled: CompileArguments, model: Any) -> CompileArguments:
 def count_by_row(compiled: CompileArguments, shares: Shares, weighted: bool, averaged: list[str]) -> CompileArguments:
     """Change losses and metrics so that their sums over workers do not depend on how the batch is divided.
 
-    Losses that are not plain means over rows are scaled. Metrics that are functions and return one number for all rows
-    are weighted by the number of rows.
-
-    Args:
-        compiled: the arguments of `compile`.
-        shares: the shares that losses are scaled by.
-        weighted: the dataset has sample weights.
-        averaged: a list to which the names of the weighted metrics are added once they are called.
+    Losses that are not plain means over rows are scaled by the shares. Metrics that are functions and return one number
+    for all rows are weighted by the number of rows, and their names are added to `averaged` once they are called.
+    `weighted`: the dataset has sample weights.
     """
     needed = (SUM, BY_WEIGHT) if weighted else (SUM,)
 
@@ -141,7 +136,7 @@ def _by_row(function: Any, averaged: list[str]) -> Any:
 
 
 def count_losses_by_row(model: Any, shares: Shares) -> None:
-    """Make the running means of the losses count rows. Keras counts batches: while tracing, it knows no row number."""
+    """Weigh the running means of the losses by rows; Keras weighs them by batches."""
     for metric in model._compile_loss.metrics if model._compile_loss is not None else ():
 
         def update_state(value: Any, sample_weight: Any = None, plain: Any = metric.update_state) -> Any:
@@ -199,16 +194,11 @@ class KerasMetricAccumulator(MetricAccumulator):
     @property
     def names(self) -> list[str]:
         metrics = [_AUTOMATIC_NUMBER.sub("", str(metric.name)) for metric in self._model.metrics]
-        return [*metrics, *self.returned[""], f"{self.width()} numbers"]
-
-    def width(self, prefix: str = "") -> int:
-        return self._states + len(self.returned[prefix]) + 1
-
-    # --- in a graph -------------------------------------------------------------------------------
+        width = self._states + len(self.returned[""]) + 1
+        return [*metrics, *self.returned[""], f"{width} numbers"]
 
     def reset(self) -> None:
-        for variable, first in zip(self._variables, self._first, strict=True):
-            variable.assign(first)
+        self.restore(self._first)
 
     def snapshot(self) -> list[Any]:
         """Return the present values of the variables, for `restore`."""
@@ -237,8 +227,6 @@ class KerasMetricAccumulator(MetricAccumulator):
         if not scalars:
             return tf.zeros([0], tf.float64)
         return tf.stack([tf.cast(tf.reshape(value, []), tf.float64) for value in scalars.values()]) * rows
-
-    # --- outside of graphs ------------------------------------------------------------------------
 
     def logs(self, sums: Sums, pieces: Sequence[Piece] = (), prefix: str = "") -> dict[str, float]:
         at, idle = 0, set()
@@ -286,7 +274,7 @@ def _loss_first(logs: dict[str, float]) -> dict[str, float]:
 
 
 def _is_of_keras(step: Any) -> bool:
-    """Return whether a train_step or test_step is the one that every model has."""
+    """Return whether a train_step or test_step is Keras's own, and not a user's."""
     return str(step.__func__.__module__).partition(".")[0] == "keras"
 
 

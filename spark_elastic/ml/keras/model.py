@@ -145,10 +145,7 @@ def _without_lambdas(names: Sequence[str]) -> list[str]:
 class KerasSavedPredictor:
     """A model in the form that is sent to executors.
 
-    Attributes:
-        model: the model.
-        device: the setting `transform_device`.
-        threads: the number of TensorFlow's threads, which takes effect if TensorFlow has not run in the process yet.
+    `threads` takes effect only if TensorFlow has not run in the process yet.
     """
 
     model: KerasPickle

@@ -5,8 +5,7 @@ They are traced once: rows, shares and seeds are tensors, and the reduction look
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,14 +24,17 @@ from spark_elastic.tensorflow.gradients import GradientReducer
 
 
 class GradientRecord:
-    """The gradients that one `train_step` gives to its optimizer, recorded instead of applied.
+    """A context in which `optimizer.apply` records the gradients, multiplied by `share`, instead of applying them.
 
-    A `train_step` ends with `optimizer.apply`. At that point the metrics are updated, so that gradients and metrics can
-    be reduced together.
+    A `train_step` updates the metrics and then ends with `optimizer.apply`. So gradients and metrics can be reduced
+    together once the gradients are recorded.
 
     Attributes:
         grads: a `tf.Tensor` or `tf.IndexedSlices` for each of `variables`.
         variables: the variables that the gradients belong to.
+
+    Raises:
+        InvalidSettingsError: `apply` was not called exactly once, or without gradients of any variable.
     """
 
     def __init__(self, optimizer: Any, share: Any) -> None:
@@ -44,6 +46,17 @@ class GradientRecord:
         self._scale_loss = optimizer.scale_loss
         self._scaled = False
         self._calls = 0
+
+    def __enter__(self) -> GradientRecord:
+        for name in ("apply", "scale_loss"):
+            object.__setattr__(self._optimizer, name, getattr(self, name))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for name in ("apply", "scale_loss"):
+            object.__delattr__(self._optimizer, name)
+        if kind is None:
+            self._finish()
 
     def scale_loss(self, loss: Any) -> Any:
         """Multiply the loss by the share, which is cheaper than multiplying every gradient."""
@@ -60,8 +73,7 @@ class GradientRecord:
                 "cannot be reduced over workers; call it at the end of train_step"
             )
 
-    def finish(self) -> None:
-        """Raise InvalidSettingsError unless `apply` was called once, with gradients of some variables."""
+    def _finish(self) -> None:
         if self._calls != 1:
             often = "does not call" if not self._calls else f"calls {self._calls} times"
             raise InvalidSettingsError(
@@ -82,41 +94,19 @@ class GradientRecord:
         self.grads = pairs if self._scaled else [_times(grad, self._share) for grad in pairs]
 
 
-@contextmanager
-def record_gradients(optimizer: Any, share: Any) -> Iterator[GradientRecord]:
-    """Record the gradients of `optimizer.apply`, multiplied by `share`, instead of applying them."""
-    record = GradientRecord(optimizer, share)
-    own = {"apply": record.apply, "scale_loss": record.scale_loss}
-    for name, function in own.items():
-        object.__setattr__(optimizer, name, function)
-    try:
-        yield record
-    finally:
-        for name in own:
-            object.__delattr__(optimizer, name)
-    record.finish()
-
-
 # --- the graphs ---------------------------------------------------------------------------------------
 
 OF_PART = tf.TensorSpec([3], tf.float64)
-"""The number of rows of a part, and their shares of the batch by number and by sample weight.
+"""The spec of a tensor with the number of rows of a part, and their shares of the batch by number and by sample weight.
 
 One tensor for three numbers, because each tensor that is created for a call costs time.
 """
 OF_STEP = tf.TensorSpec([3], tf.int64)
-"""The seed of a step, which is two numbers, and 1 if this worker asks to stop."""
+"""The spec of a tensor with the seed of a step, which is two numbers, and 1 if this worker asks to stop."""
 
 
 class StepGraphs:
-    """The graphs of one model's steps.
-
-    Args:
-        training: the settings.
-        model: the compiled model.
-        feeder: the converter of batches.
-        metrics: the accumulator of losses and metrics.
-        shares: the shares that losses are scaled by.
+    """The graphs of one compiled model's steps; they set the `shares` that its losses are scaled by.
 
     Attributes:
         buffers: the variables that a forward pass changes: running means and the like.
@@ -174,8 +164,8 @@ class StepGraphs:
         self._metrics.reset()
 
     def _gradients(self, tensors: Any, of_part: Any) -> tuple[list[Any], Any]:
-        """Return the gradients of some rows, and the values that train_step returned, times the rows."""
-        with self._shares.of(of_part), record_gradients(self._optimizer, self._shares.rows) as record:
+        """Return the gradients of some rows, and the values that train_step returned, times the number of rows."""
+        with self._shares.of(of_part), GradientRecord(self._optimizer, self._shares.rows) as record:
             logs = self._model.train_step(self._feeder.structure(tensors))
         if not self._zeros:
             self._variables = record.variables
@@ -244,7 +234,7 @@ class StepGraphs:
             parts: the parts of this worker's rows.
             shares: the share of each part in the global batch, by number of rows and by sample weight.
             key: the seed of the step, two numbers.
-            stop: whether this worker asks to stop.
+            stop: this worker asks to stop.
             uncounted: rows that go through the model after the parts and do not count, for layers with collectives.
 
         Returns:

@@ -37,8 +37,7 @@ class KerasTraining(Training):
     Attributes:
         model: a built `keras.Model`, without the arguments that it was compiled with.
         compiled: `CompileArguments`. Labels belong to the outputs that have a loss, in the order of the outputs.
-        optimizer_values: the values of the variables of an optimizer that has done steps already, in their order. None:
-            a new optimizer.
+        optimizer_values: the values of the optimizer's variables, in their order, if it has done steps already.
         callbacks: a list of our callbacks and of `keras.callbacks.Callback`, which run in every worker in this order;
             those of Keras that write files run on rank 0 only, see `ml.keras.callbacks`.
         device: "cpu", "gpu" (the GPU of the local rank), "gpu:1", ... None: a GPU where there is one.
@@ -74,14 +73,9 @@ def train(training: KerasTraining) -> TrainingResult:
 
 
 def check_backend(user: str) -> None:
-    """Check that Keras 3 is installed and runs on TensorFlow.
+    """Check that Keras 3 is installed and runs on TensorFlow, for the class `user`.
 
-    Args:
-        user: the class that needs it, for the error.
-
-    Raises:
-        MissingExtraError: Keras or TensorFlow is not installed.
-        InvalidSettingsError: Keras has another version or runs on another backend.
+    Raises MissingExtraError if a package is missing, InvalidSettingsError for another version or backend.
     """
     try:
         import keras
@@ -119,14 +113,9 @@ def set_threads(count: int) -> None:
 
 
 def _choose_device(asked: str | None, local_rank: int) -> None:
-    """Make one device visible to TensorFlow in a worker.
+    """Make one device visible to TensorFlow in a worker, or raise InvalidSettingsError if there is no such device.
 
-    Args:
-        asked: the setting `device`; None or "auto": the GPU of the local rank, or the CPU without GPUs.
-        local_rank: the number of this worker on its host.
-
-    Raises:
-        InvalidSettingsError: there is no such device.
+    None and "auto" stand for the GPU of the local rank, or the CPU where there is no GPU.
     """
     import tensorflow as tf
 

@@ -60,8 +60,8 @@ def synchronise(model: torch.nn.Module) -> None:
 def single_row_norm(model: torch.nn.Module, rows: int) -> Iterator[None]:
     """Let batch normalisation use its running statistics for one value per channel, without updating them.
 
-    One value has no variance, so torch raises. A worker's share of a batch can be a single row in one world and not in
-    another, and the training must not fail in either.
+    One value has no variance, so torch raises. A worker's share of a batch can be a single row in one world and several
+    rows in another, and the training must not fail in either.
     """
     norms = [each for each in model.modules() if rows == 1 and isinstance(each, _BatchNorm) and each.training]
     norms = [each for each in norms if not (isinstance(each, SyncBatchNorm) and each.takes_part)]
@@ -84,15 +84,7 @@ def _choose_mode(norm: torch.nn.Module, args: tuple[Any, ...]) -> None:
 
 
 class TorchEngine(FrameworkEngine):
-    """The `Engine` of one module: moves the module to the device and makes its optimizer, losses and metrics.
-
-    Args:
-        training: the settings.
-        keeps_best: keep a copy of the module for the weights of the best epoch.
-
-    Raises:
-        InvalidSettingsError: module, losses, metrics, optimizer and device do not go together.
-    """
+    """The `Engine` of one module: moves the module to the device, and makes its optimizer, losses and metrics."""
 
     def __init__(self, training: TorchTraining, keeps_best: bool) -> None:
         self._device = hvd.device(training.device)
@@ -136,8 +128,6 @@ class TorchEngine(FrameworkEngine):
     def feed(self, batches: Generator[Batch]) -> Generator[Batch]:
         return batches
 
-    # --- steps ------------------------------------------------------------------------------------
-
     def begin_steps(self) -> None:
         self.model.train()
 
@@ -171,8 +161,8 @@ class TorchEngine(FrameworkEngine):
         """Run forward and backward over the parts of a batch.
 
         Returns:
-            The sums of losses and metrics of these rows followed by the stop flag, float64, and the gathered pieces of
-            metrics. The vector is reduced with the gradients: the optimizer's step makes it the sum over all workers.
+            The sums of losses and metrics of these rows followed by the stop flag, float64, and the metric states that
+            were gathered. The optimizer's step reduces the vector with the gradients, to the sum over all workers.
         """
         model, objective, metrics = self.model, self._objective, self.metrics
         parts = self._maker.parts(batch)
@@ -206,7 +196,7 @@ class TorchEngine(FrameworkEngine):
         return numbers, all_pieces
 
     def _passes_of_all(self, batch: Batch) -> int:
-        """Return the number of forward passes that every worker must make for this batch; 0 without such a minimum."""
+        """Return how many forward passes every worker must make for this batch; 0: their numbers may differ."""
         if not any(layer.takes_part for layer in self._synchronised):
             return 0
         return min(self._training.accumulation, -(-batch.global_rows // self._size))
@@ -231,13 +221,11 @@ class TorchEngine(FrameworkEngine):
             optimizer.step()
 
     def _seed(self, epoch: int, position: int) -> None:
-        """Seed the random numbers of a step, so that they are the same if it is repeated, or after a resume."""
+        """Seed a step's random numbers by (seed, epoch, position, rank), so that a repeated step draws the same."""
         key = derived_key(self._training.seed, epoch, position, self._rank)
         torch.default_generator.manual_seed(key >> 1)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(key >> 1)
-
-    # --- measurements -----------------------------------------------------------------------------
 
     def begin_validation(self) -> None:
         self.model.eval()
@@ -262,8 +250,6 @@ class TorchEngine(FrameworkEngine):
     def has_nan(self) -> bool:
         return any(bool(param.detach().isnan().any()) for param in self._params)
 
-    # --- ends -------------------------------------------------------------------------------------
-
     def after_epoch(self, row: Mapping[str, float]) -> None:
         self.schedule.after_epoch(row)
 
@@ -277,12 +263,7 @@ class TorchEngine(FrameworkEngine):
         return MODEL_FILE, to_bytes(detached(self.model.state_dict(), "the model"))
 
     def copies(self, at: Progress) -> Callable[[], dict[str, bytes]]:
-        """Copy the tensors of a checkpoint now; the returned function encodes them on another thread.
-
-        Raises:
-            CheckpointError: optimizer or scheduler hold something that cannot be written; from the returned function: a
-                parameter is NaN.
-        """
+        # `detached` and `encode` raise CheckpointError if something cannot be written, or a parameter is NaN.
         scheduler, best = self.schedule.scheduler, self.best
         tensors = {
             "model": detached(self.model.state_dict(), "the model"),
@@ -355,15 +336,7 @@ def assemble(training: TorchTraining) -> Trainer:
 
 
 def objective_of(training: TorchTraining, device: torch.device | None = None) -> Objective:
-    """Build the losses of a training.
-
-    Args:
-        training: the settings.
-        device: where to move the losses' tensors, such as class weights; None: leave them.
-
-    Raises:
-        InvalidSettingsError: the numbers of losses, weights and labels do not match.
-    """
+    """Build the losses of a training; move their tensors, such as class weights, to the device, if one is given."""
     if device is not None:
         for loss in training.loss if isinstance(training.loss, Sequence) else [training.loss]:
             if isinstance(loss, torch.nn.Module):

@@ -224,7 +224,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         if loss is None and self._given("train_fn") is None:
             raise InvalidSettingsError("neither loss nor train_fn is set; give one of them")
         for each in loss if isinstance(loss, (list, tuple)) else [] if loss is None else [loss]:
-            if not objective.is_loss(each):
+            if isinstance(each, type) or not callable(each):
                 hint = f"; make one: {each.__name__}()" if isinstance(each, type) else ""
                 raise InvalidSettingsError(
                     f"loss must be a module or a function of (output, label), not {each!r}{hint}"
@@ -260,7 +260,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
     def _fitted_model(self, training: TorchTraining, fitted: Fitted, read: Callable[[str], bytes]) -> ElasticTorchModel:
         model = ElasticTorchModel()
         module = copy.deepcopy(self._given("model")).cpu()
-        with trusted_files():  # our own workers have written it
+        with trusted_files():  # written by the workers of this fit
             values = serialization.from_bytes(read(MODEL_FILE))
         model._attach(serialization.fill(module, values), fitted)
         return model

@@ -124,5 +124,5 @@ def _tensor_of(value: Any) -> torch.Tensor:
 def _as_numpy(output: Any) -> npt.NDArray[Any]:
     if not isinstance(output, torch.Tensor):
         raise DataError(f"the model returned {type(output).__name__}; tensors are needed, or a tuple or dict of them")
-    output = output.detach().cpu()
-    return (output.float() if output.dtype == torch.bfloat16 else output).numpy()
+    tensor: torch.Tensor = output.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -59,13 +59,10 @@ class BatchMaker:
         self._device = device
 
     def parts(self, batch: Batch, most: int | None = None) -> list[TorchBatch]:
-        """Divide a batch into at most `most` parts of about equal size (default: those of gradient accumulation).
+        """Divide a batch into at most `most` parts of about equal size; [] if this worker has no rows of it.
 
-        Returns:
-            The parts; [] if this worker has no rows of the batch.
-
-        Raises:
-            DataError: `transformation_fn` returned something that cannot be trained on.
+        `most` is the number of parts of gradient accumulation, unless it is given. Raises DataError if
+        `transformation_fn` returned something that cannot be trained on.
         """
         if not batch.rows:
             return []
@@ -113,23 +110,19 @@ _RULES: Mapping[Any, str] = {
 
 
 def rule(loss: Any) -> str | None:
-    """Return how a prediction follows from an output of this loss, as of the setting `prediction`; None: unknown."""
+    """Return the rule for a prediction from an output of this loss, as in the setting `prediction`; None: unknown."""
     kinds = [loss] if inspect.isroutine(loss) else type(loss).__mro__
     return next((_RULES[kind] for kind in kinds if kind in _RULES), None)
 
 
 def label_dtype(loss: Any) -> str | None:
-    """Return the type that a scalar label needs for this loss: INTEGER for class numbers, else FLOAT; None: unknown.
+    """Return the type that this loss needs for scalar labels: INTEGER for class numbers, else FLOAT; None: unknown.
 
     Spark ML's own stages, such as StringIndexer, give class numbers as doubles, and regression labels may be integers.
     Only the loss tells the two apart.
     """
     found = rule(loss)
     return None if found is None else INTEGER if found == "argmax" else FLOAT
-
-
-def is_loss(value: Any) -> bool:
-    return isinstance(value, torch.nn.Module) or (callable(value) and not isinstance(value, type))
 
 
 # --- losses as sums -------------------------------------------------------------------------------
@@ -140,8 +133,7 @@ class ForwardResult:
     """The outputs and losses of one forward pass.
 
     Attributes:
-        outputs: the outputs of the model.
-        labels: the labels, in the shapes that the losses have seen.
+        labels: the labels, in the shapes that were given to the losses.
         sums: the sum of each loss over the rows: scalars with a graph.
         counts: the denominator of each sum's mean: the rows, or the sum of the class weights of these rows.
     """
@@ -162,7 +154,11 @@ class LossTerm:
     def __init__(self, loss: Callable[..., Any], weighted: bool) -> None:
         self.name = getattr(loss, "__name__", type(loss).__name__)
         self.is_sum = getattr(loss, "reduction", "mean") == "sum"
-        self.normalised = _divides_by_class_weights(loss)
+        self.normalised = (
+            isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
+            and loss.reduction == "mean"
+            and (loss.weight is not None or loss.ignore_index != -100)
+        )
         """The loss divides by the sum of class weights, or by the labels that are not ignored; see `count`."""
         kind = rule(loss)
         self.of_classes = kind == "argmax"
@@ -204,15 +200,8 @@ class LossTerm:
 class Objective:
     """The losses of a training and their weights; see `TorchTraining` for the settings.
 
-    Args:
-        loss: the setting; None with `train_fn`.
-        train_fn: the setting.
-        labels: the number of labels.
-        weighted: the dataset has sample weights.
-        loss_weights: the setting.
-
-    Raises:
-        InvalidSettingsError: the numbers of losses, weights and labels do not match.
+    `labels` is the number of labels; `weighted` says that there are sample weights. Raises InvalidSettingsError if the
+    numbers of losses, weights and labels do not match.
     """
 
     def __init__(
@@ -284,23 +273,16 @@ class Objective:
     def share(self, result: ForwardResult, global_rows: int, global_counts: Sequence[float]) -> torch.Tensor:
         """Return this worker's share of the batch's loss, a scalar for `backward`; the shares of all add up to it.
 
-        Args:
-            result: the forward pass of this worker's rows.
-            global_rows: the rows of the whole batch.
-            global_counts: the denominators of the normalised losses over the whole batch.
+        `global_rows` are the rows of the whole batch, and `global_counts` are the `counts` of all workers, added up.
         """
-        total: Any = 0.0
-        for at, (weight, value) in enumerate(zip(self.weights, result.sums, strict=True)):
-            term = self.terms[at] if self.terms else None
-            if term is None or not (term.is_sum or term.normalised):
-                divisor = float(global_rows)
-            elif term.normalised:
-                divisor = global_counts[at] or 1.0
-            else:
-                divisor = 1.0
-            total = total + value * (weight / divisor)
-        assert isinstance(total, torch.Tensor)
-        return total
+        divisors = [float(global_rows)] * len(self)
+        for at, term in enumerate(self.terms):
+            if term.normalised:
+                divisors[at] = global_counts[at] or 1.0
+            elif term.is_sum:
+                divisors[at] = 1.0
+        parts = zip(result.sums, self.weights, divisors, strict=True)
+        return functools.reduce(torch.add, [value * (weight / divisor) for value, weight, divisor in parts])
 
     def means(self, sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
         """Return the columns of the history: "loss", and with several losses also "loss_0", "loss_1", ..."""
@@ -312,12 +294,8 @@ class Objective:
 def shaped_like(label: torch.Tensor, output: torch.Tensor, of_numbers: bool = False) -> torch.Tensor:
     """Give labels that are numbers the output's shape, if both have as many values.
 
-    [rows] against [rows, 1] would be broadcast to [rows, rows], which no loss reports as an error.
-
-    Args:
-        label: the labels; integers are class numbers unless `of_numbers`.
-        output: the output that they are compared with.
-        of_numbers: the loss compares numbers, so integers are numbers too.
+    Integers are class numbers, unless the loss is one `of_numbers`. Labels [rows] and an output [rows, 1] would be
+    broadcast to [rows, rows], which no loss reports as an error.
     """
     numbers = of_numbers or label.is_floating_point()
     if numbers and label.shape != output.shape and label.numel() == output.numel():
@@ -342,17 +320,11 @@ def outputs_of(value: Any) -> tuple[Any, ...]:
 
 
 def _of_rows(value: torch.Tensor, sums: bool) -> torch.Tensor:
-    """Reduce values of shape [rows, ...] to shape [rows], by their sum or mean."""
+    """Reduce values of shape [rows, ...] to one value for each row: their sum, or their mean."""
     if value.dim() == 1:
         return value
     flat = value.flatten(1)
     return flat.sum(1) if sums else flat.mean(1)
-
-
-def _divides_by_class_weights(loss: Any) -> bool:
-    if not isinstance(loss, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)) or loss.reduction != "mean":
-        return False
-    return loss.weight is not None or loss.ignore_index != -100
 
 
 def _with_reduction(loss: Any, reduction: str) -> Callable[..., Any] | None:

@@ -100,10 +100,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -
 
 
 class LearningRateSchedule:
-    """The learning rate scheduler of a training; decides after each step and epoch whether the scheduler steps.
-
-    Attributes:
-        scheduler: torch's scheduler; None: the learning rate is constant.
+    """The learning rate scheduler of a training (None: the rate is constant), and when it steps.
 
     Raises:
         InvalidSettingsError: the scheduler does not go with the optimizer or the other settings.
