@@ -16,9 +16,18 @@ from pyspark.ml import Model
 from spark_elastic.data.layout import Kind, TensorField
 from spark_elastic.data.spark_jobs import refuse_connect
 from spark_elastic.errors import DataError, InvalidSettingsError, nearest
-from spark_elastic.ml.outputs import BY_CLASS, AddedColumn, OutputShape, rule_of_shape, spark_type, suits
 from spark_elastic.ml.persistence import Savable
-from spark_elastic.ml.serving import SavedPredictor, Serving, tensors_for
+from spark_elastic.ml.serving import (
+    BY_CLASS,
+    AddedColumn,
+    OutputShape,
+    SavedPredictor,
+    Serving,
+    rule_of_shape,
+    spark_type,
+    suits,
+    tensors_for,
+)
 from spark_elastic.ml.shared_params import FeatureColumns, OutputParams
 from spark_elastic.reporting.history import History
 from spark_elastic.reporting.plot import draw_training

@@ -31,8 +31,8 @@ from spark_elastic.ml.keras.objective import (
 from spark_elastic.ml.keras.steps import StepGraphs
 from spark_elastic.ml.preparation import WEIGHT
 from spark_elastic.ml.training.engine import TrainingState, first_rows
-from spark_elastic.ml.training.progress import Progress
 from spark_elastic.ml.training.saving import CheckpointSchedule
+from spark_elastic.ml.training.spec import Progress
 from spark_elastic.ml.training.trainer import Trainer
 
 if TYPE_CHECKING:

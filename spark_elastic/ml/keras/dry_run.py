@@ -21,7 +21,7 @@ from spark_elastic.ml.keras.model import KerasPredictor
 from spark_elastic.ml.keras.steps import record_gradients
 from spark_elastic.ml.keras.structure import output_names
 from spark_elastic.ml.keras.training import KerasTraining
-from spark_elastic.ml.outputs import suits
+from spark_elastic.ml.serving import suits
 from spark_elastic.ml.training.dry_run import (
     ROWS,
     DryRunResult,
@@ -37,7 +37,7 @@ from spark_elastic.ml.training.dry_run import (
     warn_of_local_batch_statistics,
 )
 from spark_elastic.ml.training.engine import first_rows
-from spark_elastic.ml.training.progress import Sums
+from spark_elastic.ml.training.spec import Sums
 from spark_elastic.reporting.history import FACTS
 
 log = logging.getLogger("spark_elastic.ml")

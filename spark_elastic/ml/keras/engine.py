@@ -29,9 +29,8 @@ from spark_elastic.ml.keras.serialization import (
     weights_to_bytes,
 )
 from spark_elastic.ml.keras.steps import StepGraphs
-from spark_elastic.ml.training.engine import FrameworkEngine, Measured
-from spark_elastic.ml.training.progress import Piece, Progress, Sums
-from spark_elastic.ml.training.spec import Training
+from spark_elastic.ml.training.engine import Engine, Measured
+from spark_elastic.ml.training.spec import Piece, Progress, Sums, Training
 from spark_elastic.tensorflow.host import translated
 
 ARRAYS = "state.npz"
@@ -40,7 +39,7 @@ MODEL_FILE = "model.weights.npz"
 """The file in the run's store with the weights of the trained model, for `serialization.fill`."""
 
 
-class KerasEngine(FrameworkEngine):
+class KerasEngine(Engine):
     """The steps and measurements of one Keras model; `assembly.assemble` puts it together.
 
     Args:
@@ -55,8 +54,6 @@ class KerasEngine(FrameworkEngine):
         by_weight: whether losses are divided by the sum of the batch's sample weights, which is then reduced first.
     """
 
-    gathers = False
-
     def __init__(
         self,
         training: Training,
@@ -70,7 +67,7 @@ class KerasEngine(FrameworkEngine):
         callbacks: KerasCallbacks,
         by_weight: bool,
     ) -> None:
-        super().__init__(training, model, best, metrics)
+        super().__init__(training, model, model.optimizer, best, metrics)
         self._feeder = feeder
         self._accumulator = metrics
         self._graphs = graphs
@@ -82,10 +79,6 @@ class KerasEngine(FrameworkEngine):
         """A step has begun and not ended; if its collective fails, `put_back` must undo it."""
         self.stepped: Callable[[], None] = lambda: None
         """A function that is called after each step."""
-
-    @property
-    def optimizer(self) -> Any:
-        return self.model.optimizer
 
     @property
     def learning_rate(self) -> float:
@@ -164,9 +157,8 @@ class KerasEngine(FrameworkEngine):
             values.from_wire(variable, wire)
 
     def has_local_non_finite_loss(self) -> bool:
-        return (
-            self._metrics.non_finite_loss(self._graphs.read().numpy()) is not None
-        )  # the metrics hold this worker's last step
+        # the metrics hold this worker's last step
+        return self.metrics.non_finite_loss(self._graphs.read().numpy()) is not None
 
     def has_nan(self) -> bool:
         return any(_has_nan(each.numpy()) for each in self.model.trainable_variables)

@@ -18,13 +18,13 @@ from spark_elastic.ml import params as to
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.datasets import model_inputs
 from spark_elastic.ml.estimator import ElasticEstimator
-from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.keras.model import ElasticKerasModel
 from spark_elastic.ml.keras.runtime import ENV, NEEDED, check_backend
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting
 from spark_elastic.ml.persistence import Codec
-from spark_elastic.ml.preparation import FLOAT, Tensors, is_list
+from spark_elastic.ml.preparation import FLOAT, INPUT, Tensors, is_list
+from spark_elastic.ml.run_folder import described
 from spark_elastic.ml.shared_params import (
     BestMode,
     ColumnsFunction,
@@ -35,7 +35,6 @@ from spark_elastic.ml.shared_params import (
     PredictionRule,
     Shapes,
 )
-from spark_elastic.ml.training.columns import INPUT
 from spark_elastic.ml.training.dry_run import DryRunResult
 
 if TYPE_CHECKING:

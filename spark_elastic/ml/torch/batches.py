@@ -10,9 +10,17 @@ import numpy as np
 import torch
 
 from spark_elastic.data.reader import Batch
-from spark_elastic.ml.preparation import WEIGHT, numbered
+from spark_elastic.ml.preparation import (
+    INPUT,
+    LABEL,
+    WEIGHT,
+    Columns,
+    is_trained_on,
+    numbered,
+    ragged_column_error,
+    split_evenly,
+)
 from spark_elastic.ml.torch.spec import TorchTraining
-from spark_elastic.ml.training.columns import INPUT, LABEL, Columns, is_trained_on, ragged_column_error, split_evenly
 from spark_elastic.ml.training.engine import first_rows
 
 

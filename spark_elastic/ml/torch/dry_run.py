@@ -13,7 +13,7 @@ import torch
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.callbacks import check_one_best
-from spark_elastic.ml.outputs import suits
+from spark_elastic.ml.serving import suits
 from spark_elastic.ml.torch.batches import BatchMaker, TorchBatch
 from spark_elastic.ml.torch.engine import single_row_norm
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator

@@ -21,8 +21,8 @@ from spark_elastic.ml.torch.objective import Objective
 from spark_elastic.ml.torch.optimizers import LearningRateSchedule
 from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
-from spark_elastic.ml.training.engine import FrameworkEngine, Measured, gather_pieces
-from spark_elastic.ml.training.progress import Piece, Progress, Sums
+from spark_elastic.ml.training.engine import Engine, Measured, gather_pieces
+from spark_elastic.ml.training.spec import Piece, Progress, Sums
 from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
 
 TENSORS = "state.pt"
@@ -71,7 +71,7 @@ def _choose_mode(norm: torch.nn.Module, args: tuple[Any, ...]) -> None:
 # --- the engine -----------------------------------------------------------------------------------
 
 
-class TorchEngine(FrameworkEngine):
+class TorchEngine(Engine):
     """The steps and measurements of one module; `training.assemble` puts it together.
 
     Args:
@@ -97,8 +97,7 @@ class TorchEngine(FrameworkEngine):
         schedule: LearningRateSchedule,
         device: torch.device,
     ) -> None:
-        super().__init__(training, model, best, metrics)
-        self.optimizer = optimizer
+        super().__init__(training, model, optimizer, best, metrics)
         self.gathers = metrics.gathers
         self._objective = objective
         self._accumulator = metrics

@@ -12,13 +12,12 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
 from spark_elastic.elastic.steps import LoopWatch
 from spark_elastic.ml.callbacks import check_one_best
-from spark_elastic.ml.preparation import WEIGHT
+from spark_elastic.ml.preparation import LABEL, WEIGHT
 from spark_elastic.ml.torch.engine import TorchEngine, synchronise
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.objective import Objective
 from spark_elastic.ml.torch.optimizers import LearningRateSchedule, build_optimizer
 from spark_elastic.ml.torch.spec import TorchTraining
-from spark_elastic.ml.training.columns import LABEL
 from spark_elastic.ml.training.engine import TrainingState
 from spark_elastic.ml.training.saving import CallbackStates, CheckpointSchedule
 from spark_elastic.ml.training.spec import TrainingResult

@@ -15,9 +15,8 @@ from spark_elastic.errors import CheckpointError, InvalidSettingsError, RunTaken
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints, CheckpointWriter, Contents, name_of
 from spark_elastic.ml.training.engine import Engine
-from spark_elastic.ml.training.progress import Progress, TrainingPhase
 from spark_elastic.ml.training.reporting import RunView, notify
-from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan, Training
+from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan, Progress, Training, TrainingPhase
 
 if TYPE_CHECKING:
     from spark_elastic.data.store import Store
@@ -61,14 +60,10 @@ class CheckpointSchedule:
 
     def after_step(self, run: RunView) -> None:
         """Write a checkpoint if one is due after this step, or a callback requested one."""
-        if run.wants_checkpoint:
+        every_s = self._plan.every_seconds
+        due = every_s is not None and clock.monotonic() - self._last >= every_s
+        if run.wants_checkpoint or (due and not self._writer.busy):  # skipped while the last one is being written
             run.wants_checkpoint = False
-            self._write(run)
-            return
-        due = self._plan.every_steps is not None and run.step % self._plan.every_steps == 0
-        if self._plan.every_seconds is not None and not due:
-            due = clock.monotonic() - self._last >= self._plan.every_seconds
-        if due and not self._writer.busy:  # skipped while the last one is still being written
             self._write(run)
 
     def after_epoch(self, run: RunView, finished: bool) -> None:

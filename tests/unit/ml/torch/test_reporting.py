@@ -8,8 +8,8 @@ from typing import Any
 
 import spark_elastic.torch as hvd
 from spark_elastic.ml.torch.training import assemble
-from spark_elastic.ml.training.progress import Progress, TrainingPhase
 from spark_elastic.ml.training.reporting import Reporter, RunView
+from spark_elastic.ml.training.spec import Progress, TrainingPhase
 from spark_elastic.reporting.history import History
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 from tests.unit.ml.torch.trainings import EPOCHS, ROWS, make_training
