@@ -3,7 +3,7 @@
 ::
 
     class TrainingParams(ElasticParams):
-        epochs: Param[int] = setting("epochs", "passes over the rows.", whole(at_least=1), default=1)
+        epochs: Param[int] = setting("passes over the rows.", whole(at_least=1), default=1)
         getEpochs, setEpochs = accessors(epochs)
 
 makes a Param for param maps and `explainParam("epochs")`, and its getter and setter. The signatures of the estimators
@@ -256,31 +256,38 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def setting(name: str, doc: str, convert: Converter, default: Any = None) -> Any:
+class DeclaredParam(Param[Any]):
+    """A Param with a default, which has the name of the class attribute that it is assigned to."""
+
+    def __init__(self, doc: str, convert: Converter, default: Any) -> None:
+        super().__init__(Params._dummy(), "", doc, self._convert)
+        self._convert_given = convert
+        self.default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def _convert(self, value: Any) -> Any:
+        return None if value is None else self._convert_given(self.name, value)
+
+
+def setting(doc: str, convert: Converter, default: Any = None) -> Any:
     """Declare a Param. The value None stands for "not set" and is never converted.
 
     The default is a plain value, so that saved defaults are readable.
     """
-
-    def checked(value: Any) -> Any:
-        return None if value is None else convert(name, value)
-
-    declared: Any = Param(Params._dummy(), name, doc, checked)
-    declared.default = default
-    return declared
+    return DeclaredParam(doc, convert, default)
 
 
 class Getter(Generic[T]):
     """The method `getBatchSize()` of the setting `batch_size`."""
 
     def __init__(self, declared: Any) -> None:
-        def get(self: Any) -> Any:
-            return self.getOrDefault(declared.name)
-
-        self._function = _documented(get, _accessor_name("get", declared.name), f"`{declared.name}`: {declared.doc}")
+        self._declared = declared
+        self._function: Any = lambda instance: instance.getOrDefault(declared.name)
 
     def __set_name__(self, owner: type, name: str) -> None:
-        _check_accessor_name(name, self._function)
+        _name_accessor(self._function, name, "get", self._declared, "`{0.name}`: {0.doc}")
 
     def __get__(self, instance: Any, owner: type | None = None) -> Callable[[], T]:
         return self._function if instance is None else MethodType(self._function, instance)
@@ -290,15 +297,16 @@ class Setter(Generic[T]):
     """The method `setBatchSize(value)` of the setting `batch_size`; returns the object itself."""
 
     def __init__(self, declared: Any) -> None:
-        def set_(self: Any, value: Any) -> Any:
-            self.set(self.getParam(declared.name), value)
-            return self
+        def set_(instance: Any, value: Any) -> Any:
+            instance.set(instance.getParam(declared.name), value)
+            return instance
 
-        doc = f"Set `{declared.name}`: {declared.doc}\n\nReturns:\n    The object itself."
-        self._function = _documented(set_, _accessor_name("set", declared.name), doc)
+        self._declared = declared
+        self._function: Any = set_
 
     def __set_name__(self, owner: type, name: str) -> None:
-        _check_accessor_name(name, self._function)
+        doc = "Set `{0.name}`: {0.doc}\n\nReturns:\n    The object itself."
+        _name_accessor(self._function, name, "set", self._declared, doc)
 
     def __get__(self, instance: S, owner: type | None = None) -> Callable[[T], S]:
         return self._function if instance is None else MethodType(self._function, instance)
@@ -309,19 +317,12 @@ def accessors(declared: Param[T]) -> tuple[Getter[T], Setter[T]]:
     return Getter(declared), Setter(declared)
 
 
-def _accessor_name(prefix: str, name: str) -> str:
-    return prefix + "".join(part.capitalize() for part in name.split("_"))
-
-
-def _documented(function: Any, name: str, doc: str) -> Any:
+def _name_accessor(function: Any, name: str, prefix: str, declared: Param[Any], doc: str) -> None:
+    expected = prefix + "".join(part.capitalize() for part in declared.name.split("_"))
+    if name != expected:
+        raise TypeError(f"the accessor {expected} was assigned to the attribute {name}; name the attribute {expected}")
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = doc
-    return function
-
-
-def _check_accessor_name(name: str, function: Any) -> None:
-    if name != function.__name__:
-        raise TypeError(f"{function.__name__} was assigned to {name}")
+    function.__doc__ = doc.format(declared)
 
 
 def keyword_only(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -381,7 +382,7 @@ class ElasticParams(Params):
         self._check_together()
 
     def set(self, param: Any, value: Any) -> None:
-        """Set a Param, as in Spark ML; the error of a wrong value keeps its type."""
+        """Set a Param, as in Spark ML, but raise the converter's own error; Spark would raise a plain ValueError."""
         self._shouldOwn(param)
         self._paramMap[param] = param.typeConverter(value)
 
