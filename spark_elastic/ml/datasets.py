@@ -1,4 +1,4 @@
-"""Datasets of an estimator's fit: what is known of a materialised one, who shares it, and whether it may be removed."""
+"""The dataset of an estimator's fit: check one that was written before, share it between fits, and end its use."""
 
 from __future__ import annotations
 
@@ -19,25 +19,13 @@ from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.layout import TensorField
 from spark_elastic.data.manifest import FOUND_AGAIN, MANIFEST_NAME
 from spark_elastic.errors import DatasetError, InvalidSettingsError
-from spark_elastic.ml.preparation import WEIGHT, numbered
+from spark_elastic.ml.preparation import INPUT, LABEL, WEIGHT, numbered
 from spark_elastic.ml.shared_params import WRITE_OPTIONS
 
 if TYPE_CHECKING:
     from spark_elastic.ml.params import ElasticParams
 
 log = logging.getLogger("spark_elastic.ml")
-
-
-def padded_lengths(dataset: Dataset) -> dict[str, int]:
-    """Return, by tensor, the length that ragged arrays were padded to when the dataset was written."""
-    padded: dict[str, int] = dataset.manifest.about.get("settings", {}).get("pad_to", {})
-    return padded
-
-
-def nan_allowed_in(dataset: Dataset) -> bool | list[str]:
-    """Return the tensors that NaN was allowed in when the dataset was written; True or False for all of them."""
-    allowed: bool | list[str] = dataset.manifest.about.get("settings", {}).get("allow_nan", False)
-    return allowed
 
 
 def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None) -> tuple[TensorField, ...]:
@@ -47,7 +35,7 @@ def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None
         dataset: The materialised rows.
         shapes: Shapes of one row, where they differ from the stored ones; as `input_shapes`.
     """
-    stored = numbered("features_", {each.name: each for each in dataset.layout.fields})
+    stored = numbered(INPUT, {each.name: each for each in dataset.layout.fields})
     given = itertools.chain(shapes or (), itertools.repeat(None))
     return tuple(
         each if shape is None else replace(each, shape=tuple(shape)) for each, shape in zip(stored, given, strict=False)
@@ -85,7 +73,7 @@ def check_stored_settings(dataset: Dataset, estimator: ElasticParams) -> None:
             "are written"
         )
     columns = {each.name: list(each.columns) for each in dataset.layout.fields}
-    for setting, prefix in (("feature_cols", "features_"), ("label_cols", "label_"), ("sample_weight_col", WEIGHT)):
+    for setting, prefix in (("feature_cols", INPUT), ("label_cols", LABEL), ("sample_weight_col", WEIGHT)):
         value = given(setting)
         stored = [name for tensor, names in columns.items() if tensor.startswith(prefix) for name in names]
         if value is not None and flat_names([value] if isinstance(value, str) else value) != stored:
@@ -94,8 +82,7 @@ def check_stored_settings(dataset: Dataset, estimator: ElasticParams) -> None:
                 "to None"
             )
     dtypes = given("input_dtypes")
-    fields = numbered("features_", {each.name: each for each in dataset.layout.fields})
-    for number, (dtype, field) in enumerate(zip(dtypes or (), fields, strict=False)):
+    for number, (dtype, field) in enumerate(zip(dtypes or (), model_inputs(dataset, None), strict=False)):
         if dtype is not None and np.dtype(dtype) != np.dtype(field.dtype):
             raise DatasetError(
                 f"input_dtypes={dtypes!r}, but features_{number} of the dataset in {where} is "
@@ -179,20 +166,3 @@ class SharedDatasets:
                     if self._remove:
                         remove_unless_used(dataset)
                     give_back(dataset)
-
-
-class ParallelFits:
-    """Iterator of (index, model) for each param map; several threads may draw from it, as those of CrossValidator."""
-
-    def __init__(self, fit: Callable[[int], Any], count: int) -> None:
-        self._fit = fit
-        self._indices = iter(range(count))
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> ParallelFits:
-        return self
-
-    def __next__(self) -> tuple[int, Any]:
-        with self._lock:
-            index = next(self._indices)
-        return index, self._fit(index)

@@ -25,17 +25,10 @@ from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.spark_jobs import refuse_connect
 from spark_elastic.data.store import Store
 from spark_elastic.driver import preflight
-from spark_elastic.errors import (
-    DataError,
-    InvalidSettingsError,
-    LossNotFiniteError,
-    RunTakenError,
-    StateLostError,
-)
+from spark_elastic.errors import DataError, InvalidSettingsError, LossNotFiniteError, RunTakenError, StateLostError
 from spark_elastic.jobs.settings import RunSettings
 from spark_elastic.ml import preparation
 from spark_elastic.ml.datasets import (
-    ParallelFits,
     SharedDatasets,
     check_stored_settings,
     check_tensors,
@@ -43,8 +36,6 @@ from spark_elastic.ml.datasets import (
     give_back,
     is_findable,
     model_inputs,
-    nan_allowed_in,
-    padded_lengths,
     remove_unless_used,
 )
 from spark_elastic.ml.model import ElasticModel, Fitted
@@ -198,13 +189,14 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         transient = not estimator._keeps_rows() and not dataset._jdf.queryExecution().analyzed().deterministic()
         estimator._shared_datasets = shared = SharedDatasets(len(paramMaps), remove=transient)
 
-        def fit(index: int) -> Any:
+        def fit(index: int) -> tuple[int, Any]:
             try:
-                return estimator.fit(dataset, paramMaps[index])
+                return index, estimator.fit(dataset, paramMaps[index])
             finally:
                 shared.done()
 
-        return ParallelFits(fit, len(paramMaps))
+        # Threads of a CrossValidator share it: unlike a generator, a `map` may be asked by one while another computes.
+        return map(fit, range(len(paramMaps)))
 
     # --- step 1: check ----------------------------------------------------------------------------
 
@@ -447,6 +439,7 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
     # --- step 5: load -----------------------------------------------------------------------------
 
     def _load(self, training: Any, rows: Dataset, dry_run: DryRunResult, trained: TrainedRun) -> M:
+        written_with = rows.manifest.about.get("settings", {})
         fitted = Fitted(
             inputs=model_inputs(rows, self._given("input_shapes")),
             outputs=dry_run.outputs,
@@ -454,8 +447,8 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
             history=trained.history,
             events=trained.events,
             why_not=dry_run.why_not,
-            pad_to=padded_lengths(rows),
-            allow_nan=nan_allowed_in(rows),
+            pad_to=written_with.get("pad_to", {}),
+            allow_nan=written_with.get("allow_nan", False),
         )
         model = self._fitted_model(training, fitted, trained.read)
         # The model has the estimator's uid, as in Spark ML, so that param maps of a CrossValidator reach it.
