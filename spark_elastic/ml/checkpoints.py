@@ -52,11 +52,9 @@ class CheckpointFacts:
 
 
 def name_of(serial: int, token: int = 0) -> str:
-    """Return the name of a checkpoint's folder; names of different drivers differ.
+    """Return a checkpoint's folder name.
 
-    Args:
-        serial: Steps and validation turns so far.
-        token: Token of the driver's lease on the run.
+    `serial` counts steps and validation turns; `token` is that of the driver's lease on the run.
     """
     return f"{serial:012d}" if not token else f"{serial:012d}.{token:06d}"
 
@@ -69,12 +67,7 @@ def age_of(name: str) -> tuple[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The contents of a checkpoint.
-
-    Attributes:
-        document: Plain values for JSON.
-        files: Files by name.
-    """
+    """The contents of a checkpoint: plain values for JSON (`document`), and files by name."""
 
     facts: CheckpointFacts
     document: Mapping[str, Any]
@@ -82,11 +75,7 @@ class Contents:
 
 
 class Checkpoints:
-    """The checkpoints of a run, in a folder of a store.
-
-    Args:
-        fence: The fence of the driver that holds the run; None if no other driver can take it.
-    """
+    """The checkpoints of a run, in a folder of a store. Without a fence, no other driver can take the run."""
 
     def __init__(self, store: Store, fence: Fence | None = None) -> None:
         self.store = store
@@ -121,10 +110,9 @@ class Checkpoints:
         return found
 
     def latest(self) -> CheckpointFacts | None:
-        """Return the newest checkpoint whose checksums are right; None if none was ever completed.
+        """Return the newest checkpoint whose checksums are right; None if none was completed.
 
-        Raises:
-            CheckpointError: All checkpoints are damaged.
+        Raises `CheckpointError` if all are damaged.
         """
         damaged = []
         for name in reversed(self._names()):
@@ -155,12 +143,7 @@ class Checkpoints:
         return Contents(_facts_in(name, manifest), manifest["document"], files)
 
     def write(self, contents: Contents) -> None:
-        """Write all files, then the manifest.
-
-        Raises:
-            RunTakenError: Another driver has taken over the run.
-            Exception: Whatever the store raises.
-        """
+        """Write all files, then the manifest. Raises `RunTakenError` if another driver has taken over the run."""
         facts = asdict(contents.facts)
         name = facts.pop("name")
         self._check_fence()

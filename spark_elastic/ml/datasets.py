@@ -29,12 +29,7 @@ log = logging.getLogger("spark_elastic.ml")
 
 
 def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None) -> tuple[TensorField, ...]:
-    """Return features_0, features_1, ... in the order in which the model takes them.
-
-    Args:
-        dataset: The materialised rows.
-        shapes: Shapes of one row, where they differ from the stored ones; as `input_shapes`.
-    """
+    """Return features_0, features_1, ... in the model's order, with the shapes of `input_shapes` that are given."""
     stored = numbered(INPUT, {each.name: each for each in dataset.layout.fields})
     given = itertools.chain(shapes or (), itertools.repeat(None))
     return tuple(
@@ -57,12 +52,7 @@ def check_tensors(dataset: Dataset) -> None:
 
 
 def check_stored_settings(dataset: Dataset, estimator: ElasticParams) -> None:
-    """Check that settings about writing are not given, and that settings about columns agree with the dataset.
-
-    Raises:
-        InvalidSettingsError: A setting is about writing rows.
-        DatasetError: The dataset was written with other settings.
-    """
+    """Raise if a setting is about writing rows, or if settings about columns differ from those of the dataset."""
     given, where = estimator.getOrDefault, dataset.store.url
     options = given("data_options") or {}
     of_writing = [name for name in ("dataset_id", "keep_dataset") if estimator.isSet(name) and given(name)]
@@ -141,8 +131,7 @@ def remove_unless_used(dataset: Dataset) -> None:
 class SharedDatasets:
     """Datasets that several fits on one DataFrame share: rows with the same settings are written once.
 
-    Args:
-        remove: Remove them when the last of the `fits` is done.
+    They are removed when the last of the `fits` is done, if `remove` is set.
     """
 
     def __init__(self, fits: int, remove: bool) -> None:

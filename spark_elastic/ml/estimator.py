@@ -72,11 +72,7 @@ _DATA_OPTION = "{}= goes into data_options={{...}}"
 
 @dataclass
 class FitTimings:
-    """Seconds that the parts of a fit took, by name.
-
-    Attributes:
-        began: Begin of the fit, in seconds since 1970.
-    """
+    """The parts of a fit with the seconds that they took; `began` is the begin of the fit, in seconds since 1970."""
 
     began: float = field(default_factory=clock.wall)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -110,12 +106,7 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         raise NotImplementedError
 
     def _dry_run(self, training: Any) -> DryRunResult:
-        """Do one step of a copy on the first rows.
-
-        Raises:
-            DataError: The rows do not fit the model or the loss.
-            InvalidSettingsError: The settings do not fit together.
-        """
+        """Do one step of a copy on the first rows. Raises `DataError` or `InvalidSettingsError` if that fails."""
         raise NotImplementedError
 
     def _model_nbytes(self, training: Any) -> int:

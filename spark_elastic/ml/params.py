@@ -63,34 +63,35 @@ def real(*, above: float | None = None, at_least: float | None = None) -> Conver
     return convert
 
 
-def boolean(name: str, value: Any) -> bool:
-    if type(value).__name__ not in ("bool", "bool_"):  # numpy's too
-        raise _wrong(name, "True or False", value)
-    return bool(value)
+def accepting(wanted: str, accepts: Callable[[Any], Any], plain: Callable[[Any], Any]) -> Converter:
+    """Return a converter that accepts some values and makes them plain; `wanted` describes them in the error."""
 
+    def convert(name: str, value: Any) -> Any:
+        if not accepts(value):
+            raise _wrong(name, wanted, value)
+        return plain(value)
 
-def text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise _wrong(name, "a name", value)
-    return str(value)
-
-
-def identifier(name: str, value: Any) -> str:
-    """Convert to a name that can be a folder's."""
-    if not isinstance(value, str) or not re.fullmatch(r"[\w=-][\w.=-]*", value):
-        raise _wrong(name, "letters, digits, '_', '-', '=' and '.', not beginning with '.'", value)
-    return str(value)
+    return convert
 
 
 def one_of(*choices: str) -> Converter:
     """Return a converter that accepts one of the choices."""
+    return accepting(f"one of {', '.join(map(repr, choices))}", lambda value: value in choices, str)
 
-    def convert(name: str, value: Any) -> str:
-        if value not in choices:
-            raise _wrong(name, f"one of {', '.join(map(repr, choices))}", value)
-        return str(value)
 
-    return convert
+boolean = accepting("True or False", lambda value: type(value).__name__ in ("bool", "bool_"), bool)  # numpy's too
+text = accepting("a name", lambda value: isinstance(value, str) and value, str)
+identifier = accepting(
+    "letters, digits, '_', '-', '=' and '.', not beginning with '.'",
+    lambda value: isinstance(value, str) and re.fullmatch(r"[\w=-][\w.=-]*", value),
+    str,
+)
+function = accepting("a function", callable, lambda value: value)
+dictionary = accepting(
+    "a dict with names as keys",
+    lambda value: isinstance(value, Mapping) and all(isinstance(key, str) and key for key in value),
+    dict,
+)
 
 
 def path(name: str, value: Any, wanted: str = "a path or a URI") -> str:
@@ -112,7 +113,9 @@ def names(name: str, value: Any) -> list[str]:
         raise _wrong(name, "a list of names", value)
     if not listed:
         raise InvalidSettingsError(f"{name} must name at least one column")
-    _no_repeats(name, listed)
+    repeated = sorted({each for each in listed if list(listed).count(each) > 1})
+    if repeated:
+        raise InvalidSettingsError(f"{name} names {', '.join(repeated)} more than once")
     return list(map(str, listed))
 
 
@@ -159,12 +162,14 @@ def dtypes(name: str, value: Any) -> list[str | None]:
 
 
 def numbers_list(name: str, value: Any) -> list[float]:
+    """Convert to a list of at least one number, none of them negative."""
     if not _is_list(value) or not len(value):
         raise _wrong(name, "a list of numbers", value)
     return [real(at_least=0)(f"{name}[{i}]", each) for i, each in enumerate(value)]
 
 
 def fraction_or_column(name: str, value: Any) -> float | str:
+    """Convert to a fraction of the rows, or a column's name."""
     if isinstance(value, str) and value:
         return str(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -177,23 +182,11 @@ def fraction_or_column(name: str, value: Any) -> float | str:
     return float(value)
 
 
-def function(name: str, value: Any) -> Any:
-    if not callable(value):
-        raise _wrong(name, "a function", value)
-    return value
-
-
-def dictionary(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
-        raise _wrong(name, "a dict with names as keys", value)
-    return dict(value)
-
-
 def options(known: Sequence[str]) -> Converter:
     """Return a converter that accepts a dict whose keys are among `known`."""
 
     def convert(name: str, value: Any) -> dict[str, Any]:
-        given = dictionary(name, value)
+        given: dict[str, Any] = dictionary(name, value)
         for key in given:
             if key not in known:
                 close = nearest(key, known)
@@ -212,12 +205,6 @@ def anything(name: str, value: Any) -> Any:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) or type(value).__name__ in ("ndarray", "Size")
-
-
-def _no_repeats(name: str, listed: Sequence[str]) -> None:
-    repeated = sorted({each for each in listed if list(listed).count(each) > 1})
-    if repeated:
-        raise InvalidSettingsError(f"{name} names {', '.join(repeated)} more than once")
 
 
 _OTHER_NAMES = {

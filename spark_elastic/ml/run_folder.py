@@ -122,8 +122,7 @@ def transient_run(runs: Store) -> Iterator[Store]:
 def collect_runs(runs: Store, now: float, age_s: float = ORPHAN_AGE_S) -> list[str]:
     """Remove folders of `transient_run` whose driver was killed: their lease has expired, and all files are old.
 
-    Returns:
-        Their names.
+    Returns their names.
     """
     removed = []
     for entry in runs.list():
@@ -336,12 +335,10 @@ _MAX_DEPTH = 6
 
 
 def described(value: Any, *, buffers: bool = True, depth: int = 0) -> str:
-    """Describe a value: classes by name, functions by name and code, everything else by its repr and attributes.
+    """Describe a setting: classes by name, functions by name and code, anything else by its repr and attributes.
 
-    Args:
-        value: A setting, or a part of one.
-        buffers: Include the buffers of modules, such as the class weights of a loss.
-        depth: Depth of the value in the setting.
+    `buffers` says whether to include the buffers of modules, such as the class weights of a loss; `depth` is the depth
+    of this value in the setting.
     """
     if depth > _MAX_DEPTH:
         return type(value).__qualname__

@@ -81,11 +81,10 @@ def gather_pieces(pieces: list[Piece]) -> tuple[Piece, ...]:
 
 
 class Measured(NamedTuple):
-    """The measurements of one step.
+    """The measurements of one step, over all workers.
 
     Attributes:
-        sums: Sums over all workers.
-        pieces: Metric states of all workers that cannot be added.
+        pieces: Metric states that cannot be added.
         stop: A worker requested the end of the training.
     """
 
@@ -173,11 +172,7 @@ class Engine:
         """Advance what follows the epoch's row of the history, such as a learning rate schedule."""
 
     def after_callbacks(self) -> None:
-        """Share what only some workers' callbacks changed at the end of the epoch.
-
-        Raises:
-            HorovodInternalError: A collective failed.
-        """
+        """Share what only some workers' callbacks changed at the end of the epoch, with a collective."""
 
     def keep_best(self) -> None:
         """Copy the present weights to `best`."""

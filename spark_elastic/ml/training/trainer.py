@@ -106,11 +106,8 @@ class Trainer:
             self.close()
 
     def run_in_world(self) -> None:
-        """Continue from the present state to the end. Called again in each new world.
-
-        Raises:
-            HorovodInternalError: A collective failed; for the elastic loop.
-            HostsUpdatedInterrupt: The world is about to change; for the elastic loop.
+        """Continue from the present state to the end. Called again in each new world, after `HorovodInternalError` (a
+        collective failed) or `HostsUpdatedInterrupt` (the world is about to change).
         """
         world = process.require()
         self.view.rank, self.view.size = world.rank, world.size
@@ -139,7 +136,7 @@ class Trainer:
             self.reporter.close()
         for reader in self._readers.values():
             reader.close()
-        self._checkpoints.close()
+        self._checkpoints.writer.close()
         self.engine.close()
 
     def _result(self) -> TrainingResult:
@@ -394,17 +391,14 @@ class Trainer:
 
     def _drain_checkpoints(self) -> None:
         try:
-            self._checkpoints.drain()
+            self._checkpoints.writer.drain()
         except CheckpointError as error:  # the model is complete without it
             log.warning("%s", error)
 
     def _wait_for_all(self) -> None:
         """Wait until the files are written and all workers have compared the rows that they read with their checksums.
 
-        Raises:
-            DatasetError: Rows were damaged.
-            RunTakenError: Another driver has taken over the run.
-            HorovodInternalError: A worker was lost; for the elastic loop.
+        Raises `DatasetError` if rows were damaged, and `RunTakenError` if another driver has taken over the run.
         """
         waiting = True
         while waiting:
