@@ -391,36 +391,34 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         """Return the fields of `ml.training.spec.Training`."""
         batch_size, per_worker = self._given("batch_size"), self._given("per_worker_batch_size")
         options = self._given("data_options") or {}
-        same = ("transformation_fn", "epochs", "shuffle", "seed", "device", "num_threads", "verbose", "allow_nan_loss")
+        plan = None
+        if self._given("checkpoint_dir") is not None:
+            plan = CheckpointPlan(
+                every_epochs=self._given("checkpoint_interval"),
+                every_seconds=self._given("checkpoint_seconds"),
+                keep=self._given("keep_checkpoints"),
+                best_of=self._given("checkpoint_best_of"),
+                mode=self._given("checkpoint_best_mode"),
+            )
+        same = (
+            *("transformation_fn", "epochs", "shuffle", "seed", "device", "num_threads", "verbose", "allow_nan_loss"),
+            *("per_worker_batch_size", "input_shapes", "label_shapes"),
+        )
         return {
             "dataset": dataset,
             "store": run,
             "batch_size": DEFAULT_BATCH_SIZE if batch_size is None and per_worker is None else batch_size,
-            "per_worker_batch_size": per_worker,
             "accumulation": self._given("accumulation_steps"),
             "clip_norm": self._given("gradient_clip_norm"),
             "clip_value": self._given("gradient_clip_value"),
             "compression": self._given("gradient_compression"),
             "sync_batch_norm": self._given("sync_batch_norm") is not False,
-            "checkpoints": self._checkpoint_plan(),
+            "checkpoints": plan,
             "resume_from": resume_from,
             "fence": None if (lease := lease_of(run)) is None else lease.fence,
-            "input_shapes": self._given("input_shapes"),
-            "label_shapes": self._given("label_shapes"),
             **{name: self._given(name) for name in same},
             **{name: options[name] for name in READ_OPTIONS if name in options},
         }
-
-    def _checkpoint_plan(self) -> CheckpointPlan | None:
-        if self._given("checkpoint_dir") is None:
-            return None
-        return CheckpointPlan(
-            every_epochs=self._given("checkpoint_interval"),
-            every_seconds=self._given("checkpoint_seconds"),
-            keep=self._given("keep_checkpoints"),
-            best_of=self._given("checkpoint_best_of"),
-            mode=self._given("checkpoint_best_mode"),
-        )
 
     def _callbacks(self) -> list[Any]:
         """Return the callbacks as a list; a single one may be given without a list."""

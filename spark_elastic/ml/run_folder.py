@@ -275,7 +275,7 @@ class RunFolders(ClusterParams, StorageParams):
             name = different[0]
             raise CheckpointError(
                 f"run_id={self._given('run_id')!r} has checkpoints of another training: {name} was "
-                f"{_short(found.get(name))} and is {_short(identity.get(name))} now. Choose another run_id, or set "
+                f"{found.get(name)!r:.80} and is {identity.get(name)!r:.80} now. Choose another run_id, or set "
                 "resume=False to replace them"
             )
 
@@ -318,11 +318,6 @@ def _content_of(dataset: Dataset) -> dict[str, str]:
         checksums = [[shard.rows, shard.crc32, shard.sidecar_crc32] for shard in shards]
         digests[name] = hashlib.sha256(json.dumps(checksums).encode()).hexdigest()[:32]
     return digests
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:80]}..."
 
 
 # --- descriptions of settings that are equal in every process -------------------------------------

@@ -38,14 +38,8 @@ def tensors_for(
 ) -> tuple[Tensor, ...]:
     """Return how columns of a DataFrame with this schema become the inputs that the model was trained on.
 
-    Args:
-        schema: The StructType of the DataFrame.
-        inputs: The model's inputs, with the names of their columns.
-        pad_to: Lengths that arrays are padded to, by input.
-        allow_nan: As when the training rows were written.
-
-    Raises:
-        DataError: A column is missing, or its type cannot become the input.
+    `pad_to` and `allow_nan` are those of the training rows, by input. Raises `DataError` if the type of a column cannot
+    become the input.
     """
     types = {field.name: field.dataType.typeName() for field in schema.fields}
     for field in inputs:
@@ -309,7 +303,7 @@ def _vectors(values: Array) -> pa.Array:
 
 
 class Predictor(Protocol):
-    """A loaded model: takes inputs by name, [rows, ...], and returns all outputs, [rows, ...]."""
+    """A loaded model: a function of inputs by name, [rows, ...], that returns all outputs, [rows, ...]."""
 
     def __call__(self, inputs: Mapping[str, Any]) -> list[Array]: ...
 
@@ -355,7 +349,7 @@ class Serving:
             if len(valid):
                 values, undecided = self._values(_loaded(self.key, self.model), read(given), len(valid))
                 if undecided.any():
-                    self._refuse_undecided(undecided)
+                    self._check_undecided(undecided)
                     valid, values = valid[~undecided], [each[~undecided] for each in values]
             else:
                 values = [np.empty((0, *column.shape.shape), column.shape.dtype) for column in self.added]
@@ -371,7 +365,8 @@ class Serving:
             fields = [pa.field(c.name, a.type, nullable=nullable) for c, a in zip(self.added, arrays, strict=True)]
             yield pa.RecordBatch.from_arrays([*plain.columns, *arrays], schema=pa.schema([*plain.schema, *fields]))
 
-    def _refuse_undecided(self, undecided: npt.NDArray[np.bool_]) -> None:
+    def _check_undecided(self, undecided: npt.NDArray[np.bool_]) -> None:
+        """Raise `DataError` for rows without a prediction, unless `handle_invalid` says what to do with them."""
         if self.handle_invalid == "error":
             raise DataError(
                 f"the model's first output is NaN for {int(undecided.sum())} of {len(undecided)} rows whose features "
@@ -394,7 +389,10 @@ class Serving:
         return whole, np.concatenate(undecided)
 
     def _part(self, predict: Predictor, inputs: dict[str, Any], rows: int) -> tuple[list[Array], npt.NDArray[np.bool_]]:
-        """Return the same for one batch of the model. argmax of NaN would be a class, so such rows are marked."""
+        """Return the same as `_values` for one batch of the model.
+
+        argmax of NaN would be a class, so rows with NaN are marked as having no prediction.
+        """
         if self.inference_fn is not None:
             inputs = dict(self.inference_fn(inputs))
         outputs = predict(inputs)

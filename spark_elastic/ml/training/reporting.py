@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback, Logs, followed_value
@@ -36,6 +36,8 @@ class RunView:
     def __init__(self, training: Training, engine: Engine, state: TrainingState) -> None:
         self.training = training
         self.engine = engine
+        self.epochs = training.epochs
+        self.model, self.optimizer = engine.model, engine.optimizer
         self._state = state
         self.rank, self.size = 0, 1
         self._logs: tuple[int, Logs] = (-1, {})
@@ -62,10 +64,6 @@ class RunView:
         return self.at.epoch
 
     @property
-    def epochs(self) -> int:
-        return self.training.epochs
-
-    @property
     def step(self) -> int:
         return self.at.step
 
@@ -79,14 +77,6 @@ class RunView:
         if self._logs[0] != at.serial:
             self._logs = at.serial, self.engine.metrics.logs(at.sums, at.pieces) if at.sums.size else {}
         return self._logs[1]
-
-    @property
-    def model(self) -> Any:
-        return self.engine.model
-
-    @property
-    def optimizer(self) -> Any:
-        return self.engine.optimizer
 
     def stop(self, reason: str) -> None:
         self.stop_reason = reason or "a callback requested the end of the training"

@@ -148,10 +148,7 @@ class TrainingPhase(str, Enum):
 class Diverged:
     """Why a training ended without a model: the loss of a step, or a weight after the last step, is not finite.
 
-    Attributes:
-        step: As in `Progress`, before the step.
-        epoch: As in `Progress`, before the step.
-        loss: The loss; None if it was finite and a weight is not.
+    `step` and `epoch` are those of `Progress` before the step. `loss` is None if it was finite and a weight is not.
     """
 
     step: int

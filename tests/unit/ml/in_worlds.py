@@ -15,7 +15,7 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.checkpoints import Checkpoints
+from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints
 from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan, TrainingResult
 from tests.unit.world_link import tell
 from tests.unit.worlds import WorldDriver
@@ -85,6 +85,11 @@ def assert_same_outcome(
 
 def checkpoints_in(folder: Path) -> Checkpoints:
     return Checkpoints(Store.create(folder).sub(CHECKPOINTS))
+
+
+def best_in(checkpoints: Checkpoints, value: str) -> CheckpointFacts:
+    """Return the newest checkpoint that was the best by this value when it was written."""
+    return next(facts for facts in reversed(checkpoints.complete()) if value in facts.best)
 
 
 class EverySteps(Callback):

@@ -30,7 +30,7 @@ class Link:
 
 def view_at(at: Progress, rank: int = 0) -> Any:
     dataset = SimpleNamespace(rows=lambda split: 100)
-    engine = SimpleNamespace(live_logs=lambda sums: {})
+    engine = SimpleNamespace(metrics=SimpleNamespace(live_logs=lambda sums: {}), model=None, optimizer=None)
     view = RunView(SimpleNamespace(epochs=3, dataset=dataset), engine, SimpleNamespace(at=at))  # type: ignore[arg-type]
     view.rank = rank
     return view

@@ -15,7 +15,7 @@ from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping, 
 from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
 from spark_elastic.ml.torch.training import assemble
 from spark_elastic.ml.training.spec import CheckpointPlan
-from tests.unit.ml.in_worlds import STEPS, At, EverySteps, TheEnd, checkpoints_in, close, end, stop_and_resume
+from tests.unit.ml.in_worlds import STEPS, At, EverySteps, TheEnd, best_in, checkpoints_in, close, end, stop_and_resume
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import alone, assert_as_undisturbed, make_training
 from tests.unit.worlds import WorldDriver
@@ -129,7 +129,7 @@ def test_the_best_by_a_metric_is_kept_whatever_its_age(data, tmp_path):
         (1, ("lr max",)),
         (3, ()),
     ]
-    assert checkpoints_in(tmp_path).best().epoch == 1
+    assert best_in(checkpoints_in(tmp_path), "lr max").epoch == 1
 
 
 def test_the_trained_model_gets_the_weights_of_the_best_epoch(data, tmp_path):
@@ -152,7 +152,7 @@ def test_best_checkpoint_by_another_column_is_kept_and_not_restored(data, tmp_pa
     assert trainings.weights(tmp_path / "two") == close(trainings.weights(tmp_path / "one"))
     checkpoints = checkpoints_in(tmp_path / "two")
     assert [facts.epoch for facts in checkpoints.complete()] == [1, 3]
-    assert (checkpoints.best("lr max").epoch, checkpoints.best("steps max").epoch) == (1, 3)
+    assert (best_in(checkpoints, "lr max").epoch, best_in(checkpoints, "steps max").epoch) == (1, 3)
 
 
 def test_two_callbacks_cannot_both_choose_the_weights(data, tmp_path):
