@@ -166,7 +166,8 @@ class Checkpoints:
     def keep(self, newest: int) -> None:
         """Remove all but the `newest` last checkpoints and the last best one by each followed value.
 
-        Incomplete checkpoints that are older than those go, too. Damaged ones do not count; each is read once for that.
+        Incomplete checkpoints that are older than those are removed, too. A damaged one is not counted; to find out, each
+        checkpoint is read once.
         """
         kept: list[str] = []
         followed: set[str] = set()

@@ -96,7 +96,7 @@ def flat_names(names: Sequence[Any]) -> list[str]:
 def is_findable(dataframe: Any, dataset: Dataset) -> bool:
     """Return whether a later fit on this DataFrame can find its written rows.
 
-    It cannot if the query is random, or if Spark holds it for random, as everything behind a VectorAssembler, unless it
+    It cannot if Spark takes the query for random, as it does with everything behind a VectorAssembler; unless the query
     is cached.
     """
     if not dataset.manifest.about.get(FOUND_AGAIN, True):
@@ -108,7 +108,7 @@ def is_findable(dataframe: Any, dataset: Dataset) -> bool:
 def give_back(dataset: Dataset) -> None:
     """End the use of a dataset, and remove datasets of earlier fits if they take too much room or are too old.
 
-    Raises nothing: a storage that does not answer is no reason to lose what was trained.
+    Errors of the storage are logged and not raised, because the trained model must not be lost for them.
     """
     try:
         catalog.give_back(dataset.store, catalog.Limits.of_environment(os.environ), clock.wall())
@@ -117,7 +117,7 @@ def give_back(dataset: Dataset) -> None:
 
 
 def remove_unless_used(dataset: Dataset) -> None:
-    """Remove a dataset unless it is in use or to be kept. Raises nothing, like `give_back`."""
+    """Remove a dataset unless it is in use or to be kept. Errors are logged, as in `give_back`."""
     try:
         if not dataset.store.exists("keep") and not is_leased(dataset.store, clock.wall()):
             dataset.delete()

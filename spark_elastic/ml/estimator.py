@@ -186,7 +186,7 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
             finally:
                 shared.done()
 
-        # Threads of a CrossValidator share it: unlike a generator, a `map` may be asked by one while another computes.
+        # Several threads of a CrossValidator draw from it, which a `map` allows and a generator does not.
         return map(fit, range(len(paramMaps)))
 
     # --- step 1: check ----------------------------------------------------------------------------

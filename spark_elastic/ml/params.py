@@ -208,28 +208,21 @@ def _is_list(value: Any) -> bool:
 
 
 _OTHER_NAMES = {
-    "features_col": "feature_cols",
-    "input_cols": "feature_cols",
-    "input_col": "feature_cols",
-    "label_col": "label_cols",
-    "target_cols": "label_cols",
-    "weight_col": "sample_weight_col",
-    "validation_indicator_col": "validation",
-    "validation_split": "validation",
-    "output_col": "output_cols",
-    "predictions_col": "prediction_col",
-    "max_iter": "epochs",
-    "num_epochs": "epochs",
-    "num_workers": "num_proc",
-    "random_seed": "seed",
-    "train_minibatch_fn": "train_fn",
-    "training_step": "train_fn",
-    "backward_passes_per_step": "accumulation_steps",
-    "compression": "gradient_compression",
-    "use_gpu": "device",
-    "nthread": "num_threads",
-    "step_size": "optimizer",
-    "learning_rate": "optimizer",
+    "feature_cols": ("features_col", "input_cols", "input_col"),
+    "label_cols": ("label_col", "target_cols"),
+    "sample_weight_col": ("weight_col",),
+    "validation": ("validation_indicator_col", "validation_split"),
+    "output_cols": ("output_col",),
+    "prediction_col": ("predictions_col",),
+    "epochs": ("max_iter", "num_epochs"),
+    "num_proc": ("num_workers",),
+    "seed": ("random_seed",),
+    "train_fn": ("train_minibatch_fn", "training_step"),
+    "accumulation_steps": ("backward_passes_per_step",),
+    "gradient_compression": ("compression",),
+    "device": ("use_gpu",),
+    "num_threads": ("nthread",),
+    "optimizer": ("step_size", "learning_rate"),
 }
 """Names of these settings in Horovod, Spark ML, xgboost and torch."""
 
@@ -274,7 +267,7 @@ class Getter(Generic[T]):
         self._function: Any = lambda instance: instance.getOrDefault(declared.name)
 
     def __set_name__(self, owner: type, name: str) -> None:
-        _name_accessor(self._function, name, "get", self._declared, "`{0.name}`: {0.doc}")
+        _name_accessor(self._function, name, f"`{self._declared.name}`: {self._declared.doc}")
 
     def __get__(self, instance: Any, owner: type | None = None) -> Callable[[], T]:
         return self._function if instance is None else MethodType(self._function, instance)
@@ -292,8 +285,8 @@ class Setter(Generic[T]):
         self._function: Any = set_
 
     def __set_name__(self, owner: type, name: str) -> None:
-        doc = "Set `{0.name}`: {0.doc}\n\nReturns:\n    The object itself."
-        _name_accessor(self._function, name, "set", self._declared, doc)
+        doc = f"Set `{self._declared.name}`: {self._declared.doc}\n\nReturns:\n    The object itself."
+        _name_accessor(self._function, name, doc)
 
     def __get__(self, instance: S, owner: type | None = None) -> Callable[[T], S]:
         return self._function if instance is None else MethodType(self._function, instance)
@@ -304,12 +297,9 @@ def accessors(declared: Param[T]) -> tuple[Getter[T], Setter[T]]:
     return Getter(declared), Setter(declared)
 
 
-def _name_accessor(function: Any, name: str, prefix: str, declared: Param[Any], doc: str) -> None:
-    expected = prefix + "".join(part.capitalize() for part in declared.name.split("_"))
-    if name != expected:
-        raise TypeError(f"the accessor {expected} was assigned to the attribute {name}; name the attribute {expected}")
+def _name_accessor(function: Any, name: str, doc: str) -> None:
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = doc.format(declared)
+    function.__doc__ = doc
 
 
 def keyword_only(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -391,7 +381,7 @@ class ElasticParams(Params):
         """Raise `InvalidSettingsError` if settings contradict one another. Missing settings are fine here."""
 
     def _set_given(self: Self) -> Self:
-        """Set the keywords of the present `keyword_only` method; the body of `setParams`."""
+        """Set the keywords that the running `keyword_only` method was called with; the body of `setParams`."""
         self._set(**self._input_kwargs)
         self._check_together()
         return self
@@ -402,7 +392,7 @@ def unknown_name(owner: str, name: str, known: list[str]) -> str:
     snake = re.sub(r"(?<=[a-z0-9])([A-Z])", lambda match: f"_{match[1].lower()}", name)
     if snake != name and snake in known:
         return f"{owner} has no {name!r}: names are written in snake_case here, {snake!r}"
-    other = _OTHER_NAMES.get(snake)
+    other = next((name for name, others in _OTHER_NAMES.items() if snake in others), None)
     if other in known:
         return f"{owner} has no {name!r}; here it is {other!r}"
     close = nearest(snake, known)

@@ -202,7 +202,7 @@ class Columns:
         if self._transformation is not None:
             columns = self._transformation(dict(columns))
             _check_rows(columns, rows)
-            # Without its labels or weights the loss would be of something else, and look as good.
+            # Without them the loss would be computed of other values, and nobody would notice.
             missing = [name for name in self._needed if name not in columns]
             if missing:
                 raise DataError(

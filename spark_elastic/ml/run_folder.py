@@ -218,7 +218,11 @@ class RunFolders(ClusterParams, StorageParams):
         identity = self._identity(dataset)
         run_id = self._given("run_id") or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
         if self._shared_datasets is not None:  # one of several trainings, each with its own checkpoints
-            run_id += f"-{digest([identity, self._described_settings()])}"
+            names = {param.name for param in self._paramMap} - {
+                "storage_options",
+                "run_options",
+            }  # of the cluster
+            run_id += f"-{digest([identity, {name: self._described(name) for name in sorted(names)}])}"
         run = runs.sub(run_id)
         with contextlib.ExitStack() as lease:
             try:
@@ -248,11 +252,6 @@ class RunFolders(ClusterParams, StorageParams):
             "shards": _content_of(dataset),
             **{name: self._described(name) for name in self.DECIDING if self.isSet(name)},
         }
-
-    def _described_settings(self) -> dict[str, str]:
-        """Return descriptions of all settings in which param maps may differ, but not of those about the cluster."""
-        names = {param.name for param in self._paramMap} - {"storage_options", "run_options"}
-        return {name: self._described(name) for name in sorted(names)}
 
     def _described(self, name: str) -> str:
         return described(self._given(name), buffers=name != "model")  # a checkpoint has the model's own buffers
@@ -312,7 +311,7 @@ def _read_identity(run: Store) -> dict[str, Any]:
 
 
 def _content_of(dataset: Dataset) -> dict[str, str]:
-    """Return a digest of each split: of all checksums in the order of the rows, those of sidecars included."""
+    """Return, by split, a digest of the checksums of its files in the order of the rows, sidecars included."""
     digests = {}
     for name, shards in dataset.manifest.splits.items():
         checksums = [[shard.rows, shard.crc32, shard.sidecar_crc32] for shard in shards]

@@ -210,14 +210,8 @@ def probability(output: Array, rule: str) -> Array:
         raised = np.exp(values - values.max(axis=1, keepdims=True))
         return np.asarray(raised / raised.sum(axis=1, keepdims=True))
     flat = values.reshape(len(values))
-    if rule == "binary_logit":
-        positive = np.empty_like(flat)
-        low = flat < 0
-        positive[~low] = 1 / (1 + np.exp(-flat[~low]))
-        raised = np.exp(flat[low])
-        positive[low] = raised / (1 + raised)
-    else:
-        positive = flat
+    # the sigmoid, in a form that overflows for no logit
+    positive = np.exp(-np.logaddexp(0.0, -flat)) if rule == "binary_logit" else flat
     return np.stack([1 - positive, positive], axis=1)
 
 

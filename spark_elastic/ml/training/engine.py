@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-# --- losses and metrics -------------------------------------------------------------------------
-
-
 class MetricAccumulator(ABC):
     """The losses and metrics of one training as a float64 vector of sums.
 
@@ -75,9 +72,6 @@ def columns_of(name: str, value: Any) -> dict[str, float]:
 def gather_pieces(pieces: list[Piece]) -> tuple[Piece, ...]:
     """Gather the metric states of all workers. Raises `HorovodInternalError` if the collective failed."""
     return tuple(piece for everyones in allgather_object(pieces) for piece in everyones)
-
-
-# --- steps --------------------------------------------------------------------------------------
 
 
 class Measured(NamedTuple):
@@ -166,8 +160,6 @@ class Engine:
         """Return whether a trained weight is NaN. Looks at all of them."""
         raise NotImplementedError
 
-    # --- ends -------------------------------------------------------------------------------------
-
     def after_epoch(self, row: Mapping[str, float]) -> None:
         """Advance what follows the epoch's row of the history, such as a learning rate schedule."""
 
@@ -210,9 +202,6 @@ class TrainingState(ElasticState):
     """The elastic state of a training: the framework's tensors, and how far the training has come."""
 
     at: Progress
-
-
-# --- threads and rows ---------------------------------------------------------------------------
 
 
 def host_cores(quota: Path = _CPU_QUOTA) -> int:

@@ -123,7 +123,10 @@ class CheckpointSchedule:
         return at
 
     def _reopened(self, at: Progress) -> Progress:
-        """Continue a training that had finished if it is to have more epochs now, and end one that has had enough."""
+        """Return the progress adapted to the present number of epochs.
+
+        A training that had finished continues if there are more epochs now; one that has done them all finishes.
+        """
         epochs = self._training.epochs
         if at.phase is TrainingPhase.FINISH and at.epoch < epochs and not at.stopped:
             return replace(at, phase=TrainingPhase.TRAIN)

@@ -24,9 +24,6 @@ CHECKPOINTS = "checkpoints"
 """In the run's store: the folder of the durable checkpoints."""
 
 
-# --- settings -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPlan:
     """When durable checkpoints are written, and which are kept.
@@ -123,8 +120,6 @@ class Training:
             return []
         return [BestCheckpoint(plan.best_of, mode=plan.mode, restore=False)]
 
-
-# --- progress -----------------------------------------------------------------------------------
 
 Sums = npt.NDArray[np.float64]
 """Measurements of a batch that can be added over batches and workers: losses, metrics, row counts."""
@@ -234,9 +229,6 @@ class Progress:
 
 _COUNTS = ("epoch", "position", "step", "serial", "val_position")
 _SUMS = ("sums", "val_sums")
-
-
-# --- result -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
