@@ -23,7 +23,7 @@ from spark_elastic.ml.keras.training import KerasTraining
 from spark_elastic.ml.training import dry_run as common
 from spark_elastic.ml.training.dry_run import DryRunResult, UserCodeContext
 from spark_elastic.ml.training.engine import first_rows
-from spark_elastic.ml.training.progress import Sums
+from spark_elastic.ml.training.spec import Sums
 from spark_elastic.reporting.history import FACTS
 
 log = logging.getLogger("spark_elastic.ml")

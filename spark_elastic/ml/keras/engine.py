@@ -37,9 +37,9 @@ from spark_elastic.ml.keras.metrics import (
 )
 from spark_elastic.ml.keras.steps import StepGraphs
 from spark_elastic.ml.preparation import WEIGHT
-from spark_elastic.ml.training.engine import FrameworkEngine, Measured, TrainingState, first_rows
-from spark_elastic.ml.training.progress import Piece, Progress, Sums
+from spark_elastic.ml.training.engine import Engine, Measured, TrainingState, first_rows
 from spark_elastic.ml.training.saving import CheckpointSchedule
+from spark_elastic.ml.training.spec import Piece, Progress, Sums
 from spark_elastic.ml.training.trainer import Trainer
 from spark_elastic.tensorflow.host import translated
 
@@ -114,15 +114,14 @@ def _create_metric_variables(model: Any, feeder: BatchFeeder, training: KerasTra
 # --- the engine ---------------------------------------------------------------------------------------
 
 
-class KerasEngine(FrameworkEngine):
+class KerasEngine(Engine):
     """The `Engine` of one Keras model; `best` is a copy of the model for the weights of the best epoch, or None."""
 
-    gathers = False
+    metrics: KerasMetricAccumulator
 
     def __init__(self, training: KerasTraining, ready: PreparedModel, best: Any, callbacks: KerasCallbacks) -> None:
-        super().__init__(training, ready.model, best, ready.metrics)
+        super().__init__(training, ready.model, ready.model.optimizer, best, ready.metrics)
         self._feeder = ready.feeder
-        self.metrics = ready.metrics
         self._graphs = ready.graphs
         self.callbacks = callbacks
         self._by_weight = WEIGHT in ready.feeder.names and divides_by_weights(ready.compiled)
@@ -132,10 +131,6 @@ class KerasEngine(FrameworkEngine):
         """A step has begun and not ended; if its collective fails, `put_back` must undo it."""
         self.stepped: Callable[[], None] = lambda: None
         """A function that is called after each step."""
-
-    @property
-    def optimizer(self) -> Any:
-        return self.model.optimizer
 
     @property
     def learning_rate(self) -> float:

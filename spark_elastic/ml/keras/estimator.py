@@ -19,14 +19,14 @@ from spark_elastic.ml import params as to
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.datasets import model_inputs
 from spark_elastic.ml.estimator import ElasticEstimator
-from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.keras.model import ElasticKerasModel
 from spark_elastic.ml.keras.pickling import KerasPickle
 from spark_elastic.ml.keras.training import ENV, NEEDED, KerasTraining, check_backend, device_name, train
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting
 from spark_elastic.ml.persistence import Codec
-from spark_elastic.ml.preparation import FLOAT, Tensors, is_list
+from spark_elastic.ml.preparation import FLOAT, INPUT, Tensors, is_list
+from spark_elastic.ml.run_folder import described
 from spark_elastic.ml.shared_params import (
     BestMode,
     ColumnsFunction,
@@ -37,7 +37,6 @@ from spark_elastic.ml.shared_params import (
     PredictionRule,
     Shapes,
 )
-from spark_elastic.ml.training.columns import INPUT
 from spark_elastic.ml.training.dry_run import DryRunResult
 
 if TYPE_CHECKING:
@@ -89,36 +88,31 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
 
     model: Param[keras.Model | None]
     optimizer: Param[keras.Optimizer | str | Mapping[str, Any] | None] = setting(
-        "optimizer",
         "a keras optimizer, its name, or its configuration. Default: that of the compiled model.",
         to.anything,
     )
     loss: Param[KerasLoss | Sequence[KerasLoss | None] | Mapping[str, KerasLoss | None] | None] = setting(
-        "loss",
         "as of compile: a name, a keras loss, a function of (label, output); a list, or a dict by output, of several. "
         "Default: that of the compiled model.",
         to.anything,
     )
     loss_weights: Param[Sequence[float] | Mapping[str, float] | None] = setting(
-        "loss_weights",
         "as of compile: a factor for each loss, in a list or a dict by output. Default: 1 each.",
         to.anything,
     )
     metrics: Param[Sequence[Any] | Mapping[str, Any] | None] = setting(
-        "metrics",
         "as of compile: names, keras metrics and functions in a list; lists or a dict by output for several. Default: "
         "those of the compiled model.",
         to.anything,
     )
     weighted_metrics: Param[Sequence[Any] | Mapping[str, Any] | None] = setting(
-        "weighted_metrics", "as of compile: metrics in which rows count by sample_weight_col.", to.anything
+        "as of compile: metrics in which rows count by sample_weight_col.", to.anything
     )
     getWeightedMetrics, setWeightedMetrics = accessors(weighted_metrics)
     callbacks: Param[KerasCallback | Sequence[KerasCallback] | None] = setting(
-        "callbacks", "list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback.", to.anything
+        "list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback.", to.anything
     )
     custom_objects: Param[Mapping[str, Any] | None] = setting(
-        "custom_objects",
         "dict of the names and the classes or functions of your own that the model's configuration names. Those that "
         "are registered with Keras, or that the model consists of, need not be listed.",
         to.dictionary,

@@ -18,8 +18,7 @@ import tensorflow as tf
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.keras.compiling import CompileArguments, check_kept, inputs_of, losses_by_output, output_names
-from spark_elastic.ml.preparation import WEIGHT, numbered
-from spark_elastic.ml.training.columns import INPUT, LABEL, Columns, ragged_column_error, split_evenly
+from spark_elastic.ml.preparation import INPUT, LABEL, WEIGHT, Columns, numbered, ragged_column_error, split_evenly
 from spark_elastic.ml.training.engine import first_rows
 from spark_elastic.ml.training.spec import Training
 

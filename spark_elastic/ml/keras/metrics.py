@@ -25,8 +25,8 @@ import tensorflow as tf
 
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.keras.compiling import CompileArguments, output_names
-from spark_elastic.ml.training.metrics_common import MetricAccumulator, columns_of
-from spark_elastic.ml.training.progress import Piece, Sums
+from spark_elastic.ml.training.engine import MetricAccumulator, columns_of
+from spark_elastic.ml.training.spec import Piece, Sums
 
 _AUTOMATIC_NUMBER = re.compile(r"_\d+$")
 """The end of a name that Keras has chosen, which differs between processes."""

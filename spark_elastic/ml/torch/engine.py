@@ -20,16 +20,14 @@ from spark_elastic.data.reader import Batch
 from spark_elastic.elastic.steps import LoopWatch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import check_one_best
-from spark_elastic.ml.preparation import WEIGHT
+from spark_elastic.ml.preparation import LABEL, WEIGHT
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.objective import BatchMaker, Objective
 from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
 from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, build_optimizer
-from spark_elastic.ml.training.columns import LABEL
-from spark_elastic.ml.training.engine import FrameworkEngine, Measured, TrainingState, gather_pieces
-from spark_elastic.ml.training.progress import Piece, Progress, Sums
+from spark_elastic.ml.training.engine import Engine, Measured, TrainingState, gather_pieces
 from spark_elastic.ml.training.saving import CallbackStates, CheckpointSchedule
-from spark_elastic.ml.training.spec import TrainingResult
+from spark_elastic.ml.training.spec import Piece, Progress, Sums, TrainingResult
 from spark_elastic.ml.training.trainer import Trainer
 from spark_elastic.torch.elastic.handlers import handler_for
 from spark_elastic.torch.elastic.state import TorchOptimizerSteps
@@ -83,8 +81,10 @@ def _choose_mode(norm: torch.nn.Module, args: tuple[Any, ...]) -> None:
 # --- the engine -----------------------------------------------------------------------------------
 
 
-class TorchEngine(FrameworkEngine):
+class TorchEngine(Engine):
     """The `Engine` of one module: moves the module to the device, and makes its optimizer, losses and metrics."""
+
+    metrics: TorchMetricAccumulator
 
     def __init__(self, training: TorchTraining, keeps_best: bool) -> None:
         self._device = hvd.device(training.device)
@@ -95,19 +95,19 @@ class TorchEngine(FrameworkEngine):
         self.schedule = LearningRateSchedule(training, optimizer)
         best = copy.deepcopy(model).requires_grad_(False) if keeps_best else None
         self._objective = objective_of(training, self._device)
-        self.metrics = TorchMetricAccumulator(self._objective, training.metrics)
-        super().__init__(training, model, best, self.metrics)
-        self.gathers = self.metrics.gathers
+        metrics = TorchMetricAccumulator(self._objective, training.metrics)
         self._maker = BatchMaker(training, self._device)
         self._named = [(name, param, param.requires_grad) for name, param in model.named_parameters()]
         trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        self.optimizer: Any = hvd.DistributedOptimizer(
+        distributed = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=[(name, param) for name, param, _ in self._named if id(param) in trained],
             compression=getattr(hvd.Compression, training.compression),
             backward_passes_per_step=training.accumulation,
             op=hvd.Sum,
         )
+        super().__init__(training, model, distributed, best, metrics)
+        self.gathers = metrics.gathers
         with_grad = [param for _, param, requires_grad in self._named if requires_grad]
         self._params = [param for param in with_grad if id(param) in trained]
         self._others = [param for param in with_grad if id(param) not in trained]

@@ -74,26 +74,22 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
     metrics: Param[Mapping[str, Any] | None]
     callbacks: Param[Callback | Sequence[Callback] | None]
     train_fn: Param[Callable[..., Any] | None] = setting(
-        "train_fn",
         "(model, batch) -> loss, or (loss, outputs) for metrics; instead of loss. batch has inputs, labels, weights.",
         to.function,
     )
     getTrainFn, setTrainFn = accessors(train_fn)
     lr_scheduler: Param[Any] = setting(
-        "lr_scheduler",
         "a scheduler on the optimizer, or a function of the optimizer that returns one.",
         to.anything,
     )
     getLrScheduler, setLrScheduler = accessors(lr_scheduler)
     scheduler_interval: Param[Literal["epoch", "step"]] = setting(
-        "scheduler_interval",
         "step lr_scheduler after each 'epoch' or each 'step'.",
         to.one_of("epoch", "step"),
         default="epoch",
     )
     getSchedulerInterval, setSchedulerInterval = accessors(scheduler_interval)
     scheduler_monitor: Param[str | None] = setting(
-        "scheduler_monitor",
         "column of the history that a scheduler such as ReduceLROnPlateau follows. Default: 'val_loss', or 'loss'.",
         to.text,
     )

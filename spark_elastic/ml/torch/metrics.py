@@ -15,8 +15,8 @@ import torch
 
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.torch.objective import ForwardResult, Objective
-from spark_elastic.ml.training.metrics_common import MetricAccumulator, columns_of
-from spark_elastic.ml.training.progress import Piece, Sums
+from spark_elastic.ml.training.engine import MetricAccumulator, columns_of
+from spark_elastic.ml.training.spec import Piece, Sums
 
 
 class _FunctionMetric:

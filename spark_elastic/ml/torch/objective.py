@@ -20,9 +20,19 @@ from torch.nn import functional as F
 
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import DataError, InvalidSettingsError
-from spark_elastic.ml.preparation import FLOAT, INTEGER, WEIGHT, numbered
+from spark_elastic.ml.preparation import (
+    FLOAT,
+    INPUT,
+    INTEGER,
+    LABEL,
+    WEIGHT,
+    Columns,
+    is_trained_on,
+    numbered,
+    ragged_column_error,
+    split_evenly,
+)
 from spark_elastic.ml.torch.spec import TorchTraining
-from spark_elastic.ml.training.columns import INPUT, LABEL, Columns, is_trained_on, ragged_column_error, split_evenly
 from spark_elastic.ml.training.engine import first_rows
 
 # --- batches --------------------------------------------------------------------------------------

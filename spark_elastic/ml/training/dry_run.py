@@ -19,8 +19,8 @@ from spark_elastic.data.reader import Batch, resolve_order
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError, SparkElasticError
 from spark_elastic.ml.callbacks import Callback, Monitor
 from spark_elastic.ml.datasets import model_inputs
-from spark_elastic.ml.outputs import OutputShape, suits
-from spark_elastic.ml.training.columns import reshaped
+from spark_elastic.ml.preparation import reshaped
+from spark_elastic.ml.serving import OutputShape, suits
 from spark_elastic.ml.training.saving import callback_states
 from spark_elastic.ml.training.spec import Training
 from spark_elastic.reporting.history import FACTS

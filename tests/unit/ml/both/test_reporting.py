@@ -21,16 +21,17 @@ def test_live_values_equal_those_of_the_history(framework, data, tmp_path):
     try:
         with framework.trainings.precise():
             trainer = assemble(framework.trainings.make_training(data, tmp_path, epochs=2))
-            logs = trainer.engine.logs
+            metrics = trainer.engine.metrics
+            logs = metrics.logs
 
             def both(sums: Any, pieces: Any, prefix: str = "") -> Any:
                 out = logs(sums, pieces, prefix)
                 seen.append(
-                    (trainer.engine.live_logs(sums), {name.removeprefix("val_"): value for name, value in out.items()})
+                    (metrics.live_logs(sums), {name.removeprefix("val_"): value for name, value in out.items()})
                 )
                 return out
 
-            trainer.engine.logs = both
+            metrics.logs = both
             trainer.run()
     finally:
         shutdown()

@@ -27,8 +27,8 @@ from spark_elastic.errors import (
 )
 from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.checkpoints import Checkpoints
-from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.persistence import _decode
+from spark_elastic.ml.run_folder import described
 from spark_elastic.ml.run_lease import OWNERS, Owner, ProcessIdentity, lease_of
 from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.engine import train

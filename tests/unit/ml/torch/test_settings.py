@@ -114,9 +114,7 @@ def test_settings_that_cannot_be_are_refused_before_anything_runs(changes, messa
         make_training(data, tmp_path, **changes)
 
 
-@pytest.mark.parametrize(
-    "plan", [{"every_epochs": 0}, {"every_steps": 0}, {"every_seconds": -1.0}, {"keep": 0}, {"mode": "most"}]
-)
+@pytest.mark.parametrize("plan", [{"every_epochs": 0}, {"every_seconds": -1.0}, {"keep": 0}, {"mode": "most"}])
 def test_invalid_checkpoint_plan_is_refused(plan):
     with pytest.raises(InvalidSettingsError, match=next(iter(plan))):
         CheckpointPlan(**plan)
