@@ -17,7 +17,7 @@ import cloudpickle
 from spark_elastic.ml.keras.training import prefer_backend
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class KerasPickle:
     """A pickled value; each call of `load` returns a new copy.
 
