@@ -166,8 +166,8 @@ class Checkpoints:
     def keep(self, newest: int) -> None:
         """Remove all but the `newest` last checkpoints and the last best one by each followed value.
 
-        Incomplete checkpoints that are older than those are removed, too. A damaged one is not counted; to find out, each
-        checkpoint is read once.
+        Incomplete checkpoints that are older than those are removed, too. Damaged ones are not counted as kept; each
+        checkpoint is read once to find out.
         """
         kept: list[str] = []
         followed: set[str] = set()

@@ -116,9 +116,10 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         """The events of the workers during the fit, oldest first, as dicts. A value is None where it does not apply.
 
         - "seconds": time since the fit began; "time": since 1970.
-        - "kind": "started", "joined", "lost" (a worker failed), "left" (it ended on its own), "drained" (its executor
-          was decommissioned), "broken" (the world was rebuilt), "waiting" (for workers), "resting" (a slot or host is
-          not used for a while after failures), "notice" (a message of a worker), "finished" or "failed".
+        - "kind": "started", "joined", "lost" (a worker or its host failed), "left" (a worker ended in an orderly way),
+          "drained" (its executor was decommissioned), "broken" (the world was rebuilt although no worker was lost),
+          "waiting" (for workers), "resting" (a slot or host is not used for a while after failures), "notice" (a
+          message of a worker), "finished" or "failed".
         - "who", "reason": in words.
         - "before", "after": numbers of workers.
         - "pause_s": time until the first step after the event; "steps_lost": steps that were repeated.

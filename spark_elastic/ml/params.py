@@ -38,9 +38,7 @@ Converter = Callable[[str, Any], Any]
 
 
 def _wrong(name: str, wanted: str, value: Any) -> InvalidSettingsError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 200 else f"{shown[:200]}…"
-    return InvalidSettingsError(f"{name} must be {wanted}, not {shown} ({type(value).__name__})")
+    return InvalidSettingsError(f"{name} must be {wanted}, not {value!r:.200} ({type(value).__name__})")
 
 
 def whole(at_least: int) -> Converter:
