@@ -140,7 +140,9 @@ def keras_settings() -> str:
 
 
 def _declared(cls: type) -> list[Any]:
-    return [value for value in vars(cls).values() if type(value).__name__ == "Param"]
+    from pyspark.ml.param import Param
+
+    return [value for value in vars(cls).values() if isinstance(value, Param)]
 
 
 def _setting_rows(settings: list[Any]) -> list[str]:

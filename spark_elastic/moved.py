@@ -20,6 +20,7 @@ MOVED: Final = {
     "spark_elastic.ml.history": "spark_elastic.reporting.history",
     "spark_elastic.ml.keras.archives": "spark_elastic.ml.keras.serialization",
     "spark_elastic.ml.keras.sealing": "spark_elastic.ml.keras.pickling",
+    "spark_elastic.ml.torch.batches": "spark_elastic.ml.torch.objective",
 }
 """Old dotted name of a module to its present one."""
 

@@ -218,9 +218,7 @@ class BestCheckpoint(Callback):
     """Keeps a durable checkpoint of the best epoch, and gives the trained model its weights.
 
     Args:
-        monitor: As in `EarlyStopping`.
-        mode: As in `EarlyStopping`.
-        min_delta: As in `EarlyStopping`.
+        monitor: As in `EarlyStopping`; so are `mode` and `min_delta`.
         restore: Give the trained model the weights of the best epoch; otherwise it has those of the last step.
     """
 

@@ -13,7 +13,7 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.data.manifest import seal, unseal
@@ -28,12 +28,14 @@ log = logging.getLogger("spark_elastic.ml")
 FORMAT = "spark_elastic.checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "checkpoint.json"
-_FIELDS = frozenset(("format", "version", "step", "epoch", "position", "best", "files", "document", "token"))
+_FACTS = {"step": int, "epoch": int, "position": int, "best": list, "token": int}
+_TYPES = {**_FACTS, "document": dict, "files": dict}
+"""The types of the manifest's fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """The facts of a complete checkpoint that are known without loading it.
+    """The facts of a complete checkpoint that its manifest holds.
 
     Attributes:
         name: Name of its folder, see `name_of`.
@@ -50,29 +52,22 @@ class CheckpointFacts:
 
 
 def name_of(serial: int, token: int = 0) -> str:
-    """Return the name of a checkpoint's folder; names of different drivers differ.
+    """Return a checkpoint's folder name.
 
-    Args:
-        serial: Steps and validation turns so far.
-        token: Token of the driver's lease on the run.
+    `serial` counts steps and validation turns; `token` is that of the driver's lease on the run.
     """
     return f"{serial:012d}" if not token else f"{serial:012d}.{token:06d}"
 
 
 def age_of(name: str) -> tuple[int, str]:
-    """Return the sort key of a name by age: all checkpoints of a driver with a larger token are newer."""
+    """Return a key that sorts names from the oldest to the newest checkpoint: by the driver's token, then by serial."""
     serial, _, token = name.partition(".")
     return int(token) if token.isdecimal() else 0, serial
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The contents of a checkpoint.
-
-    Attributes:
-        document: Plain values for JSON.
-        files: Files by name.
-    """
+    """The contents of a checkpoint: plain values for JSON (`document`), and files by name."""
 
     facts: CheckpointFacts
     document: Mapping[str, Any]
@@ -80,11 +75,7 @@ class Contents:
 
 
 class Checkpoints:
-    """The checkpoints of a run, in a folder of a store.
-
-    Args:
-        fence: The fence of the driver that holds the run; None if no other driver can take it.
-    """
+    """The checkpoints of a run, in a folder of a store. Without a fence, no other driver can take the run."""
 
     def __init__(self, store: Store, fence: Fence | None = None) -> None:
         self.store = store
@@ -106,16 +97,22 @@ class Checkpoints:
         found = []
         for name in self._names():
             try:
-                found.append(self._facts(name))
+                manifest = self._manifest(name)
+                for file, (nbytes, _) in manifest["files"].items():
+                    have = self.store.size(f"{name}/{file}")
+                    if have != nbytes:
+                        raise CheckpointError(
+                            f"checkpoint {name} in {self.store} is incomplete: {file} has {have} bytes"
+                        )
+                found.append(_facts_in(name, manifest))
             except CheckpointError as error:
                 log.info("%s", error)
         return found
 
     def latest(self) -> CheckpointFacts | None:
-        """Return the newest checkpoint whose checksums are right; None if none was ever completed.
+        """Return the newest checkpoint whose checksums are right; None if none was completed.
 
-        Raises:
-            CheckpointError: All checkpoints are damaged.
+        Raises `CheckpointError` if all are damaged.
         """
         damaged = []
         for name in reversed(self._names()):
@@ -136,39 +133,26 @@ class Checkpoints:
             )
         return None
 
-    def best(self, of: str | None = None) -> CheckpointFacts | None:
-        """Return the newest checkpoint that was the best when it was written, by the value `of` if given."""
-        return next((facts for facts in reversed(self.complete()) if (of in facts.best if of else facts.best)), None)
-
     def load(self, name: str) -> Contents:
         """Read a checkpoint. Raises `CheckpointError` if it is missing, cut off or damaged."""
         manifest = self._manifest(name)
         files = {}
-        for file, (nbytes, crc32) in manifest["files"].items():
-            data = self._read(name, file)
-            self._compare(name, file, (len(data), zlib.crc32(data)), (nbytes, crc32))
-            files[file] = data
-        return Contents(self._facts(name), manifest["document"], files)
+        for file, written in manifest["files"].items():
+            data = files[file] = bytes(self._read(self.store.read_bytes, name, file))
+            self._compare(name, file, (len(data), zlib.crc32(data)), written)
+        return Contents(_facts_in(name, manifest), manifest["document"], files)
 
     def write(self, contents: Contents) -> None:
-        """Write all files, then the manifest.
-
-        Raises:
-            RunTakenError: Another driver has taken over the run.
-            Exception: Whatever the store raises.
-        """
-        name = contents.facts.name
+        """Write all files, then the manifest. Raises `RunTakenError` if another driver has taken over the run."""
+        facts = asdict(contents.facts)
+        name = facts.pop("name")
         self._check_fence()
         for file, data in contents.files.items():
             self.store.write_bytes(f"{name}/{file}", data)
         manifest = {
             "format": FORMAT,
             "version": FORMAT_VERSION,
-            "step": contents.facts.step,
-            "epoch": contents.facts.epoch,
-            "position": contents.facts.position,
-            "best": list(contents.facts.best),
-            "token": contents.facts.token,
+            **facts,
             "files": {file: [len(data), zlib.crc32(data)] for file, data in contents.files.items()},
             "document": dict(contents.document),
         }
@@ -182,7 +166,8 @@ class Checkpoints:
     def keep(self, newest: int) -> None:
         """Remove all but the `newest` last checkpoints and the last best one by each followed value.
 
-        Incomplete checkpoints that are older than those go, too. Damaged ones do not count; each is read once for that.
+        Incomplete checkpoints that are older than those are removed, too. Damaged ones are not counted as kept; each
+        checkpoint is read once to find out.
         """
         kept: list[str] = []
         followed: set[str] = set()
@@ -208,23 +193,17 @@ class Checkpoints:
 
     def _checked(self, name: str) -> CheckpointFacts:
         """Compare the checksums of all files. Raises `CheckpointError` if one is missing, cut off or damaged."""
-        for file, (nbytes, crc32) in self._manifest(name)["files"].items():
-            try:
-                found = self.store.checksum(f"{name}/{file}")
-            except Exception as error:  # each kind of storage has its own error for what is missing
-                raise self._unreadable(name, file, error) from error
-            self._compare(name, file, found, (nbytes, crc32))
-        return self._facts(name)
+        manifest = self._manifest(name)
+        for file, written in manifest["files"].items():
+            self._compare(name, file, self._read(self.store.checksum, name, file), written)
+        return _facts_in(name, manifest)
 
-    def _compare(self, name: str, file: str, found: tuple[int, int], expected: tuple[int, int]) -> None:
-        if found != expected:
+    def _compare(self, name: str, file: str, found: tuple[int, int], expected: list[int]) -> None:
+        if list(found) != expected:
             raise CheckpointError(
                 f"checkpoint {name} in {self.store} is damaged: {file} is not what was written: {found[0]} bytes with "
                 f"the checksum {found[1]:08x}, not {expected[0]} with {expected[1]:08x}"
             )
-
-    def _unreadable(self, name: str, file: str, error: Exception) -> CheckpointError:
-        return CheckpointError(f"checkpoint {name} in {self.store} cannot be read: {file}: {error}")
 
     def _was_completed(self, name: str) -> bool:
         """Return whether a manifest was written; True if the storage does not say."""
@@ -238,17 +217,19 @@ class Checkpoints:
         entries = self.store.list() if self.store.exists() else []
         return sorted((entry.path.rstrip("/").rpartition("/")[2] for entry in entries if entry.is_dir), key=age_of)
 
-    def _read(self, name: str, file: str) -> bytes:
+    def _read(self, read: Callable[[str], Any], name: str, file: str) -> Any:
         try:
-            return bytes(self.store.read_bytes(f"{name}/{file}"))
+            return read(f"{name}/{file}")
         except Exception as error:  # each kind of storage has its own error for what is missing
-            raise self._unreadable(name, file, error) from error
+            raise CheckpointError(f"checkpoint {name} in {self.store} cannot be read: {file}: {error}") from error
 
     def _manifest(self, name: str) -> dict[str, Any]:
         """Return the manifest. Raises `CheckpointError`, naming the field, if it is damaged or of another version."""
         where = f"checkpoint {name} in {self.store}"
         try:
-            manifest = unseal(self._read(name, MANIFEST), _FIELDS)
+            manifest = unseal(
+                self._read(self.store.read_bytes, name, MANIFEST), frozenset(("format", "version", *_TYPES))
+            )
         except ValueError as error:
             raise CheckpointError(f"{where} is incomplete or damaged: {MANIFEST}: {error}") from error
         if manifest.get("format") != FORMAT:
@@ -258,16 +239,7 @@ class Checkpoints:
                 f"checkpoint {name} has version {manifest.get('version')!r}; this package reads {FORMAT_VERSION}"
             )
         manifest.setdefault("token", 0)
-        kinds = {
-            "step": int,
-            "epoch": int,
-            "position": int,
-            "token": int,
-            "best": list,
-            "document": dict,
-            "files": dict,
-        }
-        for field, kind in kinds.items():
+        for field, kind in _TYPES.items():
             if type(manifest.get(field)) is not kind:
                 raise CheckpointError(
                     f"{where} is damaged: {MANIFEST}: {field} is {manifest.get(field)!r:.80}, not of {kind.__name__}"
@@ -280,20 +252,10 @@ class Checkpoints:
                 raise CheckpointError(f"{where} is damaged: {MANIFEST}: files has {file!r:.80}: {facts!r:.80}")
         return manifest
 
-    def _facts(self, name: str) -> CheckpointFacts:
-        manifest = self._manifest(name)
-        for file, (nbytes, _) in manifest["files"].items():
-            have = self.store.size(f"{name}/{file}")
-            if have != nbytes:
-                raise CheckpointError(f"checkpoint {name} in {self.store} is incomplete: {file} has {have} bytes")
-        return CheckpointFacts(
-            name,
-            manifest["step"],
-            manifest["epoch"],
-            manifest["position"],
-            tuple(manifest["best"]),
-            manifest["token"],
-        )
+
+def _facts_in(name: str, manifest: Mapping[str, Any]) -> CheckpointFacts:
+    facts = {field: manifest[field] for field in _FACTS}
+    return CheckpointFacts(name, **{**facts, "best": tuple(facts["best"])})
 
 
 class CheckpointWriter:
@@ -357,12 +319,13 @@ class CheckpointWriter:
                 self._error = error
                 log.exception("a checkpoint could not be written; training continues")
                 if not failing:
-                    self._notify(f"a checkpoint could not be written ({_first_line(error)}); training continues")
+                    self._notify(f"a checkpoint could not be written ({first_line(error)}); training continues")
                 failing = True
             finally:
                 self._waiting.task_done()
         self._waiting.task_done()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the class and the first line of an error's message, for a message to people."""
     return f"{type(error).__name__}: {error}".partition("\n")[0][:300]

@@ -1,4 +1,4 @@
-"""Datasets of an estimator's fit: what is known of a materialised one, who shares it, and whether it may be removed."""
+"""The dataset of an estimator's fit: check one that was written before, share it between fits, and end its use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.layout import TensorField
 from spark_elastic.data.manifest import FOUND_AGAIN, MANIFEST_NAME
 from spark_elastic.errors import DatasetError, InvalidSettingsError
-from spark_elastic.ml.preparation import WEIGHT, numbered
+from spark_elastic.ml.preparation import INPUT, LABEL, WEIGHT, numbered
 from spark_elastic.ml.shared_params import WRITE_OPTIONS
 
 if TYPE_CHECKING:
@@ -28,26 +28,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("spark_elastic.ml")
 
 
-def padded_lengths(dataset: Dataset) -> dict[str, int]:
-    """Return, by tensor, the length that ragged arrays were padded to when the dataset was written."""
-    padded: dict[str, int] = dataset.manifest.about.get("settings", {}).get("pad_to", {})
-    return padded
-
-
-def nan_allowed_in(dataset: Dataset) -> bool | list[str]:
-    """Return the tensors that NaN was allowed in when the dataset was written; True or False for all of them."""
-    allowed: bool | list[str] = dataset.manifest.about.get("settings", {}).get("allow_nan", False)
-    return allowed
-
-
 def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None) -> tuple[TensorField, ...]:
-    """Return features_0, features_1, ... in the order in which the model takes them.
-
-    Args:
-        dataset: The materialised rows.
-        shapes: Shapes of one row, where they differ from the stored ones; as `input_shapes`.
-    """
-    stored = numbered("features_", {each.name: each for each in dataset.layout.fields})
+    """Return features_0, features_1, ... in the model's order, with the shapes of `input_shapes` that are given."""
+    stored = numbered(INPUT, {each.name: each for each in dataset.layout.fields})
     given = itertools.chain(shapes or (), itertools.repeat(None))
     return tuple(
         each if shape is None else replace(each, shape=tuple(shape)) for each, shape in zip(stored, given, strict=False)
@@ -69,12 +52,7 @@ def check_tensors(dataset: Dataset) -> None:
 
 
 def check_stored_settings(dataset: Dataset, estimator: ElasticParams) -> None:
-    """Check that settings about writing are not given, and that settings about columns agree with the dataset.
-
-    Raises:
-        InvalidSettingsError: A setting is about writing rows.
-        DatasetError: The dataset was written with other settings.
-    """
+    """Raise if a setting is about writing rows, or if settings about columns differ from those of the dataset."""
     given, where = estimator.getOrDefault, dataset.store.url
     options = given("data_options") or {}
     of_writing = [name for name in ("dataset_id", "keep_dataset") if estimator.isSet(name) and given(name)]
@@ -85,7 +63,7 @@ def check_stored_settings(dataset: Dataset, estimator: ElasticParams) -> None:
             "are written"
         )
     columns = {each.name: list(each.columns) for each in dataset.layout.fields}
-    for setting, prefix in (("feature_cols", "features_"), ("label_cols", "label_"), ("sample_weight_col", WEIGHT)):
+    for setting, prefix in (("feature_cols", INPUT), ("label_cols", LABEL), ("sample_weight_col", WEIGHT)):
         value = given(setting)
         stored = [name for tensor, names in columns.items() if tensor.startswith(prefix) for name in names]
         if value is not None and flat_names([value] if isinstance(value, str) else value) != stored:
@@ -94,8 +72,7 @@ def check_stored_settings(dataset: Dataset, estimator: ElasticParams) -> None:
                 "to None"
             )
     dtypes = given("input_dtypes")
-    fields = numbered("features_", {each.name: each for each in dataset.layout.fields})
-    for number, (dtype, field) in enumerate(zip(dtypes or (), fields, strict=False)):
+    for number, (dtype, field) in enumerate(zip(dtypes or (), model_inputs(dataset, None), strict=False)):
         if dtype is not None and np.dtype(dtype) != np.dtype(field.dtype):
             raise DatasetError(
                 f"input_dtypes={dtypes!r}, but features_{number} of the dataset in {where} is "
@@ -119,7 +96,7 @@ def flat_names(names: Sequence[Any]) -> list[str]:
 def is_findable(dataframe: Any, dataset: Dataset) -> bool:
     """Return whether a later fit on this DataFrame can find its written rows.
 
-    It cannot if the query is random, or if Spark holds it for random, as everything behind a VectorAssembler, unless it
+    It cannot if Spark takes the query for random, as it does with everything behind a VectorAssembler; unless the query
     is cached.
     """
     if not dataset.manifest.about.get(FOUND_AGAIN, True):
@@ -131,7 +108,7 @@ def is_findable(dataframe: Any, dataset: Dataset) -> bool:
 def give_back(dataset: Dataset) -> None:
     """End the use of a dataset, and remove datasets of earlier fits if they take too much room or are too old.
 
-    Raises nothing: a storage that does not answer is no reason to lose what was trained.
+    Errors of the storage are logged and not raised, because the trained model must not be lost for them.
     """
     try:
         catalog.give_back(dataset.store, catalog.Limits.of_environment(os.environ), clock.wall())
@@ -140,7 +117,7 @@ def give_back(dataset: Dataset) -> None:
 
 
 def remove_unless_used(dataset: Dataset) -> None:
-    """Remove a dataset unless it is in use or to be kept. Raises nothing, like `give_back`."""
+    """Remove a dataset unless it is in use or to be kept. Errors are logged, as in `give_back`."""
     try:
         if not dataset.store.exists("keep") and not is_leased(dataset.store, clock.wall()):
             dataset.delete()
@@ -154,8 +131,7 @@ def remove_unless_used(dataset: Dataset) -> None:
 class SharedDatasets:
     """Datasets that several fits on one DataFrame share: rows with the same settings are written once.
 
-    Args:
-        remove: Remove them when the last of the `fits` is done.
+    They are removed when the last of the `fits` is done, if `remove` is set.
     """
 
     def __init__(self, fits: int, remove: bool) -> None:
@@ -179,20 +155,3 @@ class SharedDatasets:
                     if self._remove:
                         remove_unless_used(dataset)
                     give_back(dataset)
-
-
-class ParallelFits:
-    """Iterator of (index, model) for each param map; several threads may draw from it, as those of CrossValidator."""
-
-    def __init__(self, fit: Callable[[int], Any], count: int) -> None:
-        self._fit = fit
-        self._indices = iter(range(count))
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> ParallelFits:
-        return self
-
-    def __next__(self) -> tuple[int, Any]:
-        with self._lock:
-            index = next(self._indices)
-        return index, self._fit(index)

@@ -25,17 +25,10 @@ from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.spark_jobs import refuse_connect
 from spark_elastic.data.store import Store
 from spark_elastic.driver import preflight
-from spark_elastic.errors import (
-    DataError,
-    InvalidSettingsError,
-    LossNotFiniteError,
-    RunTakenError,
-    StateLostError,
-)
+from spark_elastic.errors import DataError, InvalidSettingsError, LossNotFiniteError, RunTakenError, StateLostError
 from spark_elastic.jobs.settings import RunSettings
 from spark_elastic.ml import preparation
 from spark_elastic.ml.datasets import (
-    ParallelFits,
     SharedDatasets,
     check_stored_settings,
     check_tensors,
@@ -43,8 +36,6 @@ from spark_elastic.ml.datasets import (
     give_back,
     is_findable,
     model_inputs,
-    nan_allowed_in,
-    padded_lengths,
     remove_unless_used,
 )
 from spark_elastic.ml.model import ElasticModel, Fitted
@@ -81,11 +72,7 @@ _DATA_OPTION = "{}= goes into data_options={{...}}"
 
 @dataclass
 class FitTimings:
-    """Seconds that the parts of a fit took, by name.
-
-    Attributes:
-        began: Begin of the fit, in seconds since 1970.
-    """
+    """The parts of a fit with the seconds that they took; `began` is the begin of the fit, in seconds since 1970."""
 
     began: float = field(default_factory=clock.wall)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -119,12 +106,7 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         raise NotImplementedError
 
     def _dry_run(self, training: Any) -> DryRunResult:
-        """Do one step of a copy on the first rows.
-
-        Raises:
-            DataError: The rows do not fit the model or the loss.
-            InvalidSettingsError: The settings do not fit together.
-        """
+        """Do one step of a copy on the first rows. Raises `DataError` or `InvalidSettingsError` if that fails."""
         raise NotImplementedError
 
     def _model_nbytes(self, training: Any) -> int:
@@ -198,13 +180,14 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         transient = not estimator._keeps_rows() and not dataset._jdf.queryExecution().analyzed().deterministic()
         estimator._shared_datasets = shared = SharedDatasets(len(paramMaps), remove=transient)
 
-        def fit(index: int) -> Any:
+        def fit(index: int) -> tuple[int, Any]:
             try:
-                return estimator.fit(dataset, paramMaps[index])
+                return index, estimator.fit(dataset, paramMaps[index])
             finally:
                 shared.done()
 
-        return ParallelFits(fit, len(paramMaps))
+        # Several threads of a CrossValidator draw from it, which a `map` allows and a generator does not.
+        return map(fit, range(len(paramMaps)))
 
     # --- step 1: check ----------------------------------------------------------------------------
 
@@ -408,36 +391,34 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
         """Return the fields of `ml.training.spec.Training`."""
         batch_size, per_worker = self._given("batch_size"), self._given("per_worker_batch_size")
         options = self._given("data_options") or {}
-        same = ("transformation_fn", "epochs", "shuffle", "seed", "device", "num_threads", "verbose", "allow_nan_loss")
+        plan = None
+        if self._given("checkpoint_dir") is not None:
+            plan = CheckpointPlan(
+                every_epochs=self._given("checkpoint_interval"),
+                every_seconds=self._given("checkpoint_seconds"),
+                keep=self._given("keep_checkpoints"),
+                best_of=self._given("checkpoint_best_of"),
+                mode=self._given("checkpoint_best_mode"),
+            )
+        same = (
+            *("transformation_fn", "epochs", "shuffle", "seed", "device", "num_threads", "verbose", "allow_nan_loss"),
+            *("per_worker_batch_size", "input_shapes", "label_shapes"),
+        )
         return {
             "dataset": dataset,
             "store": run,
             "batch_size": DEFAULT_BATCH_SIZE if batch_size is None and per_worker is None else batch_size,
-            "per_worker_batch_size": per_worker,
             "accumulation": self._given("accumulation_steps"),
             "clip_norm": self._given("gradient_clip_norm"),
             "clip_value": self._given("gradient_clip_value"),
             "compression": self._given("gradient_compression"),
             "sync_batch_norm": self._given("sync_batch_norm") is not False,
-            "checkpoints": self._checkpoint_plan(),
+            "checkpoints": plan,
             "resume_from": resume_from,
             "fence": None if (lease := lease_of(run)) is None else lease.fence,
-            "input_shapes": self._given("input_shapes"),
-            "label_shapes": self._given("label_shapes"),
             **{name: self._given(name) for name in same},
             **{name: options[name] for name in READ_OPTIONS if name in options},
         }
-
-    def _checkpoint_plan(self) -> CheckpointPlan | None:
-        if self._given("checkpoint_dir") is None:
-            return None
-        return CheckpointPlan(
-            every_epochs=self._given("checkpoint_interval"),
-            every_seconds=self._given("checkpoint_seconds"),
-            keep=self._given("keep_checkpoints"),
-            best_of=self._given("checkpoint_best_of"),
-            mode=self._given("checkpoint_best_mode"),
-        )
 
     def _callbacks(self) -> list[Any]:
         """Return the callbacks as a list; a single one may be given without a list."""
@@ -447,6 +428,7 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
     # --- step 5: load -----------------------------------------------------------------------------
 
     def _load(self, training: Any, rows: Dataset, dry_run: DryRunResult, trained: TrainedRun) -> M:
+        written_with = rows.manifest.about.get("settings", {})
         fitted = Fitted(
             inputs=model_inputs(rows, self._given("input_shapes")),
             outputs=dry_run.outputs,
@@ -454,8 +436,8 @@ class ElasticEstimator(FeatureParams, LabelParams, TrainingParams, RunFolders, O
             history=trained.history,
             events=trained.events,
             why_not=dry_run.why_not,
-            pad_to=padded_lengths(rows),
-            allow_nan=nan_allowed_in(rows),
+            pad_to=written_with.get("pad_to", {}),
+            allow_nan=written_with.get("allow_nan", False),
         )
         model = self._fitted_model(training, fitted, trained.read)
         # The model has the estimator's uid, as in Spark ML, so that param maps of a CrossValidator reach it.

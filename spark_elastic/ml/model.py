@@ -13,12 +13,22 @@ from typing import Any
 import cloudpickle
 from pyspark.ml import Model
 
+from spark_elastic.data.columns import find_column
 from spark_elastic.data.layout import Kind, TensorField
 from spark_elastic.data.spark_jobs import refuse_connect
-from spark_elastic.errors import DataError, InvalidSettingsError, nearest
-from spark_elastic.ml.outputs import BY_CLASS, AddedColumn, OutputShape, rule_of_shape, spark_type, suits
+from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.persistence import Savable
-from spark_elastic.ml.serving import SavedPredictor, Serving, tensors_for
+from spark_elastic.ml.serving import (
+    BY_CLASS,
+    AddedColumn,
+    OutputShape,
+    SavedPredictor,
+    Serving,
+    rule_of_shape,
+    spark_type,
+    suits,
+    tensors_for,
+)
 from spark_elastic.ml.shared_params import FeatureColumns, OutputParams
 from spark_elastic.reporting.history import History, draw_training
 
@@ -49,40 +59,24 @@ class Fitted:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            **{name: getattr(self, name) for name in ("rule", "events", "why_not", "pad_to", "allow_nan")},
             "inputs": [{**dataclasses.asdict(field), "kind": field.kind.value} for field in self.inputs],
             "outputs": [dataclasses.asdict(output) for output in self.outputs],
-            "rule": self.rule,
             "history": self.history.to_json(),
-            "events": [dict(event) for event in self.events],
-            "why_not": self.why_not,
-            "pad_to": dict(self.pad_to),
-            "allow_nan": self.allow_nan if isinstance(self.allow_nan, bool) else list(self.allow_nan),
         }
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Fitted:
-        inputs = (
-            TensorField(
-                each["name"],
-                tuple(each["columns"]),
-                each["dtype"],
-                tuple(each["shape"]),
-                each["offset"],
-                Kind(each["kind"]),
-            )
-            for each in document["inputs"]
-        )
-        outputs = (OutputShape(each["dtype"], tuple(each["shape"])) for each in document["outputs"])
-        history = History.from_json(document["history"])
+        def field(name: str, columns: list[str], dtype: str, shape: list[int], offset: int, kind: str) -> TensorField:
+            return TensorField(name, tuple(columns), dtype, tuple(shape), offset, Kind(kind))
+
         return cls(
-            tuple(inputs),
-            tuple(outputs),
-            document["rule"],
-            history,
-            tuple(document["events"]),
-            document["why_not"],
-            document["pad_to"],
-            document.get("allow_nan", False),
+            inputs=tuple(field(**each) for each in document["inputs"]),
+            outputs=tuple(OutputShape(each["dtype"], tuple(each["shape"])) for each in document["outputs"]),
+            history=History.from_json(document["history"]),
+            events=tuple(document["events"]),
+            allow_nan=document.get("allow_nan", False),
+            **{name: document[name] for name in ("rule", "why_not", "pad_to")},
         )
 
 
@@ -121,8 +115,10 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         """The events of the workers during the fit, oldest first, as dicts. A value is None where it does not apply.
 
         - "seconds": time since the fit began; "time": since 1970.
-        - "kind": "started", "lost", "drained", "left", "joined", "broken", "waiting", "resting", "notice" (a message
-          of a worker: a checkpoint could not be written), "finished" or "failed".
+        - "kind": "started", "joined", "lost" (a worker or its host failed), "left" (a worker ended in an orderly way),
+          "drained" (its executor was decommissioned), "broken" (the world was rebuilt although no worker was lost),
+          "waiting" (for workers), "resting" (a slot or host is not used for a while after failures), "notice" (a
+          message of a worker), "finished" or "failed".
         - "who", "reason": in words.
         - "before", "after": numbers of workers.
         - "pause_s": time until the first step after the event; "steps_lost": steps that were repeated.
@@ -158,9 +154,10 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         present = {name.lower(): name for name in schema.names}  # Spark ignores the case of column names
         for column in added:
             if column.name.lower() in present:
+                setting = "output_cols" if column.made == "raw" else f"{column.made}_col"
                 raise DataError(
                     f"the DataFrame has a column {present[column.name.lower()]!r} already; give the output "
-                    f"another name ({self._setting_of(column)}), or drop the column first"
+                    f"another name ({setting}), or drop the column first"
                 )
         nullable = self._handle_invalid() == "keep"
         return StructType([*schema.fields, *(StructField(c.name, spark_type(c), nullable) for c in added)])
@@ -216,12 +213,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             )
         for field in inputs:
             for name in field.columns:
-                if name not in schema.names:
-                    close = nearest(name, schema.names)
-                    hint = f"did you mean {close!r}?" if close else f"it has {', '.join(schema.names)}"
-                    raise DataError(f"the model needs a column {name!r}, which the DataFrame does not have; {hint}")
-                if schema.names.count(name) > 1:
-                    raise DataError(f"{name!r} is the name of several columns of the DataFrame; rename all but one")
+                find_column(schema, name, "the model's input")
         return inputs
 
     def _added(self) -> tuple[AddedColumn, ...]:
@@ -278,15 +270,9 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             "prediction to 'argmax', 'argmax_probability', 'binary_logit' or 'binary_probability'"
         )
 
-    def _setting_of(self, column: AddedColumn) -> str:
-        return "output_cols" if column.made == "raw" else f"{column.made}_col"
-
     def _shipped(self, context: Any) -> tuple[str, Any]:
         """Return cache key and broadcast of the model, sent once per application, device and number of threads."""
-        about = (
-            context.applicationId,
-            *(self.getOrDefault(name) for name in ("transform_device", "transform_threads")),
-        )
+        about = (context.applicationId, self._given("transform_device"), self._given("transform_threads"))
         if about not in self._shipments:
             # Pickled here, too: Spark's own pickle would load the model in every worker that reads the broadcast.
             payload = cloudpickle.dumps(self._saved_predictor())

@@ -3,7 +3,7 @@
 ::
 
     class TrainingParams(ElasticParams):
-        epochs: Param[int] = setting("epochs", "passes over the rows.", whole(at_least=1), default=1)
+        epochs: Param[int] = setting("passes over the rows.", whole(at_least=1), default=1)
         getEpochs, setEpochs = accessors(epochs)
 
 makes a Param for param maps and `explainParam("epochs")`, and its getter and setter. The signatures of the estimators
@@ -38,9 +38,7 @@ Converter = Callable[[str, Any], Any]
 
 
 def _wrong(name: str, wanted: str, value: Any) -> InvalidSettingsError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 200 else f"{shown[:200]}…"
-    return InvalidSettingsError(f"{name} must be {wanted}, not {shown} ({type(value).__name__})")
+    return InvalidSettingsError(f"{name} must be {wanted}, not {value!r:.200} ({type(value).__name__})")
 
 
 def whole(at_least: int) -> Converter:
@@ -63,34 +61,35 @@ def real(*, above: float | None = None, at_least: float | None = None) -> Conver
     return convert
 
 
-def boolean(name: str, value: Any) -> bool:
-    if type(value).__name__ not in ("bool", "bool_"):  # numpy's too
-        raise _wrong(name, "True or False", value)
-    return bool(value)
+def accepting(wanted: str, accepts: Callable[[Any], Any], plain: Callable[[Any], Any]) -> Converter:
+    """Return a converter that accepts some values and makes them plain; `wanted` describes them in the error."""
 
+    def convert(name: str, value: Any) -> Any:
+        if not accepts(value):
+            raise _wrong(name, wanted, value)
+        return plain(value)
 
-def text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise _wrong(name, "a name", value)
-    return str(value)
-
-
-def identifier(name: str, value: Any) -> str:
-    """Convert to a name that can be a folder's."""
-    if not isinstance(value, str) or not re.fullmatch(r"[\w=-][\w.=-]*", value):
-        raise _wrong(name, "letters, digits, '_', '-', '=' and '.', not beginning with '.'", value)
-    return str(value)
+    return convert
 
 
 def one_of(*choices: str) -> Converter:
     """Return a converter that accepts one of the choices."""
+    return accepting(f"one of {', '.join(map(repr, choices))}", lambda value: value in choices, str)
 
-    def convert(name: str, value: Any) -> str:
-        if value not in choices:
-            raise _wrong(name, f"one of {', '.join(map(repr, choices))}", value)
-        return str(value)
 
-    return convert
+boolean = accepting("True or False", lambda value: type(value).__name__ in ("bool", "bool_"), bool)  # numpy's too
+text = accepting("a name", lambda value: isinstance(value, str) and value, str)
+identifier = accepting(
+    "letters, digits, '_', '-', '=' and '.', not beginning with '.'",
+    lambda value: isinstance(value, str) and re.fullmatch(r"[\w=-][\w.=-]*", value),
+    str,
+)
+function = accepting("a function", callable, lambda value: value)
+dictionary = accepting(
+    "a dict with names as keys",
+    lambda value: isinstance(value, Mapping) and all(isinstance(key, str) and key for key in value),
+    dict,
+)
 
 
 def path(name: str, value: Any, wanted: str = "a path or a URI") -> str:
@@ -112,7 +111,9 @@ def names(name: str, value: Any) -> list[str]:
         raise _wrong(name, "a list of names", value)
     if not listed:
         raise InvalidSettingsError(f"{name} must name at least one column")
-    _no_repeats(name, listed)
+    repeated = sorted({each for each in listed if list(listed).count(each) > 1})
+    if repeated:
+        raise InvalidSettingsError(f"{name} names {', '.join(repeated)} more than once")
     return list(map(str, listed))
 
 
@@ -159,12 +160,14 @@ def dtypes(name: str, value: Any) -> list[str | None]:
 
 
 def numbers_list(name: str, value: Any) -> list[float]:
+    """Convert to a list of at least one number, none of them negative."""
     if not _is_list(value) or not len(value):
         raise _wrong(name, "a list of numbers", value)
     return [real(at_least=0)(f"{name}[{i}]", each) for i, each in enumerate(value)]
 
 
 def fraction_or_column(name: str, value: Any) -> float | str:
+    """Convert to a fraction of the rows, or a column's name."""
     if isinstance(value, str) and value:
         return str(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -177,23 +180,11 @@ def fraction_or_column(name: str, value: Any) -> float | str:
     return float(value)
 
 
-def function(name: str, value: Any) -> Any:
-    if not callable(value):
-        raise _wrong(name, "a function", value)
-    return value
-
-
-def dictionary(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
-        raise _wrong(name, "a dict with names as keys", value)
-    return dict(value)
-
-
 def options(known: Sequence[str]) -> Converter:
     """Return a converter that accepts a dict whose keys are among `known`."""
 
     def convert(name: str, value: Any) -> dict[str, Any]:
-        given = dictionary(name, value)
+        given: dict[str, Any] = dictionary(name, value)
         for key in given:
             if key not in known:
                 close = nearest(key, known)
@@ -214,35 +205,22 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) or type(value).__name__ in ("ndarray", "Size")
 
 
-def _no_repeats(name: str, listed: Sequence[str]) -> None:
-    repeated = sorted({each for each in listed if list(listed).count(each) > 1})
-    if repeated:
-        raise InvalidSettingsError(f"{name} names {', '.join(repeated)} more than once")
-
-
 _OTHER_NAMES = {
-    "features_col": "feature_cols",
-    "input_cols": "feature_cols",
-    "input_col": "feature_cols",
-    "label_col": "label_cols",
-    "target_cols": "label_cols",
-    "weight_col": "sample_weight_col",
-    "validation_indicator_col": "validation",
-    "validation_split": "validation",
-    "output_col": "output_cols",
-    "predictions_col": "prediction_col",
-    "max_iter": "epochs",
-    "num_epochs": "epochs",
-    "num_workers": "num_proc",
-    "random_seed": "seed",
-    "train_minibatch_fn": "train_fn",
-    "training_step": "train_fn",
-    "backward_passes_per_step": "accumulation_steps",
-    "compression": "gradient_compression",
-    "use_gpu": "device",
-    "nthread": "num_threads",
-    "step_size": "optimizer",
-    "learning_rate": "optimizer",
+    "feature_cols": ("features_col", "input_cols", "input_col"),
+    "label_cols": ("label_col", "target_cols"),
+    "sample_weight_col": ("weight_col",),
+    "validation": ("validation_indicator_col", "validation_split"),
+    "output_cols": ("output_col",),
+    "prediction_col": ("predictions_col",),
+    "epochs": ("max_iter", "num_epochs"),
+    "num_proc": ("num_workers",),
+    "seed": ("random_seed",),
+    "train_fn": ("train_minibatch_fn", "training_step"),
+    "accumulation_steps": ("backward_passes_per_step",),
+    "gradient_compression": ("compression",),
+    "device": ("use_gpu",),
+    "num_threads": ("nthread",),
+    "optimizer": ("step_size", "learning_rate"),
 }
 """Names of these settings in Horovod, Spark ML, xgboost and torch."""
 
@@ -256,31 +234,38 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def setting(name: str, doc: str, convert: Converter, default: Any = None) -> Any:
+class DeclaredParam(Param[Any]):
+    """A Param with a default, which has the name of the class attribute that it is assigned to."""
+
+    def __init__(self, doc: str, convert: Converter, default: Any) -> None:
+        super().__init__(Params._dummy(), "", doc, self._convert)
+        self._convert_given = convert
+        self.default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def _convert(self, value: Any) -> Any:
+        return None if value is None else self._convert_given(self.name, value)
+
+
+def setting(doc: str, convert: Converter, default: Any = None) -> Any:
     """Declare a Param. The value None stands for "not set" and is never converted.
 
     The default is a plain value, so that saved defaults are readable.
     """
-
-    def checked(value: Any) -> Any:
-        return None if value is None else convert(name, value)
-
-    declared: Any = Param(Params._dummy(), name, doc, checked)
-    declared.default = default
-    return declared
+    return DeclaredParam(doc, convert, default)
 
 
 class Getter(Generic[T]):
     """The method `getBatchSize()` of the setting `batch_size`."""
 
     def __init__(self, declared: Any) -> None:
-        def get(self: Any) -> Any:
-            return self.getOrDefault(declared.name)
-
-        self._function = _documented(get, _accessor_name("get", declared.name), f"`{declared.name}`: {declared.doc}")
+        self._declared = declared
+        self._function: Any = lambda instance: instance.getOrDefault(declared.name)
 
     def __set_name__(self, owner: type, name: str) -> None:
-        _check_accessor_name(name, self._function)
+        _name_accessor(self._function, name, f"`{self._declared.name}`: {self._declared.doc}")
 
     def __get__(self, instance: Any, owner: type | None = None) -> Callable[[], T]:
         return self._function if instance is None else MethodType(self._function, instance)
@@ -290,15 +275,16 @@ class Setter(Generic[T]):
     """The method `setBatchSize(value)` of the setting `batch_size`; returns the object itself."""
 
     def __init__(self, declared: Any) -> None:
-        def set_(self: Any, value: Any) -> Any:
-            self.set(self.getParam(declared.name), value)
-            return self
+        def set_(instance: Any, value: Any) -> Any:
+            instance.set(instance.getParam(declared.name), value)
+            return instance
 
-        doc = f"Set `{declared.name}`: {declared.doc}\n\nReturns:\n    The object itself."
-        self._function = _documented(set_, _accessor_name("set", declared.name), doc)
+        self._declared = declared
+        self._function: Any = set_
 
     def __set_name__(self, owner: type, name: str) -> None:
-        _check_accessor_name(name, self._function)
+        doc = f"Set `{self._declared.name}`: {self._declared.doc}\n\nReturns:\n    The object itself."
+        _name_accessor(self._function, name, doc)
 
     def __get__(self, instance: S, owner: type | None = None) -> Callable[[T], S]:
         return self._function if instance is None else MethodType(self._function, instance)
@@ -309,19 +295,9 @@ def accessors(declared: Param[T]) -> tuple[Getter[T], Setter[T]]:
     return Getter(declared), Setter(declared)
 
 
-def _accessor_name(prefix: str, name: str) -> str:
-    return prefix + "".join(part.capitalize() for part in name.split("_"))
-
-
-def _documented(function: Any, name: str, doc: str) -> Any:
+def _name_accessor(function: Any, name: str, doc: str) -> None:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc
-    return function
-
-
-def _check_accessor_name(name: str, function: Any) -> None:
-    if name != function.__name__:
-        raise TypeError(f"{function.__name__} was assigned to {name}")
 
 
 def keyword_only(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -381,7 +357,7 @@ class ElasticParams(Params):
         self._check_together()
 
     def set(self, param: Any, value: Any) -> None:
-        """Set a Param, as in Spark ML; the error of a wrong value keeps its type."""
+        """Set a Param, as in Spark ML, but raise the converter's own error; Spark would raise a plain ValueError."""
         self._shouldOwn(param)
         self._paramMap[param] = param.typeConverter(value)
 
@@ -403,7 +379,7 @@ class ElasticParams(Params):
         """Raise `InvalidSettingsError` if settings contradict one another. Missing settings are fine here."""
 
     def _set_given(self: Self) -> Self:
-        """Set the keywords of the present `keyword_only` method; the body of `setParams`."""
+        """Set the keywords that the running `keyword_only` method was called with; the body of `setParams`."""
         self._set(**self._input_kwargs)
         self._check_together()
         return self
@@ -414,7 +390,7 @@ def unknown_name(owner: str, name: str, known: list[str]) -> str:
     snake = re.sub(r"(?<=[a-z0-9])([A-Z])", lambda match: f"_{match[1].lower()}", name)
     if snake != name and snake in known:
         return f"{owner} has no {name!r}: names are written in snake_case here, {snake!r}"
-    other = _OTHER_NAMES.get(snake)
+    other = next((name for name, others in _OTHER_NAMES.items() if snake in others), None)
     if other in known:
         return f"{owner} has no {name!r}; here it is {other!r}"
     close = nearest(snake, known)

@@ -52,15 +52,12 @@ class Codec(Protocol):
 
     def dumps(self, value: Any) -> bytes | None:
         """Return a file that can be loaded without trust; None if the value contains code of the user's own."""
-        ...
 
     def loads(self, file: bytes) -> Any:
         """Load a file of `dumps`. Raises `CheckpointError` if it is damaged, or needs trust."""
-        ...
 
     def pickled(self, value: Any) -> bytes:
         """Return a pickle, which needs trust."""
-        ...
 
 
 class Savable(MLWritable, MLReadable[Any]):

@@ -1,19 +1,28 @@
-"""The tensors that columns become, decided from the schema alone, before any job runs."""
+"""From columns to tensors: which tensors a DataFrame's columns become, and the arrays of a batch to train on."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spark_elastic.data.columns import INTEGERS, REALS, TEXTS, TIMES, element_type, find_column
 from spark_elastic.errors import DataError, InvalidSettingsError
 
-WEIGHT = "sample_weight"
+if TYPE_CHECKING:
+    from spark_elastic.data.reader import Batch
+    from spark_elastic.ml.training.spec import Training
+
+INPUT, LABEL, WEIGHT = "features_", "label_", "sample_weight"
+"""Names of tensors: INPUT and LABEL are followed by a number."""
 _OPAQUE = TEXTS | {"binary"}
 FLOAT, INTEGER = "<f4", "<i8"
+
+
+# --- tensors of a DataFrame, decided from its schema alone, before any job runs -------------------
 
 
 @dataclass(frozen=True)
@@ -50,37 +59,31 @@ def features(
     input_shapes: Sequence[Sequence[int]] | None,
     input_dtypes: Sequence[str | None] | None = None,
 ) -> Tensors:
-    """Return the tensors "features_0", "features_1", ... of the model's inputs.
+    """Return the tensors "features_0", "features_1", ... of the model's inputs, for settings of the estimator.
 
     Several scalar columns in a flat list are one input of float32, as layers of weights need it. A single column, and
     an inner list, are integers if all of their columns are.
-
-    Args:
-        schema: The StructType of the DataFrame.
-        feature_cols: As of the estimator.
-        input_shapes: As of the estimator.
-        input_dtypes: As of the estimator.
 
     Raises:
         DataError: A column is missing, or no tensor can be made of its type.
         InvalidSettingsError: The number of shapes or dtypes is not that of the inputs, or a dtype is for text.
     """
-    groups = [[name] for name in feature_cols] if _each_by_itself(schema, feature_cols) else [list(feature_cols)]
     nested = any(isinstance(each, (list, tuple)) for each in feature_cols)
-    if nested:
-        groups = [list(each) for each in feature_cols]
+    if nested or _each_by_itself(schema, feature_cols):
+        groups = [list(each) if nested else [each] for each in feature_cols]
+    else:
+        groups = [list(feature_cols)]
     for name, given in (("input_shapes", input_shapes), ("input_dtypes", input_dtypes)):
         if given is not None and len(given) != len(groups):
-            raise InvalidSettingsError(
-                f"{len(given)} {name} for {len(groups)} inputs ({_listed(groups)}); give one for each"
-            )
+            inputs = ", ".join("+".join(group) for group in groups)
+            raise InvalidSettingsError(f"{len(given)} {name} for {len(groups)} inputs ({inputs}); give one for each")
     made = Tensors({})
     for index, group in enumerate(groups):
         shape = None if input_shapes is None else tuple(input_shapes[index])
         dtype = None if input_dtypes is None else input_dtypes[index]
         if dtype is None and len(group) > 1 and not nested:
             dtype = FLOAT
-        made |= _tensor(schema, f"features_{index}", group, shape, "feature_cols", dtype=dtype)
+        made |= _tensor(schema, f"{INPUT}{index}", group, shape, "feature_cols", dtype=dtype)
     return made
 
 
@@ -92,21 +95,17 @@ def labels(
 ) -> Tensors:
     """Return the tensors "label_0", "label_1", ... Raises as `features` does.
 
-    Args:
-        schema: The StructType of the DataFrame.
-        label_cols: As of the estimator.
-        label_shapes: As of the estimator.
-        dtypes: Types that the losses need; for None integers stay integers, and the rest becomes float32.
+    `dtypes` are the types that the losses need; for None integers stay integers, and the rest becomes float32.
     """
     if label_shapes is not None and len(label_shapes) != len(label_cols):
         raise InvalidSettingsError(f"{len(label_shapes)} label_shapes for {len(label_cols)} label_cols")
     made = Tensors({})
     for index, name in enumerate(label_cols):
         shape = None if label_shapes is None else tuple(label_shapes[index])
-        one = _tensor(schema, f"label_{index}", [name], shape, "label_cols", alone_is_scalar=True)
+        one = _tensor(schema, f"{LABEL}{index}", [name], shape, "label_cols", alone_is_scalar=True)
         known = index < len(dtypes) and dtypes[index] is not None
         if known and one.dtypes and not is_list(schema[name].dataType):
-            one = Tensors(one.columns, {f"label_{index}": str(dtypes[index])}, one.shapes)
+            one = Tensors(one.columns, {f"{LABEL}{index}": str(dtypes[index])}, one.shapes)
         made |= one
     return made
 
@@ -129,9 +128,9 @@ def weight(schema: Any, name: str) -> Tensors:
     return Tensors({WEIGHT: name}, {WEIGHT: FLOAT})
 
 
-def _each_by_itself(schema: Any, feature_cols: Sequence[Any]) -> bool:
-    flat = [name for name in feature_cols if isinstance(name, str)]
-    types = [find_column(schema, name, "feature_cols").dataType for name in flat]
+def _each_by_itself(schema: Any, names: Sequence[str]) -> bool:
+    """Return whether each of these columns is a separate input, because one of them is not a number."""
+    types = [find_column(schema, name, "feature_cols").dataType for name in names]
     return any(is_list(each) or element_type(each) in _OPAQUE for each in types)
 
 
@@ -174,5 +173,77 @@ def _type_name(schema: Any, name: str) -> str:
     return str(schema[name].dataType.simpleString())
 
 
-def _listed(groups: Sequence[Sequence[str]]) -> str:
-    return ", ".join("+".join(group) for group in groups)
+# --- arrays of a batch, before a framework makes tensors of them ----------------------------------
+
+
+class Columns:
+    """Converts a batch to the columns to train on: gives them the shapes that were set, then `transformation_fn`.
+
+    Args:
+        needs_labels: Require that `transformation_fn` returns the labels and weights of the dataset.
+    """
+
+    def __init__(self, training: Training, needs_labels: bool = True) -> None:
+        self._transformation = training.transformation_fn
+        self._shapes = {
+            f"{prefix}{index}": shape
+            for prefix, shapes in ((INPUT, training.input_shapes), (LABEL, training.label_shapes))
+            for index, shape in enumerate(shapes or ())
+        }
+        names = [field.name for field in training.dataset.layout.fields] if needs_labels else []
+        self._needed = [name for name in names if name.startswith(LABEL) or name == WEIGHT]
+
+    def of(self, batch: Batch) -> Mapping[str, Any]:
+        """Return the columns by name. Raises `DataError` if `transformation_fn` returned unusable ones."""
+        rows = batch.rows
+        columns: Mapping[str, Any] = {
+            name: reshaped(value, self._shapes.get(name), rows) for name, value in batch.tensors.items()
+        }
+        if self._transformation is not None:
+            columns = self._transformation(dict(columns))
+            _check_rows(columns, rows)
+            # Without them the loss would be computed of other values, and nobody would notice.
+            missing = [name for name in self._needed if name not in columns]
+            if missing:
+                raise DataError(
+                    f"transformation_fn returned no {' and no '.join(missing)}, but {', '.join(columns) or 'nothing'}; "
+                    "begin with {**columns} to keep what it does not change"
+                )
+        return columns
+
+
+def _check_rows(columns: Any, rows: int) -> None:
+    if not isinstance(columns, Mapping):
+        raise DataError(f"transformation_fn must return columns by name, not {type(columns).__name__}")
+    for name, value in columns.items():
+        have = len(value) if hasattr(value, "__len__") else None
+        if have != rows:
+            raise DataError(
+                f"transformation_fn was given {rows} rows and returned {'no' if have is None else have} rows for "
+                f"{name}; rows must stay as they are, because the weight of a batch follows from their number"
+            )
+
+
+def reshaped(value: Any, shape: Sequence[int] | None, rows: int) -> Any:
+    """Return an array with rows of this shape. Lists (values of variable length) and shape None change nothing."""
+    return value.reshape(rows, *shape) if shape is not None and isinstance(value, np.ndarray) else value
+
+
+def is_trained_on(name: str) -> bool:
+    """Return whether a column of that name is given to the model or its loss."""
+    return name.startswith((INPUT, LABEL)) or name == WEIGHT
+
+
+def ragged_column_error(name: str, value: Any) -> DataError:
+    """Return the error for a column of which no tensor can be made."""
+    return DataError(
+        f"{name} holds {type(value).__name__} values of variable length, which no model can take; make arrays of them "
+        "in transformation_fn"
+    )
+
+
+def split_evenly(rows: int, parts: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of at most `parts` non-empty parts of about equal size."""
+    count = min(parts, rows)
+    edges = [rows * part // count for part in range(count + 1)]
+    return list(itertools.pairwise(edges))

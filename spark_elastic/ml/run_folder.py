@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -11,7 +12,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic import clock
@@ -21,7 +22,6 @@ from spark_elastic.data.store import Store, ensure_shared
 from spark_elastic.errors import CheckpointError, StoreError
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.datasets import SharedDatasets
-from spark_elastic.ml.fingerprint import described, digest
 from spark_elastic.ml.run_lease import OWNERS, held_run
 from spark_elastic.ml.shared_params import ClusterParams, StorageParams
 from spark_elastic.ml.training.spec import CHECKPOINTS
@@ -58,7 +58,8 @@ def check_room(run: Store, model_nbytes: int, training: Training) -> None:
     count = 0 if training.checkpoints is None else checkpoints_at_once(training.checkpoints, training.epochs)
     needed = model_nbytes * (1 + count)
     present = sum(entry.nbytes for entry in run.list(CHECKPOINTS, recursive=True))
-    disk = shutil.disk_usage(_existing(run.local_path()))
+    folder = run.local_path()
+    disk = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists()))
     if disk.total and disk.free + present < needed:
         kept = f" and {count} checkpoints of at least as much, the one being written included" if count else ""
         raise StoreError(
@@ -72,13 +73,9 @@ def check_room(run: Store, model_nbytes: int, training: Training) -> None:
 def checkpoints_at_once(plan: CheckpointPlan, epochs: int) -> int:
     """Return the largest number of checkpoints in the folder at the same time."""
     count = plan.keep + 1 + (plan.best_of is not None)
-    if plan.every_steps is None and plan.every_seconds is None:
+    if plan.every_seconds is None:
         count = min(count, 0 if plan.every_epochs is None else -(-epochs // plan.every_epochs))
     return count
-
-
-def _existing(folder: Path) -> Path:
-    return next(each for each in (folder, *folder.parents) if each.exists())
 
 
 def _in_words(nbytes: int) -> str:
@@ -125,8 +122,7 @@ def transient_run(runs: Store) -> Iterator[Store]:
 def collect_runs(runs: Store, now: float, age_s: float = ORPHAN_AGE_S) -> list[str]:
     """Remove folders of `transient_run` whose driver was killed: their lease has expired, and all files are old.
 
-    Returns:
-        Their names.
+    Returns their names.
     """
     removed = []
     for entry in runs.list():
@@ -222,13 +218,19 @@ class RunFolders(ClusterParams, StorageParams):
         identity = self._identity(dataset)
         run_id = self._given("run_id") or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
         if self._shared_datasets is not None:  # one of several trainings, each with its own checkpoints
-            run_id += f"-{digest([identity, self._described_settings()])}"
+            names = {param.name for param in self._paramMap} - {
+                "storage_options",
+                "run_options",
+            }  # of the cluster
+            run_id += f"-{digest([identity, {name: self._described(name) for name in sorted(names)}])}"
         run = runs.sub(run_id)
         with contextlib.ExitStack() as lease:
             try:
                 lease.enter_context(held_run(run, Checkpoints(run.sub(CHECKPOINTS)).newest_token()))
                 if not self._given("resume") and (run.exists(_IDENTITY_FILE) or run.exists(CHECKPOINTS)):
-                    _delete_all_but_owners(run)
+                    for entry in run.list():
+                        if entry.path != OWNERS:
+                            run.delete(entry.path)
                 resume_from = self._latest_checkpoint(run)
                 if resume_from is not None:
                     self._check_identity(run, identity, dataset)
@@ -251,11 +253,6 @@ class RunFolders(ClusterParams, StorageParams):
             **{name: self._described(name) for name in self.DECIDING if self.isSet(name)},
         }
 
-    def _described_settings(self) -> dict[str, str]:
-        """Return descriptions of all settings in which param maps may differ, but not of those about the cluster."""
-        names = {param.name for param in self._paramMap} - {"storage_options", "run_options"}
-        return {name: self._described(name) for name in sorted(names)}
-
     def _described(self, name: str) -> str:
         return described(self._given(name), buffers=name != "model")  # a checkpoint has the model's own buffers
 
@@ -263,9 +260,8 @@ class RunFolders(ClusterParams, StorageParams):
         """Raise `CheckpointError` if the run's checkpoints are of another training."""
         found = _read_identity(run) if run.exists(_IDENTITY_FILE) else {}
         if _OLD_CONTENT in found and "shards" not in found:
-            self._check_old_content(found, dataset)
-            found = {**found, "shards": identity["shards"]}
-            del found[_OLD_CONTENT]
+            self._check_old_content(found.pop(_OLD_CONTENT), dataset)
+            found["shards"] = identity["shards"]
         different = [name for name in {**identity, **found} if found.get(name) != identity.get(name)]
         if different[:1] == ["shards"]:
             raise CheckpointError(
@@ -278,16 +274,16 @@ class RunFolders(ClusterParams, StorageParams):
             name = different[0]
             raise CheckpointError(
                 f"run_id={self._given('run_id')!r} has checkpoints of another training: {name} was "
-                f"{_short(found.get(name))} and is {_short(identity.get(name))} now. Choose another run_id, or set "
+                f"{found.get(name)!r:.80} and is {identity.get(name)!r:.80} now. Choose another run_id, or set "
                 "resume=False to replace them"
             )
 
-    def _check_old_content(self, found: Mapping[str, Any], dataset: Dataset) -> None:
+    def _check_old_content(self, found: Any, dataset: Dataset) -> None:
         """Raise `CheckpointError` if rows of an earlier version's checkpoints differ from these, or may differ."""
         shards = dataset.manifest.shards
         checksums = sorted(shard.crc32 for shard in shards if shard.rows)
         one_a_split = all(len(each) == 1 for each in dataset.manifest.splits.values())
-        if found[_OLD_CONTENT] != checksums or not one_a_split or any(shard.sidecar for shard in shards):
+        if found != checksums or not one_a_split or any(shard.sidecar for shard in shards):
             raise CheckpointError(
                 f"run_id={self._given('run_id')!r} has checkpoints of an earlier version of spark_elastic, which "
                 "did not record the order of the rows and their values of variable length, so they cannot be compared "
@@ -298,12 +294,6 @@ class RunFolders(ClusterParams, StorageParams):
     def _latest_checkpoint(self, run: Store) -> str | None:
         found = Checkpoints(run.sub(CHECKPOINTS)).latest()
         return None if found is None else found.name
-
-
-def _delete_all_but_owners(run: Store) -> None:
-    for entry in run.list():
-        if entry.path != OWNERS:
-            run.delete(entry.path)
 
 
 def _read_identity(run: Store) -> dict[str, Any]:
@@ -321,7 +311,7 @@ def _read_identity(run: Store) -> dict[str, Any]:
 
 
 def _content_of(dataset: Dataset) -> dict[str, str]:
-    """Return a digest of each split: of all checksums in the order of the rows, those of sidecars included."""
+    """Return, by split, a digest of the checksums of its files in the order of the rows, sidecars included."""
     digests = {}
     for name, shards in dataset.manifest.splits.items():
         checksums = [[shard.rows, shard.crc32, shard.sidecar_crc32] for shard in shards]
@@ -329,6 +319,67 @@ def _content_of(dataset: Dataset) -> dict[str, str]:
     return digests
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:80]}..."
+# --- descriptions of settings that are equal in every process -------------------------------------
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_PLAIN = (bool, int, float, str, type(None))
+_DESCRIBED = (*_PLAIN, list, tuple, dict, set, frozenset, type, FunctionType, functools.partial)
+_MAX_DEPTH = 6
+"""Deeper than settings are nested; functions that refer to themselves would never end."""
+
+
+def described(value: Any, *, buffers: bool = True, depth: int = 0) -> str:
+    """Describe a setting: classes by name, functions by name and code, anything else by its repr and attributes.
+
+    `buffers` says whether to include the buffers of modules, such as the class weights of a loss; `depth` is the depth
+    of this value in the setting.
+    """
+    if depth > _MAX_DEPTH:
+        return type(value).__qualname__
+    inner = functools.partial(described, buffers=buffers, depth=depth + 1)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(inner, value))}]"
+    if isinstance(value, (set, frozenset)):  # their order differs between processes
+        return f"{{{', '.join(sorted(map(inner, value)))}}}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {inner(each)}' for key, each in value.items())}}}"
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, functools.partial):
+        return f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
+    code = getattr(value, "__code__", None)
+    if isinstance(code, CodeType):
+        cells = [inner(cell.cell_contents) for cell in value.__closure__ or ()]
+        used = {name: value.__globals__.get(name) for name in code.co_names}
+        plain = inner({name: each for name, each in used.items() if isinstance(each, _PLAIN) and each is not None})
+        return f"{value.__qualname__} {digest([_code(code), cells, inner(value.__defaults__), plain])}"
+    if hasattr(value, "tolist"):  # the repr of an array leaves out its middle
+        return f"{type(value).__qualname__} {digest(repr(value.tolist()))}"
+    text = _ADDRESS.sub("", repr(value))
+    attributes = _attributes(value, buffers)
+    return f"{text} {inner(attributes)}" if attributes else text
+
+
+def digest(value: Any) -> str:
+    """Return 8 hexadecimal digits that identify plain values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _attributes(value: Any, buffers: bool) -> dict[str, Any]:
+    """Return what the repr leaves out: label smoothing, the milestones of a schedule, the patience of a callback."""
+    own = getattr(value, "__dict__", {})
+    if "param_groups" in own:  # the repr of an optimizer has all but the weights
+        return {}
+    if "_modules" not in own:
+        return {name: own[name] for name in sorted(own) if isinstance(own[name], _DESCRIBED)}
+    found = {name: own[name] for name in sorted(own) if name[0] != "_" and isinstance(own[name], _DESCRIBED)}
+    found.pop("training", None)
+    if buffers:
+        found |= {f"buffer {name}": each for name, each in own["_buffers"].items()}
+        found |= {f"module {name}": _attributes(each, buffers) for name, each in own["_modules"].items()}
+    return found
+
+
+def _code(code: CodeType) -> list[Any]:
+    constants = [_code(each) if isinstance(each, CodeType) else described(each) for each in code.co_consts]
+    return [code.co_code.hex(), constants, list(code.co_names)]

@@ -68,7 +68,8 @@ class ProcessIdentity:
     @classmethod
     def this(cls) -> ProcessIdentity:
         host = socket.gethostname()
-        machine = ":".join([host, _text("/proc/sys/kernel/random/boot_id"), _link("/proc/self/ns/pid")])
+        boot = _text(Path("/proc/sys/kernel/random/boot_id").read_text)
+        machine = ":".join([host, boot, _text(lambda: os.readlink("/proc/self/ns/pid"))])
         return cls(host, machine, os.getpid(), started_of(os.getpid()), sys.argv[0] if sys.argv else "")
 
     def is_dead(self, seen_from: ProcessIdentity) -> bool:
@@ -107,8 +108,9 @@ class Owner:
             raise ValueError(f"not an owner: {error!r}") from error
         for each in (owner, owner.process):
             for field in fields(each):
-                if type(getattr(each, field.name)).__name__ not in _JSON_TYPES.get(str(field.type), (str(field.type),)):
-                    raise ValueError(f"{field.name} is {getattr(each, field.name)!r:.40}")
+                value, wanted = getattr(each, field.name), str(field.type)
+                if type(value).__name__ not in _JSON_TYPES.get(wanted, (wanted,)):
+                    raise ValueError(f"{field.name} must be of type {wanted}, not {value!r:.40}")
         return owner
 
     def __str__(self) -> str:
@@ -165,8 +167,7 @@ class RunLease:
     def on_taken(self, callback: Callable[[str], None]) -> Iterator[None]:
         """Call `callback(reason)` once if another driver takes over the run while the block runs.
 
-        Raises:
-            RunTakenError: The run was taken over; replaces any other error of the block.
+        The block then ends with `RunTakenError`, which replaces any other error.
         """
         with self._lock:
             self._on_taken = callback
@@ -231,14 +232,9 @@ def lease_of(run: Store) -> RunLease | None:
 
 @contextmanager
 def held_run(run: Store, known_token: int = 0) -> Iterator[RunLease]:
-    """Hold the run for as long as the block runs.
+    """Hold the run while the block runs. Raises `RunTakenError`, naming the other driver, if one holds it.
 
-    Args:
-        run: The run's folder.
-        known_token: The largest token in the run's checkpoints.
-
-    Raises:
-        RunTakenError: Another driver holds the run; names it.
+    `known_token` is the largest token in the run's checkpoints.
     """
     lease = RunLease(run, acquire(run, known_token), BEAT_S)
     _held[run.url] = lease
@@ -260,8 +256,7 @@ def acquire(
 ) -> Owner:
     """Take the run as soon as it is free, or its owner has sent no heartbeat for `LEASE_S`.
 
-    Raises:
-        RunTakenError: Another driver holds the run, or takes it at the same time.
+    Raises `RunTakenError` if another driver holds the run, or takes it at the same time.
     """
     me = ProcessIdentity.this() if me is None else me
     watched: dict[str, tuple[Owner | None, float]] = {}
@@ -348,7 +343,7 @@ def _token(name: str) -> int:
 
 
 def _read(run: Store, name: str) -> Owner | None:
-    """Return the owner in a file; None if the file is gone or unreadable."""
+    """Return the owner in a file; None if the file is gone, or holds something else."""
     try:
         return Owner.loads(run.read_bytes(f"{OWNERS}/{name}"))
     except (ValueError, FileNotFoundError):
@@ -361,20 +356,13 @@ def _write(run: Store, owner: Owner) -> None:
 
 def started_of(pid: int) -> int:
     """Return the start of a process in ticks since the boot; 0 if there is no such process, or no /proc."""
-    stat = _text(f"/proc/{pid}/stat")
+    stat = _text(Path(f"/proc/{pid}/stat").read_text)
     after_name = stat.rpartition(")")[2].split()
     return int(after_name[19]) if len(after_name) > 19 else 0
 
 
-def _text(path: str) -> str:
+def _text(read: Callable[[], str]) -> str:
     try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
+        return read().strip()
     except OSError:
         return ""

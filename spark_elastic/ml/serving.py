@@ -1,7 +1,4 @@
-"""The code that runs on executors in `transform`: takes Arrow batches and appends the model's outputs as columns.
-
-A Python worker process loads a model once for all tasks of all jobs.
-"""
+"""The code of `transform` on executors: Arrow batches to model inputs, and the model's outputs to added columns."""
 
 from __future__ import annotations
 
@@ -20,13 +17,20 @@ from spark_elastic.data.encode import Encoder
 from spark_elastic.data.layout import Kind, TensorField
 from spark_elastic.data.shards import SHARD_BYTES, Blob
 from spark_elastic.errors import DataError
-from spark_elastic.ml.outputs import AddedColumn, arrow_array
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+Array = npt.NDArray[Any]
+BY_CLASS = ("argmax", "argmax_probability")
+"""Rules for outputs with one value per class: a logit, or a probability."""
 HANDLE_INVALID = "handle_invalid='skip' leaves such rows out of the result, 'keep' gives them null predictions"
 _VARIABLE = (Kind.BYTES, Kind.ARRAY, Kind.STRING)
+MAX_LOADED_MODELS = 2
+"""Models that a Python worker keeps loaded: the present one, and the one before it."""
+
+
+# --- columns to model inputs ----------------------------------------------------------------------
 
 
 def tensors_for(
@@ -34,14 +38,8 @@ def tensors_for(
 ) -> tuple[Tensor, ...]:
     """Return how columns of a DataFrame with this schema become the inputs that the model was trained on.
 
-    Args:
-        schema: The StructType of the DataFrame.
-        inputs: The model's inputs, with the names of their columns.
-        pad_to: Lengths that arrays are padded to, by input.
-        allow_nan: As when the training rows were written.
-
-    Raises:
-        DataError: A column is missing, or its type cannot become the input.
+    `pad_to` and `allow_nan` are those of the training rows, by input. Raises `DataError` if the type of a column cannot
+    become the input.
     """
     types = {field.name: field.dataType.typeName() for field in schema.fields}
     for field in inputs:
@@ -147,13 +145,159 @@ def _values(blob: Blob, field: TensorField) -> list[Any]:
     return [bytes(value).decode() if field.kind is Kind.STRING else bytes(value) for value in values]
 
 
-Array = npt.NDArray[Any]
-MAX_LOADED_MODELS = 2
-"""Models that a Python worker keeps loaded: the present one, and the one before it."""
+# --- model outputs to added columns ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OutputShape:
+    """The type of one output of a model.
+
+    Attributes:
+        dtype: In numpy's notation ("<f4").
+        shape: Shape of one row's value. The number of axes is fixed, their lengths may differ.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AddedColumn:
+    """A column that `transform` adds.
+
+    Attributes:
+        made: "raw": the output number `output`, unchanged; "prediction" or "probability": made of output 0 by `rule`.
+        as_vector: Store a Spark ML vector.
+    """
+
+    name: str
+    made: str
+    output: int
+    rule: str
+    shape: OutputShape
+    as_vector: bool = False
+
+    def values(self, outputs: Sequence[Array]) -> Array:
+        """Return the column's values, [rows, ...], given all outputs of the model, each [rows, ...]."""
+        output = outputs[self.output]
+        if self.made == "raw":
+            if output.ndim - 1 != len(self.shape.shape):
+                raise DataError(
+                    f"output {self.output} of the model has shape {list(output.shape)} here; when it was fitted, a row "
+                    f"had shape {list(self.shape.shape)}"
+                )
+            return output
+        return prediction(output, self.rule) if self.made == "prediction" else probability(output, self.rule)
+
+
+def prediction(output: Array, rule: str) -> Array:
+    """Return the predictions, float64 [rows], of an output [rows], [rows, 1] or, for `BY_CLASS`, [rows, classes]."""
+    if rule in BY_CLASS:
+        return np.asarray(output.argmax(axis=1), np.float64)
+    flat = output.reshape(len(output))
+    if rule == "value":
+        return flat.astype(np.float64)
+    threshold = 0.0 if rule == "binary_logit" else 0.5
+    return (flat > threshold).astype(np.float64)
+
+
+def probability(output: Array, rule: str) -> Array:
+    """Return the probability of each class, float64 [rows, classes]."""
+    values = output.astype(np.float64)
+    if rule == "argmax_probability":
+        return values
+    if rule == "argmax":
+        raised = np.exp(values - values.max(axis=1, keepdims=True))
+        return np.asarray(raised / raised.sum(axis=1, keepdims=True))
+    flat = values.reshape(len(values))
+    # the sigmoid, in a form that overflows for no logit
+    positive = np.exp(-np.logaddexp(0.0, -flat)) if rule == "binary_logit" else flat
+    return np.stack([1 - positive, positive], axis=1)
+
+
+def suits(rule: str, shape: tuple[int, ...]) -> bool:
+    """Return whether this rule can make a prediction of an output whose rows have this shape."""
+    return len(shape) == 1 if rule in BY_CLASS else shape in ((), (1,))
+
+
+def rule_of_shape(shape: tuple[int, ...]) -> str | None:
+    """Return the rule for an output when the loss does not say; None if the shape allows several."""
+    return "value" if shape in ((), (1,)) else None
+
+
+def spark_type(column: AddedColumn) -> Any:
+    """Return the Spark DataType of the column."""
+    from pyspark.ml.linalg import VectorUDT
+    from pyspark.sql import types
+
+    if column.as_vector:
+        return VectorUDT()
+    if column.made == "prediction":
+        return types.DoubleType()
+    dtype, depth = np.dtype(column.shape.dtype), len(column.shape.shape)
+    if dtype.kind == "f":
+        made = types.DoubleType() if depth == 0 or dtype.itemsize == 8 else types.FloatType()
+    elif dtype.kind == "b":
+        made = types.BooleanType()
+    else:
+        made = types.IntegerType() if _fits_int32(dtype) else types.LongType()
+    for _ in range(depth):
+        made = types.ArrayType(made)
+    return made
+
+
+def _fits_int32(dtype: np.dtype[Any]) -> bool:
+    return dtype.itemsize <= 4 and dtype.str != "<u4"
+
+
+def arrow_array(column: AddedColumn, values: Array) -> pa.Array:
+    """Return a column's values in exactly the Arrow type that Spark uses for `spark_type`."""
+    import pyarrow as pa
+
+    if column.as_vector:
+        return _vectors(values.astype(np.float64, copy=False))
+    if values.ndim == 1 and values.dtype.kind == "f":
+        return pa.array(values.astype(np.float64, copy=False))
+    if values.dtype.str[1:] == "f2":
+        values = values.astype(np.float32)
+    elif values.dtype.kind in "iu":
+        values = values.astype(np.int32 if _fits_int32(values.dtype) else np.int64, copy=False)
+    made = pa.array(np.ascontiguousarray(values).reshape(-1))
+    for axis in range(values.ndim - 1, 0, -1):
+        size, count = values.shape[axis], int(np.prod(values.shape[:axis]))
+        made = pa.ListArray.from_arrays(pa.array(np.arange(count + 1) * size, pa.int32()), made)
+    return made
+
+
+def _vectors(values: Array) -> pa.Array:
+    """Return values [rows, size] as dense vectors in the struct of VectorUDT."""
+    import pyarrow as pa
+
+    rows, size = values.shape
+    flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+    offsets = pa.array(np.arange(rows + 1) * size, pa.int32())
+    # Spark compares the types exactly, so the values in the lists must be declared as never null.
+    number, index = pa.field("element", pa.float64(), nullable=False), pa.field("element", pa.int32(), nullable=False)
+    fields = [
+        pa.field("type", pa.int8(), nullable=False),
+        pa.field("size", pa.int32()),
+        pa.field("indices", pa.list_(index)),
+        pa.field("values", pa.list_(number)),
+    ]
+    parts = [
+        pa.array(np.ones(rows, np.int8)),
+        pa.nulls(rows, pa.int32()),
+        pa.nulls(rows, pa.list_(index)),
+        pa.ListArray.from_arrays(offsets, flat, type=pa.list_(number)),
+    ]
+    return pa.StructArray.from_arrays(parts, fields=fields)
+
+
+# --- the function that `mapInArrow` runs ----------------------------------------------------------
 
 
 class Predictor(Protocol):
-    """A loaded model: takes inputs by name, [rows, ...], and returns all outputs, [rows, ...]."""
+    """A loaded model: a function of inputs by name, [rows, ...], that returns all outputs, [rows, ...]."""
 
     def __call__(self, inputs: Mapping[str, Any]) -> list[Array]: ...
 
@@ -199,7 +343,7 @@ class Serving:
             if len(valid):
                 values, undecided = self._values(_loaded(self.key, self.model), read(given), len(valid))
                 if undecided.any():
-                    self._refuse_undecided(undecided)
+                    self._check_undecided(undecided)
                     valid, values = valid[~undecided], [each[~undecided] for each in values]
             else:
                 values = [np.empty((0, *column.shape.shape), column.shape.dtype) for column in self.added]
@@ -215,7 +359,8 @@ class Serving:
             fields = [pa.field(c.name, a.type, nullable=nullable) for c, a in zip(self.added, arrays, strict=True)]
             yield pa.RecordBatch.from_arrays([*plain.columns, *arrays], schema=pa.schema([*plain.schema, *fields]))
 
-    def _refuse_undecided(self, undecided: npt.NDArray[np.bool_]) -> None:
+    def _check_undecided(self, undecided: npt.NDArray[np.bool_]) -> None:
+        """Raise `DataError` for rows without a prediction, unless `handle_invalid` says what to do with them."""
         if self.handle_invalid == "error":
             raise DataError(
                 f"the model's first output is NaN for {int(undecided.sum())} of {len(undecided)} rows whose features "
@@ -238,7 +383,10 @@ class Serving:
         return whole, np.concatenate(undecided)
 
     def _part(self, predict: Predictor, inputs: dict[str, Any], rows: int) -> tuple[list[Array], npt.NDArray[np.bool_]]:
-        """Return the same for one batch of the model. argmax of NaN would be a class, so such rows are marked."""
+        """Return the same as `_values` for one batch of the model.
+
+        argmax of NaN would be a class, so rows with NaN are marked as having no prediction.
+        """
         if self.inference_fn is not None:
             inputs = dict(self.inference_fn(inputs))
         outputs = predict(inputs)

@@ -18,7 +18,7 @@ from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.settings import RunSettings
 from spark_elastic.ml import params as to
 from spark_elastic.ml.params import ElasticParams, accessors, setting
-from spark_elastic.settings import declarations
+from spark_elastic.settings import ScalingSettings, declarations
 
 Shapes: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 DType: TypeAlias = str | type | np.dtype[Any]
@@ -51,7 +51,6 @@ class FeatureColumns(ElasticParams):
     """The columns that go into the model."""
 
     feature_cols: Param[str | Sequence[str] | Sequence[Sequence[str]] | None] = setting(
-        "feature_cols",
         "columns that are the model's input. Scalar columns alone are stacked into one input [rows, columns]; if there "
         "are arrays or vectors among them, each column is a separate input. A list of lists: an input for each inner "
         "list, its columns stacked or concatenated. See input_dtypes for their types.",
@@ -64,14 +63,12 @@ class FeatureParams(FeatureColumns):
     """The inputs of the model."""
 
     input_shapes: Param[Shapes | None] = setting(
-        "input_shapes",
         "shape of one row of each input, such as [(1, 28, 28)]. Default: as in its column; [k] for k numbers, [] for a "
         "single column of integers.",
         to.shapes,
     )
     getInputShapes, setInputShapes = accessors(input_shapes)
     input_dtypes: Param[DType | Sequence[DType | None] | None] = setting(
-        "input_dtypes",
         "numpy type of each input, such as ['int64', 'float32']; None in the list stands for the default: int64 for a "
         "single column of integers and for an inner list of integer columns, as embeddings need it; float32 for "
         "anything else, also for several integer columns in a flat list. Integers that a type would round, in float32 "
@@ -85,19 +82,16 @@ class LabelParams(ElasticParams):
     """The labels, weights and validation rows."""
 
     label_cols: Param[str | Sequence[str] | None] = setting(
-        "label_cols", "columns that are compared with the model's outputs; [] if train_fn needs none.", to.names_or_none
+        "columns that are compared with the model's outputs; [] if train_fn needs none.", to.names_or_none
     )
     getLabelCols, setLabelCols = accessors(label_cols)
     label_shapes: Param[Shapes | None] = setting(
-        "label_shapes", "shape of one row of each label. Default: as in its column.", to.shapes
+        "shape of one row of each label. Default: as in its column.", to.shapes
     )
     getLabelShapes, setLabelShapes = accessors(label_shapes)
-    sample_weight_col: Param[str | None] = setting(
-        "sample_weight_col", "column with the weight of each row in the loss.", to.text
-    )
+    sample_weight_col: Param[str | None] = setting("column with the weight of each row in the loss.", to.text)
     getSampleWeightCol, setSampleWeightCol = accessors(sample_weight_col)
     validation: Param[float | str | None] = setting(
-        "validation",
         "rows to set aside for validation: a fraction, drawn at random with the seed, or the name of a boolean column "
         "that is true for them. Default: none.",
         to.fraction_or_column,
@@ -108,40 +102,35 @@ class LabelParams(ElasticParams):
 class TrainingParams(ElasticParams):
     """The training."""
 
-    model: Param[Any] = setting("model", "the model; fit trains a copy of it.", to.anything)
+    model: Param[Any] = setting("the model; fit trains a copy of it.", to.anything)
     getModel, setModel = accessors(model)
-    optimizer: Param[Any] = setting("optimizer", "the optimizer.", to.anything)
+    optimizer: Param[Any] = setting("the optimizer.", to.anything)
     getOptimizer, setOptimizer = accessors(optimizer)
-    loss: Param[Any] = setting("loss", "the loss, or a list with one for each label.", to.anything)
+    loss: Param[Any] = setting("the loss, or a list with one for each label.", to.anything)
     getLoss, setLoss = accessors(loss)
     loss_weights: Param[Any] = setting(
-        "loss_weights", "factor of each loss in their sum; only with several. Default: 1 each.", to.numbers_list
+        "factor of each loss in their sum; only with several. Default: 1 each.", to.numbers_list
     )
     getLossWeights, setLossWeights = accessors(loss_weights)
-    metrics: Param[Any] = setting("metrics", "a dict of name and metric, reported for each epoch.", to.dictionary)
+    metrics: Param[Any] = setting("a dict of name and metric, reported for each epoch.", to.dictionary)
     getMetrics, setMetrics = accessors(metrics)
     batch_size: Param[int | None] = setting(
-        "batch_size",
         "rows of a global batch, which all workers together take in a step, however many there are. Default: 32, "
         "unless per_worker_batch_size is set.",
         to.whole(at_least=1),
     )
     getBatchSize, setBatchSize = accessors(batch_size)
     per_worker_batch_size: Param[int | None] = setting(
-        "per_worker_batch_size",
         "rows that each worker takes in a step: the global batch then grows and shrinks with the world, and with it "
         "the result of the training. Instead of batch_size.",
         to.whole(at_least=1),
     )
     getPerWorkerBatchSize, setPerWorkerBatchSize = accessors(per_worker_batch_size)
-    epochs: Param[int] = setting("epochs", "passes over the training rows.", to.whole(at_least=1), default=1)
+    epochs: Param[int] = setting("passes over the training rows.", to.whole(at_least=1), default=1)
     getEpochs, setEpochs = accessors(epochs)
-    shuffle: Param[bool] = setting(
-        "shuffle", "read the rows of each epoch in another random order.", to.boolean, default=True
-    )
+    shuffle: Param[bool] = setting("read the rows of each epoch in another random order.", to.boolean, default=True)
     getShuffle, setShuffle = accessors(shuffle)
     seed: Param[int] = setting(
-        "seed",
         "seed of the row order, of the validation split, and of dropout and the like, whose random numbers follow from "
         "the seed, the epoch, the batch and the rank.",
         to.whole(at_least=0),
@@ -149,33 +138,28 @@ class TrainingParams(ElasticParams):
     )
     getSeed, setSeed = accessors(seed)
     transformation_fn: Param[ColumnsFunction | None] = setting(
-        "transformation_fn",
         "function of a batch's columns, {'features_0': array, 'label_0': array, ...}, to those to train on, with as "
         "many rows. Applied to training and validation batches, not by the fitted model: see inference_fn.",
         to.function,
     )
     getTransformationFn, setTransformationFn = accessors(transformation_fn)
-    callbacks: Param[Any] = setting("callbacks", "list of spark_elastic.ml.callbacks.Callback.", to.anything)
+    callbacks: Param[Any] = setting("list of spark_elastic.ml.callbacks.Callback.", to.anything)
     getCallbacks, setCallbacks = accessors(callbacks)
     gradient_clip_norm: Param[float | None] = setting(
-        "gradient_clip_norm",
-        "largest global norm of the gradients; they are scaled down to it before a step.",
-        to.real(above=0),
+        "largest global norm of the gradients; they are scaled down to it before a step.", to.real(above=0)
     )
     getGradientClipNorm, setGradientClipNorm = accessors(gradient_clip_norm)
     gradient_clip_value: Param[float | None] = setting(
-        "gradient_clip_value", "largest absolute value of each gradient; it is clipped before a step.", to.real(above=0)
+        "largest absolute value of each gradient; it is clipped before a step.", to.real(above=0)
     )
     getGradientClipValue, setGradientClipValue = accessors(gradient_clip_value)
     gradient_compression: Param[Compression] = setting(
-        "gradient_compression",
         "'fp16' or 'bf16': send gradients in half precision; 'none': as they are.",
         to.one_of(*get_args(Compression)),
         default="none",
     )
     getGradientCompression, setGradientCompression = accessors(gradient_compression)
     sync_batch_norm: Param[bool] = setting(
-        "sync_batch_norm",
         "compute mean and variance in batch normalisation over all workers' rows of a batch, so that the number of "
         "workers does not matter; costs two small reductions per layer and step. False: over each worker's own rows.",
         to.boolean,
@@ -183,14 +167,12 @@ class TrainingParams(ElasticParams):
     )
     getSyncBatchNorm, setSyncBatchNorm = accessors(sync_batch_norm)
     allow_nan_loss: Param[bool] = setting(
-        "allow_nan_loss",
         "continue when the loss of a step is NaN or infinite; otherwise fit ends with a LossNotFiniteError.",
         to.boolean,
         default=False,
     )
     getAllowNanLoss, setAllowNanLoss = accessors(allow_nan_loss)
     accumulation_steps: Param[int] = setting(
-        "accumulation_steps",
         "parts that each worker cuts its share of a batch into, one after the other, to save memory. The gradient is "
         "that of the whole batch.",
         to.whole(at_least=1),
@@ -198,15 +180,12 @@ class TrainingParams(ElasticParams):
     )
     getAccumulationSteps, setAccumulationSteps = accessors(accumulation_steps)
     device: Param[str | None] = setting(
-        "device",
         "device to train on: 'auto', 'cpu', 'cuda', 'cuda:0', ... Default, and 'auto': cuda where a worker has it.",
         to.text,
     )
     getDevice, setDevice = accessors(device)
     num_threads: Param[int | None] = setting(
-        "num_threads",
-        "the framework's threads in each worker. Default: the workers of a host share its cores.",
-        to.whole(1),
+        "the framework's threads in each worker. Default: the workers of a host share its cores.", to.whole(1)
     )
     getNumThreads, setNumThreads = accessors(num_threads)
 
@@ -230,25 +209,20 @@ class ClusterParams(ElasticParams):
     """The workers."""
 
     num_proc: Param[int | None] = setting(
-        "num_proc", "workers to start with. Default: the task slots of the cluster.", to.whole(at_least=1)
+        "workers to start with. Default: the task slots of the cluster.", to.whole(at_least=1)
     )
     getNumProc, setNumProc = accessors(num_proc)
     min_num_proc: Param[int | None] = setting(
-        "min_num_proc", "fewest workers to continue with. Default: num_proc.", to.whole(at_least=1)
+        "fewest workers to continue with. Default: num_proc.", to.whole(at_least=1)
     )
     getMinNumProc, setMinNumProc = accessors(min_num_proc)
-    max_num_proc: Param[int | None] = setting(
-        "max_num_proc", "most workers to grow to. Default: num_proc.", to.whole(at_least=1)
-    )
+    max_num_proc: Param[int | None] = setting("most workers to grow to. Default: num_proc.", to.whole(at_least=1))
     getMaxNumProc, setMaxNumProc = accessors(max_num_proc)
     run_options: Param[Mapping[str, Any] | None] = setting(
-        "run_options",
-        f"dict of further arguments of spark_elastic.run: {', '.join(RUN_OPTIONS)}.",
-        to.options(RUN_OPTIONS),
+        f"dict of further arguments of spark_elastic.run: {', '.join(RUN_OPTIONS)}.", to.options(RUN_OPTIONS)
     )
     getRunOptions, setRunOptions = accessors(run_options)
     verbose: Param[int] = setting(
-        "verbose",
         "0: quiet, 1: a bar for each epoch (in a terminal or a notebook; few lines elsewhere) and a line for each "
         "epoch and change of the workers, 2: each step of them.",
         to.whole(at_least=0),
@@ -258,72 +232,59 @@ class ClusterParams(ElasticParams):
 
     def _check_together(self) -> None:
         super()._check_together()
-        low, first, high = (self._given(name) for name in ("min_num_proc", "num_proc", "max_num_proc"))
-        pairs = (("min_num_proc", low, "num_proc", first), ("num_proc", first, "max_num_proc", high))
-        for small, lower, large, upper in (*pairs, ("min_num_proc", low, "max_num_proc", high)):
-            if lower is not None and upper is not None and lower > upper:
-                raise InvalidSettingsError(f"{small}={lower} is larger than {large}={upper}")
+        ScalingSettings(**{name: self._given(name) for name in ("min_num_proc", "num_proc", "max_num_proc")})
 
 
 class StorageParams(ElasticParams):
     """Storage of rows, checkpoints and results."""
 
     store: Param[str | os.PathLike[str] | Store | None] = setting(
-        "store",
         "path, URI or spark_elastic.Store that driver and executors share, for the rows and the results of a fit. "
         "Default: a temporary directory, which is shared only if all executors run on the driver's machine.",
         to.location,
     )
     getStore, setStore = accessors(store)
     storage_options: Param[Mapping[str, Any] | None] = setting(
-        "storage_options",
         "options of the filesystem of a URI, such as credentials. Not saved with an estimator: set them again after "
         "loading.",
         to.dictionary,
     )
     getStorageOptions, setStorageOptions = accessors(storage_options)
     dataset_id: Param[str | None] = setting(
-        "dataset_id",
         "name by which a later fit finds the written rows again, without checking that they are still the same. "
         "Default: found by the query plan and its files.",
         to.text,
     )
     getDatasetId, setDatasetId = accessors(dataset_id)
     keep_dataset: Param[bool] = setting(
-        "keep_dataset",
         "keep the written rows in the store, so that a later fit on the same rows need not write them.",
         to.boolean,
         default=False,
     )
     getKeepDataset, setKeepDataset = accessors(keep_dataset)
     data_options: Param[Mapping[str, Any] | None] = setting(
-        "data_options",
         f"dict of further arguments of spark_elastic.materialize ({', '.join(WRITE_OPTIONS)}; tensors are called "
         f"features_0, label_0, ...) and of spark_elastic.BatchReader ({', '.join(READ_OPTIONS)}).",
         to.options((*WRITE_OPTIONS, *READ_OPTIONS)),
     )
     getDataOptions, setDataOptions = accessors(data_options)
     checkpoint_dir: Param[str | os.PathLike[str] | None] = setting(
-        "checkpoint_dir", "shared path or URI for durable checkpoints. Default: none are written.", to.path
+        "shared path or URI for durable checkpoints. Default: none are written.", to.path
     )
     getCheckpointDir, setCheckpointDir = accessors(checkpoint_dir)
-    checkpoint_interval: Param[int] = setting(
-        "checkpoint_interval", "epochs between two checkpoints.", to.whole(at_least=1), default=1
-    )
+    checkpoint_interval: Param[int] = setting("epochs between two checkpoints.", to.whole(at_least=1), default=1)
     getCheckpointInterval, setCheckpointInterval = accessors(checkpoint_interval)
     checkpoint_seconds: Param[float | None] = setting(
-        "checkpoint_seconds", "also write one when this many seconds have passed since the last.", to.real(above=0)
+        "also write one when this many seconds have passed since the last.", to.real(above=0)
     )
     getCheckpointSeconds, setCheckpointSeconds = accessors(checkpoint_seconds)
     checkpoint_best_of: Param[str | None] = setting(
-        "checkpoint_best_of",
         "column of the history, such as 'val_loss', by which the best epoch's checkpoint is kept as well. Default: "
         "only the last ones are kept.",
         to.text,
     )
     getCheckpointBestOf, setCheckpointBestOf = accessors(checkpoint_best_of)
     checkpoint_best_mode: Param[BestMode] = setting(
-        "checkpoint_best_mode",
         "the smallest ('min') or the largest ('max') value is best; 'auto': the smallest for names of losses and "
         "errors, the largest for anything else.",
         to.one_of(*get_args(BestMode)),
@@ -331,21 +292,17 @@ class StorageParams(ElasticParams):
     )
     getCheckpointBestMode, setCheckpointBestMode = accessors(checkpoint_best_mode)
     keep_checkpoints: Param[int] = setting(
-        "keep_checkpoints", "how many of the last checkpoints are kept.", to.whole(at_least=1), default=3
+        "how many of the last checkpoints are kept.", to.whole(at_least=1), default=3
     )
     getKeepCheckpoints, setKeepCheckpoints = accessors(keep_checkpoints)
     run_id: Param[str | None] = setting(
-        "run_id",
         "name of this training below checkpoint_dir. A fit with the run_id of a training whose driver was killed "
         "resumes from its last checkpoint.",
         to.identifier,
     )
     getRunId, setRunId = accessors(run_id)
     resume: Param[bool] = setting(
-        "resume",
-        "resume from the checkpoints of run_id; False deletes them and starts over.",
-        to.boolean,
-        default=True,
+        "resume from the checkpoints of run_id; False deletes them and starts over.", to.boolean, default=True
     )
     getResume, setResume = accessors(resume)
 
@@ -373,7 +330,6 @@ class OutputParams(ElasticParams):
     """The columns that `transform` adds."""
 
     output_cols: Param[str | Sequence[str] | None] = setting(
-        "output_cols",
         "names of the columns with the model's outputs, unchanged, one for each output: a double or integer if there "
         "is one value per row, an array otherwise. []: none. Default: 'output', or 'output_0', 'output_1', ... for "
         "several.",
@@ -381,14 +337,12 @@ class OutputParams(ElasticParams):
     )
     getOutputCols, setOutputCols = accessors(output_cols)
     output_type: Param[OutputType] = setting(
-        "output_type",
         "'array', or 'vector': outputs of one axis become Spark ML vectors, as its evaluators need them.",
         to.one_of(*get_args(OutputType)),
         default="array",
     )
     getOutputType, setOutputType = accessors(output_type)
     prediction_col: Param[str] = setting(
-        "prediction_col",
         "name of the double column with the prediction that is made of the first output, as Spark's evaluators need "
         "it; '' for none.",
         lambda name, value: "" if isinstance(value, str) and not value else to.text(name, value),
@@ -396,7 +350,6 @@ class OutputParams(ElasticParams):
     )
     getPredictionCol, setPredictionCol = accessors(prediction_col)
     prediction: Param[PredictionRule] = setting(
-        "prediction",
         "rule for making the prediction of the first output: 'argmax' of its values, 'argmax_probability' if they are "
         "probabilities already, the 'value' itself, 'binary_logit': 1 if it is above 0, 'binary_probability': 1 if it "
         "is above 0.5. 'auto': the rule of the loss, or the value if there is one per row.",
@@ -405,14 +358,12 @@ class OutputParams(ElasticParams):
     )
     getPrediction, setPrediction = accessors(prediction)
     probability_col: Param[str | None] = setting(
-        "probability_col",
         "name of a vector column with the probability of each class (softmax or sigmoid of the first output, unless "
         "it has probabilities). Default: none.",
         to.text,
     )
     getProbabilityCol, setProbabilityCol = accessors(probability_col)
     handle_invalid: Param[HandleInvalid] = setting(
-        "handle_invalid",
         "treatment by transform of rows with a null in the model's input, NaN or infinity where fit refuses them (see "
         "allow_nan), or a NaN output of which no class can be made: 'error', 'skip' (the result is without such rows) "
         "or 'keep' (all added columns are null for them).",
@@ -421,22 +372,19 @@ class OutputParams(ElasticParams):
     )
     getHandleInvalid, setHandleInvalid = accessors(handle_invalid)
     inference_fn: Param[ColumnsFunction | None] = setting(
-        "inference_fn",
         "function of a batch's features, {'features_0': array, ...}, to those that the model is called with, in their "
         "order; the counterpart of transformation_fn in training. Default: none.",
         to.function,
     )
     getInferenceFn, setInferenceFn = accessors(inference_fn)
     transform_batch_size: Param[int] = setting(
-        "transform_batch_size", "rows that transform puts through the model at once.", to.whole(at_least=1), 4096
+        "rows that transform puts through the model at once.", to.whole(at_least=1), 4096
     )
     getTransformBatchSize, setTransformBatchSize = accessors(transform_batch_size)
-    transform_threads: Param[int] = setting(
-        "transform_threads", "threads of each Python worker in transform.", to.whole(at_least=1), 1
-    )
+    transform_threads: Param[int] = setting("threads of each Python worker in transform.", to.whole(at_least=1), 1)
     getTransformThreads, setTransformThreads = accessors(transform_threads)
     transform_device: Param[str] = setting(
-        "transform_device", "device of the model in transform: 'cpu', 'cuda', 'cuda:0', ...", to.text, "cpu"
+        "device of the model in transform: 'cpu', 'cuda', 'cuda:0', ...", to.text, "cpu"
     )
     getTransformDevice, setTransformDevice = accessors(transform_device)
 

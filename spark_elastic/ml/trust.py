@@ -48,9 +48,7 @@ def is_trusted() -> bool:
 def granted(path: str, qualified: Callable[[str], str]) -> bool:
     """Return whether the deployment trusts the files at this path.
 
-    Args:
-        path: The path of a saved estimator or model.
-        qualified: Makes a full URI of a path, without "..", so that "/models" and "file:///models" are equal.
+    `qualified` makes a full URI of a path, without "..", so that "/models" and "file:///models" are equal.
     """
     named = [each.strip() for each in os.environ.get(TRUST_VARIABLE, "").split(",") if each.strip()]
     if _ALL in named:

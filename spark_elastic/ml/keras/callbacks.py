@@ -1,9 +1,9 @@
 """Adapt callbacks of Keras to the events of an elastic training.
 
-They are called in every worker, with equal logs, at the same moments as in `model.fit`. Those that write files
-(`RANK_0_ONLY`, their subclasses, and any with `rank_0_only = True`) are called on rank 0 only; when rank 0 is lost, on
-the next worker of that rank. Their attributes that are plain values and arrays survive the loss of workers, are sent to
-new workers and are part of checkpoints, see `spark_elastic.keras.callback_state`.
+Callbacks are called in every worker, with equal logs, at the same moments as in `model.fit`. Those that write files
+(`RANK_0_ONLY`, their subclasses, and any with `rank_0_only = True`) are called on rank 0 only; when rank 0 is lost, the
+worker that takes over this rank calls them. Attributes that are plain values and arrays survive the loss of workers,
+are sent to new workers and are part of checkpoints, see `spark_elastic.keras.callback_state`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,7 @@ REFUSED = {
 
 
 class KerasCallback(Callback):
-    """A callback of Keras as one of ours.
-
-    Args:
-        wrapped: the callback of Keras.
-        training: the settings.
-        model: the model that the callback sees.
-        shared: the logs that all callbacks of Keras share.
-
-    Raises:
-        InvalidSettingsError: the callback cannot be used in an elastic training.
-    """
+    """A callback of Keras as a `Callback`. Raises InvalidSettingsError if it cannot be used in an elastic training."""
 
     def __init__(self, wrapped: Any, training: Training, model: Any, shared: SharedLogs) -> None:
         for name, why in REFUSED.items():
@@ -56,10 +46,10 @@ class KerasCallback(Callback):
         self._run: Run | None = None
         self._begun = self._ended = False
         self._kept: CallbackSnapshot | None = CallbackSnapshot.of(wrapped, False)
-        """Its attributes; None if it was called since they were read."""
+        """The attributes of `wrapped`; None if `wrapped` was called since they were read."""
         self._at_begin = self._kept
         self._loaded: dict[str, Any] = {}
-        # Most callbacks ignore batches, and computing the logs of every batch costs time.
+        # Set only for callbacks that act on batches, because computing the logs of every batch costs time.
         if self._acts("on_train_batch_begin", "on_batch_begin"):
             self.on_batch_begin = self._on_batch_begin  # type: ignore[method-assign]
         if self._acts("on_train_batch_end", "on_batch_end"):
@@ -70,8 +60,6 @@ class KerasCallback(Callback):
         if isinstance(self.wrapped, keras.callbacks.ModelCheckpoint) and self.wrapped.save_freq == "epoch":
             return False
         return any(not hasattr(getattr(self.wrapped, event), "_is_default") for event in events)
-
-    # --- events -----------------------------------------------------------------------------------
 
     def on_fit_begin(self, run: Run) -> None:
         self._run = run
@@ -113,7 +101,7 @@ class KerasCallback(Callback):
         getattr(self.wrapped, event)(*args)
         self._kept = None
         if self._model.stop_training:
-            self._model.stop_training = False  # so that a later callback can set it again
+            self._model.stop_training = False  # reset, so that a later callback can set it again
             run.stop(f"{type(self.wrapped).__name__} has set model.stop_training")
         return True
 
@@ -130,8 +118,6 @@ class KerasCallback(Callback):
         self._kept = None
         self._at_begin = self.kept
 
-    # --- the attributes that survive --------------------------------------------------------------
-
     @property
     def kept(self) -> CallbackSnapshot:
         if self._kept is None:
@@ -140,13 +126,11 @@ class KerasCallback(Callback):
 
     @kept.setter
     def kept(self, kept: CallbackSnapshot) -> None:
-        if self._begun:
-            if kept is not self._kept:
-                # not begun: values from before the first event, of this or of a lost process
-                (kept if kept.begun else self._at_begin).put_into(self.wrapped)
-                self._kept = kept if kept.begun else self._at_begin
-        else:
-            self._kept = kept
+        if self._begun and kept is not self._kept:
+            # a snapshot that is not begun holds the values from before the first event
+            kept = kept if kept.begun else self._at_begin
+            kept.put_into(self.wrapped)
+        self._kept = kept
 
     def state_dict(self) -> dict[str, Any]:
         return self.kept.to_json({}, "")
@@ -167,7 +151,7 @@ class KerasCallback(Callback):
 
 
 class SharedLogs:
-    """The logs of an epoch as one dict for all callbacks of Keras, because some add a learning rate for others."""
+    """One dict of an epoch's logs that all callbacks of Keras share: one may add an entry that a later one reads."""
 
     def __init__(self) -> None:
         self._row: Logs = {}
@@ -180,10 +164,7 @@ class SharedLogs:
 
 
 class KerasCallbacks:
-    """All callbacks of a training, ours and Keras's, as one value of the elastic state.
-
-    The state includes the learning rate, which callbacks may change.
-    """
+    """All callbacks of a training, and the learning rate that they may change, as one value of the elastic state."""
 
     def __init__(self, callbacks: Sequence[Callback], model: Any) -> None:
         self._callbacks = list(callbacks)
@@ -200,11 +181,7 @@ class KerasCallbacks:
             one.on_test_batch("on_test_batch_end", number)
 
     def agree(self, rank: int, size: int) -> None:
-        """Send the attributes of callbacks that run on rank 0 only to all workers.
-
-        Raises:
-            HorovodInternalError: the collective failed.
-        """
+        """Broadcast the attributes of those callbacks that run only on rank 0 from rank 0 to all other workers."""
         alone = {at: one for at, one in self._adapted.items() if one.rank_0_only}
         if size < 2 or not alone:
             return
@@ -240,24 +217,20 @@ class KerasCallbacks:
 
 
 def adapt_callbacks(callbacks: Sequence[Any], training: Training, model: Any) -> list[Callback]:
-    """Return our callbacks unchanged, and those of Keras as `KerasCallback`.
-
-    Raises:
-        InvalidSettingsError: a value is not a callback, or one that cannot be used in an elastic training.
-    """
-    made: list[Callback] = []
+    """Return this package's callbacks unchanged, Keras's as `KerasCallback`; raise InvalidSettingsError for others."""
+    check_callbacks(callbacks)
     shared = SharedLogs()
+    return [one if isinstance(one, Callback) else KerasCallback(one, training, model, shared) for one in callbacks]
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Raise InvalidSettingsError if a value is not a callback of this package or of Keras."""
     for one in callbacks:
-        if isinstance(one, Callback):
-            made.append(one)
-        elif isinstance(one, keras.callbacks.Callback):
-            made.append(KerasCallback(one, training, model, shared))
-        else:
+        if not isinstance(one, (Callback, keras.callbacks.Callback)):
             raise InvalidSettingsError(
-                "callbacks must be a list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback; "
-                f"{one!r} is neither"
+                "callbacks must be a list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback, "
+                f"not of {one!r}"
             )
-    return made
 
 
 def _learning_rate(optimizer: Any) -> float | None:

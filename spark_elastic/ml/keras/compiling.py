@@ -1,29 +1,131 @@
-"""The arguments that a model is compiled with: optimizer, losses, metrics; from the settings, else from the model."""
+"""What a Keras model is called with (its inputs and outputs) and compiled with (its optimizer, losses and metrics).
+
+Inputs and outputs are flat lists here, whatever structure the model has: in the order of `model.inputs` and
+`model.outputs`; those of a dict in the order of their names.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
-from spark_elastic.errors import InvalidSettingsError, nearest
-from spark_elastic.ml.keras.structure import output_names
+from spark_elastic.data.layout import Kind, TensorField
+from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError, nearest
+from spark_elastic.ml.keras.serialization import architecture, check_config, custom_names, custom_objects_of
 from spark_elastic.ml.preparation import FLOAT, INTEGER
+
+# --- inputs and outputs -------------------------------------------------------------------------------
+
+_MANTISSA = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}
+
+
+def inputs_of(model: Any, flat: Sequence[Any]) -> Any:
+    """Return the inputs as the model is called with them: one tensor, or the list or dict that the model declares."""
+    struct = getattr(model, "_inputs_struct", None)
+    if isinstance(struct, dict) and len(struct) == len(flat):
+        return dict(zip(sorted(struct), flat, strict=True))
+    return flat[0] if len(flat) == 1 else list(flat)
+
+
+def input_names(model: Any) -> list[str] | None:
+    """Return the name of each input; None if the model declares no inputs, as subclasses of Model."""
+    struct = getattr(model, "_inputs_struct", None)
+    if isinstance(struct, dict):
+        return sorted(struct)
+    inputs = getattr(model, "inputs", None)
+    return None if inputs is None else [str(each.name) for each in inputs]
+
+
+def output_names(model: Any) -> list[str] | None:
+    """Return the name of each output, as dicts of losses and metrics use them; None if unknown before a call."""
+    struct = getattr(model, "_outputs_struct", None)
+    if isinstance(struct, dict):
+        return sorted(struct)
+    names = getattr(model, "output_names", None)
+    if names is None:
+        outputs = getattr(model, "outputs", None)
+        return None if outputs is None else [str(each._keras_history[0].name) for each in outputs]
+    return [str(name) for name in names]
+
+
+def check_kept(model: Any, at: int, name: str, values: Any) -> None:
+    """Raise DataError if an array has integers that the type of the model's input number `at` cannot hold.
+
+    Keras would cast them silently. `name` is the name of the array for the error.
+    """
+    if values.dtype.kind not in "iu" or not values.size:
+        return
+    inputs = getattr(model, "inputs", None) or []
+    known = str(inputs[at].dtype) if at < len(inputs) else ""
+    if known in _MANTISSA:
+        high = 2 << _MANTISSA[known]
+        low = -high
+    elif known.startswith(("int", "uint")) and not np.can_cast(values.dtype, known):
+        low, high = int(np.iinfo(known).min), int(np.iinfo(known).max)
+    else:
+        return
+    if int(values.min()) < low or int(values.max()) > high:
+        wrong = values[(values < low) | (values > high)]
+        raise DataError(
+            f"{name} holds {wrong.reshape(-1)[0]}, and the model's input {inputs[at].name} is of type {known}, which "
+            f"keeps integers up to {high:,} as they are; make it keras.Input(..., dtype='int64')"
+        )
+
+
+def build_for(
+    model: Any, inputs: Sequence[TensorField], seed: int, custom_objects: Mapping[str, Any] | None = None
+) -> Any:
+    """Return a built copy of an unbuilt model; the copy is called with rows of zeros, which builds it.
+
+    Args:
+        model: the model, which stays unbuilt.
+        inputs: the fields of the dataset that are the inputs.
+        seed: the seed of the weights; the same seed gives the same weights.
+        custom_objects: classes and functions by the names in the configuration.
+
+    Raises:
+        InvalidSettingsError: the model cannot be called with such rows, or their shape is not known.
+        NotPicklableError: the model cannot be copied.
+    """
+    check_config(model, NotPicklableError)
+    for field in inputs:
+        if field.kind not in (Kind.DENSE, Kind.SPARSE):
+            raise InvalidSettingsError(
+                f"the model is not built, and rows of {field.name} ({'+'.join(field.columns)}) have no fixed shape: "
+                "build it first, by calling it on an array"
+            )
+    config = architecture(model)
+    objects = custom_objects_of(model, custom_names(model, config), custom_objects)
+    before = random.getstate()
+    random.seed(seed)  # initializers without a seed of their own draw one from Python's generator
+    try:
+        copied = keras.saving.deserialize_keras_object(config, custom_objects=objects, safe_mode=False)
+        rows = [np.zeros((1, *field.shape), field.dtype) for field in inputs]
+        try:
+            copied(inputs_of(copied, rows))
+        except Exception as error:
+            shapes = ", ".join(f"{field.name} {field.dtype} {[1, *field.shape]}" for field in inputs)
+            raise InvalidSettingsError(
+                f"the model is not built, and cannot be built for rows of these columns ({shapes}): {error}"
+            ) from error
+    finally:
+        random.setstate(before)
+    return copied
+
+
+# --- the arguments of compile -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileArguments:
-    """The arguments of `keras.Model.compile`.
+    """The arguments of `keras.Model.compile`; the optimizer is an instance that may have no variables yet.
 
-    Attributes:
-        optimizer: an instance without variables.
-        loss: a loss, or one for each output; None: the model adds its own.
-        loss_weights: factors of the losses.
-        metrics: metrics that ignore sample weights.
-        weighted_metrics: metrics that use sample weights.
+    Without a loss, the model adds its own. `metrics` ignore sample weights, `weighted_metrics` use them.
     """
 
     optimizer: Any
@@ -34,7 +136,7 @@ class CompileArguments:
 
 
 def compile_arguments(model: Any, **settings: Any) -> CompileArguments:
-    """Return the settings; those that are None are taken from the compiled model.
+    """Return the settings as arguments of `compile`; settings that are None are taken from the compiled model.
 
     Raises:
         InvalidSettingsError: there is no optimizer, or one that Keras does not know.
@@ -43,12 +145,12 @@ def compile_arguments(model: Any, **settings: Any) -> CompileArguments:
     given = {name: value if value is not None else own.get(name) for name, value in settings.items()}
     if settings.get("loss") is not None and settings.get("loss_weights") is None:
         given["loss_weights"] = None  # the model's weights belong to the model's losses
-    given["optimizer"] = optimizer_of(given.get("optimizer"))
+    given["optimizer"] = _optimizer_of(given.get("optimizer"))
     return CompileArguments(**given)
 
 
 def compiled_with(model: Any) -> dict[str, Any]:
-    """Return the arguments of the last `model.compile`; {} without any."""
+    """Return the arguments of the last `model.compile`; {} if the model is not compiled."""
     config = getattr(getattr(model, "_compile_config", None), "config", None)
     if not getattr(model, "compiled", False) or config is None:
         return {}
@@ -65,16 +167,34 @@ def values_of(optimizer: Any) -> list[Any] | None:
 
 
 def compile_again(model: Any, arguments: Mapping[str, Any], values: Sequence[Any] | None) -> None:
-    """Compile a model with what `compiled_with` and `values_of` returned for another."""
+    """Compile a model with the arguments of `compiled_with` and the optimizer's values of `values_of`."""
     model.compile(**arguments)
     if values is not None:
-        model.optimizer.build(model.trainable_variables)
-        for variable, value in zip(model.optimizer.variables, values, strict=True):
-            variable.assign(value)
+        build_optimizer(model, values)
 
 
-def optimizer_of(given: Any) -> Any:
-    """Return the optimizer of an instance, a name or a configuration; raise InvalidSettingsError for anything else."""
+def build_optimizer(model: Any, values: Sequence[Any] | None) -> None:
+    """Create the optimizer's variables, and assign values to them; None: leave their initial values.
+
+    Raises:
+        InvalidSettingsError: the values belong to other weights.
+    """
+    optimizer = model.optimizer
+    optimizer.build(model.trainable_variables)
+    if values is None:
+        return
+    variables = optimizer.variables
+    if [tuple(each.shape) for each in values] != [tuple(each.shape) for each in variables]:
+        raise InvalidSettingsError(
+            f"the optimizer that the model was compiled with has {len(values)} values, and {len(variables)} are needed "
+            "for the weights that are trained now; give a new optimizer"
+        )
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _optimizer_of(given: Any) -> Any:
+    """Look up the optimizer of a name or configuration; return an instance itself; else raise InvalidSettingsError."""
     if given is None:
         raise InvalidSettingsError(
             "optimizer is not set, and the model is not compiled: keras.optimizers.Adam(1e-3), for example"
@@ -97,13 +217,12 @@ def optimizer_of(given: Any) -> Any:
 # --- known losses: how they read labels, and how a prediction follows from an output ------------------
 
 
-@dataclass(frozen=True, slots=True)
-class KerasLossKind:
+class KerasLossKind(NamedTuple):
     """The properties of a known loss.
 
     Attributes:
-        logits: how a prediction follows from outputs without softmax or sigmoid, as of the setting `prediction`.
-        probabilities: how a prediction follows from outputs that are probabilities.
+        logits: the rule for a prediction (setting `prediction`) from outputs without softmax or sigmoid.
+        probabilities: the rule for a prediction from outputs that are probabilities.
         labels: "class" (its number), "one-hot" (a value for each class) or "number" (as many as the output has).
     """
 
@@ -114,7 +233,6 @@ class KerasLossKind:
 
 _CLASSES = ("argmax", "argmax_probability")
 _BINARY = ("binary_logit", "binary_probability")
-_RAW, _BY_SIGN = ("value", "value"), ("binary_logit", "binary_logit")
 _KINDS: Mapping[str, KerasLossKind] = {
     "sparse_categorical_crossentropy": KerasLossKind(*_CLASSES, "class"),
     "categorical_crossentropy": KerasLossKind(*_CLASSES, "one-hot"),
@@ -123,24 +241,20 @@ _KINDS: Mapping[str, KerasLossKind] = {
     "categorical_generalized_cross_entropy": KerasLossKind("argmax_probability", "argmax_probability", "class"),
     "binary_crossentropy": KerasLossKind(*_BINARY, "number"),
     "binary_focal_crossentropy": KerasLossKind(*_BINARY, "number"),
-    "hinge": KerasLossKind(*_BY_SIGN, "number"),
-    "squared_hinge": KerasLossKind(*_BY_SIGN, "number"),
+    "hinge": KerasLossKind("binary_logit", "binary_logit", "number"),
+    "squared_hinge": KerasLossKind("binary_logit", "binary_logit", "number"),
     **dict.fromkeys(
         (
             *("mean_squared_error", "mean_absolute_error", "mean_absolute_percentage_error", "huber", "log_cosh"),
             *("mean_squared_logarithmic_error", "poisson", "kl_divergence", "cosine_similarity"),
         ),
-        KerasLossKind(*_RAW, "number"),
+        KerasLossKind("value", "value", "number"),
     ),
 }
 
 
 def loss_of(loss: Any) -> Any:
-    """Return the loss of a name or configuration, and anything else unchanged.
-
-    Raises:
-        InvalidSettingsError: Keras has no such loss.
-    """
+    """Look up the loss of a name or configuration, or raise InvalidSettingsError; return other values unchanged."""
     if not isinstance(loss, (str, dict)):
         return loss
     try:
@@ -160,7 +274,7 @@ def loss_kind(loss: Any) -> KerasLossKind | None:
 
 
 def rule(loss: Any) -> str | None:
-    """Return how a prediction follows from an output of this loss, as of the setting `prediction`; None: unknown."""
+    """Return the rule for a prediction from an output of this loss, as in the setting `prediction`; None: unknown."""
     known = loss_kind(loss)
     if known is None:
         return None
@@ -169,7 +283,7 @@ def rule(loss: Any) -> str | None:
 
 
 def label_dtype(loss: Any) -> str | None:
-    """Return the type that a scalar label needs for this loss: INTEGER for class numbers, else FLOAT; None: unknown."""
+    """Return the type that this loss needs for scalar labels: INTEGER for class numbers, else FLOAT; None: unknown."""
     known = loss_kind(loss)
     return None if known is None else INTEGER if known.labels == "class" else FLOAT
 
@@ -183,7 +297,7 @@ def losses_by_output(loss: Any, names: Sequence[str] | None) -> list[tuple[str |
     """Return (name of the output, its loss) for each output that has a loss, in the order of the outputs.
 
     Args:
-        loss: the argument `loss` of `compile`; a single loss is that of every output.
+        loss: the argument `loss` of `compile`; a single loss is used for every output.
         names: the names of the outputs; None if they are not known.
 
     Raises:
@@ -207,16 +321,7 @@ def losses_by_output(loss: Any, names: Sequence[str] | None) -> list[tuple[str |
 
 
 def check_losses(model: Any, loss: Any, labels: Sequence[str] | None) -> list[tuple[str | None, Any]]:
-    """Return the losses with the names of their outputs, one for each label.
-
-    Args:
-        model: the model.
-        loss: the argument `loss` of `compile`.
-        labels: the label columns; None if they are not known.
-
-    Raises:
-        InvalidSettingsError: a value is not a loss, or the numbers of losses and labels differ.
-    """
+    """Return `losses_by_output`; raise InvalidSettingsError if one is not a loss, or the number of labels differs."""
     pairs = losses_by_output(loss, output_names(model))
     for _, each in pairs:
         made = loss_of(each)

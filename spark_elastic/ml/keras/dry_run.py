@@ -14,30 +14,16 @@ from spark_elastic.data.reader import Batch
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.keras.sync_batch_normalization import unconverted
 from spark_elastic.ml.callbacks import Callback, check_one_best
-from spark_elastic.ml.keras.assembly import PreparedModel, prepare
 from spark_elastic.ml.keras.callbacks import KerasCallback, adapt_callbacks
-from spark_elastic.ml.keras.compiling import losses_by_output, rule
+from spark_elastic.ml.keras.compiling import losses_by_output, output_names, rule
+from spark_elastic.ml.keras.engine import PreparedModel, prepare
 from spark_elastic.ml.keras.model import KerasPredictor
-from spark_elastic.ml.keras.steps import record_gradients
-from spark_elastic.ml.keras.structure import output_names
+from spark_elastic.ml.keras.steps import GradientRecord
 from spark_elastic.ml.keras.training import KerasTraining
-from spark_elastic.ml.outputs import suits
-from spark_elastic.ml.training.dry_run import (
-    ROWS,
-    DryRunResult,
-    UserCodeContext,
-    check_callback_states,
-    check_metric_names,
-    check_monitors,
-    check_order,
-    optimizer_errors,
-    round_trip_pickle,
-    try_transform,
-    warn_of_averaged_metrics,
-    warn_of_local_batch_statistics,
-)
+from spark_elastic.ml.training import dry_run as common
+from spark_elastic.ml.training.dry_run import DryRunResult, UserCodeContext
 from spark_elastic.ml.training.engine import first_rows
-from spark_elastic.ml.training.progress import Sums
+from spark_elastic.ml.training.spec import Sums
 from spark_elastic.reporting.history import FACTS
 
 log = logging.getLogger("spark_elastic.ml")
@@ -48,35 +34,30 @@ def dry_run(
 ) -> DryRunResult:
     """Do forward, loss, metrics, backward and an optimizer step on a copy; then call the model as `transform` does.
 
-    Raises:
-        DataError: model, loss or metrics fail on the rows; the message has the names and shapes of all tensors.
-        InvalidSettingsError: the settings do not go together.
-        NotPicklableError: a setting cannot be sent to the workers.
+    Raises DataError, InvalidSettingsError or NotPicklableError as the functions of `ml.training.dry_run` do.
     """
-    check_order(training)
-    training = round_trip_pickle(training)
-    batch = first_rows(training, ROWS)
+    common.check_order(training)
+    training = common.round_trip_pickle(training)
+    batch = first_rows(training, common.ROWS)
     with UserCodeContext("the model, its loss and its metrics", batch.rows, batch.tensors):
         ready = prepare(training)
-    warn_of_averaged_metrics(
+    common.warn_of_averaged_metrics(
         ready.averaged, "a keras.metrics.Metric (keras.metrics.AUC, ...), whose variables are added up"
     )
     given = training.callbacks.load() if training.callbacks is not None else []
     callbacks = adapt_callbacks(given, training, ready.model)
     check_one_best(callbacks)
     if training.sync_batch_norm:
-        warn_of_local_batch_statistics(unconverted(ready.model), "call", "keras.layers.BatchNormalization")
+        common.warn_of_local_batch_statistics(unconverted(ready.model), "call", "keras.layers.BatchNormalization")
     sums = _step(ready, batch)
     _check_columns(training, ready, sums, callbacks)
-    check_callback_states(callbacks)
-    outputs, why_not = try_transform(training, batch, KerasPredictor(ready.model), inference_fn)
-    if why_not:
-        return DryRunResult((), why_not=why_not)
+    common.check_callback_states(callbacks)
     names = output_names(ready.model)
     of_outputs = losses_by_output(ready.compiled.loss, names)
     first = [loss for name, loss in of_outputs[:1] if names is None or name in (None, names[0])]
-    of_loss = rule(first[0]) if first else None
-    return DryRunResult(outputs, of_loss if of_loss is not None and suits(of_loss, outputs[0].shape) else None)
+    return common.try_transform(
+        training, batch, KerasPredictor(ready.model), inference_fn, rule(first[0]) if first else None
+    )
 
 
 def _step(ready: PreparedModel, batch: Batch) -> Sums:
@@ -86,11 +67,11 @@ def _step(ready: PreparedModel, batch: Batch) -> Sums:
     optimizer, metrics = ready.model.optimizer, ready.metrics
     with UserCodeContext("the model and its loss", batch.rows, dict(zip(ready.feeder.names, tensors, strict=True))):
         metrics.reset()
-        with record_gradients(optimizer, tf.constant(1.0, tf.float64)) as record:
+        with GradientRecord(optimizer, tf.constant(1.0, tf.float64)) as record:
             logs = ready.model.train_step(ready.feeder.structure(tensors))
         returned = metrics.of_returned("", logs, float(batch.rows)).numpy()
         sums: Sums = np.concatenate([metrics.read().numpy(), returned, [float(batch.rows)]])
-    with optimizer_errors(optimizer, "weights"):
+    with common.optimizer_errors(optimizer, "weights"):
         optimizer.apply(record.grads, record.variables)
     if batch.rows > 1:
         _check_sums(ready, arrays)
@@ -98,7 +79,7 @@ def _step(ready: PreparedModel, batch: Batch) -> Sums:
 
 
 def _check_sums(ready: PreparedModel, arrays: Sequence[Any]) -> None:
-    """Raise InvalidSettingsError if the variables of a metric after two batches are not the sum of those after each."""
+    """Raise InvalidSettingsError if a metric's variables after two batches are not the sum of those after each one."""
 
     def added(*batches: slice) -> dict[str, Sums]:
         ready.model.reset_metrics()
@@ -130,10 +111,10 @@ def _states(model: Any) -> dict[str, Sums]:
 def _check_columns(training: KerasTraining, ready: PreparedModel, sums: Sums, callbacks: Sequence[Callback]) -> None:
     """Raise InvalidSettingsError if columns of the history clash, or a callback monitors one that is missing."""
     logs = ready.metrics.logs(sums)
-    check_metric_names(name for name in logs if name != "loss")
+    common.check_metric_names(name for name in logs if name != "loss")
     if math.isnan(logs.get("loss", 0.0)):
         log.warning("the loss of the first rows is NaN; training starts all the same")
-    row = check_monitors(training, callbacks, logs)
+    row = common.check_monitors(training, callbacks, logs)
     for each in callbacks:
         if isinstance(each, KerasCallback):
             _check_monitor(each.wrapped, ready.model, [name for name in row if name not in FACTS])

@@ -1,9 +1,10 @@
-"""The steps and measurements of a Keras model: the `Engine` of `ml.training.engine`."""
+"""Training a Keras model in a worker: its steps, its measurements, and putting the trainer together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -14,25 +15,36 @@ from spark_elastic.collective.operations import allreduce_
 from spark_elastic.collective.reduction import Sum
 from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.data.reader import Batch
+from spark_elastic.elastic.handlers import Handlers, StateHandler
+from spark_elastic.elastic.recovery import Recovery
+from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, StepCounter
 from spark_elastic.errors import CheckpointError
 from spark_elastic.keras import variables as values
-from spark_elastic.keras.sync_batch_normalization import is_synchronised
-from spark_elastic.ml.keras.callbacks import KerasCallbacks
-from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart, KerasBatch
-from spark_elastic.ml.keras.metrics import KerasMetricAccumulator
-from spark_elastic.ml.keras.objective import Shares
-from spark_elastic.ml.keras.serialization import (
-    arrays_from_bytes,
-    arrays_to_bytes,
-    assign,
-    named_values,
-    weights_to_bytes,
+from spark_elastic.keras.elastic.handlers import handler_for
+from spark_elastic.keras.sync_batch_normalization import convert, is_synchronised
+from spark_elastic.ml.callbacks import check_one_best
+from spark_elastic.ml.keras import serialization
+from spark_elastic.ml.keras.callbacks import KerasCallbacks, adapt_callbacks
+from spark_elastic.ml.keras.compiling import CompileArguments, build_optimizer
+from spark_elastic.ml.keras.feeding import FIRST_ROWS, BatchFeeder, BatchPart, KerasBatch
+from spark_elastic.ml.keras.metrics import (
+    KerasMetricAccumulator,
+    Shares,
+    complete_losses,
+    count_by_row,
+    count_losses_by_row,
+    divides_by_weights,
 )
 from spark_elastic.ml.keras.steps import StepGraphs
-from spark_elastic.ml.training.engine import FrameworkEngine, Measured
-from spark_elastic.ml.training.progress import Piece, Progress, Sums
-from spark_elastic.ml.training.spec import Training
+from spark_elastic.ml.preparation import WEIGHT
+from spark_elastic.ml.training.engine import Engine, Measured, TrainingState, first_rows
+from spark_elastic.ml.training.saving import CheckpointSchedule
+from spark_elastic.ml.training.spec import Piece, Progress, Sums
+from spark_elastic.ml.training.trainer import Trainer
 from spark_elastic.tensorflow.host import translated
+
+if TYPE_CHECKING:
+    from spark_elastic.ml.keras.training import KerasTraining
 
 ARRAYS = "state.npz"
 """The file of a checkpoint with all arrays."""
@@ -40,64 +52,95 @@ MODEL_FILE = "model.weights.npz"
 """The file in the run's store with the weights of the trained model, for `serialization.fill`."""
 
 
-class KerasEngine(FrameworkEngine):
-    """The steps and measurements of one Keras model; `assembly.assemble` puts it together.
+# --- the model and the parts of its step --------------------------------------------------------------
 
-    Args:
-        training: the settings.
-        model: the compiled model.
-        best: a copy of the model for the weights of the best epoch.
-        feeder: the converter of batches.
+
+class PreparedModel(NamedTuple):
+    """A compiled model that is ready for its first step, with the objects that run a step.
+
+    Attributes:
+        model: the compiled model, with all of its variables already created.
+        compiled: the arguments of `compile` that the user gave.
+        feeder: the converter of the dataset's batches to tensors.
         metrics: the accumulator of losses and metrics.
-        graphs: the graphs of a step.
-        buffers: the variables that a forward pass changes: running means and the like.
-        callbacks: all callbacks of the training.
-        by_weight: whether losses are divided by the sum of the batch's sample weights, which is then reduced first.
+        graphs: the TensorFlow graphs of a step.
+        averaged: the names of the metric functions that return one number for all rows instead of one for each row.
     """
 
-    gathers = False
+    model: Any
+    compiled: CompileArguments
+    feeder: BatchFeeder
+    metrics: KerasMetricAccumulator
+    graphs: StepGraphs
+    averaged: list[str]
 
-    def __init__(
-        self,
-        training: Training,
-        *,
-        model: Any,
-        best: Any,
-        feeder: BatchFeeder,
-        metrics: KerasMetricAccumulator,
-        graphs: StepGraphs,
-        buffers: Sequence[Any],
-        callbacks: KerasCallbacks,
-        by_weight: bool,
-    ) -> None:
-        super().__init__(training, model, best, metrics)
-        self._feeder = feeder
-        self._accumulator = metrics
-        self._graphs = graphs
-        self._buffers = list(buffers)
-        self._callbacks = callbacks
-        self._by_weight = by_weight
-        self._synchronised = is_synchronised(model)
+
+def prepare(training: KerasTraining) -> PreparedModel:
+    """Compile the model and trace its step; raise as `training.train` does."""
+    model, compiled = training.model.load(), training.compiled.load()
+    if training.sync_batch_norm:
+        convert(model)
+    shares = Shares()
+    weighted = any(field.name == WEIGHT for field in training.dataset.layout.fields)
+    averaged: list[str] = []
+    exact = count_by_row(complete_losses(compiled, model), shares, weighted, averaged)
+    model.compile(
+        optimizer=exact.optimizer,
+        loss=exact.loss,
+        loss_weights=exact.loss_weights,
+        metrics=exact.metrics,
+        weighted_metrics=exact.weighted_metrics,
+        jit_compile=False,  # the reduction calls Python, which XLA cannot
+    )
+    feeder = BatchFeeder(training, model, compiled)
+    _create_metric_variables(model, feeder, training)
+    count_losses_by_row(model, shares)
+    build_optimizer(model, training.optimizer_values)
+    metrics = KerasMetricAccumulator(model)
+    graphs = StepGraphs(training, model, feeder, metrics, shares)
+    return PreparedModel(model, compiled, feeder, metrics, graphs, averaged)
+
+
+def _create_metric_variables(model: Any, feeder: BatchFeeder, training: KerasTraining) -> None:
+    """Call losses and metrics once with some rows: they create their variables when they are first called."""
+    (rows,) = feeder.arrays(first_rows(training, FIRST_ROWS), parts=1)
+    x, y, weights = (*feeder.structure(tuple(map(tf.constant, rows))), None)[:3]
+    y_pred = model(x)
+    if model._compile_loss is not None or model.losses:
+        model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weights)
+    model.compute_metrics(x, y, y_pred, sample_weight=weights)
+
+
+# --- the engine ---------------------------------------------------------------------------------------
+
+
+class KerasEngine(Engine):
+    """The `Engine` of one Keras model; `best` is a copy of the model for the weights of the best epoch, or None."""
+
+    metrics: KerasMetricAccumulator
+
+    def __init__(self, training: KerasTraining, ready: PreparedModel, best: Any, callbacks: KerasCallbacks) -> None:
+        super().__init__(training, ready.model, ready.model.optimizer, best, ready.metrics)
+        self._feeder = ready.feeder
+        self._graphs = ready.graphs
+        self.callbacks = callbacks
+        self._by_weight = WEIGHT in ready.feeder.names and divides_by_weights(ready.compiled)
+        """Losses are divided by the sum of the batch's sample weights, which is then reduced before the step."""
+        self._synchronised = is_synchronised(ready.model)
         self._stepping = False
         """A step has begun and not ended; if its collective fails, `put_back` must undo it."""
         self.stepped: Callable[[], None] = lambda: None
         """A function that is called after each step."""
 
     @property
-    def optimizer(self) -> Any:
-        return self.model.optimizer
-
-    @property
     def learning_rate(self) -> float:
         return float(self.optimizer.learning_rate)
 
     def use_threads(self, count: int) -> None:
-        """Do nothing: TensorFlow takes the number of threads only before it runs for the first time."""
+        """Do nothing: the number of TensorFlow's threads cannot change once TensorFlow has run."""
 
     def feed(self, batches: Generator[Batch]) -> Generator[KerasBatch]:
         return self._feeder.batches(batches)
-
-    # --- steps ------------------------------------------------------------------------------------
 
     def step(self, batch: KerasBatch, at: Progress, stop: bool) -> Measured:
         with translated():
@@ -106,20 +149,20 @@ class KerasEngine(FrameworkEngine):
             key = derived_key(self._training.seed, at.epoch, batch.start, self._rank)
             self._stepping = True
             halves = [key & 0x3FFFFFFF, key >> 34]
-            numbers = self._graphs.step(batch.parts, shares, halves, stop, self._stand_ins(batch)).numpy()
+            numbers = self._graphs.step(batch.parts, shares, halves, stop, self._uncounted(batch)).numpy()
             self._stepping = False
         self.stepped()
         return Measured(numbers[:-1], (), bool(numbers[-1]))
 
-    def _stand_ins(self, batch: KerasBatch) -> list[BatchPart]:
-        """Return a row for each pass that other workers make and this one has no rows for.
+    def _uncounted(self, batch: KerasBatch) -> list[BatchPart]:
+        """Return the first row once for each pass for which this worker has no rows, but other workers have.
 
-        Synchronised layers have collectives in their passes, so every worker must make the same number of them.
+        Synchronised layers have collectives in their passes, so every worker must make the same number of passes.
         """
         if self._size == 1 or not self._synchronised:
             return []
         passes = min(self._training.accumulation, -(-batch.global_rows // self._size))
-        return [self._feeder.stand_in()] * (passes - len(batch.parts))
+        return [self._feeder.first_row] * (passes - len(batch.parts))
 
     def put_back(self) -> None:
         """Undo a step whose collective failed; it will be repeated."""
@@ -127,54 +170,49 @@ class KerasEngine(FrameworkEngine):
             self._stepping = False
             self._graphs.put_back()
 
-    def _shares(self, batch: KerasBatch) -> list[Shares]:
-        """Return the shares of each part; raise HorovodInternalError if the reduction of the weights fails."""
-        shares = [Shares(part.rows / batch.global_rows) for part in batch.parts]
-        if self._by_weight:
-            own = [float(tf.reduce_sum(tf.cast(part.tensors[-1], tf.float64))) for part in batch.parts]
-            total = allreduce_(torch.tensor([sum(own)], dtype=torch.float64), op=Sum).item()
-            for share, weight in zip(shares, own, strict=True):
-                share.weight = weight / total if total else 0.0
-        return shares
-
-    # --- measurements -----------------------------------------------------------------------------
+    def _shares(self, batch: KerasBatch) -> list[tuple[float, float]]:
+        """Return each part's share of the batch, by rows and by sample weight; the sum of the weights is reduced."""
+        shares = [part.rows / batch.global_rows for part in batch.parts]
+        if not self._by_weight:
+            return [(share, 1.0) for share in shares]
+        own = [float(tf.reduce_sum(tf.cast(part.tensors[-1], tf.float64))) for part in batch.parts]
+        total = allreduce_(torch.tensor([sum(own)], dtype=torch.float64), op=Sum).item()
+        return [(share, weight / total if total else 0.0) for share, weight in zip(shares, own, strict=True)]
 
     def measure(self, batches: Iterable[KerasBatch]) -> tuple[Sums, list[Piece]]:
         self._graphs.reset()
         rows = 0
-        returned = np.zeros(len(self._accumulator.returned["val_"]))
+        returned = np.zeros(len(self.metrics.returned["val_"]))
         for batch in batches:
             for part in batch.parts:
                 share = part.rows / batch.global_rows
-                with self._callbacks.test_batch(batch.start // batch.global_rows):
-                    returned = returned + self._graphs.evaluate(part, Shares(share, share)).numpy()
+                with self.callbacks.test_batch(batch.start // batch.global_rows):
+                    returned = returned + self._graphs.evaluate(part, share).numpy()
                 rows += part.rows
         return np.concatenate([self._graphs.read().numpy(), returned, [float(rows)]]), []
 
     def share_buffers(self) -> None:
-        if self._size < 2 or not self._buffers:
+        buffers = self._graphs.buffers
+        if self._size < 2 or not buffers:
             return
         if self._rank == 0:
-            broadcast_tensors([values.to_wire(each) for each in self._buffers], 0)
+            broadcast_tensors([values.to_wire(each) for each in buffers], 0)
             return
-        sizes = [values.bytes_of(values.describe(each)) for each in self._buffers]
+        sizes = [values.bytes_of(values.describe(each)) for each in buffers]
         wires = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         broadcast_tensors(wires, 0)
-        for variable, wire in zip(self._buffers, wires, strict=True):
+        for variable, wire in zip(buffers, wires, strict=True):
             values.from_wire(variable, wire)
 
     def has_local_non_finite_loss(self) -> bool:
-        return (
-            self._metrics.non_finite_loss(self._graphs.read().numpy()) is not None
-        )  # the metrics hold this worker's last step
+        sums = self._graphs.read().numpy()  # of this worker's last step
+        return self.metrics.non_finite_loss(sums) is not None
 
     def has_nan(self) -> bool:
         return any(_has_nan(each.numpy()) for each in self.model.trainable_variables)
 
-    # --- ends -------------------------------------------------------------------------------------
-
     def after_callbacks(self) -> None:
-        self._callbacks.agree(self._rank, self._size)
+        self.callbacks.agree(self._rank, self._size)
 
     def keep_best(self) -> None:
         _copy(self.model, self.best)
@@ -187,16 +225,16 @@ class KerasEngine(FrameworkEngine):
         self.optimizer.finalize_variable_values(self.model.trainable_variables)
 
     def model_file(self) -> tuple[str, bytes]:
-        return MODEL_FILE, weights_to_bytes(self.model)
+        return MODEL_FILE, serialization.weights_to_bytes(self.model)
 
     def copies(self, at: Progress) -> Callable[[], dict[str, bytes]]:
         copied = {
-            **named_values(self.model.variables, "model/"),
-            **named_values(self.optimizer.variables, "optimizer/"),
-            **{f"callbacks/{name}": array for name, array in self._callbacks.arrays().items()},
+            **serialization.named_values(self.model.variables, "model/"),
+            **serialization.named_values(self.optimizer.variables, "optimizer/"),
+            **{f"callbacks/{name}": array for name, array in self.callbacks.arrays().items()},
         }
         if self.best is not None and at.best_epoch is not None:
-            copied |= named_values(self.best.variables, "best/")
+            copied |= serialization.named_values(self.best.variables, "best/")
         trained = {id(each) for each in self.model.trainable_variables}
         named = zip((name for name in copied if name.startswith("model/")), self.model.variables, strict=True)
         names = () if self._training.allow_nan_loss else tuple(name for name, each in named if id(each) in trained)
@@ -205,18 +243,18 @@ class KerasEngine(FrameworkEngine):
             for name in names:
                 if _has_nan(copied[name]):  # the next step's loss will be NaN too and end the training
                     raise CheckpointError(f"{name} is NaN after step {at.step}")
-            return {ARRAYS: arrays_to_bytes(copied)}
+            return {ARRAYS: serialization.arrays_to_bytes(copied)}
 
         return encode
 
     def load(self, files: Mapping[str, bytes]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-        found = arrays_from_bytes(files[ARRAYS])
-        assign(self.model.variables, found, "model/")
-        assign(self.optimizer.variables, found, "optimizer/")
+        found = serialization.arrays_from_bytes(files[ARRAYS])
+        serialization.assign(self.model.variables, found, "model/")
+        serialization.assign(self.optimizer.variables, found, "optimizer/")
         if self.best is not None and any(name.startswith("best/") for name in found):
-            assign(self.best.variables, found, "best/")
+            serialization.assign(self.best.variables, found, "best/")
         of_callbacks = {name[10:]: array for name, array in found.items() if name.startswith("callbacks/")}
-        self._callbacks.take_arrays(of_callbacks)
+        self.callbacks.take_arrays(of_callbacks)
         return (), ()
 
 
@@ -226,3 +264,43 @@ def _has_nan(array: Any) -> bool:
 
 def _copy(source: Any, target: Any) -> None:
     values.put_back(target.variables, values.copies_of(source.variables))
+
+
+# --- the training -------------------------------------------------------------------------------------
+
+
+class EngineSteps(OptimizerSteps):
+    """Counts the steps of an engine for the elastic state, and undoes what an unfinished step has changed."""
+
+    def __init__(self, engine: KerasEngine, handlers: Handlers, counter: StepCounter, watch: LoopWatch) -> None:
+        super().__init__(handlers, counter, watch)
+        self._engine = engine
+        counter.steps["optimizer"] = 0
+        engine.stepped = lambda: counter.stepped("optimizer")
+
+    def undo_step(self, choice: Recovery) -> None:
+        self._engine.put_back()
+
+
+def assemble(training: KerasTraining) -> Trainer:
+    """Build the trainer of this worker; raise as `training.train` does."""
+    ready = prepare(training)
+    given = training.callbacks.load() if training.callbacks is not None else []
+    callbacks = [*adapt_callbacks(given, training, ready.model), *training.plan_callbacks()]
+    check_one_best(callbacks)
+    best = training.model.load() if any(callback.restores_best for callback in callbacks) else None
+    engine = KerasEngine(training, ready, best, KerasCallbacks(callbacks, ready.model))
+    checkpoints = CheckpointSchedule(training, engine, callbacks, ready.metrics.names)
+
+    def handler_of(value: Any) -> StateHandler | None:
+        return handler_for(value, lambda: {"model": engine.model})
+
+    elastic_values = {
+        "model": engine.model,
+        "optimizer": engine.optimizer,
+        "best": best,
+        "callbacks": engine.callbacks,
+        "at": checkpoints.first_progress(),
+    }
+    state = TrainingState(handler_of, LoopWatch, partial(EngineSteps, engine), elastic_values)
+    return Trainer(training, engine=engine, state=state, callbacks=callbacks, checkpoints=checkpoints)

@@ -1,6 +1,7 @@
 """ElasticKerasEstimator: a Keras model, trained elastically on the rows of a DataFrame.
 
-Keras is imported inside functions, so that the class can be imported without it, and says what to install when called.
+Keras is imported inside of functions, so that the class can be imported without Keras, and its constructor can say what
+to install.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from spark_elastic.ml import params as to
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.datasets import model_inputs
 from spark_elastic.ml.estimator import ElasticEstimator
-from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.keras.model import ElasticKerasModel
-from spark_elastic.ml.keras.runtime import ENV, NEEDED, check_backend
+from spark_elastic.ml.keras.pickling import KerasPickle
+from spark_elastic.ml.keras.training import ENV, NEEDED, KerasTraining, check_backend, device_name, train
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting
 from spark_elastic.ml.persistence import Codec
-from spark_elastic.ml.preparation import FLOAT, Tensors, is_list
+from spark_elastic.ml.preparation import FLOAT, INPUT, Tensors, is_list
+from spark_elastic.ml.run_folder import described
 from spark_elastic.ml.shared_params import (
     BestMode,
     ColumnsFunction,
@@ -35,15 +37,12 @@ from spark_elastic.ml.shared_params import (
     PredictionRule,
     Shapes,
 )
-from spark_elastic.ml.training.columns import INPUT
 from spark_elastic.ml.training.dry_run import DryRunResult
 
 if TYPE_CHECKING:
     import keras
 
     from spark_elastic.ml.keras.compiling import CompileArguments
-    from spark_elastic.ml.keras.pickling import KerasPickle
-    from spark_elastic.ml.keras.training import KerasTraining
 
     KerasLoss: TypeAlias = str | keras.Loss | Callable[..., Any]
     KerasCallback: TypeAlias = Callback | keras.callbacks.Callback
@@ -78,7 +77,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         label_cols: One for each output that has a loss, in the order of `model.outputs`.
         callbacks: Callbacks of `spark_elastic.ml.callbacks` and of `keras.callbacks`, in any order.
         custom_objects: Classes and functions by the names that Keras knows them by, as in `keras.saving.load_model`.
-            Those that the model itself consists of are found without.
+            Those that the model itself consists of need not be listed.
 
     Raises:
         MissingExtraError: TensorFlow is not installed.
@@ -89,38 +88,33 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
 
     model: Param[keras.Model | None]
     optimizer: Param[keras.Optimizer | str | Mapping[str, Any] | None] = setting(
-        "optimizer",
         "a keras optimizer, its name, or its configuration. Default: that of the compiled model.",
         to.anything,
     )
     loss: Param[KerasLoss | Sequence[KerasLoss | None] | Mapping[str, KerasLoss | None] | None] = setting(
-        "loss",
         "as of compile: a name, a keras loss, a function of (label, output); a list, or a dict by output, of several. "
         "Default: that of the compiled model.",
         to.anything,
     )
     loss_weights: Param[Sequence[float] | Mapping[str, float] | None] = setting(
-        "loss_weights",
         "as of compile: a factor for each loss, in a list or a dict by output. Default: 1 each.",
         to.anything,
     )
     metrics: Param[Sequence[Any] | Mapping[str, Any] | None] = setting(
-        "metrics",
         "as of compile: names, keras metrics and functions in a list; lists or a dict by output for several. Default: "
         "those of the compiled model.",
         to.anything,
     )
     weighted_metrics: Param[Sequence[Any] | Mapping[str, Any] | None] = setting(
-        "weighted_metrics", "as of compile: metrics in which rows count by sample_weight_col.", to.anything
+        "as of compile: metrics in which rows count by sample_weight_col.", to.anything
     )
     getWeightedMetrics, setWeightedMetrics = accessors(weighted_metrics)
     callbacks: Param[KerasCallback | Sequence[KerasCallback] | None] = setting(
-        "callbacks", "list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback.", to.anything
+        "list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback.", to.anything
     )
     custom_objects: Param[Mapping[str, Any] | None] = setting(
-        "custom_objects",
         "dict of the names and the classes or functions of your own that the model's configuration names. Those that "
-        "are registered with Keras, or that the model consists of, are found without.",
+        "are registered with Keras, or that the model consists of, need not be listed.",
         to.dictionary,
     )
     getCustomObjects, setCustomObjects = accessors(custom_objects)
@@ -202,8 +196,6 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
 
         return safe_objects
 
-    # --- checks -----------------------------------------------------------------------------------
-
     def _check_loss_weights(self) -> None:
         losses, weights = self._given("loss"), self._given("loss_weights")
         if weights is None:
@@ -218,7 +210,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
     def _check_framework(self) -> None:
         import keras
 
-        from spark_elastic.ml.keras import runtime
+        from spark_elastic.ml.keras.callbacks import check_callbacks
         from spark_elastic.ml.keras.compiling import check_losses, compiled_with
 
         model = self._given("model")
@@ -234,15 +226,10 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
                     f"the model's input {each.name} takes batches of {each.shape[0]} rows only, but workers take "
                     "shares of a batch that have any size; create it with shape= instead of batch_shape="
                 )
-        for callback in self._callbacks():
-            if not isinstance(callback, (Callback, keras.callbacks.Callback)):
-                raise InvalidSettingsError(
-                    "callbacks must be a list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback, "
-                    f"not of {callback!r}"
-                )
+        check_callbacks(self._callbacks())
         for name in ("device", "transform_device"):
             if self._given(name) not in (None, "auto"):
-                runtime.device_name(self._given(name))
+                device_name(self._given(name))
 
     def _compile_arguments(self) -> CompileArguments:
         from spark_elastic.ml.keras.compiling import compile_arguments
@@ -263,9 +250,9 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         return [loss for _, loss in pairs] * (len(labels) if len(pairs) == 1 else 1)
 
     def _label_dtypes(self) -> list[str | None]:
-        from spark_elastic.ml.keras import compiling
+        from spark_elastic.ml.keras.compiling import label_dtype
 
-        return [compiling.label_dtype(loss) for loss in self._losses()]
+        return [label_dtype(loss) for loss in self._losses()]
 
     def _tensors(self, schema: Any) -> Tensors:
         from spark_elastic.ml.keras import compiling
@@ -274,7 +261,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         if self._given("transformation_fn") is not None:
             return made
         if self._given("input_dtypes") is None:
-            # Keras casts inputs to the type of the Input. Stored as that type, integers that are rounded are refused.
+            # Keras casts inputs to the type of the Input. Storing them as that type refuses integers it would round.
             made |= Tensors({}, {name: FLOAT for name in made.dtypes if self._takes_float32(name)})
         for name, loss in zip(self._given("label_cols"), self._losses(), strict=False):
             kind = compiling.loss_kind(loss)
@@ -286,11 +273,8 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
                 )
         return made
 
-    # --- the training -----------------------------------------------------------------------------
-
     def _training(self, dataset: Dataset, run: Store, resume_from: str | None) -> KerasTraining:
         from spark_elastic.ml.keras.compiling import values_of
-        from spark_elastic.ml.keras.training import KerasTraining
 
         model, compiled = self._built_model(dataset), self._compile_arguments()
         own = getattr(self._given("model"), "optimizer", None)
@@ -303,12 +287,8 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         )
 
     def _built_model(self, dataset: Dataset) -> Any:
-        """Return the given model, or a copy that is built for the columns.
-
-        Raises:
-            InvalidSettingsError: The model does not take the columns, or cannot be built.
-        """
-        from spark_elastic.ml.keras.structure import build_for, input_names
+        """Return the given model if it is built, else a copy that is built for the columns."""
+        from spark_elastic.ml.keras.compiling import build_for, input_names
 
         model, inputs = self._given("model"), model_inputs(dataset, self._given("input_shapes"))
         names = input_names(model)
@@ -329,17 +309,16 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
 
     def _sealed(self, name: str, value: Any) -> KerasPickle:
         """Return a pickle of a setting. Raises `NotPicklableError`, naming the setting, if that is impossible."""
-        from spark_elastic.ml.keras.pickling import KerasPickle
-
         try:
             sealed = KerasPickle.of(value, self._given("custom_objects"))
             sealed.load()
         except Exception as error:
             raise NotPicklableError(
                 f"{name} cannot be sent to the workers: {_first_words(error)}. Layers, models, metrics and schedules "
-                "of your own need a get_config that returns all arguments of their __init__, which takes **kwargs for "
-                "those of Keras; @keras.saving.register_keras_serializable(), or custom_objects={...}, says what a "
-                "name in it means"
+                "of your own need a get_config that returns all arguments of __init__, and an __init__ that passes "
+                "**kwargs on to Keras. Register classes and functions of your own with "
+                "@keras.saving.register_keras_serializable(), or give them in custom_objects={...}, so that the "
+                "workers find them by name"
             ) from error
         return sealed
 
@@ -349,8 +328,6 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         return dry_run(training, self._given("inference_fn"))
 
     def _train_fn(self) -> Callable[[Any], Any]:
-        from spark_elastic.ml.keras.training import train
-
         return train
 
     def _worker_env(self) -> dict[str, str]:
@@ -367,8 +344,6 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         keras_model = fill(training.model.load(), read(MODEL_FILE))
         model._attach(keras_model, fitted, self._given("custom_objects"))
         return model
-
-    # --- identity of a training, for checkpoints ----------------------------------------------------
 
     def _identity(self, dataset: Dataset) -> dict[str, Any]:
         compiled = self._compile_arguments()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Generator, Mapping
 from contextlib import closing
@@ -16,10 +17,8 @@ import tensorflow as tf
 
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import DataError, InvalidSettingsError
-from spark_elastic.ml.keras.compiling import CompileArguments, losses_by_output
-from spark_elastic.ml.keras.structure import check_kept, inputs_of, output_names
-from spark_elastic.ml.preparation import WEIGHT, numbered
-from spark_elastic.ml.training.columns import INPUT, LABEL, Columns, ragged_column_error, split_evenly
+from spark_elastic.ml.keras.compiling import CompileArguments, check_kept, inputs_of, losses_by_output, output_names
+from spark_elastic.ml.preparation import INPUT, LABEL, WEIGHT, Columns, numbered, ragged_column_error, split_evenly
 from spark_elastic.ml.training.engine import first_rows
 from spark_elastic.ml.training.spec import Training
 
@@ -31,12 +30,7 @@ FIRST_ROWS = 2
 
 @dataclass(frozen=True, slots=True)
 class BatchPart:
-    """Rows that go through the model in one pass.
-
-    Attributes:
-        tensors: the tensors, in the order of `BatchFeeder.names`.
-        rows: the number of rows.
-    """
+    """Rows that go through the model in one pass; the tensors are in the order of `BatchFeeder.names`."""
 
     tensors: tuple[Any, ...]
     rows: int
@@ -44,14 +38,9 @@ class BatchPart:
 
 @dataclass(frozen=True, slots=True)
 class KerasBatch:
-    """A worker's share of a global batch.
+    """A worker's share of a global batch, with the numbers of the reader's `Batch`.
 
-    Attributes:
-        parts: the parts of gradient accumulation; [] if this worker has no rows of the batch.
-        rows: the rows of this worker.
-        global_rows: the rows of all workers.
-        start: the position of the global batch in the epoch.
-        stop: the position behind its last row.
+    `parts` are those of gradient accumulation; [] if this worker has no rows of the batch.
     """
 
     parts: list[BatchPart]
@@ -63,11 +52,6 @@ class KerasBatch:
 
 class BatchFeeder:
     """A converter of batches to tensors, whose types and shapes are always the same except for the number of rows.
-
-    Args:
-        training: the settings.
-        model: the model.
-        compiled: the arguments that it is compiled with.
 
     Attributes:
         names: the names of the tensors: inputs, labels, sample weight.
@@ -81,7 +65,6 @@ class BatchFeeder:
     def __init__(self, training: Training, model: Any, compiled: CompileArguments) -> None:
         self._columns = Columns(training)
         self._model = model
-        self._parts = training.accumulation
         self._training = training
         columns = self._columns.of(first_rows(training, FIRST_ROWS))
         inputs, labels = (len(numbered(prefix, columns)) for prefix in (INPUT, LABEL))
@@ -95,12 +78,7 @@ class BatchFeeder:
         ]
         self._dtypes = {name: self._dtype(name, columns[name]) for name in self.names}
         self.specs = [self._spec(name, columns[name]) for name in self.names]
-        self._first: BatchPart | None = None
         self._source: Generator[tuple[Array, ...]] | None = None
-        self._dataset: Any = None
-        """One for all epochs, because building one takes as long as many batches."""
-
-    # --- types and shapes -------------------------------------------------------------------------
 
     def _dtype(self, name: str, value: Any) -> np.dtype[Any]:
         if not isinstance(value, np.ndarray) or value.dtype == object:
@@ -112,7 +90,7 @@ class BatchFeeder:
         return np.dtype(str(dtype if dtype in ("float32", "float64") else keras.config.floatx()))
 
     def _known(self, name: str) -> Any:
-        """Return the model's symbolic input, or the output that a label belongs to; None if the model declares none."""
+        """Return the model's symbolic input, or the symbolic output of a label; None if the model declares none."""
         if name.startswith(INPUT):
             known, at = getattr(self._model, "inputs", None), int(name[len(INPUT) :])
         elif name.startswith(LABEL):
@@ -129,9 +107,7 @@ class BatchFeeder:
         shape: list[int | None] = list(value.shape[1:])
         if known is not None and len(known.shape) == value.ndim:
             # an axis that is None in the model may differ between batches
-            shape = [
-                None if any_length is None else n for n, any_length in zip(shape, tuple(known.shape)[1:], strict=True)
-            ]
+            shape = [n if fixed is not None else None for n, fixed in zip(shape, tuple(known.shape)[1:], strict=True)]
         return tf.TensorSpec((None, *shape), tf.as_dtype(self._dtypes[name]), name=name)
 
     def _outputs_of(self, labels: int, compiled: CompileArguments) -> list[str] | None:
@@ -147,8 +123,6 @@ class BatchFeeder:
                 f"{labels} labels for the outputs {', '.join(with_loss)}, which have losses; there must be one for each"
             )
         return with_loss
-
-    # --- tensors ----------------------------------------------------------------------------------
 
     def structure(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return (inputs, labels) or (inputs, labels, weights), the argument of `keras.Model.train_step`."""
@@ -168,7 +142,10 @@ class BatchFeeder:
         return (x, y, tensors[-1]) if self._weighted else (x, y)
 
     def batches(self, batches: Generator[Batch]) -> Generator[KerasBatch]:
-        """Yield the batches as tensors, and close `batches` at the end; errors of reading and the user's code pass."""
+        """Yield the batches as tensors, and close `batches` at the end.
+
+        Errors of reading and of the user's code are raised unchanged, and not as TensorFlow's errors.
+        """
         facts: deque[tuple[Batch, list[int]]] = deque()
         failure: list[BaseException] = []
 
@@ -177,15 +154,16 @@ class BatchFeeder:
                 for batch in batches:
                     parts = self.arrays(batch)
                     rows = [len(part[0]) for part in parts]
-                    facts.append((_without_tensors(batch), rows))
+                    # without the tensors, so that their memory can be reused
+                    facts.append((Batch({}, batch.rows, batch.global_rows, batch.start, batch.stop), rows))
                     yield from parts
-            except BaseException as error:  # TensorFlow raises another one in its place
+            except BaseException as error:  # TensorFlow raises an error of its own in its place
                 failure.append(error)
                 raise
 
         with closing(batches), closing(elements()) as source:
             self._source = source
-            iterator = iter(self._made())
+            iterator = iter(self._dataset)
             try:
                 while True:
                     first = next(iterator, None)
@@ -202,36 +180,37 @@ class BatchFeeder:
                 with contextlib.suppress(tf.errors.OpError):
                     next(iterator, None)  # TensorFlow releases a generator only at its end
 
-    def _made(self) -> Any:
-        if self._dataset is None:
+    @functools.cached_property
+    def _dataset(self) -> Any:
+        """The `tf.data.Dataset` of all epochs; building one takes as long as many batches."""
 
-            def source() -> Generator[tuple[Array, ...]]:
-                assert self._source is not None
-                return self._source
+        def source() -> Generator[tuple[Array, ...]]:
+            assert self._source is not None
+            return self._source
 
-            # Arrays that are aligned to 64 bytes become tensors without a copy.
-            dataset = tf.data.Dataset.from_generator(source, output_signature=tuple(self.specs))
-            options = tf.data.Options()
-            options.autotune.enabled = False  # it would read ahead in a thread that outlives the world
-            self._dataset = dataset.with_options(options)
-        return self._dataset
+        # Arrays that are aligned to 64 bytes become tensors without a copy.
+        dataset = tf.data.Dataset.from_generator(source, output_signature=tuple(self.specs))
+        options = tf.data.Options()
+        options.autotune.enabled = False  # it would read ahead in a thread that outlives the world
+        return dataset.with_options(options)
 
     def arrays(self, batch: Batch, parts: int | None = None) -> list[tuple[Array, ...]]:
-        """Return the parts of a batch as arrays; a batch without rows has one part without rows."""
+        """Return a batch as tuples of arrays, divided into at most `parts` parts of about equal size.
+
+        The default is the number of parts of gradient accumulation. A batch without rows has one part of empty arrays.
+        """
         if not batch.rows:
             return [tuple(_no_rows(spec) for spec in self.specs)]
         columns = self._columns.of(batch)
         whole = tuple(self._array(name, spec, columns) for name, spec in zip(self.names, self.specs, strict=True))
-        return [
-            tuple(each[start:stop] for each in whole) for start, stop in split_evenly(batch.rows, parts or self._parts)
-        ]
+        edges = split_evenly(batch.rows, parts or self._training.accumulation)
+        return [tuple(each[start:stop] for each in whole) for start, stop in edges]
 
-    def stand_in(self) -> BatchPart:
-        """Return the first row of the training dataset, for a worker that must call the model without rows."""
-        if self._first is None:
-            (arrays,) = self.arrays(first_rows(self._training, 1), parts=1)
-            self._first = BatchPart(tuple(map(tf.constant, arrays)), 1)
-        return self._first
+    @functools.cached_property
+    def first_row(self) -> BatchPart:
+        """The first row of the training dataset, for a worker without rows that must call the model all the same."""
+        (arrays,) = self.arrays(first_rows(self._training, 1), parts=1)
+        return BatchPart(tuple(map(tf.constant, arrays)), 1)
 
     def _array(self, name: str, spec: Any, columns: Mapping[str, Any]) -> Array:
         value = columns.get(name)
@@ -251,8 +230,3 @@ class BatchFeeder:
 
 def _no_rows(spec: Any) -> Array:
     return np.empty([0, *(1 if n is None else n for n in spec.shape[1:])], spec.dtype.as_numpy_dtype)
-
-
-def _without_tensors(batch: Batch) -> Batch:
-    """Return the numbers of a batch, so that the memory of its tensors can be reused."""
-    return Batch({}, batch.rows, batch.global_rows, batch.start, batch.stop)

@@ -1,14 +1,22 @@
-"""Losses and metrics of a Keras model as sums, which are added up over batches, workers and worlds.
+"""Losses and metrics of a Keras model as sums over rows, which are added up over batches, workers and worlds.
+
+Keras takes the mean of a loss over the rows of one worker. Multiplied by the worker's share of the rows, these means
+add up to the mean over the batch. Losses that are sums, or are divided by the sum of the sample weights, are scaled so
+that the same holds for them.
 
 A Keras metric is a set of variables to which batches are added. Here each step begins with empty metrics, and the
-values of their variables after it travel with the gradients. The sums of an epoch are plain float64 numbers, which are
-put into the variables to compute the results.
+values of their variables after the step are reduced with the gradients. The sums of an epoch are plain float64 numbers,
+which are put into the variables to compute the results.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -16,18 +24,143 @@ import numpy as np
 import tensorflow as tf
 
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.ml.training.metrics_common import MetricAccumulator, columns_of
-from spark_elastic.ml.training.progress import Piece, Sums
+from spark_elastic.ml.keras.compiling import CompileArguments, output_names
+from spark_elastic.ml.training.engine import MetricAccumulator, columns_of
+from spark_elastic.ml.training.spec import Piece, Sums
 
 _AUTOMATIC_NUMBER = re.compile(r"_\d+$")
 """The end of a name that Keras has chosen, which differs between processes."""
+SUM, BY_WEIGHT = "sum", "mean_with_sample_weight"
+
+# --- losses -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Shares:
+    """The number of rows of a forward pass and their share of the global batch; tensors while a graph is traced.
+
+    Attributes:
+        count: the number of these rows.
+        rows: their number, divided by the rows of the batch.
+        weight: the sum of their sample weights, divided by the sum over the batch.
+    """
+
+    count: Any = 1.0
+    rows: Any = 1.0
+    weight: Any = 1.0
+
+    @contextmanager
+    def of(self, part: Any) -> Iterator[None]:
+        """Set (count, rows, weight) from a tensor within a `with` block; a graph's tensors are unusable outside."""
+        self.count, self.rows, self.weight = tf.unstack(part)
+        try:
+            yield
+        finally:
+            self.count = self.rows = self.weight = 1.0
+
+
+class ScaledLoss(keras.losses.Loss):
+    """A loss that is scaled so that its values times `shares.rows`, added up over workers, are the batch's loss."""
+
+    def __init__(self, loss: Any, shares: Shares) -> None:
+        super().__init__(name=loss.name, reduction=loss.reduction, dtype=loss.dtype)
+        self._loss = loss
+        self._shares = shares
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        value = self._loss(y_true, y_pred, sample_weight)
+        whole = 1.0 if self.reduction == SUM else self._shares.weight
+        return value * keras.ops.cast(whole / self._shares.rows, value.dtype)
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return self._loss.call(y_true, y_pred)
+
+
+def complete_losses(compiled: CompileArguments, model: Any) -> CompileArguments:
+    """Replace a dict of losses by a list with an entry for each output, because Keras needs all keys in a dict."""
+    names, loss, factors = output_names(model), compiled.loss, compiled.loss_weights
+    if names is None or isinstance(getattr(model, "_outputs_struct", None), dict):
+        return compiled
+    if not isinstance(loss, Mapping) or "class_name" in loss or set(loss) == set(names):
+        return compiled
+    if isinstance(factors, Mapping):
+        factors = [factors.get(name, 1.0) for name in names]
+    return replace(compiled, loss=[loss.get(name) for name in names], loss_weights=factors)
+
+
+def count_by_row(compiled: CompileArguments, shares: Shares, weighted: bool, averaged: list[str]) -> CompileArguments:
+    """Change losses and metrics so that their sums over workers do not depend on how the batch is divided.
+
+    Losses that are not plain means over rows are scaled by the shares. Metrics that are functions and return one number
+    for all rows are weighted by the number of rows, and their names are added to `averaged` once they are called.
+    `weighted`: the dataset has sample weights.
+    """
+    needed = (SUM, BY_WEIGHT) if weighted else (SUM,)
+
+    def scaled(loss: Any) -> Any:
+        if isinstance(loss, Mapping) and "class_name" in loss:
+            loss = keras.losses.get(dict(loss))
+        return ScaledLoss(loss, shares) if isinstance(loss, keras.losses.Loss) and loss.reduction in needed else loss
+
+    def by_row(metric: Any) -> Any:
+        return _by_row(metric, averaged) if inspect.isfunction(metric) else metric
+
+    return replace(
+        compiled,
+        loss=_each(scaled, compiled.loss),
+        metrics=_each(by_row, compiled.metrics),
+        weighted_metrics=_each(by_row, compiled.weighted_metrics),
+    )
+
+
+def _each(function: Callable[[Any], Any], values: Any) -> Any:
+    """Apply a function to each entry of lists and dicts; the configuration of a Keras object is one entry."""
+    if isinstance(values, Mapping) and "class_name" not in values:
+        return {name: _each(function, one) for name, one in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [_each(function, one) for one in values]
+    return function(values)
+
+
+def _by_row(function: Any, averaged: list[str]) -> Any:
+    @functools.wraps(function)
+    def values(y_true: Any, y_pred: Any) -> Any:
+        value = keras.ops.convert_to_tensor(function(y_true, y_pred))
+        if len(value.shape):
+            return value
+        if function.__name__ not in averaged:
+            averaged.append(function.__name__)
+        return keras.ops.broadcast_to(value, (keras.ops.shape(y_pred)[0],))
+
+    return values
+
+
+def count_losses_by_row(model: Any, shares: Shares) -> None:
+    """Weigh the running means of the losses by rows; Keras weighs them by batches."""
+    for metric in model._compile_loss.metrics if model._compile_loss is not None else ():
+
+        def update_state(value: Any, sample_weight: Any = None, plain: Any = metric.update_state) -> Any:
+            return plain(value, sample_weight=keras.ops.cast(shares.count, value.dtype))
+
+        object.__setattr__(metric, "update_state", update_state)
+
+
+def divides_by_weights(compiled: CompileArguments) -> bool:
+    """Return whether a loss needs the sum of the sample weights of the whole batch."""
+    return any(
+        isinstance(each, keras.losses.Loss) and each.reduction == BY_WEIGHT
+        for each in keras.tree.flatten(compiled.loss)
+    )
+
+
+# --- metrics ------------------------------------------------------------------------------------------
 
 
 class KerasMetricAccumulator(MetricAccumulator):
-    """The sums of a compiled model whose metrics have their variables, and of the values that its steps return.
+    """The sums of a compiled model: of its metrics' variables, and of the values that a user's steps return.
 
-    The vector: the values of the metrics' variables beyond their initial values; the values that a user's train_step
-    returns, times the rows; the rows.
+    The vector: by how much each variable of the metrics exceeds its initial value; the values that a user's train_step
+    returns, times the rows; the rows. All metrics must have created their variables.
 
     Attributes:
         returned: the names of the values that a user's train_step ("") and test_step ("val_") return, once traced.
@@ -61,16 +194,11 @@ class KerasMetricAccumulator(MetricAccumulator):
     @property
     def names(self) -> list[str]:
         metrics = [_AUTOMATIC_NUMBER.sub("", str(metric.name)) for metric in self._model.metrics]
-        return [*metrics, *self.returned[""], f"{self.width()} numbers"]
-
-    def width(self, prefix: str = "") -> int:
-        return self._states + len(self.returned[prefix]) + 1
-
-    # --- in a graph -------------------------------------------------------------------------------
+        width = self._states + len(self.returned[""]) + 1
+        return [*metrics, *self.returned[""], f"{width} numbers"]
 
     def reset(self) -> None:
-        for variable, first in zip(self._variables, self._first, strict=True):
-            variable.assign(first)
+        self.restore(self._first)
 
     def snapshot(self) -> list[Any]:
         """Return the present values of the variables, for `restore`."""
@@ -99,8 +227,6 @@ class KerasMetricAccumulator(MetricAccumulator):
         if not scalars:
             return tf.zeros([0], tf.float64)
         return tf.stack([tf.cast(tf.reshape(value, []), tf.float64) for value in scalars.values()]) * rows
-
-    # --- outside of graphs ------------------------------------------------------------------------
 
     def logs(self, sums: Sums, pieces: Sequence[Piece] = (), prefix: str = "") -> dict[str, float]:
         at, idle = 0, set()
@@ -148,7 +274,7 @@ def _loss_first(logs: dict[str, float]) -> dict[str, float]:
 
 
 def _is_of_keras(step: Any) -> bool:
-    """Return whether a train_step or test_step is the one that every model has."""
+    """Return whether a train_step or test_step is Keras's own, and not a user's."""
     return str(step.__func__.__module__).partition(".")[0] == "keras"
 
 
@@ -158,5 +284,5 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _single(metrics: Sequence[Any]) -> list[Any]:
-    """Return the metrics without the containers that Keras puts the compiled ones into."""
+    """Return the metrics one by one; Keras puts those of `compile` into a container that is a metric itself."""
     return [each for metric in metrics for each in (getattr(metric, "metrics", None) or [metric])]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.keras.pickling import KerasPickle
-from spark_elastic.ml.keras.runtime import check_backend, device_name, set_threads
+from spark_elastic.ml.keras.training import check_backend, device_name, set_threads
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.serving import Predictor
@@ -29,10 +29,7 @@ _T = TypeVar("_T", bound="ElasticKerasModel")
 class ElasticKerasModel(ElasticModel):
     """The result of `ElasticKerasEstimator.fit`: `transform` appends the outputs of the trained model.
 
-    Attributes:
-        keras_model: the trained `keras.Model`, not compiled.
-        history: the losses and metrics of the training, a row for each epoch.
-        events: the membership timeline of the training.
+    `keras_model` is the trained `keras.Model`; `history` and `events` are as of `ElasticModel`.
 
     Raises:
         MissingExtraError: TensorFlow is not installed.
@@ -140,18 +137,15 @@ class ElasticKerasModel(ElasticModel):
 
 
 def _without_lambdas(names: Sequence[str]) -> list[str]:
-    """Return the names without lambdas, which are in the archive itself."""
+    """Return the names of custom objects without "<lambda>": the code of Lambda layers is in the archive itself."""
     return [name for name in names if name != LAMBDA]
 
 
 @dataclass(frozen=True)
 class KerasSavedPredictor:
-    """A model as it is sent to the executors.
+    """A model in the form that is sent to executors.
 
-    Attributes:
-        model: the model.
-        device: the setting `transform_device`.
-        threads: the number of TensorFlow's threads; it counts before TensorFlow runs for the first time in a process.
+    `threads` takes effect only if TensorFlow has not run in the process yet.
     """
 
     model: KerasPickle
@@ -184,9 +178,10 @@ class KerasSavedPredictor:
 
 
 class KerasPredictor:
-    """A model that predicts, from arrays by name to a list of arrays; it is traced once for each shape of a row.
+    """A function that calls a model with arrays by name and returns its outputs as arrays.
 
-    Raises DataError if an input is not an array or an output not a tensor.
+    The call is traced once for each combination of types and shapes of rows. Raises DataError if an input is not an
+    array, or an output not a tensor.
     """
 
     def __init__(self, model: Any, device: str = "/CPU:0") -> None:
@@ -197,7 +192,7 @@ class KerasPredictor:
     def __call__(self, inputs: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
         import tensorflow as tf
 
-        from spark_elastic.ml.keras.structure import check_kept
+        from spark_elastic.ml.keras.compiling import check_kept
 
         arrays = [_array(name, value) for name, value in inputs.items()]
         for at, (name, array) in enumerate(zip(inputs, arrays, strict=True)):
@@ -206,30 +201,24 @@ class KerasPredictor:
         if key not in self._traces:
             self._traces[key] = self._trace(arrays)
         with tf.device(self._device):
-            return [as_numpy(each) for each in self._traces[key](*map(tf.constant, arrays))]
+            return [each.numpy() for each in self._traces[key](*map(tf.constant, arrays))]
 
     def _trace(self, arrays: list[npt.NDArray[Any]]) -> Any:
+        import keras
         import tensorflow as tf
 
-        from spark_elastic.ml.keras.structure import inputs_of, outputs_of
+        from spark_elastic.ml.keras.compiling import inputs_of
 
         def outputs(*tensors: Any) -> list[Any]:
-            made = outputs_of(self._model(inputs_of(self._model, tensors), training=False))
+            returned = self._model(inputs_of(self._model, tensors), training=False)
+            made = list(keras.tree.flatten(returned))
             for each in made:
                 if not tf.is_tensor(each):
                     raise DataError(f"the model returned {type(each).__name__}; tensors are needed")
-            return made
+            return [tf.cast(each, tf.float32) if each.dtype == tf.bfloat16 else each for each in made]
 
         rows = [tf.TensorSpec((None, *each.shape[1:]), tf.as_dtype(each.dtype)) for each in arrays]
         return tf.function(outputs, input_signature=rows)
-
-
-def as_numpy(tensor: Any) -> npt.NDArray[Any]:
-    import tensorflow as tf
-
-    if tensor.dtype == tf.bfloat16:
-        tensor = tf.cast(tensor, tf.float32)
-    return tensor.numpy()  # type: ignore[no-any-return]
 
 
 def _array(name: str, value: Any) -> npt.NDArray[Any]:

@@ -1,7 +1,7 @@
-"""Keras objects on their way to other processes, together with the user's classes and functions.
+"""Pickle Keras objects for other processes, together with the user's classes and functions that they refer to.
 
-Keras objects pickle by themselves only if the process that loads them can import their classes, and loading imports
-TensorFlow. A `KerasPickle` is bytes until it is loaded, and brings the user's classes along, even those of `__main__`.
+A plain pickle of a Keras object can be loaded only where its classes can be imported, and loading it imports TensorFlow
+at once. A `KerasPickle` is bytes until `load` is called, and contains the user's classes, even those of `__main__`.
 """
 
 from __future__ import annotations
@@ -9,24 +9,23 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
-from spark_elastic.ml.keras.runtime import prefer_backend
+from spark_elastic.ml.keras.training import prefer_backend
 
 
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class KerasPickle:
-    """A value that is pickled already; `load` returns a new copy each time.
+    """A pickled value; each call of `load` returns a new copy.
 
     A model comes back built, with its weights, and not compiled; optimizers, metrics and losses come back as new ones
     with the same settings.
     """
 
-    __slots__ = ("_file",)
-
-    def __init__(self, file: bytes) -> None:
-        self._file = file
+    file: bytes
 
     @classmethod
     def of(cls, value: Any, custom_objects: Mapping[str, Any] | None = None) -> KerasPickle:
@@ -34,22 +33,22 @@ class KerasPickle:
 
         Args:
             value: Keras objects and plain values.
-            custom_objects: classes and functions by the names that Keras knows them by; those within the value are
-                found without.
+            custom_objects: classes and functions by the names that Keras knows them by. Those that are used within the
+                value are found even if they are not listed here.
         """
         return cls(dumps(value, custom_objects))
 
     def load(self) -> Any:
         prefer_backend()
-        return pickle.loads(self._file)
+        return pickle.loads(self.file)
 
     def __len__(self) -> int:
         """Return the number of bytes."""
-        return len(self._file)
+        return len(self.file)
 
 
 def dumps(value: Any, custom_objects: Mapping[str, Any] | None = None, *, compiled: bool = False) -> bytes:
-    """Return a pickle that any Python with the same packages loads; `compiled` models come back compiled."""
+    """Return a pickle that any Python process with the same packages can load; `compiled`: models stay compiled."""
     file = io.BytesIO()
     _Pickler(file, custom_objects, compiled).dump(value)
     return file.getvalue()
@@ -64,24 +63,21 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         import keras
 
-        from spark_elastic.ml.keras.compiling import compiled_with, values_of
-        from spark_elastic.ml.keras.serialization import (
-            archive_config,
-            check_config,
-            custom_names,
-            custom_objects_of,
-            model_to_archive,
-        )
+        from spark_elastic.ml.keras import compiling, serialization
+
+        def objects_of(config: Any) -> dict[str, Any]:
+            names = serialization.custom_names(value, config)
+            return serialization.custom_objects_of(value, names, self._given)
 
         if isinstance(value, (keras.Model, keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)):
-            check_config(value, pickle.PicklingError)
+            serialization.check_config(value, pickle.PicklingError)
             if isinstance(value, keras.Model):
-                file = model_to_archive(value)
-                objects = custom_objects_of(value, custom_names(value, archive_config(file)), self._given)
-                arguments = compiled_with(value) if self._compiled else {}
-                return load_model, (file, objects, arguments, values_of(value.optimizer) if arguments else None)
+                file = serialization.model_to_archive(value)
+                arguments = compiling.compiled_with(value) if self._compiled else {}
+                optimizer = compiling.values_of(value.optimizer) if arguments else None
+                return load_model, (file, objects_of(serialization.archive_config(file)), arguments, optimizer)
             config = keras.saving.serialize_keras_object(value)
-            return load_object, (config, custom_objects_of(value, custom_names(value, config), self._given))
+            return load_object, (config, objects_of(config))
         if isinstance(value, keras.losses.Loss):  # an object without a state, whose configuration may be incomplete
             return object.__new__, (type(value),), dict(vars(value))
         return super().reducer_override(value)
@@ -96,13 +92,9 @@ def load_model(
     arguments: Mapping[str, Any] | None = None,
     values: Any = None,
 ) -> Any:
-    """Load a pickled model.
+    """Load a pickled model from its archive.
 
-    Args:
-        file: its archive.
-        custom_objects: classes and functions by the names in the archive.
-        arguments: the arguments of `compile`; none leave the model uncompiled.
-        values: the values of the optimizer's variables; None: a new optimizer.
+    It is compiled with `arguments`, if there are any, and the values become those of the optimizer's variables.
     """
     from spark_elastic.ml.keras.compiling import compile_again
     from spark_elastic.ml.keras.serialization import model_from_archive

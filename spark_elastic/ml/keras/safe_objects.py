@@ -1,7 +1,7 @@
-"""Settings of an estimator in a file that can be loaded without trust: the `Codec` of the Keras estimators.
+"""The `Codec` of the Keras estimators: settings in a file that can be loaded without trust.
 
 Keras describes models, layers, optimizers, losses and metrics by configurations, and in its safe mode creates only its
-own classes from them. A value of these, plain values and this package's callbacks can be loaded without running code
+own classes from them. So Keras's objects, plain values and this package's callbacks can be loaded without running code
 that the file names. A value with a user's class or function cannot: it is pickled, and loading it needs trust.
 """
 
@@ -34,7 +34,7 @@ _OWN = {
 
 
 class _NeedsTrustError(Exception):
-    """A value can only be pickled."""
+    """A value can be stored only as a pickle, whose loading needs trust."""
 
 
 def dumps(value: Any) -> bytes | None:
@@ -48,7 +48,7 @@ def dumps(value: Any) -> bytes | None:
             for name, content in files.items():
                 archive.writestr(name, content)
         loads(file.getvalue())
-    except Exception:  # the caller pickles what cannot be written, or not be read again
+    except Exception:  # the caller pickles a value that cannot be written, or not be read again
         return None
     return file.getvalue()
 

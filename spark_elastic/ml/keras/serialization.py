@@ -1,7 +1,7 @@
 """Keras objects as bytes, arrays and plain values, and back.
 
-Four forms, each used where it is enough: the `.keras` archive of a model; the weights of a model as arrays; the classes
-and functions of a user that a configuration names; a configuration that two processes can compare.
+Four parts: the `.keras` archive of a model; the weights of a model as arrays; the user's classes and functions that a
+configuration names; configurations that two processes can compare.
 """
 
 from __future__ import annotations
@@ -47,10 +47,8 @@ def model_from_archive(file: bytes, custom_objects: Mapping[str, Any] | None = N
     Args:
         file: the bytes of the archive.
         custom_objects: classes and functions by the names in the configuration.
-        safe: refuse Lambda layers, which are code in the archive.
-
-    Raises:
-        CheckpointError: `safe` was asked for, and this version of Keras is not safe.
+        safe: refuse Lambda layers, which are code in the archive. Raises CheckpointError if the safe mode of this
+            version of Keras is not safe.
     """
     if safe:
         trust.KERAS.check(keras.__version__)
@@ -63,7 +61,7 @@ loads = model_from_archive  # Pickles of version 0.1 call it by this name.
 
 
 def architecture(model: Any) -> Any:
-    """Return the model's configuration, as `archive_config` returns that of an archive."""
+    """Return the model's configuration; `archive_config` returns the same from an archive."""
     with _as_uncompiled(model):
         return keras.saving.serialize_keras_object(model)
 
@@ -141,11 +139,7 @@ def weights_to_bytes(model: Any) -> bytes:
 
 
 def fill(model: Any, file: bytes) -> Any:
-    """Load the weights that `weights_to_bytes` has written into a built model, and return it.
-
-    Raises:
-        CheckpointError: the file is damaged, or of another architecture.
-    """
+    """Load the weights of `weights_to_bytes` into a built model; raise CheckpointError if they do not fit."""
     try:
         assign(model.weights, arrays_from_bytes(file))
     except ValueError as error:
@@ -159,31 +153,23 @@ def named_values(variables: Sequence[Any], prefix: str = "") -> dict[str, Array]
 
 
 def assign(variables: Sequence[Any], values: Mapping[str, Array], prefix: str = "") -> None:
-    """Assign what `named_values` returned to variables, all of it or nothing.
+    """Assign the values that `named_values` returned to variables, in the same order.
 
     Raises:
-        ValueError: the values are of other variables.
+        ValueError: the values are of other variables, and no variable was changed.
     """
-    found = {
-        int(number): (path, value)
-        for name, value in values.items()
-        if name.startswith(prefix)
-        for number, _, path in [name[len(prefix) :].partition(":")]
-        if number.isdigit()
-    }
+    found = [(name[len(prefix) :].partition(":")[2], each) for name, each in values.items() if name.startswith(prefix)]
     if len(found) != len(variables):
         raise ValueError(f"there are {len(found)} arrays for {len(variables)} variables")
-    for number, variable in enumerate(variables):
-        path, value = found.get(number, ("nothing", None))
-        if value is None or tuple(value.shape) != tuple(variable.shape) or not _same_variable(path, variable.path):
-            have = "" if value is None else f" {list(value.shape)}"
-            raise ValueError(f"{path}{have} is not {variable.path} {list(variable.shape)}")
-    for number, variable in enumerate(variables):
-        variable.assign(found[number][1])
+    for (path, value), variable in zip(found, variables, strict=True):
+        if tuple(value.shape) != tuple(variable.shape) or not _same_variable(path, variable.path):
+            raise ValueError(f"{path} {list(value.shape)} is not {variable.path} {list(variable.shape)}")
+    for (_, value), variable in zip(found, variables, strict=True):
+        variable.assign(value)
 
 
 def _same_variable(one: str, other: str) -> bool:
-    """Return whether two paths can name one variable of a model that may have another name by now."""
+    """Return whether two paths can name the same variable of a model whose own name may differ."""
     return same_path(one.rpartition("/")[2], other.rpartition("/")[2])
 
 
@@ -196,10 +182,10 @@ _KEPT_BY_KERAS = ("name", "dtype", "trainable", "reduction", "self")
 def custom_names(value: Any, config: Any) -> list[str]:
     """Return the names in the configuration of `value` that are not Keras's own; a lambda is "<lambda>".
 
-    `custom_objects` must have them, unless they are registered.
+    To load the configuration, `custom_objects` must have these names, unless they are registered with Keras.
 
     Raises:
-        NotPicklableError: Keras would take a function for one of its own.
+        NotPicklableError: a function has the name of one of Keras's, which Keras would load instead.
     """
     for name, each in _custom_parts(value):
         if isinstance(each, FunctionType) and is_builtin(name):
@@ -211,7 +197,7 @@ def custom_names(value: Any, config: Any) -> list[str]:
 
 
 def custom_objects_of(value: Any, names: Sequence[str], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Find the classes and functions of these names: in `given`, within `value` itself, or registered with Keras."""
+    """Return the classes and functions of these names, from `given`, from within `value`, or registered with Keras."""
     made = dict(given or {})
     missing = [name for name in names if name not in made]
     within = dict(_custom_parts(value)) if missing else {}
@@ -223,7 +209,7 @@ def custom_objects_of(value: Any, names: Sequence[str], given: Mapping[str, Any]
 
 
 def is_builtin(function: str) -> bool:
-    """Return whether Keras has a function of this name in the modules where it looks up configurations."""
+    """Return whether Keras has a function of this name in the modules where it looks up names in configurations."""
     places = (keras.activations, keras.initializers, keras.losses, keras.metrics, keras.regularizers, keras.constraints)
     return any(hasattr(place, function) for place in places)
 
@@ -248,7 +234,7 @@ def check_config(value: Any, error: type[Exception]) -> None:
 
 
 def _names_in(config: Any) -> list[str]:
-    """Return all names that may be a user's; Keras does not write the module of a function down."""
+    """Return all names in a configuration that may be a user's; Keras does not record the module of a function."""
     found: dict[str, None] = {}
     stack = [config]
     while stack:

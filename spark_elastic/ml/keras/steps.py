@@ -5,9 +5,9 @@ They are traced once: rows, shares and seeds are tensors, and the reduction look
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import tensorflow as tf
 
@@ -15,8 +15,7 @@ from spark_elastic.collective.fused import without_rows
 from spark_elastic.collective.reduction import Sum
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart
-from spark_elastic.ml.keras.metrics import KerasMetricAccumulator
-from spark_elastic.ml.keras.objective import Shares
+from spark_elastic.ml.keras.metrics import KerasMetricAccumulator, Shares
 from spark_elastic.ml.training.spec import Training
 from spark_elastic.tensorflow.compression import Compression
 from spark_elastic.tensorflow.gradients import GradientReducer
@@ -25,14 +24,17 @@ from spark_elastic.tensorflow.gradients import GradientReducer
 
 
 class GradientRecord:
-    """The gradients that one `train_step` gives to its optimizer, recorded instead of applied.
+    """A context in which `optimizer.apply` records the gradients, multiplied by `share`, instead of applying them.
 
-    A `train_step` ends with `optimizer.apply`. At that point the metrics are updated, so that gradients and metrics can
-    be reduced together.
+    A `train_step` updates the metrics and then ends with `optimizer.apply`. So gradients and metrics can be reduced
+    together once the gradients are recorded.
 
     Attributes:
         grads: a `tf.Tensor` or `tf.IndexedSlices` for each of `variables`.
         variables: the variables that the gradients belong to.
+
+    Raises:
+        InvalidSettingsError: `apply` was not called exactly once, or without gradients of any variable.
     """
 
     def __init__(self, optimizer: Any, share: Any) -> None:
@@ -44,6 +46,17 @@ class GradientRecord:
         self._scale_loss = optimizer.scale_loss
         self._scaled = False
         self._calls = 0
+
+    def __enter__(self) -> GradientRecord:
+        for name in ("apply", "scale_loss"):
+            object.__setattr__(self._optimizer, name, getattr(self, name))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for name in ("apply", "scale_loss"):
+            object.__delattr__(self._optimizer, name)
+        if kind is None:
+            self._finish()
 
     def scale_loss(self, loss: Any) -> Any:
         """Multiply the loss by the share, which is cheaper than multiplying every gradient."""
@@ -60,8 +73,7 @@ class GradientRecord:
                 "cannot be reduced over workers; call it at the end of train_step"
             )
 
-    def finish(self) -> None:
-        """Raise InvalidSettingsError unless `apply` was called once, with gradients of some variables."""
+    def _finish(self) -> None:
         if self._calls != 1:
             often = "does not call" if not self._calls else f"calls {self._calls} times"
             raise InvalidSettingsError(
@@ -76,90 +88,37 @@ class GradientRecord:
             )
         # in a larger world a variable without a gradient is reduced as zeros; one worker must do the same
         pairs = [
-            _zeros(variable) if grad is None else grad
+            tf.zeros(variable.shape, tf.as_dtype(variable.dtype)) if grad is None else grad
             for grad, variable in zip(self.grads, self.variables, strict=True)
         ]
-        self.grads = pairs if self._scaled else [times(grad, self._share) for grad in pairs]
-
-
-@contextmanager
-def record_gradients(optimizer: Any, share: Any) -> Iterator[GradientRecord]:
-    """Record the gradients of `optimizer.apply`, multiplied by `share`, instead of applying them."""
-    record = GradientRecord(optimizer, share)
-    own = {"apply": record.apply, "scale_loss": record.scale_loss}
-    for name, function in own.items():
-        object.__setattr__(optimizer, name, function)
-    try:
-        yield record
-    finally:
-        for name in own:
-            object.__delattr__(optimizer, name)
-    record.finish()
-
-
-def _zeros(variable: Any) -> Any:
-    return tf.zeros(variable.shape, tf.as_dtype(variable.dtype))
-
-
-def times(grad: Any, factor: Any) -> Any:
-    if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(times(grad.values, factor), grad.indices, grad.dense_shape)
-    return grad * tf.cast(factor, grad.dtype)
+        self.grads = pairs if self._scaled else [_times(grad, self._share) for grad in pairs]
 
 
 # --- the graphs ---------------------------------------------------------------------------------------
 
 OF_PART = tf.TensorSpec([3], tf.float64)
-"""The number of rows of a part, and their shares of the batch by number and by sample weight.
+"""The spec of a tensor with the number of rows of a part, and their shares of the batch by number and by sample weight.
 
 One tensor for three numbers, because each tensor that is created for a call costs time.
 """
 OF_STEP = tf.TensorSpec([3], tf.int64)
-"""The seed of a step, which is two numbers, and 1 if this worker asks to stop."""
-
-
-class GradientSpec(NamedTuple):
-    """The type and shape of a gradient, for zeros in its place on a worker without rows of a batch.
-
-    Attributes:
-        dtype: the type of the values.
-        shape: the dense shape.
-        sparse: the shape of one entry of `tf.IndexedSlices`; None: a dense tensor.
-        index: the type of the indices of `tf.IndexedSlices`.
-    """
-
-    dtype: Any
-    shape: tuple[int, ...]
-    sparse: tuple[int, ...] | None = None
-    index: Any = None
+"""The spec of a tensor with the seed of a step, which is two numbers, and 1 if this worker asks to stop."""
 
 
 class StepGraphs:
-    """The graphs of one model.
+    """The graphs of one compiled model's steps; they set the `shares` that its losses are scaled by.
 
-    Args:
-        training: the settings.
-        model: the compiled model.
-        feeder: the converter of batches.
-        metrics: the accumulator of losses and metrics.
-        shares: the shares that losses are scaled by, see `objective`.
+    Attributes:
         buffers: the variables that a forward pass changes: running means and the like.
-        seeds: the states of the model's random generators.
+        reset: empties the metrics.
+        read: returns the sums of the metrics since `reset`, as `KerasMetricAccumulator.read`.
 
     Raises:
         InvalidSettingsError: the model's train_step cannot be used.
     """
 
     def __init__(
-        self,
-        training: Training,
-        *,
-        model: Any,
-        feeder: BatchFeeder,
-        metrics: KerasMetricAccumulator,
-        shares: Shares,
-        buffers: Sequence[Any],
-        seeds: Sequence[Any],
+        self, training: Training, model: Any, feeder: BatchFeeder, metrics: KerasMetricAccumulator, shares: Shares
     ) -> None:
         self._training = training
         self._model = model
@@ -167,12 +126,13 @@ class StepGraphs:
         self._feeder = feeder
         self._metrics = metrics
         self._shares = shares
-        self._buffers = list(buffers)
-        self._seeds = list(seeds)
-        self._before = [tf.Variable(each.value, trainable=False) for each in buffers]
+        self.buffers = buffers_of(model)
+        self._seeds = seeds_of(model)
+        self._before = [tf.Variable(each.value, trainable=False) for each in self.buffers]
         self._reducer = GradientReducer(op=Sum, compression=getattr(Compression, training.compression))
         self._variables: list[Any] = []
-        self._gradient_specs: list[GradientSpec] = []
+        self._zeros: list[Callable[[], Any]] = []
+        """Functions that make zeros in place of each gradient, for a worker without rows of a batch."""
         specs = tuple(feeder.specs)
 
         def graph(function: Any, *signature: Any) -> Any:
@@ -183,9 +143,9 @@ class StepGraphs:
         self._part = graph(self._gradients, specs, OF_PART)
         self._add, self._finish = graph(_sum), graph(self._finished)
         self._idle = graph(self._idle_step, OF_STEP)
-        self._stand_in = graph(self._standing_in, specs, OF_PART)
-        self._reset, self._read = graph(metrics.reset), graph(metrics.read)
-        # Traced here, because a worker without rows of the first batches needs the specs of the gradients. A concrete
+        self._uncounted = graph(self._uncounted_pass, specs, OF_PART)
+        self.reset, self.read = graph(metrics.reset), graph(metrics.read)
+        # Traced here, because a worker without rows of the first batches needs the shapes of the gradients. A concrete
         # function skips the checks of its arguments at each call.
         self._traced_whole = graph(self._whole_step, specs, OF_PART, OF_STEP)
         self._whole = self._traced_whole.get_concrete_function()
@@ -196,7 +156,7 @@ class StepGraphs:
 
     def _begun(self, of_step: Any) -> None:
         """Save the buffers, so that a failed step can be undone; set the step's seeds and reset the metrics."""
-        for copy, variable in zip(self._before, self._buffers, strict=True):
+        for copy, variable in zip(self._before, self.buffers, strict=True):
             # the copy shares memory with the variable until the variable changes
             copy.assign(variable.value.read_value(), read_value=False)
         for number, seed in enumerate(self._seeds):
@@ -204,17 +164,16 @@ class StepGraphs:
         self._metrics.reset()
 
     def _gradients(self, tensors: Any, of_part: Any) -> tuple[list[Any], Any]:
-        """Return the gradients of some rows, and the values that train_step returned, times the rows."""
-        rows, share, weight_share = tf.unstack(of_part)
-        with self._shares.of(rows, share, weight_share), record_gradients(self._optimizer, share) as record:
+        """Return the gradients of some rows, and the values that train_step returned, times the number of rows."""
+        with self._shares.of(of_part), GradientRecord(self._optimizer, self._shares.rows) as record:
             logs = self._model.train_step(self._feeder.structure(tensors))
-        if not self._gradient_specs:
+        if not self._zeros:
             self._variables = record.variables
-            self._gradient_specs = [_spec_of(grad) for grad in record.grads]
-        return record.grads, self._metrics.of_returned("", logs, rows)
+            self._zeros = [_zeros_like(grad) for grad in record.grads]
+        return record.grads, self._metrics.of_returned("", logs, of_part[0])
 
     def _finished(self, grads: list[Any], returned: Any, rows: Any, of_step: Any) -> Any:
-        """The reduction, and the optimizer's step. Returns what was measured over all workers."""
+        """Reduce, and do the optimizer's step. Returns the sums over all workers, then how many of them ask to stop."""
         numbers = tf.concat([self._metrics.read(), returned, tf.stack([rows, tf.cast(of_step[2], tf.float64)])], 0)
         grads, numbers = self._reducer(grads, numbers)
         grads = [_unique_indices(grad) for grad in grads]
@@ -229,7 +188,7 @@ class StepGraphs:
         if norm is not None:
             squares = [tf.reduce_sum(tf.cast(_values(grad), tf.float64) ** 2) for grad in grads]
             longest = norm * tf.cast(scale, tf.float64)
-            grads = [times(grad, longest / tf.maximum(longest, tf.sqrt(tf.add_n(squares)))) for grad in grads]
+            grads = [_times(grad, longest / tf.maximum(longest, tf.sqrt(tf.add_n(squares)))) for grad in grads]
         if value is not None:
             grads = [_bounded(grad, value * tf.cast(scale, grad.dtype)) for grad in grads]
         return grads
@@ -240,44 +199,43 @@ class StepGraphs:
         return self._finished(grads, returned, of_part[0], of_step)
 
     def _idle_step(self, of_step: Any) -> Any:
-        """Do a step without rows, without a forward pass, whose means would be NaN."""
+        """Do a step without rows. There is no forward pass: its means would be NaN."""
         self._begun(of_step)
         grads, returned = self._of_no_rows()
         return self._finished(grads, returned, tf.zeros([], tf.float64), of_step)
 
     def _of_no_rows(self) -> tuple[list[Any], Any]:
-        return [_empty(spec) for spec in self._gradient_specs], tf.zeros([len(self._metrics.returned[""])], tf.float64)
+        return [zeros() for zeros in self._zeros], tf.zeros([len(self._metrics.returned[""])], tf.float64)
 
-    def _standing_in(self, tensors: Any, of_part: Any) -> None:
-        """Run a pass over rows that do not count, for the collectives in it."""
+    def _uncounted_pass(self, tensors: Any, of_part: Any) -> None:
+        """Run a pass over rows that do not count, because the model's layers have collectives in it."""
         before = self._metrics.snapshot()
         self._gradients(tensors, of_part)
         self._metrics.restore(before)
 
     def _evaluated(self, tensors: Any, of_part: Any) -> Any:
-        rows, share, weight_share = tf.unstack(of_part)
-        with self._shares.of(rows, share, weight_share):
+        with self._shares.of(of_part):
             logs = self._model.test_step(self._feeder.structure(tensors))
-        return self._metrics.of_returned("val_", logs, rows)
+        return self._metrics.of_returned("val_", logs, of_part[0])
 
     # --- calls ------------------------------------------------------------------------------------
 
     def step(
         self,
         parts: Sequence[BatchPart],
-        shares: Sequence[Shares],
+        shares: Sequence[tuple[float, float]],
         key: Sequence[int],
         stop: bool,
-        stand_ins: Sequence[BatchPart] = (),
+        uncounted: Sequence[BatchPart] = (),
     ) -> Any:
         """Reduce the gradients of all parts and apply them. If it raises, `put_back` undoes it.
 
         Args:
             parts: the parts of this worker's rows.
-            shares: the shares of each part.
+            shares: the share of each part in the global batch, by number of rows and by sample weight.
             key: the seed of the step, two numbers.
-            stop: whether this worker asks to stop.
-            stand_ins: rows that go through the model after the parts and do not count, for layers with collectives.
+            stop: this worker asks to stop.
+            uncounted: rows that go through the model after the parts and do not count, for layers with collectives.
 
         Returns:
             A float64 tensor: the sums of `KerasMetricAccumulator`, then the number of workers that ask to stop.
@@ -286,59 +244,73 @@ class StepGraphs:
             HorovodInternalError: a collective failed; it is wrapped in an error of TensorFlow.
         """
         of_step = tf.constant([*key, int(stop)], tf.int64)
-        if not parts and not stand_ins:
+        if not parts and not uncounted:
             return self._idle(of_step)
-        if len(parts) == 1 and not stand_ins:
-            return self._whole(*_arguments(parts[0], shares[0]), of_step)
+        if len(parts) == 1 and not uncounted:
+            return self._whole(*_arguments(parts[0], *shares[0]), of_step)
         self._begin(of_step)
         summed = None
         for part, share in zip(parts, shares, strict=True):
-            of_part = self._part(*_arguments(part, share))
+            of_part = self._part(*_arguments(part, *share))
             summed = of_part if summed is None else self._add(summed, of_part)
         with without_rows():
-            for part in stand_ins:
-                self._stand_in(*_arguments(part, Shares(0.0, 0.0)))
+            for part in uncounted:
+                self._uncounted(*_arguments(part, 0.0, 0.0))
         grads, returned = self._of_no_rows() if summed is None else summed
         rows = tf.constant(float(sum(part.rows for part in parts)), tf.float64)
         return self._finish(grads, returned, rows, of_step)
 
     def put_back(self) -> None:
         """Undo the changes of a failed step's forward pass."""
-        for variable, copy in zip(self._buffers, self._before, strict=True):
+        for variable, copy in zip(self.buffers, self._before, strict=True):
             variable.assign(copy)
 
-    def reset(self) -> None:
-        self._reset()
-
-    def evaluate(self, part: BatchPart, share: Shares) -> Any:
+    def evaluate(self, part: BatchPart, share: float) -> Any:
         """Add a part to the metrics; return the values of a user's test_step, times the rows, float64."""
-        return self._evaluate(*_arguments(part, share))
-
-    def read(self) -> Any:
-        return self._read()
-
-    @property
-    def traces(self) -> int:
-        """The number of times that a step was traced."""
-        return int(self._traced_whole.experimental_get_tracing_count())
+        return self._evaluate(*_arguments(part, share, share))
 
 
-def _arguments(part: BatchPart, share: Shares) -> tuple[Any, ...]:
-    return part.tensors, tf.constant([part.rows, share.rows, share.weight], tf.float64)
+def buffers_of(model: Any) -> list[Any]:
+    """Return the variables that a forward pass changes, such as running means; frozen weights are not among them."""
+    trained = {id(each) for layer in model._flatten_layers() for each in layer._trainable_variables}
+    return [each for each in model.non_trainable_weights if id(each) not in trained]
 
 
-def _spec_of(grad: Any) -> GradientSpec:
+def seeds_of(model: Any) -> list[Any]:
+    """Return the states of the model's random generators."""
+    known = {id(each) for each in model.weights}
+    return [each for each in model.variables if id(each) not in known and tuple(each.shape) == (2,)]
+
+
+def _arguments(part: BatchPart, share: float, weight_share: float) -> tuple[Any, ...]:
+    return part.tensors, tf.constant([part.rows, share, weight_share], tf.float64)
+
+
+# --- dense and sparse gradients -----------------------------------------------------------------------
+
+
+def _zeros_like(grad: Any) -> Callable[[], Any]:
+    """Return a function that makes zeros of a gradient's type and shape; a sparse gradient is given no entries."""
+    if not isinstance(grad, tf.IndexedSlices):
+        return partial(tf.zeros, tuple(grad.shape), grad.dtype)
+    shape, values, index = tf.get_static_value(grad.dense_shape).tolist(), grad.values, grad.indices.dtype
+    entry, dtype = tuple(values.shape[1:]), values.dtype
+    return lambda: tf.IndexedSlices(tf.zeros([0, *entry], dtype), tf.zeros([0], index), tf.constant(shape, index))
+
+
+def _map_values(function: Callable[[Any], Any], grad: Any) -> Any:
+    """Apply a function to the values of a gradient; of a sparse gradient, to the values of its entries."""
     if isinstance(grad, tf.IndexedSlices):
-        shape = tuple(tf.get_static_value(grad.dense_shape).tolist())
-        return GradientSpec(grad.values.dtype, shape, tuple(grad.values.shape[1:]), grad.indices.dtype)
-    return GradientSpec(grad.dtype, tuple(grad.shape))
+        return tf.IndexedSlices(function(grad.values), grad.indices, grad.dense_shape)
+    return function(grad)
 
 
-def _empty(spec: GradientSpec) -> Any:
-    if spec.sparse is None:
-        return tf.zeros(spec.shape, spec.dtype)
-    values, indices = tf.zeros([0, *spec.sparse], spec.dtype), tf.zeros([0], spec.index)
-    return tf.IndexedSlices(values, indices, tf.constant(spec.shape, spec.index))
+def _times(grad: Any, factor: Any) -> Any:
+    return _map_values(lambda values: values * tf.cast(factor, values.dtype), grad)
+
+
+def _bounded(grad: Any, most: Any) -> Any:
+    return _map_values(lambda values: tf.clip_by_value(values, -most, most), grad)
 
 
 def _sum(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
@@ -365,9 +337,3 @@ def _unique_indices(grad: Any) -> Any:
         return grad
     places, which = tf.unique(grad.indices)
     return tf.IndexedSlices(tf.math.unsorted_segment_sum(grad.values, which, tf.size(places)), places, grad.dense_shape)
-
-
-def _bounded(grad: Any, most: Any) -> Any:
-    if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(_bounded(grad.values, most), grad.indices, grad.dense_shape)
-    return tf.clip_by_value(grad, -most, most)

@@ -1,20 +1,33 @@
-"""The settings of one training of a Keras model, and how a worker trains with them.
+"""The settings of one training of a Keras model, and the preparation of TensorFlow for it in a worker's process.
 
-A worker imports this module before TensorFlow, which takes threads and device only before it runs for the first time.
+TensorFlow takes threads and devices only before it runs for the first time in a process. So this module can be imported
+without TensorFlow, and its functions are called before anything else of TensorFlow.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.collective.process import init, local_rank, local_size
-from spark_elastic.ml.keras.runtime import check_backend, choose_device, choose_threads, prefer_backend
+from spark_elastic.errors import InvalidSettingsError, MissingExtraError
+from spark_elastic.ml.training.engine import host_cores, threads_for
 from spark_elastic.ml.training.spec import Training, TrainingResult
 
 if TYPE_CHECKING:
     from spark_elastic.ml.keras.pickling import KerasPickle
+
+log = logging.getLogger("spark_elastic.ml")
+
+NEEDED = "tensorflow"
+ENV = "KERAS_BACKEND"
+_THREADS_ENV = "TF_NUM_INTRAOP_THREADS"
+_DEVICE = re.compile(r"(cpu|gpu|cuda)(?::(\d+))?$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -24,8 +37,7 @@ class KerasTraining(Training):
     Attributes:
         model: a built `keras.Model`, without the arguments that it was compiled with.
         compiled: `CompileArguments`. Labels belong to the outputs that have a loss, in the order of the outputs.
-        optimizer_values: the values of the variables of an optimizer that has done steps already, in their order. None:
-            a new optimizer.
+        optimizer_values: the values of the optimizer's variables, in their order, if it has done steps already.
         callbacks: a list of our callbacks and of `keras.callbacks.Callback`, which run in every worker in this order;
             those of Keras that write files run on rank 0 only, see `ml.keras.callbacks`.
         device: "cpu", "gpu" (the GPU of the local rank), "gpu:1", ... None: a GPU where there is one.
@@ -51,8 +63,90 @@ def train(training: KerasTraining) -> TrainingResult:
     prefer_backend()
     check_backend("ElasticKerasEstimator")
     init()
-    choose_threads(training.num_threads, local_size())
-    choose_device(training.device, local_rank())
-    from spark_elastic.ml.keras.assembly import assemble
+    # An environment variable has the number of the Spark task's cores, or the user's.
+    if training.num_threads is not None or not os.environ.get(_THREADS_ENV):
+        set_threads(threads_for(training.num_threads, host_cores(), local_size()))
+    _choose_device(training.device, local_rank())
+    from spark_elastic.ml.keras.engine import assemble
 
     return assemble(training).run()
+
+
+def check_backend(user: str) -> None:
+    """Check that Keras 3 is installed and runs on TensorFlow, for the class `user`.
+
+    Raises MissingExtraError if a package is missing, InvalidSettingsError for another version or backend.
+    """
+    try:
+        import keras
+        import tensorflow  # noqa: F401  (on another backend Keras does not import it)
+    except ImportError as error:
+        if error.name is not None and error.name.partition(".")[0] not in ("keras", "tensorflow"):
+            raise
+        raise MissingExtraError(what=user, package=str(error.name), extra="tensorflow") from error
+    if keras.__version__.startswith("2."):
+        raise InvalidSettingsError(f"{user} needs Keras 3, and Keras {keras.__version__} is installed")
+    if keras.backend.backend() != NEEDED:
+        raise InvalidSettingsError(
+            f"{user} trains Keras models on TensorFlow, and Keras runs on {keras.backend.backend()} here; set "
+            f"{ENV}={NEEDED} before keras is imported for the first time"
+        )
+
+
+def prefer_backend() -> None:
+    """Choose TensorFlow as backend, unless Keras is imported already or the environment names a backend."""
+    if "keras" not in sys.modules:
+        os.environ.setdefault(ENV, NEEDED)
+
+
+def set_threads(count: int) -> None:
+    """Set the number of TensorFlow's threads; log the difference if TensorFlow already runs with another number."""
+    import tensorflow as tf
+
+    try:
+        tf.config.threading.set_intra_op_parallelism_threads(count)
+        tf.config.threading.set_inter_op_parallelism_threads(count)
+    except RuntimeError:
+        has = tf.config.threading.get_intra_op_parallelism_threads()
+        if has != count:
+            log.info("TensorFlow runs with %s threads in this process, and cannot change to %s", has or "all", count)
+
+
+def _choose_device(asked: str | None, local_rank: int) -> None:
+    """Make one device visible to TensorFlow in a worker, or raise InvalidSettingsError if there is no such device.
+
+    None and "auto" stand for the GPU of the local rank, or the CPU where there is no GPU.
+    """
+    import tensorflow as tf
+
+    asked = None if asked == "auto" else asked
+    gpus = tf.config.list_physical_devices("GPU")
+    if asked is None and not gpus:
+        return
+    name = device_name(asked or "gpu")
+    if name.startswith("/CPU"):
+        chosen = []
+    else:
+        number = int(name.rpartition(":")[2]) if asked and ":" in asked else local_rank % max(1, len(gpus))
+        if number >= len(gpus):
+            raise InvalidSettingsError(
+                f"device={asked!r}, but TensorFlow sees {len(gpus)} GPUs in this worker; let Spark assign GPUs "
+                "(spark.task.resource.gpu.amount, docs/gpus.md) and install tensorflow[and-cuda] on the executors, or "
+                "train with device='auto' or 'cpu'"
+            )
+        chosen = [gpus[number]]
+    try:
+        tf.config.set_visible_devices(chosen, "GPU")
+        for gpu in chosen:
+            tf.config.experimental.set_memory_growth(gpu, True)  # other processes may share the GPU
+    except RuntimeError as error:
+        log.info("TensorFlow runs already, and keeps the devices that it has: %s", error)
+
+
+def device_name(device: str) -> str:
+    """Return TensorFlow's name of "cpu", "gpu", "gpu:1", "cuda", ...; raise InvalidSettingsError for other names."""
+    found = _DEVICE.match(device.lower())
+    if found is None:
+        raise InvalidSettingsError(f"{device!r} is not a device; give 'cpu', 'gpu', 'gpu:1' or the like")
+    kind = "CPU" if found[1] == "cpu" else "GPU"
+    return f"/{kind}:{found[2] or 0}"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,30 +12,14 @@ import torch
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.callbacks import check_one_best
-from spark_elastic.ml.outputs import suits
-from spark_elastic.ml.torch.batches import BatchMaker, TorchBatch
-from spark_elastic.ml.torch.engine import single_row_norm
+from spark_elastic.ml.torch.engine import objective_of, single_row_norm
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model import TorchPredictor
-from spark_elastic.ml.torch.objective import ForwardResult, Objective, rule
-from spark_elastic.ml.torch.optimizers import LearningRateSchedule, build_optimizer
+from spark_elastic.ml.torch.objective import BatchMaker, ForwardResult, Objective, TorchBatch, rule
 from spark_elastic.ml.torch.serialization import detached
-from spark_elastic.ml.torch.spec import TorchTraining
-from spark_elastic.ml.torch.training import objective_of
-from spark_elastic.ml.training.dry_run import (
-    ROWS,
-    DryRunResult,
-    UserCodeContext,
-    check_callback_states,
-    check_metric_names,
-    check_monitors,
-    check_order,
-    optimizer_errors,
-    round_trip_pickle,
-    try_transform,
-    warn_of_averaged_metrics,
-    warn_of_local_batch_statistics,
-)
+from spark_elastic.ml.torch.spec import LearningRateSchedule, TorchTraining, build_optimizer
+from spark_elastic.ml.training import dry_run as common
+from spark_elastic.ml.training.dry_run import DryRunResult, UserCodeContext
 from spark_elastic.ml.training.engine import first_rows
 from spark_elastic.torch.sync_batch_norm import unconverted
 
@@ -48,36 +31,32 @@ def dry_run(
 ) -> DryRunResult:
     """Do forward, loss, metrics, backward and an optimizer step on a copy; then call the model as `transform` does.
 
-    Raises:
-        DataError: model, loss or metrics fail on the rows; the message has the names and shapes of all tensors.
-        InvalidSettingsError: the settings do not go together.
-        NotPicklableError: a setting cannot be sent to the workers.
+    Raises DataError, InvalidSettingsError or NotPicklableError as the functions of `ml.training.dry_run` do.
     """
     for name, value in (*training.model.named_parameters(), *training.model.named_buffers()):
         if value.is_meta:
             raise InvalidSettingsError(
                 f"{name} of the model is on the meta device, which holds no values to train; give a model on the CPU"
             )
-    check_order(training)
+    common.check_order(training)
     check_one_best(training.callbacks)
     if training.sync_batch_norm:
-        warn_of_local_batch_statistics(unconverted(training.model), "forward", "torch.nn.BatchNorm1d, 2d or 3d")
-    copied = round_trip_pickle(training)
+        common.warn_of_local_batch_statistics(unconverted(training.model), "forward", "torch.nn.BatchNorm1d, 2d or 3d")
+    copied = common.round_trip_pickle(training)
     generator = torch.random.get_rng_state()
     try:
-        batch = first_rows(copied, ROWS)
+        batch = first_rows(copied, common.ROWS)
         _step(copied, batch)
-        outputs, why_not = try_transform(copied, batch, TorchPredictor(copied.model.eval(), "cpu"), inference_fn)
+        first = training.loss[0] if isinstance(training.loss, (list, tuple)) else training.loss
+        return common.try_transform(
+            copied, batch, TorchPredictor(copied.model.eval(), "cpu"), inference_fn, rule(first)
+        )
     finally:
         torch.random.set_rng_state(generator)
-    if why_not:
-        return DryRunResult((), why_not=why_not)
-    of_loss = rule(training.loss[0] if isinstance(training.loss, (list, tuple)) else training.loss)
-    return DryRunResult(outputs, of_loss if of_loss is not None and suits(of_loss, outputs[0].shape) else None)
 
 
 def _step(training: TorchTraining, batch: Batch) -> None:
-    check_metric_names(training.metrics)
+    common.check_metric_names(training.metrics)
     model = training.model.cpu().train()
     optimizer = build_optimizer(training.optimizer, model)
     schedule = LearningRateSchedule(training, optimizer)
@@ -88,8 +67,10 @@ def _step(training: TorchTraining, batch: Batch) -> None:
     with (
         UserCodeContext("the model and its loss", part.rows, part.tensors),
         single_row_norm(model, part.rows),
-        _no_broadcast(),
+        warnings.catch_warnings(),
     ):
+        # torch warns of a loss that compares each output with the labels of all rows; here that is an error
+        warnings.filterwarnings("error", message="Using a target size")
         result = objective.forward(model, part)
         counts = objective.counts(parts) if objective.normalised else ()
         share = objective.share(result, part.rows, counts)
@@ -98,7 +79,7 @@ def _step(training: TorchTraining, batch: Batch) -> None:
     with UserCodeContext("the metrics", part.rows, seen):
         sums = torch.zeros(metrics.width, dtype=torch.float64)
         piece = metrics.measure(result, part.rows, sums)
-    warn_of_averaged_metrics(
+    common.warn_of_averaged_metrics(
         metrics.averaged, "a torchmetrics metric (torchmetrics.AUROC, ...), whose states are added up"
     )
     if not share.requires_grad:
@@ -108,26 +89,29 @@ def _step(training: TorchTraining, batch: Batch) -> None:
         )
     with UserCodeContext("the backward pass", part.rows, seen):
         share.backward()  # type: ignore[no-untyped-call]
-    with optimizer_errors(optimizer, "parameters"):
+    with common.optimizer_errors(optimizer, "parameters"):
         optimizer.step()
     try:
         logs = metrics.logs(sums.numpy(), [piece])
     except Exception as error:  # a metric may need more than the first rows
         log.info("the names of the history's columns are not known yet: %s", error)
     else:
-        row = check_monitors(training, training.callbacks, logs)
+        row = common.check_monitors(training, training.callbacks, logs)
         schedule.after_step()
         schedule.after_epoch(row)
     _check_writable(training, model, optimizer, schedule)
 
 
 def _check_pairs(objective: Objective, part: TorchBatch, result: ForwardResult) -> None:
-    """Raise DataError if a user's loss broadcasts, and so compares each output with the labels of all rows."""
+    """Raise DataError if a user's loss broadcasts, and so compares each output with the labels of all rows.
+
+    The loss of all rows must be the sum of the losses of each row alone.
+    """
     for at, (term, label) in enumerate(zip(objective.terms, part.labels, strict=False)):
         output, given = result.outputs[at], result.labels[at]
         if term.of_classes or term.of_numbers or label.shape == output.shape or label.numel() != output.numel():
             continue
-        # Made-up labels, because those of the first rows may all be equal, which would hide the difference.
+        # Invented labels, because the labels of the first rows may all be equal, which would hide the difference.
         given = (torch.arange(given.numel()) % 2).to(given.dtype).reshape(given.shape)
         try:
             with torch.no_grad():
@@ -144,21 +128,13 @@ def _check_pairs(objective: Objective, part: TorchBatch, result: ForwardResult) 
             )
 
 
-@contextmanager
-def _no_broadcast() -> Iterator[None]:
-    """Make an error of torch's warning that a loss compares each output with the labels of all rows."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Using a target size")
-        yield
-
-
 def _check_writable(
     training: TorchTraining, model: torch.nn.Module, optimizer: torch.optim.Optimizer, schedule: LearningRateSchedule
 ) -> None:
     """Raise InvalidSettingsError if the model or a checkpoint could not be written."""
     try:
         detached(model.state_dict(), "the model", copy=False)
-        check_callback_states(training.callbacks)
+        common.check_callback_states(training.callbacks)
         if training.checkpoints is not None:
             detached(optimizer.state_dict(), "the optimizer", copy=False)
             if schedule.scheduler is not None:

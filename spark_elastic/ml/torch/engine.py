@@ -1,7 +1,9 @@
-"""The steps and measurements of a PyTorch module: the `Engine` of `ml.training.engine`, and batch normalisation."""
+"""Training a PyTorch module in a worker: its steps, its measurements, and putting the trainer together."""
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,18 +14,26 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import spark_elastic.torch as hvd
 from spark_elastic.collective.fused import without_rows
 from spark_elastic.collective.objects import broadcast_tensors
+from spark_elastic.collective.process import process
 from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.data.reader import Batch
+from spark_elastic.elastic.steps import LoopWatch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
-from spark_elastic.ml.torch.batches import BatchMaker
+from spark_elastic.ml.callbacks import check_one_best
+from spark_elastic.ml.preparation import LABEL, WEIGHT
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
-from spark_elastic.ml.torch.objective import Objective
-from spark_elastic.ml.torch.optimizers import LearningRateSchedule
+from spark_elastic.ml.torch.objective import BatchMaker, Objective
 from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
-from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
-from spark_elastic.ml.training.engine import FrameworkEngine, Measured, gather_pieces
-from spark_elastic.ml.training.progress import Piece, Progress, Sums
+from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, build_optimizer
+from spark_elastic.ml.training.engine import Engine, Measured, TrainingState, gather_pieces
+from spark_elastic.ml.training.saving import CallbackStates, CheckpointSchedule
+from spark_elastic.ml.training.spec import Piece, Progress, Sums, TrainingResult
+from spark_elastic.ml.training.trainer import Trainer
+from spark_elastic.torch.elastic.handlers import handler_for
+from spark_elastic.torch.elastic.state import TorchOptimizerSteps
 from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
+
+log = logging.getLogger("spark_elastic.ml")
 
 TENSORS = "state.pt"
 """The file of a checkpoint with all tensors."""
@@ -48,8 +58,8 @@ def synchronise(model: torch.nn.Module) -> None:
 def single_row_norm(model: torch.nn.Module, rows: int) -> Iterator[None]:
     """Let batch normalisation use its running statistics for one value per channel, without updating them.
 
-    One value has no variance, so torch raises. A worker's share of a batch can be a single row in one world and not in
-    another, and the training must not fail in either.
+    One value has no variance, so torch raises. A worker's share of a batch can be a single row in one world and several
+    rows in another, and the training must not fail in either.
     """
     norms = [each for each in model.modules() if rows == 1 and isinstance(each, _BatchNorm) and each.training]
     norms = [each for each in norms if not (isinstance(each, SyncBatchNorm) and each.takes_part)]
@@ -71,45 +81,36 @@ def _choose_mode(norm: torch.nn.Module, args: tuple[Any, ...]) -> None:
 # --- the engine -----------------------------------------------------------------------------------
 
 
-class TorchEngine(FrameworkEngine):
-    """The steps and measurements of one module; `training.assemble` puts it together.
+class TorchEngine(Engine):
+    """The `Engine` of one module: moves the module to the device, and makes its optimizer, losses and metrics."""
 
-    Args:
-        training: the settings.
-        model: the module, on the device.
-        optimizer: a `hvd.DistributedOptimizer` with op=Sum.
-        best: a copy of the module for the weights of the best epoch.
-        objective: the losses.
-        metrics: the accumulator of losses and metrics.
-        schedule: the learning rate schedule.
-        device: the device that the module is on.
-    """
+    metrics: TorchMetricAccumulator
 
-    def __init__(
-        self,
-        training: TorchTraining,
-        *,
-        model: torch.nn.Module,
-        optimizer: Any,
-        best: torch.nn.Module | None,
-        objective: Objective,
-        metrics: TorchMetricAccumulator,
-        schedule: LearningRateSchedule,
-        device: torch.device,
-    ) -> None:
-        super().__init__(training, model, best, metrics)
-        self.optimizer = optimizer
-        self.gathers = metrics.gathers
-        self._objective = objective
-        self._accumulator = metrics
-        self._schedule = schedule
-        self._device = device
-        self._maker = BatchMaker(training, device)
-        named = [(name, param, param.requires_grad) for name, param in model.named_parameters()]
+    def __init__(self, training: TorchTraining, keeps_best: bool) -> None:
+        self._device = hvd.device(training.device)
+        model = training.model.to(self._device)
+        if training.sync_batch_norm:
+            synchronise(model)
+        optimizer = build_optimizer(training.optimizer, model)
+        self.schedule = LearningRateSchedule(training, optimizer)
+        best = copy.deepcopy(model).requires_grad_(False) if keeps_best else None
+        self._objective = objective_of(training, self._device)
+        metrics = TorchMetricAccumulator(self._objective, training.metrics)
+        self._maker = BatchMaker(training, self._device)
+        self._named = [(name, param, param.requires_grad) for name, param in model.named_parameters()]
         trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        self._named = named
-        self._params = [param for _, param, requires_grad in named if requires_grad and id(param) in trained]
-        self._others = [param for _, param, requires_grad in named if requires_grad and id(param) not in trained]
+        distributed = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=[(name, param) for name, param, _ in self._named if id(param) in trained],
+            compression=getattr(hvd.Compression, training.compression),
+            backward_passes_per_step=training.accumulation,
+            op=hvd.Sum,
+        )
+        super().__init__(training, model, distributed, best, metrics)
+        self.gathers = metrics.gathers
+        with_grad = [param for _, param, requires_grad in self._named if requires_grad]
+        self._params = [param for param in with_grad if id(param) in trained]
+        self._others = [param for param in with_grad if id(param) not in trained]
         """Parameters of no optimizer. Their gradients differ between workers and must not accumulate."""
         self._buffers = list(model.buffers())
         self._synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
@@ -127,8 +128,6 @@ class TorchEngine(FrameworkEngine):
     def feed(self, batches: Generator[Batch]) -> Generator[Batch]:
         return batches
 
-    # --- steps ------------------------------------------------------------------------------------
-
     def begin_steps(self) -> None:
         self.model.train()
 
@@ -140,7 +139,7 @@ class TorchEngine(FrameworkEngine):
             param.grad = None
         numbers, pieces = self._gradients(batch, stop)
         self._apply()
-        self._schedule.after_step()
+        self.schedule.after_step()
         return Measured(numbers[:-1].numpy(), pieces, bool(numbers[-1]))
 
     def _check_frozen(self) -> None:
@@ -162,10 +161,10 @@ class TorchEngine(FrameworkEngine):
         """Run forward and backward over the parts of a batch.
 
         Returns:
-            The sums of losses and metrics of these rows followed by the stop flag, float64, and the gathered pieces of
-            metrics. The vector is reduced with the gradients: the optimizer's step makes it the sum over all workers.
+            The sums of losses and metrics of these rows followed by the stop flag, float64, and the metric states that
+            were gathered. The optimizer's step reduces the vector with the gradients, to the sum over all workers.
         """
-        model, objective, metrics = self.model, self._objective, self._accumulator
+        model, objective, metrics = self.model, self._objective, self.metrics
         parts = self._maker.parts(batch)
         counts: Sequence[float] = ()
         if objective.normalised:
@@ -185,7 +184,7 @@ class TorchEngine(FrameworkEngine):
                 pieces.append(metrics.measure(result, part.rows, numbers))
             else:
                 with without_rows():
-                    result = objective.forward(model, self._maker.stand_in())
+                    result = objective.forward(model, self._maker.first_row)
                 share = objective.share(result, batch.global_rows, counts) * 0.0
             if number < passes - 1:
                 share.backward()  # type: ignore[no-untyped-call]
@@ -197,7 +196,7 @@ class TorchEngine(FrameworkEngine):
         return numbers, all_pieces
 
     def _passes_of_all(self, batch: Batch) -> int:
-        """Return the number of forward passes that every worker must make for this batch; 0 without such a minimum."""
+        """Return how many forward passes every worker must make for this batch; 0: their numbers may differ."""
         if not any(layer.takes_part for layer in self._synchronised):
             return 0
         return min(self._training.accumulation, -(-batch.global_rows // self._size))
@@ -222,25 +221,23 @@ class TorchEngine(FrameworkEngine):
             optimizer.step()
 
     def _seed(self, epoch: int, position: int) -> None:
-        """Seed the random numbers of a step, so that they are the same if it is repeated, or after a resume."""
+        """Seed a step's random numbers by (seed, epoch, position, rank), so that a repeated step draws the same."""
         key = derived_key(self._training.seed, epoch, position, self._rank)
         torch.default_generator.manual_seed(key >> 1)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(key >> 1)
 
-    # --- measurements -----------------------------------------------------------------------------
-
     def begin_validation(self) -> None:
         self.model.eval()
 
     def measure(self, batches: Iterable[Batch]) -> tuple[Sums, list[Piece]]:
-        numbers = torch.zeros(self._accumulator.width, dtype=torch.float64)
+        numbers = torch.zeros(self.metrics.width, dtype=torch.float64)
         pieces: list[Piece] = []
         with torch.no_grad():
             for batch in batches:
                 for part in self._maker.parts(batch):
                     result = self._objective.forward(self.model, part)
-                    pieces.append(self._accumulator.measure(result, part.rows, numbers))
+                    pieces.append(self.metrics.measure(result, part.rows, numbers))
         return numbers.numpy(), pieces
 
     def share_buffers(self) -> None:
@@ -253,10 +250,8 @@ class TorchEngine(FrameworkEngine):
     def has_nan(self) -> bool:
         return any(bool(param.detach().isnan().any()) for param in self._params)
 
-    # --- ends -------------------------------------------------------------------------------------
-
     def after_epoch(self, row: Mapping[str, float]) -> None:
-        self._schedule.after_epoch(row)
+        self.schedule.after_epoch(row)
 
     def keep_best(self) -> None:
         self.best.load_state_dict(self.model.state_dict())
@@ -268,13 +263,8 @@ class TorchEngine(FrameworkEngine):
         return MODEL_FILE, to_bytes(detached(self.model.state_dict(), "the model"))
 
     def copies(self, at: Progress) -> Callable[[], dict[str, bytes]]:
-        """Copy the tensors of a checkpoint now; the returned function encodes them on another thread.
-
-        Raises:
-            CheckpointError: optimizer or scheduler hold something that cannot be written; from the returned function: a
-                parameter is NaN.
-        """
-        scheduler, best = self._schedule.scheduler, self.best
+        # `detached` and `encode` raise CheckpointError if something cannot be written, or a parameter is NaN.
+        scheduler, best = self.schedule.scheduler, self.best
         tensors = {
             "model": detached(self.model.state_dict(), "the model"),
             "optimizer": detached(self.optimizer.state_dict(), "the optimizer"),
@@ -297,11 +287,65 @@ class TorchEngine(FrameworkEngine):
         tensors = from_bytes(files[TENSORS])
         self.model.load_state_dict(tensors["model"])
         self.optimizer.load_state_dict(tensors["optimizer"])
-        if self._schedule.scheduler is not None and tensors["scheduler"] is not None:
-            self._schedule.scheduler.load_state_dict(tensors["scheduler"])
+        if self.schedule.scheduler is not None and tensors["scheduler"] is not None:
+            self.schedule.scheduler.load_state_dict(tensors["scheduler"])
         if self.best is not None and tensors["best"] is not None:
             self.best.load_state_dict(tensors["best"])
         return tensors["pieces"], tensors["val_pieces"]
 
     def close(self) -> None:
         self.optimizer.detach()  # the model may be trained again in this process
+
+
+# --- the training ---------------------------------------------------------------------------------
+
+
+def train(training: TorchTraining) -> TrainingResult:
+    """Train a module; run it in the workers of a job: `spark_elastic.run(train, (training,))`.
+
+    Outside of a job this process trains alone. When it returns, the trained model is in `training.store`, in the file
+    `spec.MODEL_FILE`.
+
+    Raises:
+        InvalidSettingsError: model, losses, metrics and optimizer do not go together.
+        DataError: they do not go with the data.
+        CheckpointError: `resume_from` cannot be used.
+    """
+    hvd.init()
+    return assemble(training).run()
+
+
+def assemble(training: TorchTraining) -> Trainer:
+    """Build the trainer of this worker; raise as `train` does."""
+    if training.compression != "none" and hvd.size() == 1 and not process.provisional:
+        log.info("gradient_compression has no effect in a world of one worker")
+    callbacks = [*training.callbacks, *training.plan_callbacks()]
+    check_one_best(callbacks)
+    engine = TorchEngine(training, any(callback.restores_best for callback in callbacks))
+    checkpoints = CheckpointSchedule(training, engine, callbacks, engine.metrics.names)
+    values = {
+        "model": engine.model,
+        "optimizer": engine.optimizer,
+        "scheduler": engine.schedule.scheduler,
+        "best": engine.best,
+        "callbacks": CallbackStates(callbacks),
+        "at": checkpoints.first_progress(),
+    }
+    state = TrainingState(handler_for, LoopWatch, TorchOptimizerSteps, values)
+    return Trainer(training, engine=engine, state=state, callbacks=callbacks, checkpoints=checkpoints)
+
+
+def objective_of(training: TorchTraining, device: torch.device | None = None) -> Objective:
+    """Build the losses of a training; move their tensors, such as class weights, to the device, if one is given."""
+    if device is not None:
+        for loss in training.loss if isinstance(training.loss, Sequence) else [training.loss]:
+            if isinstance(loss, torch.nn.Module):
+                loss.to(device)
+    names = {field.name for field in training.dataset.layout.fields}
+    return Objective(
+        training.loss,
+        training.train_fn,
+        labels=sum(name.startswith(LABEL) for name in names),
+        weighted=WEIGHT in names,
+        loss_weights=training.loss_weights,
+    )

@@ -31,9 +31,9 @@ from spark_elastic.ml.shared_params import (
 )
 from spark_elastic.ml.torch import objective, serialization
 from spark_elastic.ml.torch.dry_run import dry_run
+from spark_elastic.ml.torch.engine import train
 from spark_elastic.ml.torch.model import ElasticTorchModel
-from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
-from spark_elastic.ml.torch.training import train
+from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining, check_parameters
 from spark_elastic.ml.training.dry_run import DryRunResult
 from spark_elastic.ml.trust import trusted_files
 
@@ -74,26 +74,22 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
     metrics: Param[Mapping[str, Any] | None]
     callbacks: Param[Callback | Sequence[Callback] | None]
     train_fn: Param[Callable[..., Any] | None] = setting(
-        "train_fn",
         "(model, batch) -> loss, or (loss, outputs) for metrics; instead of loss. batch has inputs, labels, weights.",
         to.function,
     )
     getTrainFn, setTrainFn = accessors(train_fn)
     lr_scheduler: Param[Any] = setting(
-        "lr_scheduler",
         "a scheduler on the optimizer, or a function of the optimizer that returns one.",
         to.anything,
     )
     getLrScheduler, setLrScheduler = accessors(lr_scheduler)
     scheduler_interval: Param[Literal["epoch", "step"]] = setting(
-        "scheduler_interval",
         "step lr_scheduler after each 'epoch' or each 'step'.",
         to.one_of("epoch", "step"),
         default="epoch",
     )
     getSchedulerInterval, setSchedulerInterval = accessors(scheduler_interval)
     scheduler_monitor: Param[str | None] = setting(
-        "scheduler_monitor",
         "column of the history that a scheduler such as ReduceLROnPlateau follows. Default: 'val_loss', or 'loss'.",
         to.text,
     )
@@ -201,7 +197,13 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
                 f"optimizer must be a torch optimizer, its class, or a function of the parameters, not {optimizer!r}"
             )
         self._check_losses()
-        self._check_optimizer(model, optimizer)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            check_parameters(optimizer, model)
+            if getattr(self._given("lr_scheduler"), "optimizer", optimizer) is not optimizer:
+                raise InvalidSettingsError(
+                    "lr_scheduler was made for another optimizer than the one that is set; give a function of the "
+                    "optimizer that returns a scheduler"
+                )
         for callback in self._callbacks():
             if not isinstance(callback, Callback):
                 raise InvalidSettingsError(
@@ -218,31 +220,13 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         if loss is None and self._given("train_fn") is None:
             raise InvalidSettingsError("neither loss nor train_fn is set; give one of them")
         for each in loss if isinstance(loss, (list, tuple)) else [] if loss is None else [loss]:
-            if not objective.is_loss(each):
+            if isinstance(each, type) or not callable(each):
                 hint = f"; make one: {each.__name__}()" if isinstance(each, type) else ""
                 raise InvalidSettingsError(
                     f"loss must be a module or a function of (output, label), not {each!r}{hint}"
                 )
         if isinstance(loss, (list, tuple)) and labels and len(loss) != len(labels):
             raise InvalidSettingsError(f"{len(loss)} losses for {len(labels)} label_cols ({', '.join(labels)})")
-
-    def _check_optimizer(self, model: torch.nn.Module, optimizer: Any) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            return
-        own = {id(parameter) for parameter in model.parameters()}
-        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
-        if foreign:
-            raise InvalidSettingsError(
-                f"{len(foreign)} of the optimizer's parameters are not the model's: it was made for another module. "
-                "Give a function of the parameters instead, which works with any model: "
-                f"lambda params: torch.optim.{type(optimizer).__name__}(params, lr={optimizer.defaults.get('lr')})"
-            )
-        scheduler = self._given("lr_scheduler")
-        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-            raise InvalidSettingsError(
-                "lr_scheduler was made for another optimizer than the one that is set; give a function of the "
-                "optimizer that returns a scheduler"
-            )
 
     def _label_dtypes(self) -> list[str | None]:
         loss, labels = self._given("loss"), self._given("label_cols") or []
@@ -272,7 +256,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
     def _fitted_model(self, training: TorchTraining, fitted: Fitted, read: Callable[[str], bytes]) -> ElasticTorchModel:
         model = ElasticTorchModel()
         module = copy.deepcopy(self._given("model")).cpu()
-        with trusted_files():  # our own workers have written it
+        with trusted_files():  # written by the workers of this fit
             values = serialization.from_bytes(read(MODEL_FILE))
         model._attach(serialization.fill(module, values), fitted)
         return model

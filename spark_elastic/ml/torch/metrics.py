@@ -1,8 +1,8 @@
 """Losses and metrics of a module as sums over rows, which are added up over batches, workers and worlds.
 
-The sums of a step travel with the gradients, in one float64 vector. A torchmetrics metric is used the same way: it is
-empty at the start of each step, and the states that `update` leaves are added to the sums. States that cannot be added
-up (lists of predictions, maxima) are gathered from all workers instead, which costs more.
+The sums of a step are reduced together with the gradients, in one float64 vector. A torchmetrics metric is reset at the
+start of each step, and the states that its `update` leaves are added to the sums. States that cannot be added up (lists
+of predictions, maxima) are gathered from all workers instead, which costs more.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.torch.objective import ForwardResult, Objective
-from spark_elastic.ml.training.metrics_common import MetricAccumulator, columns_of
-from spark_elastic.ml.training.progress import Piece, Sums
+from spark_elastic.ml.training.engine import MetricAccumulator, columns_of
+from spark_elastic.ml.training.spec import Piece, Sums
 
 
 class _FunctionMetric:
@@ -83,6 +83,7 @@ class _Torchmetric:
         ]
 
     def states(self) -> dict[str, Any]:
+        """Return copies of the states on the CPU, by name."""
         out = {}
         for state in self._reductions:
             value = getattr(self._metric, state)
@@ -128,10 +129,6 @@ def _merged(reduction: Any, values: list[Any], default: Any) -> Any:
 class TorchMetricAccumulator(MetricAccumulator):
     """The sums of a module's training: for each loss its sum and its denominator; the rows; then the metrics.
 
-    Args:
-        objective: the losses.
-        metrics: metrics by name, as of `TorchTraining`.
-
     Attributes:
         width: the length of the vector.
         gathers: whether `measure` returns states that must be gathered from all workers.
@@ -176,11 +173,7 @@ class TorchMetricAccumulator(MetricAccumulator):
             )
 
     def measure(self, result: ForwardResult, rows: int, into: torch.Tensor) -> Piece:
-        """Add the sums of a forward pass to the float64 vector `into`.
-
-        Returns:
-            The states that cannot be added up, by metric; {} without any.
-        """
+        """Add the sums of a forward pass to the float64 vector `into`; return the metric states that are gathered."""
         numbers: list[float] = []
         for value, count in zip(result.sums, result.counts, strict=True):
             numbers += (float(value.detach()), count)

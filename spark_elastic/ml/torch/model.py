@@ -15,6 +15,7 @@ from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.persistence import Codec
 from spark_elastic.ml.serving import Predictor
 from spark_elastic.ml.torch import serialization
+from spark_elastic.ml.torch.objective import outputs_of
 
 _WEIGHTS = "weights.pt"
 _ARCHITECTURE = "architecture"
@@ -24,10 +25,7 @@ _T = TypeVar("_T", bound="ElasticTorchModel")
 class ElasticTorchModel(ElasticModel):
     """The result of `ElasticTorchEstimator.fit`: `transform` appends the outputs of the trained module.
 
-    Attributes:
-        module: the trained `torch.nn.Module`, on the CPU, in eval mode.
-        history: the losses and metrics of the training, a row for each epoch.
-        events: the membership timeline of the training.
+    `module` is the trained `torch.nn.Module`; `history` and `events` are as of `ElasticModel`.
     """
 
     _module: torch.nn.Module | None = None
@@ -82,7 +80,7 @@ class ElasticTorchModel(ElasticModel):
 
 @dataclass(frozen=True)
 class TorchSavedPredictor:
-    """A module as it is sent to the executors."""
+    """A module in the form that is sent to executors, with the settings `transform_device` and `transform_threads`."""
 
     module: torch.nn.Module
     device: str
@@ -99,9 +97,9 @@ class TorchSavedPredictor:
 
 
 class TorchPredictor:
-    """A module that predicts, from arrays by name to a list of arrays.
+    """A function that calls a module with arrays by name and returns its outputs as arrays.
 
-    Raises DataError if an input is not an array or an output not a tensor.
+    Raises DataError if an input is not an array, or an output not a tensor.
     """
 
     def __init__(self, module: torch.nn.Module, device: str) -> None:
@@ -110,11 +108,11 @@ class TorchPredictor:
 
     def __call__(self, inputs: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
         with torch.inference_mode():
-            outputs = self._module(*(tensor_of(value).to(self._device) for value in inputs.values()))
-            return [as_numpy(each) for each in outputs_of(outputs)]
+            returned = self._module(*(_tensor_of(value).to(self._device) for value in inputs.values()))
+            return [_as_numpy(each) for each in outputs_of(returned)]
 
 
-def tensor_of(value: Any) -> torch.Tensor:
+def _tensor_of(value: Any) -> torch.Tensor:
     """Return an array as a tensor, without a copy if the array is writable."""
     if isinstance(value, torch.Tensor):
         return value
@@ -123,22 +121,8 @@ def tensor_of(value: Any) -> torch.Tensor:
     raise DataError(f"the model takes arrays, not {type(value).__name__}; convert the values to arrays in inference_fn")
 
 
-def outputs_of(returned: Any) -> list[torch.Tensor]:
-    """Return the outputs of a module, which returned a tensor, or several in a tuple, list or dict.
-
-    Raises:
-        DataError: the module returned something else.
-    """
-    values = list(returned.values()) if isinstance(returned, Mapping) else returned
-    values = list(values) if isinstance(values, (tuple, list)) else [values]
-    for value in values:
-        if not isinstance(value, torch.Tensor):
-            raise DataError(
-                f"the model returned {type(value).__name__}; tensors are needed, or a tuple or dict of them"
-            )
-    return values
-
-
-def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    tensor = tensor.detach().cpu()
+def _as_numpy(output: Any) -> npt.NDArray[Any]:
+    if not isinstance(output, torch.Tensor):
+        raise DataError(f"the model returned {type(output).__name__}; tensors are needed, or a tuple or dict of them")
+    tensor: torch.Tensor = output.detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()

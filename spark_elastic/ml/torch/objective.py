@@ -1,4 +1,4 @@
-"""The losses of a module as sums over rows, so that the shares of all workers add up to the loss of the batch.
+"""The batches of a module as tensors, and its losses as sums over rows, which the workers' shares of a batch add up to.
 
 A worker's gradient is that of (sum over its rows) / (rows of the whole batch). Gradients are then summed, not averaged,
 so neither the number of workers nor an uneven division of the last batch changes a step.
@@ -9,71 +9,130 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from spark_elastic.data.reader import Batch
 from spark_elastic.errors import DataError, InvalidSettingsError
-from spark_elastic.ml.preparation import FLOAT, INTEGER
-from spark_elastic.ml.torch.batches import TorchBatch
+from spark_elastic.ml.preparation import (
+    FLOAT,
+    INPUT,
+    INTEGER,
+    LABEL,
+    WEIGHT,
+    Columns,
+    is_trained_on,
+    numbered,
+    ragged_column_error,
+    split_evenly,
+)
+from spark_elastic.ml.torch.spec import TorchTraining
+from spark_elastic.ml.training.engine import first_rows
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBatch:
+    """Rows of one worker, on the device of the training. `batch["features_0"]` is a tensor by its name.
+
+    Attributes:
+        inputs: the inputs of the model, tensors of shape [rows, ...].
+        labels: the labels, tensors of shape [rows, ...].
+        weights: the sample weights, shape [rows]; None: the dataset has none.
+        rows: the number of rows.
+        tensors: all tensors by name, including those that `transformation_fn` has added.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    labels: tuple[torch.Tensor, ...]
+    weights: torch.Tensor | None
+    rows: int
+    tensors: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.tensors[name]
+
+
+class BatchMaker:
+    """A converter of a reader's batches to `TorchBatch`, one for each part of gradient accumulation."""
+
+    def __init__(self, training: TorchTraining, device: torch.device) -> None:
+        self._columns = Columns(training, needs_labels=training.train_fn is None)
+        self._training = training
+        self._device = device
+
+    def parts(self, batch: Batch, most: int | None = None) -> list[TorchBatch]:
+        """Divide a batch into at most `most` parts of about equal size; [] if this worker has no rows of it.
+
+        `most` is the number of parts of gradient accumulation, unless it is given. Raises DataError if
+        `transformation_fn` returned something that cannot be trained on.
+        """
+        if not batch.rows:
+            return []
+        tensors = {name: self._tensor(name, value) for name, value in self._columns.of(batch).items()}
+        edges = split_evenly(batch.rows, most or self._training.accumulation)
+        if len(edges) == 1:
+            return [_batch(tensors, batch.rows)]
+        return [
+            _batch({name: value[start:stop] for name, value in tensors.items()}, stop - start) for start, stop in edges
+        ]
+
+    @functools.cached_property
+    def first_row(self) -> TorchBatch:
+        """The first row of the training dataset, for a worker without rows that must call the model all the same."""
+        return self.parts(first_rows(self._training, 1), 1)[0]
+
+    def _tensor(self, name: str, value: Any) -> Any:
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            value = torch.from_numpy(value)
+        if isinstance(value, torch.Tensor):
+            return value.to(self._device, non_blocking=True)
+        if is_trained_on(name):
+            raise ragged_column_error(name, value)
+        return value
+
+
+def _batch(tensors: Mapping[str, Any], rows: int) -> TorchBatch:
+    inputs, labels = (tuple(numbered(prefix, tensors)) for prefix in (INPUT, LABEL))
+    return TorchBatch(inputs, labels, tensors.get(WEIGHT), rows, tensors)
+
 
 # --- known losses: how they read labels, and how a prediction follows from an output ---------------
 
-_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
-_OF_CLASSES_FN = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
-_OF_LOGITS = (nn.BCEWithLogitsLoss, nn.SoftMarginLoss)
-_OF_LOGITS_FN = (F.binary_cross_entropy_with_logits, F.soft_margin_loss)
-_OF_PROBABILITIES = (nn.BCELoss,)
-_OF_PROBABILITIES_FN = (F.binary_cross_entropy,)
-_OF_NUMBERS = (
-    nn.MSELoss,
-    nn.L1Loss,
-    nn.SmoothL1Loss,
-    nn.HuberLoss,
-    nn.PoissonNLLLoss,
-    nn.MultiLabelSoftMarginLoss,
-    nn.KLDivLoss,
-)
-_OF_NUMBERS_FN = (
-    F.mse_loss,
-    F.l1_loss,
-    F.smooth_l1_loss,
-    F.huber_loss,
-    F.poisson_nll_loss,
-    F.multilabel_soft_margin_loss,
-    F.kl_div,
-)
+_RULES: Mapping[Any, str] = {
+    **dict.fromkeys((nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss), "argmax"),
+    **dict.fromkeys((F.cross_entropy, F.nll_loss, F.multi_margin_loss), "argmax"),
+    **dict.fromkeys((nn.BCEWithLogitsLoss, nn.SoftMarginLoss), "binary_logit"),
+    **dict.fromkeys((F.binary_cross_entropy_with_logits, F.soft_margin_loss), "binary_logit"),
+    **dict.fromkeys((nn.BCELoss, F.binary_cross_entropy), "binary_probability"),
+    **dict.fromkeys((nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss), "value"),
+    **dict.fromkeys((nn.KLDivLoss, nn.MultiLabelSoftMarginLoss, F.kl_div, F.multilabel_soft_margin_loss), "value"),
+    **dict.fromkeys((F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.poisson_nll_loss), "value"),
+}
+"""The rule for a prediction from the output of torch's losses, which are classes and functions."""
 
 
 def rule(loss: Any) -> str | None:
-    """Return how a prediction follows from an output of this loss, as of the setting `prediction`; None: unknown."""
-    for name, classes, functions in (
-        ("argmax", _OF_CLASSES, _OF_CLASSES_FN),
-        ("binary_logit", _OF_LOGITS, _OF_LOGITS_FN),
-        ("binary_probability", _OF_PROBABILITIES, _OF_PROBABILITIES_FN),
-        ("value", _OF_NUMBERS, _OF_NUMBERS_FN),
-    ):
-        if isinstance(loss, classes) or any(loss is function for function in functions):
-            return name
-    return None
+    """Return the rule for a prediction from an output of this loss, as in the setting `prediction`; None: unknown."""
+    kinds = [loss] if inspect.isroutine(loss) else type(loss).__mro__
+    return next((_RULES[kind] for kind in kinds if kind in _RULES), None)
 
 
 def label_dtype(loss: Any) -> str | None:
-    """Return the type that a scalar label needs for this loss: INTEGER for class numbers, else FLOAT; None: unknown.
+    """Return the type that this loss needs for scalar labels: INTEGER for class numbers, else FLOAT; None: unknown.
 
     Spark ML's own stages, such as StringIndexer, give class numbers as doubles, and regression labels may be integers.
     Only the loss tells the two apart.
     """
     found = rule(loss)
     return None if found is None else INTEGER if found == "argmax" else FLOAT
-
-
-def is_loss(value: Any) -> bool:
-    return isinstance(value, torch.nn.Module) or (callable(value) and not isinstance(value, type))
 
 
 # --- losses as sums -------------------------------------------------------------------------------
@@ -84,8 +143,7 @@ class ForwardResult:
     """The outputs and losses of one forward pass.
 
     Attributes:
-        outputs: the outputs of the model.
-        labels: the labels, in the shapes that the losses have seen.
+        labels: the labels, in the shapes that were given to the losses.
         sums: the sum of each loss over the rows: scalars with a graph.
         counts: the denominator of each sum's mean: the rows, or the sum of the class weights of these rows.
     """
@@ -99,20 +157,23 @@ class ForwardResult:
 class LossTerm:
     """One loss of one output and one label, as a sum over rows.
 
-    Without sample weights a loss may return the mean over the rows, or a value for each row, or, if it says so by
-    `reduction="sum"`, their sum. With them it has to be able to return a value for each row.
+    Without sample weights, a loss may return the mean over the rows, a value for each row or, with `reduction="sum"`,
+    their sum. With sample weights, it must be able to return a value for each row.
     """
 
     def __init__(self, loss: Callable[..., Any], weighted: bool) -> None:
         self.name = getattr(loss, "__name__", type(loss).__name__)
         self.is_sum = getattr(loss, "reduction", "mean") == "sum"
-        self.normalised = _divides_by_class_weights(loss)
-        """The mean is not over rows, because of class weights or ignored labels. Its denominator is a sum over the
-        labels of the whole batch, see `count`."""
+        self.normalised = (
+            isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
+            and loss.reduction == "mean"
+            and (loss.weight is not None or loss.ignore_index != -100)
+        )
+        """The loss divides by the sum of class weights, or by the labels that are not ignored; see `count`."""
         kind = rule(loss)
         self.of_classes = kind == "argmax"
         self.of_numbers = kind is not None and not self.of_classes
-        """Labels are numbers, and take the output's shape. A user's own function does this itself."""
+        """Labels are numbers, which are given the output's shape. A user's own loss must do this itself."""
         self._loss = loss
         if weighted:
             self._loss = _with_reduction(loss, "none") or loss
@@ -147,17 +208,10 @@ class LossTerm:
 
 
 class Objective:
-    """The losses of a training and their weights.
+    """The losses of a training and their weights; see `TorchTraining` for the settings.
 
-    Args:
-        loss: one loss, or one for each label; None with `train_fn`.
-        train_fn: the user's function of that setting.
-        labels: the number of labels.
-        weighted: whether the dataset has sample weights.
-        loss_weights: factors of the losses.
-
-    Raises:
-        InvalidSettingsError: the numbers of losses, weights and labels do not match.
+    `labels` is the number of labels; `weighted` says that there are sample weights. Raises InvalidSettingsError if the
+    numbers of losses, weights and labels do not match.
     """
 
     def __init__(
@@ -200,7 +254,7 @@ class Objective:
         """Run the forward pass and the losses; raise DataError if outputs and losses do not match."""
         if self._train_fn is not None:
             return self._forward_by_train_fn(self._train_fn, model, batch)
-        outputs = _outputs(model(*batch.inputs))
+        outputs = outputs_of(model(*batch.inputs))
         labels = batch.labels
         if len(outputs) < len(self.terms):
             raise DataError(f"the model has {len(outputs)} outputs and there are {len(self.terms)} losses")
@@ -224,28 +278,21 @@ class Objective:
         loss, outputs = returned if isinstance(returned, tuple) else (returned, ())
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise DataError(f"train_fn must return a loss of one value, or (loss, outputs), not {returned!r:.200}")
-        return ForwardResult(_outputs(outputs), batch.labels, [loss.reshape(()) * batch.rows], [float(batch.rows)])
+        return ForwardResult(outputs_of(outputs), batch.labels, [loss.reshape(()) * batch.rows], [float(batch.rows)])
 
     def share(self, result: ForwardResult, global_rows: int, global_counts: Sequence[float]) -> torch.Tensor:
         """Return this worker's share of the batch's loss, a scalar for `backward`; the shares of all add up to it.
 
-        Args:
-            result: the forward pass of this worker's rows.
-            global_rows: the rows of the whole batch.
-            global_counts: the denominators of the normalised losses over the whole batch.
+        `global_rows` are the rows of the whole batch, and `global_counts` are the `counts` of all workers, added up.
         """
-        total: Any = 0.0
-        for at, (weight, value) in enumerate(zip(self.weights, result.sums, strict=True)):
-            term = self.terms[at] if self.terms else None
-            if term is None or not (term.is_sum or term.normalised):
-                divisor = float(global_rows)
-            elif term.normalised:
-                divisor = global_counts[at] or 1.0
-            else:
-                divisor = 1.0
-            total = total + value * (weight / divisor)
-        assert isinstance(total, torch.Tensor)
-        return total
+        divisors = [float(global_rows)] * len(self)
+        for at, term in enumerate(self.terms):
+            if term.normalised:
+                divisors[at] = global_counts[at] or 1.0
+            elif term.is_sum:
+                divisors[at] = 1.0
+        parts = zip(result.sums, self.weights, divisors, strict=True)
+        return functools.reduce(torch.add, [value * (weight / divisor) for value, weight, divisor in parts])
 
     def means(self, sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
         """Return the columns of the history: "loss", and with several losses also "loss_0", "loss_1", ..."""
@@ -257,12 +304,8 @@ class Objective:
 def shaped_like(label: torch.Tensor, output: torch.Tensor, of_numbers: bool = False) -> torch.Tensor:
     """Give labels that are numbers the output's shape, if both have as many values.
 
-    [rows] against [rows, 1] would be broadcast to [rows, rows], which no loss reports as an error.
-
-    Args:
-        label: the labels; integers are class numbers unless `of_numbers`.
-        output: the output that they are compared with.
-        of_numbers: the loss compares numbers, so integers are numbers too.
+    Integers are class numbers, unless the loss is one `of_numbers`. Labels [rows] and an output [rows, 1] would be
+    broadcast to [rows, rows], which no loss reports as an error.
     """
     numbers = of_numbers or label.is_floating_point()
     if numbers and label.shape != output.shape and label.numel() == output.numel():
@@ -279,24 +322,19 @@ def _out_of_range(term: LossTerm, at: int, label: torch.Tensor, output: torch.Te
     )
 
 
-def _outputs(value: Any) -> tuple[Any, ...]:
+def outputs_of(value: Any) -> tuple[Any, ...]:
+    """Return the outputs of a module that returned one value, or several in a tuple, list or dict."""
     if isinstance(value, dict):
         return tuple(value.values())
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def _of_rows(value: torch.Tensor, sums: bool) -> torch.Tensor:
-    """Reduce values of shape [rows, ...] to shape [rows], by their sum or mean."""
+    """Reduce values of shape [rows, ...] to one value for each row: their sum, or their mean."""
     if value.dim() == 1:
         return value
     flat = value.flatten(1)
     return flat.sum(1) if sums else flat.mean(1)
-
-
-def _divides_by_class_weights(loss: Any) -> bool:
-    if not isinstance(loss, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)) or loss.reduction != "mean":
-        return False
-    return loss.weight is not None or loss.ignore_index != -100
 
 
 def _with_reduction(loss: Any, reduction: str) -> Callable[..., Any] | None:

@@ -1,8 +1,8 @@
 """PyTorch objects as bytes and back: tensors, modules without their weights, and settings that need no trust.
 
 Everything is a file of `torch.save`, read by its restricted loader (`weights_only=True`), which runs no code that the
-file names. `dumps`, `loads` and `pickled` are the `Codec` with which estimators and models are saved: the loader then
-also accepts the classes of `torch.nn`, `torch.optim` and this package's callbacks.
+file names. `dumps`, `loads` and `pickled` are the `Codec` of estimators and models; `loads` also accepts the classes of
+`torch.nn`, `torch.optim` and this package's callbacks.
 """
 
 from __future__ import annotations
@@ -51,12 +51,9 @@ def from_bytes(data: bytes) -> Any:
 
 
 def detached(value: Any, where: str, copy: bool = True) -> Any:
-    """Copy a value to the CPU, so that later steps do not change it.
+    """Copy tensors and plain values, in dicts and lists, to the CPU, so that later steps do not change them.
 
-    Args:
-        value: tensors and plain values in dicts and lists.
-        where: the name of the value, for the error.
-        copy: False checks only; what is returned shares the tensors.
+    `where` names the value in the error. With copy=False, the value is checked only, and shares its tensors.
 
     Raises:
         CheckpointError: the value holds something that cannot be loaded without running code.
@@ -94,17 +91,13 @@ def weights_to_bytes(module: torch.nn.Module) -> bytes:
 
 
 def hollow(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy whose weights are zeros that take no memory: one number each, expanded to the shape."""
+    """Return a copy whose weights take no memory: each is a single zero that is expanded to the shape."""
     weights = [each for each in module.state_dict(keep_vars=True).values() if isinstance(each, torch.Tensor)]
     return copy.deepcopy(module, {id(weight): _hollow_tensor(weight) for weight in weights})
 
 
 def fill(module: torch.nn.Module, weights: dict[str, Any]) -> torch.nn.Module:
-    """Load weights into a module, which may be hollow. Tensors stay the same objects: layers may share them.
-
-    Raises:
-        CheckpointError: the weights belong to another architecture.
-    """
+    """Load weights into the tensors of a module, which may be hollow; raise CheckpointError if they do not fit."""
     for tensor in module.state_dict(keep_vars=True).values():
         if isinstance(tensor, torch.Tensor) and tensor.numel() > 1 and 0 in tensor.stride():
             tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -165,7 +158,7 @@ def loads(file: bytes) -> Any:
 
 
 def pickled(value: Any) -> bytes:
-    """Return a pickle of a value that needs trust."""
+    """Return a pickle of the value; loading it needs trust."""
     return cloudpickle.dumps(value)  # type: ignore[no-any-return]
 
 
@@ -180,7 +173,7 @@ def _names_in(file: bytes) -> Iterator[tuple[str, str]]:
 
 
 def _accepted(module: str, name: str) -> Any:
-    """Return the object if it is on our list; None leaves the decision to torch's own list."""
+    """Return the object if this module accepts its name; None leaves the decision to torch's own list."""
     if (module, name) in _PLAIN:
         return _PLAIN[module, name]
     if not f"{module}.".startswith((*_CLASSES_OF, *_FUNCTIONS_OF)):

@@ -1,17 +1,17 @@
-"""The settings of one training of a module, as the estimator sends them to every worker."""
+"""The settings of one training of a module, and the optimizer and learning rate schedule that follow from them."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.training.spec import Training
-
-if TYPE_CHECKING:
-    import torch
 
 MODEL_FILE = "model.pt"
 """The file in the run's store with the `state_dict` of the trained model, for `torch.load(..., weights_only=True)`."""
@@ -60,3 +60,100 @@ class TorchTraining(Training):
             raise InvalidSettingsError("loss_weights need losses; with train_fn, weigh the losses in that function")
         if self.scheduler_interval not in ("epoch", "step"):
             raise InvalidSettingsError(f'scheduler_interval must be "epoch" or "step", not {self.scheduler_interval!r}')
+
+
+def build_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the given optimizer, or the one that a given class or function makes of the model's parameters.
+
+    Raises:
+        InvalidSettingsError: the result is not an optimizer, has parameters of another model, or evaluates the loss
+            several times a step.
+    """
+    params = list(model.parameters())
+    if not params:
+        raise InvalidSettingsError(f"the model ({type(model).__name__}) has no parameters that could be trained")
+    optimizer = given if isinstance(given, torch.optim.Optimizer) else given(params)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidSettingsError(
+            f"optimizer must be a torch optimizer, its class, or a function of the parameters that returns one; "
+            f"it gave {type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidSettingsError(
+            "LBFGS evaluates the loss several times a step, which a training by batches does not allow; choose another "
+            "optimizer"
+        )
+    check_parameters(optimizer, model)
+    return optimizer
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    """Raise InvalidSettingsError if the optimizer has parameters that are not the model's."""
+    own = {id(param) for param in model.parameters()}
+    foreign = sum(id(param) not in own for group in optimizer.param_groups for param in group["params"])
+    if foreign:
+        raise InvalidSettingsError(
+            f"{foreign} of the optimizer's parameters are not the model's: it was made for another module. Give a "
+            "function of the parameters instead, which works with any model: "
+            f"lambda params: torch.optim.{type(optimizer).__name__}(params, lr={optimizer.defaults.get('lr')})"
+        )
+
+
+class LearningRateSchedule:
+    """The learning rate scheduler of a training (None: the rate is constant), and when it steps.
+
+    Raises:
+        InvalidSettingsError: the scheduler does not go with the optimizer or the other settings.
+    """
+
+    def __init__(self, training: TorchTraining, optimizer: torch.optim.Optimizer) -> None:
+        given = training.lr_scheduler
+        self.scheduler: Any = given
+        if given is not None and (isinstance(given, type) or not hasattr(given, "step")):
+            self.scheduler = given(optimizer)
+        if self.scheduler is not None and not hasattr(self.scheduler, "state_dict"):
+            raise InvalidSettingsError(f"lr_scheduler is {type(self.scheduler).__name__}, which is not a scheduler")
+        if getattr(self.scheduler, "optimizer", optimizer) is not optimizer:
+            raise InvalidSettingsError(
+                "lr_scheduler belongs to another optimizer; give a function of the optimizer that returns a scheduler"
+            )
+        self._by_step = training.scheduler_interval == "step"
+        self._plateau = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if self._plateau and self._by_step:
+            raise InvalidSettingsError(
+                "scheduler_interval='step' with ReduceLROnPlateau, which follows a value of whole epochs"
+            )
+        if not self._plateau and training.scheduler_monitor is not None:
+            raise InvalidSettingsError(
+                f"scheduler_monitor={training.scheduler_monitor!r} with {type(self.scheduler).__name__}, which follows "
+                "no value"
+            )
+        self._monitor = training.scheduler_monitor or ("val_loss" if training.validates else "loss")
+        self._stepped = False
+
+    def after_step(self) -> None:
+        if self.scheduler is not None and self._by_step:
+            self._step()
+
+    def after_epoch(self, logs: Mapping[str, float]) -> None:
+        """Let a scheduler of epochs step; raise InvalidSettingsError if the logs lack the monitored column."""
+        if self.scheduler is None or self._by_step:
+            return
+        if not self._plateau:
+            self._step()
+            return
+        if self._monitor not in logs:
+            raise InvalidSettingsError(f"scheduler_monitor={self._monitor!r} is not one of {', '.join(logs)}")
+        self._step(logs[self._monitor])
+
+    def _step(self, *args: float) -> None:
+        if self._stepped:
+            self.scheduler.step(*args)
+            return
+        self._stepped = True
+        with warnings.catch_warnings():
+            # The scheduler watches the user's optimizer; the distributed optimizer with the same parameter groups
+            # steps. So torch warns at the first step that the scheduler steps before its optimizer: a false alarm.
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.*")
+            warnings.filterwarnings("ignore", message=".*optimizer.step.*")
+            self.scheduler.step(*args)

@@ -19,8 +19,8 @@ from spark_elastic.data.reader import Batch, resolve_order
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError, SparkElasticError
 from spark_elastic.ml.callbacks import Callback, Monitor
 from spark_elastic.ml.datasets import model_inputs
-from spark_elastic.ml.outputs import OutputShape
-from spark_elastic.ml.training.columns import reshaped
+from spark_elastic.ml.preparation import reshaped
+from spark_elastic.ml.serving import OutputShape, suits
 from spark_elastic.ml.training.saving import callback_states
 from spark_elastic.ml.training.spec import Training
 from spark_elastic.reporting.history import FACTS
@@ -208,7 +208,8 @@ def try_transform(
     batch: Batch,
     predict: Callable[[Mapping[str, Any]], Sequence[Any]],
     inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
-) -> tuple[tuple[OutputShape, ...], str]:
+    rule: str | None,
+) -> DryRunResult:
     """Call the model as `transform` calls it. A failure is a warning, because the training works without it.
 
     Args:
@@ -216,9 +217,10 @@ def try_transform(
         batch: its first rows.
         predict: returns the model's outputs for arrays by name.
         inference_fn: the user's setting of that name.
+        rule: the rule by which the loss makes a prediction of an output; None: unknown.
 
     Returns:
-        The shapes of the outputs and ""; or no shapes and the reason why `transform` will not work.
+        The result of the dry run, with the rule if it suits the first output.
     """
     features: dict[str, Any] = {
         field.name: reshaped(batch.tensors[field.name], field.shape, batch.rows)
@@ -234,5 +236,6 @@ def try_transform(
         if inference_fn is None and training.transformation_fn is not None:
             why += " (training saw the rows through transformation_fn; transform does so through inference_fn)"
         log.warning("transform will not work: the model cannot be called with its features alone: %s", why)
-        return (), why
-    return tuple(OutputShape(output.dtype.str, output.shape[1:]) for output in outputs), ""
+        return DryRunResult((), why_not=why)
+    shapes = tuple(OutputShape(output.dtype.str, output.shape[1:]) for output in outputs)
+    return DryRunResult(shapes, rule if rule is not None and suits(rule, shapes[0].shape) else None)

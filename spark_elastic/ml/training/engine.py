@@ -1,22 +1,207 @@
-"""The interface between the trainer and a framework: the framework computes steps, measures, and copies its tensors."""
+"""The base classes that a framework derives from: an engine that computes steps, and an accumulator of its metrics."""
 
 from __future__ import annotations
 
+import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_elastic.collective.objects import allgather_object
 from spark_elastic.elastic.state import ElasticState
-from spark_elastic.ml.training.metrics_common import MetricAccumulator
-from spark_elastic.ml.training.progress import Piece, Progress, Sums
+from spark_elastic.ml.training.spec import Piece, Progress, Sums
 
 if TYPE_CHECKING:
     from spark_elastic.data.reader import Batch
     from spark_elastic.ml.training.spec import Training
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+class MetricAccumulator(ABC):
+    """The losses and metrics of one training as a float64 vector of sums.
+
+    The vectors of batches, workers and worlds are added up, so each row counts once. A framework decides what the
+    numbers are; `loss_positions` and `rows_position` say where to find those that every training has.
+
+    Attributes:
+        names: The names of the metrics; a checkpoint is resumed only by a training with the same names.
+        loss_positions: The positions of the losses' sums.
+        rows_position: The position of the number of rows.
+    """
+
+    loss_positions: Sequence[int] = ()
+    rows_position: int = -1
+
+    @property
+    @abstractmethod
+    def names(self) -> list[str]: ...
+
+    @abstractmethod
+    def logs(self, sums: Sums, pieces: Sequence[Piece], prefix: str = "") -> dict[str, float]:
+        """Compute the losses and metrics by name, the loss first; a metric of several values has several columns."""
+
+    @abstractmethod
+    def live_logs(self, sums: Sums) -> dict[str, float]:
+        """Compute those of `logs` that are plain means, without touching the metrics' own objects.
+
+        Safe on any thread at any moment: the objects belong to the thread that trains.
+        """
+
+    def rows(self, sums: Sums) -> int:
+        return int(sums[self.rows_position])
+
+    def non_finite_loss(self, sums: Any) -> float | None:
+        """Return a loss that is NaN or infinite; None if all are finite."""
+        for position in self.loss_positions:
+            if position < len(sums) and not math.isfinite(sums[position]):
+                return float(sums[position])
+        return None
+
+
+def columns_of(name: str, value: Any) -> dict[str, float]:
+    """Return the columns of the history for a metric: a number, a dict of numbers, or an array or tensor on the CPU."""
+    if isinstance(value, Mapping):
+        return {f"{name}_{key}": float(one) for key, one in value.items()}
+    values = value.reshape(-1).tolist() if hasattr(value, "reshape") else [float(value)]
+    return {name: float(values[0])} if len(values) == 1 else {f"{name}_{at}": one for at, one in enumerate(values)}
+
+
+def gather_pieces(pieces: list[Piece]) -> tuple[Piece, ...]:
+    """Gather the metric states of all workers. Raises `HorovodInternalError` if the collective failed."""
+    return tuple(piece for everyones in allgather_object(pieces) for piece in everyones)
+
+
+class Measured(NamedTuple):
+    """The measurements of one step, over all workers.
+
+    Attributes:
+        pieces: Metric states that cannot be added.
+        stop: A worker requested the end of the training.
+    """
+
+    sums: Sums
+    pieces: tuple[Piece, ...]
+    stop: bool
+
+
+class Engine:
+    """One worker's model and optimizer. All workers call the methods that contain collectives alike.
+
+    A batch of `step` and `measure` is what `feed` makes of a reader's batch: this worker's share of a global batch. It
+    has the attributes `start` and `stop` of the reader's batch.
+
+    Args:
+        training: The settings.
+        model: The framework's model, for callbacks.
+        optimizer: The framework's optimizer, for callbacks.
+        best: A copy of the model for the weights of the best epoch; None: no callback restores them.
+        metrics: The losses and metrics.
+    """
+
+    gathers: bool = False
+    """The pieces that `measure` returns have to be gathered from all workers."""
+
+    def __init__(self, training: Training, model: Any, optimizer: Any, best: Any, metrics: MetricAccumulator) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.best = best
+        self.metrics = metrics
+        self._training = training
+        self._rank, self._size = 0, 1
+
+    @property
+    def learning_rate(self) -> float:
+        raise NotImplementedError
+
+    def enter(self, rank: int, size: int) -> None:
+        """Take this rank in a new world."""
+        self._rank, self._size = rank, size
+
+    def use_threads(self, count: int) -> None:
+        raise NotImplementedError
+
+    def feed(self, batches: Generator[Batch]) -> Generator[Any]:
+        """Convert the reader's batches to those of `step` and `measure`. Closing the result closes `batches`."""
+        raise NotImplementedError
+
+    def begin_steps(self) -> None:
+        """Put the model into training mode."""
+
+    def step(self, batch: Any, at: Progress, stop: bool) -> Measured:
+        """Do the forward and backward passes, the reduction, and the optimizer's step.
+
+        A step happens completely, or it raises and the state can be put back to the one before the step. `stop` says
+        that this worker requests the end of the training.
+
+        Raises:
+            HorovodInternalError: A collective failed.
+        """
+        raise NotImplementedError
+
+    def begin_validation(self) -> None:
+        """Put the model into evaluation mode."""
+
+    def measure(self, batches: Iterable[Any]) -> tuple[Sums, list[Piece]]:
+        """Measure this worker's rows, without a collective. The sums are a new vector."""
+        raise NotImplementedError
+
+    def share_buffers(self) -> None:
+        """Broadcast running means and the like from rank 0; while training, each worker has its own."""
+        raise NotImplementedError
+
+    def has_local_non_finite_loss(self) -> bool:
+        """Return whether a loss of this worker's own rows in the last step is NaN or infinite."""
+        raise NotImplementedError
+
+    def has_nan(self) -> bool:
+        """Return whether a trained weight is NaN. Looks at all of them."""
+        raise NotImplementedError
+
+    def after_epoch(self, row: Mapping[str, float]) -> None:
+        """Advance what follows the epoch's row of the history, such as a learning rate schedule."""
+
+    def after_callbacks(self) -> None:
+        """Share what only some workers' callbacks changed at the end of the epoch, with a collective."""
+
+    def keep_best(self) -> None:
+        """Copy the present weights to `best`."""
+        raise NotImplementedError
+
+    def use_best(self) -> None:
+        """Give the model the weights of `best`."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Finish the model after the last step. May be called again."""
+
+    def model_file(self) -> tuple[str, bytes]:
+        """Return the name and the contents of the file with the trained model."""
+        raise NotImplementedError
+
+    def copies(self, at: Progress) -> Callable[[], dict[str, bytes]]:
+        """Copy all tensors, and return a function that makes the files of a checkpoint of them on another thread."""
+        raise NotImplementedError
+
+    def load(self, files: Mapping[str, bytes]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+        """Load the tensors of a checkpoint. Return the metric states of the epoch's steps, and of its validation.
+
+        Raises:
+            CheckpointError: The files were not made by `copies`.
+            KeyError, ValueError, RuntimeError, TypeError: The files belong to another model.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what the training attached to the user's model and optimizer."""
+
+
+class TrainingState(ElasticState):
+    """The elastic state of a training: the framework's tensors, and how far the training has come."""
+
+    at: Progress
 
 
 def host_cores(quota: Path = _CPU_QUOTA) -> int:
@@ -36,210 +221,9 @@ def threads_for(requested: int | None, cores: int, workers: int) -> int:
     return requested or max(1, cores // workers)
 
 
-class Rows(Protocol):
-    """A worker's share of a global batch, as the engine made it of the reader's `Batch`."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-
-
-class Measured(NamedTuple):
-    """The measurements of one step.
-
-    Attributes:
-        sums: Sums over all workers.
-        pieces: Metric states of all workers that cannot be added.
-        stop: A worker requested the end of the training.
-    """
-
-    sums: Sums
-    pieces: tuple[Piece, ...]
-    stop: bool
-
-
-class Engine(Protocol):
-    """One worker's model and optimizer. All workers call the methods that contain collectives alike.
-
-    Attributes:
-        model: The framework's model, for callbacks.
-        optimizer: The framework's optimizer, for callbacks.
-        keeps_best: There is a copy of the model for the weights of the best epoch.
-        gathers: The pieces that `measure` returns have to be gathered from all workers.
-    """
-
-    @property
-    def model(self) -> Any: ...
-    @property
-    def optimizer(self) -> Any: ...
-    @property
-    def keeps_best(self) -> bool: ...
-    @property
-    def gathers(self) -> bool: ...
-    @property
-    def learning_rate(self) -> float: ...
-
-    def enter(self, rank: int, size: int) -> None:
-        """Take this rank in a new world, and drop what is left of a step that failed in the last one."""
-
-    def use_threads(self, count: int) -> None: ...
-
-    def feed(self, batches: Generator[Batch]) -> Generator[Any]:
-        """Yield the batches as `step` and `measure` take them, see `Rows`. Closing it closes `batches`."""
-
-    # --- steps ------------------------------------------------------------------------------------
-
-    def begin_steps(self) -> None:
-        """Put the model into training mode."""
-
-    def step(self, batch: Any, at: Progress, stop: bool) -> Measured:
-        """Do the forward and backward passes, the reduction, and the optimizer's step.
-
-        A step happens completely, or it raises and the state can be put back to the one before the step. `stop` says
-        that this worker requests the end of the training.
-
-        Raises:
-            HorovodInternalError: A collective failed.
-        """
-
-    # --- measurements -----------------------------------------------------------------------------
-
-    def begin_validation(self) -> None:
-        """Put the model into evaluation mode."""
-
-    def measure(self, batches: Iterable[Any]) -> tuple[Sums, list[Piece]]:
-        """Measure this worker's rows, without a collective. The sums are a new vector."""
-
-    def share_buffers(self) -> None:
-        """Broadcast running means and the like from rank 0; while training, each worker has its own."""
-
-    def logs(self, sums: Sums, pieces: Sequence[Piece], prefix: str = "") -> dict[str, float]:
-        """Return loss and metrics by name, the loss first."""
-
-    def rows(self, sums: Sums) -> int:
-        """Return the number of rows in the sums."""
-
-    def non_finite_loss(self, sums: Sums) -> float | None:
-        """Return a loss among a step's sums that is NaN or infinite; None if there is none. Cheap."""
-
-    def has_local_non_finite_loss(self) -> bool:
-        """Return whether a loss of this worker's own rows in the last step is NaN or infinite."""
-
-    def has_nan(self) -> bool:
-        """Return whether a trained weight is NaN. Looks at all of them."""
-
-    def live_logs(self, sums: Sums) -> dict[str, float]:
-        """Return the part of `logs` that any thread can compute cheaply at any moment."""
-
-    # --- ends -------------------------------------------------------------------------------------
-
-    def after_epoch(self, row: Mapping[str, float]) -> None:
-        """Advance what follows the epoch's row, such as a learning rate schedule."""
-
-    def after_callbacks(self) -> None:
-        """Share what only some workers' callbacks changed at the end of the epoch.
-
-        Raises:
-            HorovodInternalError: A collective failed.
-        """
-
-    def keep_best(self) -> None:
-        """Copy the present weights as the best."""
-
-    def use_best(self) -> None:
-        """Give the model the best weights."""
-
-    def finish(self) -> None:
-        """Finish the model after the last step. May be called again."""
-
-    def model_file(self) -> tuple[str, bytes]:
-        """Return the name and the contents of the file with the trained model."""
-
-    def copies(self, at: Progress) -> Callable[[], dict[str, bytes]]:
-        """Copy all tensors, and return a function that makes the files of a checkpoint of them on another thread."""
-
-    def load(self, files: Mapping[str, bytes]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-        """Take over the tensors of a checkpoint, and return the pieces of training and of validation.
-
-        Raises:
-            CheckpointError: The files are not those of `copies`.
-            KeyError, ValueError, RuntimeError, TypeError: The files are of another model.
-        """
-
-    def close(self) -> None: ...
-
-
-class FrameworkEngine:
-    """The part of an `Engine` that is the same for every framework: rank, metrics, and events that need no action.
-
-    Args:
-        training: the settings.
-        model: the model, as callbacks see it.
-        best: a copy of the model for the weights of the best epoch; None: no callback restores them.
-        metrics: the losses and metrics.
-    """
-
-    def __init__(self, training: Training, model: Any, best: Any, metrics: MetricAccumulator) -> None:
-        self.model = model
-        self.best = best
-        self._training = training
-        self._metrics = metrics
-        self._rank, self._size = 0, 1
-
-    @property
-    def keeps_best(self) -> bool:
-        return self.best is not None
-
-    def enter(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def begin_steps(self) -> None: ...
-
-    def begin_validation(self) -> None: ...
-
-    def logs(self, sums: Sums, pieces: Sequence[Piece], prefix: str = "") -> dict[str, float]:
-        return self._metrics.logs(sums, pieces, prefix)
-
-    def rows(self, sums: Sums) -> int:
-        return self._metrics.rows(sums)
-
-    def non_finite_loss(self, sums: Sums) -> float | None:
-        return self._metrics.non_finite_loss(sums)
-
-    def live_logs(self, sums: Sums) -> dict[str, float]:
-        return self._metrics.live_logs(sums)
-
-    def after_epoch(self, row: Mapping[str, float]) -> None: ...
-
-    def after_callbacks(self) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def first_rows(training: Training, rows: int) -> Batch:
     """Read the first rows of the training dataset, in the order of its files."""
     with training.dataset.reader(
         "train", batch_size=rows, shuffle=False, prefetch=0, cache_dir=training.cache_dir
     ) as reader:
         return next(iter(reader.epoch(0)))
-
-
-class TrainingState(ElasticState):
-    """The elastic state of a training: the framework's tensors, and how far the training has come.
-
-    Besides steps it counts turns: changes that are not steps, but after which a member that is ahead is followed.
-    """
-
-    at: Progress
-
-    def turn_done(self) -> None:
-        """Mark a resume point: `at` changed after a collective whose result some members may have missed."""
-        self.check_host_updates()
-
-
-def gather_pieces(pieces: list[Piece]) -> tuple[Piece, ...]:
-    """Gather the metric states of all workers. Raises `HorovodInternalError` if the collective failed."""
-    return tuple(piece for everyones in allgather_object(pieces) for piece in everyones)

@@ -6,11 +6,11 @@ import contextlib
 import logging
 import math
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback, Logs, followed_value
-from spark_elastic.ml.training.progress import Progress, TrainingPhase
+from spark_elastic.ml.training.spec import Progress, TrainingPhase
 from spark_elastic.reporting.history import FACTS, History, Row
 from spark_elastic.wire import worker_link
 from spark_elastic.wire.messages import EpochEnded, LiveProgress, Notice
@@ -36,6 +36,8 @@ class RunView:
     def __init__(self, training: Training, engine: Engine, state: TrainingState) -> None:
         self.training = training
         self.engine = engine
+        self.epochs = training.epochs
+        self.model, self.optimizer = engine.model, engine.optimizer
         self._state = state
         self.rank, self.size = 0, 1
         self._logs: tuple[int, Logs] = (-1, {})
@@ -62,10 +64,6 @@ class RunView:
         return self.at.epoch
 
     @property
-    def epochs(self) -> int:
-        return self.training.epochs
-
-    @property
     def step(self) -> int:
         return self.at.step
 
@@ -77,16 +75,8 @@ class RunView:
     def logs(self) -> Logs:
         at = self.at
         if self._logs[0] != at.serial:
-            self._logs = at.serial, self.engine.logs(at.sums, at.pieces) if at.sums.size else {}
+            self._logs = at.serial, self.engine.metrics.logs(at.sums, at.pieces) if at.sums.size else {}
         return self._logs[1]
-
-    @property
-    def model(self) -> Any:
-        return self.engine.model
-
-    @property
-    def optimizer(self) -> Any:
-        return self.engine.optimizer
 
     def stop(self, reason: str) -> None:
         self.stop_reason = reason or "a callback requested the end of the training"
@@ -100,7 +90,7 @@ class RunView:
             self.best_of += [name for name in [followed_value(self.caller)] if name not in self.best_of]
 
     def restore_best(self) -> None:
-        if not self.engine.keeps_best:
+        if self.engine.best is None:
             raise InvalidSettingsError("a callback that calls restore_best() has to set `restores_best = True`")
         self.wants_restore = True
 
@@ -165,7 +155,7 @@ class Reporter:
             rows, total = at.val_position, training.dataset.rows("validation")
         else:
             return
-        values = self._run.engine.live_logs(at.sums) if at.sums.size else {}
+        values = self._run.engine.metrics.live_logs(at.sums) if at.sums.size else {}
         shown = {name: value for name, value in values.items() if math.isfinite(value)}
         self._link.show(LiveProgress(at.epoch, training.epochs, at.phase.value, min(rows, total), total, shown))
 

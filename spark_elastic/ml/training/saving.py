@@ -13,11 +13,10 @@ from spark_elastic.collective.process import process
 from spark_elastic.data.reader import resolve_order, window_settings_of
 from spark_elastic.errors import CheckpointError, InvalidSettingsError, RunTakenError
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints, CheckpointWriter, Contents, name_of
+from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints, CheckpointWriter, Contents, first_line, name_of
 from spark_elastic.ml.training.engine import Engine
-from spark_elastic.ml.training.progress import Progress, TrainingPhase
 from spark_elastic.ml.training.reporting import RunView, notify
-from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan, Training
+from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan, Progress, Training, TrainingPhase
 
 if TYPE_CHECKING:
     from spark_elastic.data.store import Store
@@ -39,8 +38,7 @@ NOTIFY_INTERVAL_S = 30.0
 class CheckpointSchedule:
     """Decides when durable checkpoints of a training are due, and has rank 0 write them in the background.
 
-    Args:
-        metrics: names of the metrics; a training that resumes from these checkpoints must have the same.
+    `metrics` are the names of the metrics; a training that resumes from these checkpoints must have the same.
     """
 
     def __init__(
@@ -52,7 +50,7 @@ class CheckpointSchedule:
         self._plan = training.checkpoints or CheckpointPlan(every_epochs=None, keep=1)
         self._settings = _settings_to_match(training, metrics)
         self.checkpoints = Checkpoints(training.store.sub(CHECKPOINTS), training.fence)
-        self._writer = CheckpointWriter(self.checkpoints, self._plan.keep, notify)
+        self.writer = CheckpointWriter(self.checkpoints, self._plan.keep, notify)
         self.begin()
 
     def begin(self) -> None:
@@ -61,18 +59,14 @@ class CheckpointSchedule:
 
     def after_step(self, run: RunView) -> None:
         """Write a checkpoint if one is due after this step, or a callback requested one."""
-        if run.wants_checkpoint:
+        every_s = self._plan.every_seconds
+        due = every_s is not None and clock.monotonic() - self._last >= every_s
+        if run.wants_checkpoint or (due and not self.writer.busy):  # skipped while the last one is being written
             run.wants_checkpoint = False
-            self._write(run)
-            return
-        due = self._plan.every_steps is not None and run.step % self._plan.every_steps == 0
-        if self._plan.every_seconds is not None and not due:
-            due = clock.monotonic() - self._last >= self._plan.every_seconds
-        if due and not self._writer.busy:  # skipped while the last one is still being written
             self._write(run)
 
     def after_epoch(self, run: RunView, finished: bool) -> None:
-        """Write a checkpoint if one is due after this epoch; `finished` says that it was the last."""
+        """Write a checkpoint if one is due after this epoch; `finished`: it was the last epoch."""
         every = self._plan.every_epochs
         if (every is not None and (run.epoch % every == 0 or finished)) or run.wants_checkpoint:
             self._write(run, run.best_of)
@@ -81,30 +75,22 @@ class CheckpointSchedule:
         """Copy the state and queue it for writing. Raises `RunTakenError` if another driver has taken over the run."""
         if run.rank != 0:
             return
-        if self._writer.fenced is not None:
-            raise self._writer.fenced
+        if self.writer.fenced is not None:
+            raise self.writer.fenced
         self._last = clock.monotonic()
         at = run.at
         make_files = self._engine.copies(at)
         document = {"at": at.to_json(), "callbacks": callback_states(self._callbacks), "settings": self._settings}
         token = self.checkpoints.token
         facts = CheckpointFacts(name_of(at.serial, token), at.step, at.epoch, at.position, tuple(best_of), token)
-        self._writer.submit(lambda: Contents(facts, document, make_files()))
+        self.writer.submit(lambda: Contents(facts, document, make_files()))
         if self._training.verbose > 1:
             print(f"writing a checkpoint of step {at.step}", flush=True)
 
-    def drain(self) -> None:
-        """Wait until all checkpoints are written. Raises `CheckpointError` if the last one could not be."""
-        self._writer.drain()
-
-    def close(self) -> None:
-        self._writer.close()
-
     def first_progress(self) -> Progress:
-        """Return where the training begins: at the checkpoint to resume from, or at the start.
+        """Return the progress of the checkpoint to resume from, or of the start.
 
-        Raises:
-            CheckpointError: The checkpoint cannot be used.
+        Raises `CheckpointError` if the checkpoint cannot be used.
         """
         if self._training.resume_from is None:
             return Progress()
@@ -137,7 +123,10 @@ class CheckpointSchedule:
         return at
 
     def _reopened(self, at: Progress) -> Progress:
-        """Continue a training that had finished if it is to have more epochs now, and end one that has had enough."""
+        """Return the progress adapted to the present number of epochs.
+
+        A training that had finished continues if there are more epochs now; one that has done them all finishes.
+        """
         epochs = self._training.epochs
         if at.phase is TrainingPhase.FINISH and at.epoch < epochs and not at.stopped:
             return replace(at, phase=TrainingPhase.TRAIN)
@@ -279,8 +268,7 @@ class ResultWriter:
                 self._store.write_bytes(file, data)
             except Exception as error:  # each kind of storage has its own
                 left_s = deadline - self._now()
-                reason = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-                failed = f"{file} could not be written to {self._store.url} ({reason})"
+                failed = f"{file} could not be written to {self._store.url} ({first_line(error)})"
             else:
                 if attempts:
                     self._notify(f"{file} is written to {self._store.url} now, after {attempts} failed attempts")

@@ -1,10 +1,14 @@
-"""The settings of a training that all frameworks share, and its result."""
+"""The data of a training: the settings that all frameworks share, how far it has come, and its result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback
@@ -26,7 +30,6 @@ class CheckpointPlan:
 
     Attributes:
         every_epochs: Write one at the end of every n-th epoch; None: not at the end of epochs.
-        every_steps: Write one after every n-th optimizer step.
         every_seconds: Write one when this time has passed since the last.
         keep: Number of the newest checkpoints that are kept.
         best_of: Column of the history; the checkpoint of the best epoch by it is kept whatever its age.
@@ -34,14 +37,13 @@ class CheckpointPlan:
     """
 
     every_epochs: int | None = 1
-    every_steps: int | None = None
     every_seconds: float | None = None
     keep: int = 3
     best_of: str | None = None
     mode: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("every_epochs", "every_steps", "every_seconds"):
+        for name in ("every_epochs", "every_seconds"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise InvalidSettingsError(f"{name} must be positive, not {value!r}")
@@ -55,33 +57,24 @@ class CheckpointPlan:
 class Training:
     """The settings of one training; each framework adds its own. Pickled as a whole.
 
-    Tensors of the dataset are named "features_0", ...; "label_0", ...; "sample_weight".
+    Tensors of the dataset are named "features_0", ...; "label_0", ...; "sample_weight". Fields that are not explained
+    here are settings of the estimators, see `ml.shared_params`, or arguments of `data.reader.BatchReader`.
 
     Attributes:
         dataset: The rows to train on; its split "validation", if it has one, is evaluated after every epoch.
         store: The folder of this run, for the trained model, the history and the checkpoints.
-        fence: Lets a worker check that its driver still holds the run; None if no other driver can take it.
-        transformation_fn: Function of a batch's columns, {name: array or list}, to those to train on, with as many
-            rows.
-        batch_size: Rows of a global batch, which is one optimizer step and shared by all workers.
-        per_worker_batch_size: Rows of each worker in a step, instead of `batch_size`.
         accumulation: Parts that each worker cuts its share of a batch into, to save memory. The gradient is that of the
             whole batch, so this changes no result.
-        shuffle: Give each epoch another order of the rows.
         seed: Seed of the order, and of the random numbers of a step (dropout), which follow from (seed, epoch,
             position, rank): a repeated step gets the same ones, another world gets others.
         clip_norm: Bound of the norm of the reduced gradient.
         clip_value: Bound of each value of the reduced gradient.
         compression: Type of gradients on the wire: "none", "fp16", "bf16".
-        sync_batch_norm: Compute batch statistics over the rows of all workers.
         checkpoints: None: only checkpoints that callbacks request are written.
         resume_from: Name of the checkpoint to resume from, as `Checkpoints.latest` returns it.
-        num_threads: Threads of the framework in each worker; None: the workers of a host share its cores.
+        fence: Lets a worker check that its driver still holds the run; None if no other driver can take it.
         input_shapes: Shape of one row of each input; None: as stored.
         label_shapes: Shape of one row of each label; None: as stored.
-        prefetch: Batches that are read ahead.
-        allow_nan_loss: Continue when the loss is not finite; otherwise the training ends without a model.
-        verbose: 0: silent; 1: rank 0 prints a line for each epoch; 2: also for each checkpoint.
     """
 
     dataset: Dataset
@@ -128,19 +121,114 @@ class Training:
         return [BestCheckpoint(plan.best_of, mode=plan.mode, restore=False)]
 
 
+Sums = npt.NDArray[np.float64]
+"""Measurements of a batch that can be added over batches and workers: losses, metrics, row counts."""
+Piece = dict[str, dict[str, Any]]
+"""Metric states of one worker's batch that cannot be added and are gathered instead: by metric, by state."""
+
+
+class TrainingPhase(str, Enum):
+    """The phase that comes next."""
+
+    TRAIN = "train"
+    VALIDATE = "validate"
+    EPOCH_END = "epoch end"
+    """The epoch's row of the history, callbacks, learning rate."""
+    FINISH = "finish"
+    """The model is written, and all workers wait for that."""
+    DONE = "done"
+
+
 @dataclass(frozen=True, slots=True)
 class Diverged:
     """Why a training ended without a model: the loss of a step, or a weight after the last step, is not finite.
 
-    Attributes:
-        step: As in `Progress`, before the step.
-        epoch: As in `Progress`, before the step.
-        loss: The loss; None if it was finite and a weight is not.
+    `step` and `epoch` are those of `Progress` before the step. `loss` is None if it was finite and a weight is not.
     """
 
     step: int
     epoch: int
     loss: float | None
+
+
+def _no_sums() -> Sums:
+    return np.zeros(0)
+
+
+def add_sums(sums: Sums, more: Sums) -> Sums:
+    """Return the sum as a new vector; an empty `sums` counts as zeros."""
+    return sums + more if sums.size else more.copy()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Progress:
+    """How far a training has come: one immutable value, replaced after each step and each turn of a validation.
+
+    The plain part of a training's state; the tensors are in the model and the optimizer.
+
+    Attributes:
+        position: Rows of the epoch's order that were trained on.
+        step: Optimizer steps that were applied.
+        serial: Steps and validation turns so far; orders checkpoints by age.
+        sums: Sums over this epoch's steps, as the engine measures them.
+        pieces: Metric states of this epoch's steps.
+        val_position: Rows of the validation split that were evaluated; `val_sums` and `val_pieces` are of them.
+        began: Start of the epoch, in seconds since 1970 by the clock of rank 0; None before it.
+        stopped: Why this epoch is the last one, if it is not the last by number; otherwise "".
+        best_epoch: The epoch whose weights are kept as the best.
+        diverged: Set when the training ends without a model. Never in a checkpoint.
+    """
+
+    phase: TrainingPhase = TrainingPhase.TRAIN
+    epoch: int = 0
+    position: int = 0
+    step: int = 0
+    serial: int = 0
+    sums: Sums = field(default_factory=_no_sums)
+    pieces: tuple[Piece, ...] = ()
+    val_position: int = 0
+    val_sums: Sums = field(default_factory=_no_sums)
+    val_pieces: tuple[Piece, ...] = ()
+    began: float | None = None
+    history: History = field(default_factory=History)
+    stopped: str = ""
+    best_epoch: int | None = None
+    diverged: Diverged | None = None
+
+    def __deepcopy__(self, memo: Any) -> Progress:
+        return self  # the state is copied after every step, and nothing in here is ever changed
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values of everything but the pieces, which are tensors."""
+        return {
+            "phase": self.phase.value,
+            "history": self.history.to_json(),
+            "stopped": self.stopped,
+            "best_epoch": self.best_epoch,
+            **{name: getattr(self, name) for name in _COUNTS},
+            **{name: getattr(self, name).tolist() for name in _SUMS},
+        }
+
+    @classmethod
+    def from_json(
+        cls, document: Mapping[str, Any], pieces: tuple[Piece, ...] = (), val_pieces: tuple[Piece, ...] = ()
+    ) -> Progress:
+        """Restore what `to_json` returned. Raises `KeyError` or `ValueError` if the document is something else."""
+        values: dict[str, Any] = {name: int(document[name]) for name in _COUNTS}
+        values |= {name: np.array(document[name], dtype=np.float64) for name in _SUMS}
+        return cls(
+            phase=TrainingPhase(document["phase"]),
+            history=History.from_json(document["history"]),
+            stopped=str(document["stopped"]),
+            best_epoch=document["best_epoch"],
+            pieces=pieces,
+            val_pieces=val_pieces,
+            **values,
+        )
+
+
+_COUNTS = ("epoch", "position", "step", "serial", "val_position")
+_SUMS = ("sums", "val_sums")
 
 
 @dataclass(frozen=True, slots=True)

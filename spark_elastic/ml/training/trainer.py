@@ -28,10 +28,17 @@ from spark_elastic.elastic.loop import elastic_loop
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.training.engine import Engine, TrainingState, gather_pieces, host_cores, threads_for
-from spark_elastic.ml.training.progress import Progress, TrainingPhase, add_sums
 from spark_elastic.ml.training.reporting import Reporter, RunView, loss_and_metrics, notify
 from spark_elastic.ml.training.saving import CheckpointSchedule, ResultWriter, save_timeout_s
-from spark_elastic.ml.training.spec import HISTORY_FILE, Diverged, Training, TrainingResult
+from spark_elastic.ml.training.spec import (
+    HISTORY_FILE,
+    Diverged,
+    Progress,
+    Training,
+    TrainingPhase,
+    TrainingResult,
+    add_sums,
+)
 from spark_elastic.reporting.progress import epoch_line
 
 log = logging.getLogger("spark_elastic.ml")
@@ -99,11 +106,8 @@ class Trainer:
             self.close()
 
     def run_in_world(self) -> None:
-        """Continue from the present state to the end. Called again in each new world.
-
-        Raises:
-            HorovodInternalError: A collective failed; for the elastic loop.
-            HostsUpdatedInterrupt: The world is about to change; for the elastic loop.
+        """Continue from the present state to the end. Called again in each new world, after `HorovodInternalError` (a
+        collective failed) or `HostsUpdatedInterrupt` (the world is about to change).
         """
         world = process.require()
         self.view.rank, self.view.size = world.rank, world.size
@@ -132,7 +136,7 @@ class Trainer:
             self.reporter.close()
         for reader in self._readers.values():
             reader.close()
-        self._checkpoints.close()
+        self._checkpoints.writer.close()
         self.engine.close()
 
     def _result(self) -> TrainingResult:
@@ -197,7 +201,8 @@ class Trainer:
         for call in self._on_batch_begin:
             call(view)
         measured = self.engine.step(batch, at, bool(view.stop_reason))
-        if not self.training.allow_nan_loss and (loss := self.engine.non_finite_loss(measured.sums)) is not None:
+        loss = None if self.training.allow_nan_loss else self.engine.metrics.non_finite_loss(measured.sums)
+        if loss is not None:
             self._diverge(loss)
             return
         phase, stopped = TrainingPhase.TRAIN, at.stopped
@@ -268,7 +273,7 @@ class Trainer:
             val_sums=add_sums(at.val_sums, global_sums),
             val_pieces=at.val_pieces + all_pieces,
         )
-        state.turn_done()
+        state.check_host_updates()
 
     # --- end of an epoch --------------------------------------------------------------------------
 
@@ -291,7 +296,7 @@ class Trainer:
         stopped = at.stopped
         if stop.item() and not stopped:
             stopped = view.stop_reason or STOPPED_ELSEWHERE
-        if view.wants_best and engine.keeps_best:
+        if view.wants_best and engine.best is not None:
             engine.keep_best()
         finished = bool(stopped) or at.epoch + 1 >= self.training.epochs
         self.state.at = Progress(
@@ -307,7 +312,7 @@ class Trainer:
         view.clear_requests()
         if view.rank == 0:
             self._show_epoch(at, row)
-        self.state.turn_done()
+        self.state.check_host_updates()
 
     def _epoch_logs(self, at: Progress) -> tuple[dict[str, float], dict[str, float]]:
         """Return the values of training and of validation.
@@ -322,13 +327,13 @@ class Trainer:
         logs = {
             "epoch": at.epoch,
             "steps": at.step,
-            "rows": self.engine.rows(train_sums),
+            "rows": self.engine.metrics.rows(train_sums),
             "seconds": seconds,
             "ended": ended,
             "lr": self.engine.learning_rate,
-            **self.engine.logs(train_sums, at.pieces),
+            **self.engine.metrics.logs(train_sums, at.pieces),
         }
-        return logs, self.engine.logs(val_sums, at.val_pieces, "val_") if at.val_sums.size else {}
+        return logs, self.engine.metrics.logs(val_sums, at.val_pieces, "val_") if at.val_sums.size else {}
 
     def _show_epoch(self, at: Progress, row: Mapping[str, float]) -> None:
         if _has_nan_loss(row) and not any(map(_has_nan_loss, at.history)):
@@ -349,7 +354,7 @@ class Trainer:
         engine.finish()
         for callback in self.callbacks:
             callback.on_fit_end(self.view)
-        if self.view.wants_restore and engine.keeps_best and state.at.best_epoch is not None:
+        if self.view.wants_restore and engine.best is not None and state.at.best_epoch is not None:
             engine.use_best()
         if not self.training.allow_nan_loss and engine.has_nan():  # the weights are the same on all workers
             state.at = replace(state.at, diverged=Diverged(state.at.step - 1, state.at.epoch - 1, None))
@@ -386,17 +391,14 @@ class Trainer:
 
     def _drain_checkpoints(self) -> None:
         try:
-            self._checkpoints.drain()
+            self._checkpoints.writer.drain()
         except CheckpointError as error:  # the model is complete without it
             log.warning("%s", error)
 
     def _wait_for_all(self) -> None:
         """Wait until the files are written and all workers have compared the rows that they read with their checksums.
 
-        Raises:
-            DatasetError: Rows were damaged.
-            RunTakenError: Another driver has taken over the run.
-            HorovodInternalError: A worker was lost; for the elastic loop.
+        Raises `DatasetError` if rows were damaged, and `RunTakenError` if another driver has taken over the run.
         """
         waiting = True
         while waiting:

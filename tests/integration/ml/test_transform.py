@@ -19,8 +19,8 @@ from spark_elastic import ElasticTorchModel
 from spark_elastic.data.layout import TensorField
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.model import Fitted
-from spark_elastic.ml.outputs import OutputShape
 from spark_elastic.ml.persistence import trusted_files
+from spark_elastic.ml.serving import OutputShape
 from spark_elastic.ml.trust import TRUST_VARIABLE
 from spark_elastic.reporting.history import History
 from tests.integration.ml.modules import Logging, TwoInputs
@@ -125,7 +125,7 @@ def test_rows_without_a_value_are_refused_left_out_or_get_null_in_all_added_colu
 
 def test_what_cannot_be_done_is_said_when_transform_is_called(rows: Any) -> None:
     model = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ()))
-    with pytest.raises(DataError, match="needs a column 'v', which the DataFrame does not have"):
+    with pytest.raises(DataError, match="the model's input 'v' is not a column of the DataFrame"):
         model.transform(rows.drop("v"))
     with pytest.raises(DataError, match=r"has a column 'Output' already; .* \(output_cols\)"):
         model.transform(rows.withColumn("Output", F.lit(1)))

@@ -15,7 +15,7 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.checkpoints import Checkpoints
+from spark_elastic.ml.checkpoints import CheckpointFacts, Checkpoints
 from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan, TrainingResult
 from tests.unit.world_link import tell
 from tests.unit.worlds import WorldDriver
@@ -87,6 +87,22 @@ def checkpoints_in(folder: Path) -> Checkpoints:
     return Checkpoints(Store.create(folder).sub(CHECKPOINTS))
 
 
+def best_in(checkpoints: Checkpoints, value: str) -> CheckpointFacts:
+    """Return the newest checkpoint that was the best by this value when it was written."""
+    return next(facts for facts in reversed(checkpoints.complete()) if value in facts.best)
+
+
+class EverySteps(Callback):
+    """Requests a checkpoint after every so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def on_batch_end(self, run: Any) -> None:
+        if run.step % self._steps == 0:
+            run.checkpoint()
+
+
 def stop_and_resume(
     trainings: Any,
     data: Path,
@@ -95,6 +111,7 @@ def stop_and_resume(
     count: int,
     plan: CheckpointPlan,
     make: Callable[[], Any] = dict,
+    every_steps: int = NEVER,
 ) -> tuple[dict[str, Any], Any]:
     """Return the outcome of a training that ended at an event and was resumed, and the checkpoint that was used.
 
@@ -103,7 +120,7 @@ def stop_and_resume(
 
     def training(count: int, **more: Any) -> Any:
         settings = make()
-        callbacks = [*settings.pop("callbacks", []), At(event, count, end)]
+        callbacks = [*settings.pop("callbacks", []), EverySteps(every_steps), At(event, count, end)]
         return trainings.make_training(data, folder, checkpoints=plan, callbacks=callbacks, **settings, **more)
 
     with pytest.raises(TheEnd):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from spark_elastic.ml.callbacks import EarlyStopping
-from spark_elastic.ml.fingerprint import described
+from spark_elastic.ml.run_folder import described
 
 ROOT = Path(__file__).resolve().parents[3]
 RATE = 0.1
@@ -80,7 +80,7 @@ def test_recursive_function_can_be_described() -> None:
 
 
 SAYS = """
-from spark_elastic.ml.fingerprint import described
+from spark_elastic.ml.run_folder import described
 print(described([lambda name: name in {"a", "b", "c", "d"}, {"x", "y", "z"}]))
 """
 

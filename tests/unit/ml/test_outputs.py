@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql.pandas.types import to_arrow_type
 
 from spark_elastic.errors import DataError
-from spark_elastic.ml.outputs import AddedColumn, OutputShape, arrow_array, prediction, probability, spark_type
+from spark_elastic.ml.serving import AddedColumn, OutputShape, arrow_array, prediction, probability, spark_type
 
 
 def column(dtype: str, shape: tuple[int, ...], **more: Any) -> AddedColumn:

@@ -10,7 +10,7 @@ import pytest
 from spark_elastic.collective.process import init
 from spark_elastic.torch import shutdown
 
-ASSEMBLE = {"torch": "spark_elastic.ml.torch.training", "keras": "spark_elastic.ml.keras.assembly"}
+ASSEMBLE = {"torch": "spark_elastic.ml.torch.engine", "keras": "spark_elastic.ml.keras.engine"}
 NOT_A_MEAN = {"torch": set(), "keras": {"label_sum"}}
 
 
@@ -21,16 +21,17 @@ def test_live_values_equal_those_of_the_history(framework, data, tmp_path):
     try:
         with framework.trainings.precise():
             trainer = assemble(framework.trainings.make_training(data, tmp_path, epochs=2))
-            logs = trainer.engine.logs
+            metrics = trainer.engine.metrics
+            logs = metrics.logs
 
             def both(sums: Any, pieces: Any, prefix: str = "") -> Any:
                 out = logs(sums, pieces, prefix)
                 seen.append(
-                    (trainer.engine.live_logs(sums), {name.removeprefix("val_"): value for name, value in out.items()})
+                    (metrics.live_logs(sums), {name.removeprefix("val_"): value for name, value in out.items()})
                 )
                 return out
 
-            trainer.engine.logs = both
+            metrics.logs = both
             trainer.run()
     finally:
         shutdown()

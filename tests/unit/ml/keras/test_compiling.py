@@ -11,8 +11,7 @@ pytest.importorskip("tensorflow")
 
 from spark_elastic.errors import InvalidSettingsError  # noqa: E402
 from spark_elastic.ml.keras import compiling  # noqa: E402
-from spark_elastic.ml.keras.compiling import check_losses, compile_arguments  # noqa: E402
-from spark_elastic.ml.keras.structure import input_names, inputs_of, output_names  # noqa: E402
+from spark_elastic.ml.keras.compiling import check_losses, compile_arguments, input_names, inputs_of, output_names  # noqa: E402  # noqa: E402
 
 
 def own(label: Any, output: Any) -> Any:

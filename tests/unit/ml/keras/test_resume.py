@@ -77,7 +77,7 @@ def test_the_trained_model_gets_the_weights_of_the_best_epoch_also_after_a_resum
     assert whole["restored"] == 0
     assert trainings.weights(tmp_path / "best") == close(trainings.weights(tmp_path / "one"))
     result, _ = stop_and_resume(
-        trainings, data, tmp_path / "cut", "on_batch_end", 32, CheckpointPlan(every_steps=2), make
+        trainings, data, tmp_path / "cut", "on_batch_end", 32, CheckpointPlan(), make, every_steps=2
     )
     assert result["restored"] == 0
     assert trainings.weights(tmp_path / "cut") == close(trainings.weights(tmp_path / "one"))

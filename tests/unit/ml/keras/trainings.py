@@ -383,14 +383,14 @@ def in_worker_variants(data: Path, folder: Path, names: Sequence[str]) -> dict[s
 def in_worker_slowly(data: Path, folder: Path) -> Any:
     counter = EpochCounter(STEPS - 5, pause_s=0.1)
     training = make_training(data, folder)
-    from spark_elastic.ml.keras import assembly
+    from spark_elastic.ml.keras import engine
 
-    plain_adapted = assembly.adapt_callbacks
+    plain_adapted = engine.adapt_callbacks
 
     def with_counter(callbacks: Any, *rest: Any) -> Any:
         return [*plain_adapted(callbacks, *rest), counter]
 
-    assembly.adapt_callbacks = with_counter
+    engine.adapt_callbacks = with_counter
     return {**outcome(training), "epochs counted": counter.epochs}
 
 

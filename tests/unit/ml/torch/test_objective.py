@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from spark_elastic.errors import DataError, InvalidSettingsError
-from spark_elastic.ml.torch.batches import TorchBatch
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
-from spark_elastic.ml.torch.objective import Objective, shaped_like
+from spark_elastic.ml.torch.objective import Objective, TorchBatch, shaped_like
 from tests.unit.ml.torch.trainings import ListMetric, SumMetric, accuracy, label_sum
 
 ROWS = 11

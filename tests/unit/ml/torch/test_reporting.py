@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import spark_elastic.torch as hvd
-from spark_elastic.ml.torch.training import assemble
-from spark_elastic.ml.training.progress import Progress, TrainingPhase
+from spark_elastic.ml.torch.engine import assemble
 from spark_elastic.ml.training.reporting import Reporter, RunView
+from spark_elastic.ml.training.spec import Progress, TrainingPhase
 from spark_elastic.reporting.history import History
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 from tests.unit.ml.torch.trainings import EPOCHS, ROWS, make_training
@@ -30,7 +30,7 @@ class Link:
 
 def view_at(at: Progress, rank: int = 0) -> Any:
     dataset = SimpleNamespace(rows=lambda split: 100)
-    engine = SimpleNamespace(live_logs=lambda sums: {})
+    engine = SimpleNamespace(metrics=SimpleNamespace(live_logs=lambda sums: {}), model=None, optimizer=None)
     view = RunView(SimpleNamespace(epochs=3, dataset=dataset), engine, SimpleNamespace(at=at))  # type: ignore[arg-type]
     view.rank = rank
     return view

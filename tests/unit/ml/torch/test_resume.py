@@ -12,10 +12,10 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback
+from spark_elastic.ml.torch.engine import assemble
 from spark_elastic.ml.torch.serialization import detached, from_bytes, to_bytes
-from spark_elastic.ml.torch.training import assemble
 from spark_elastic.ml.training.spec import CheckpointPlan
-from tests.unit.ml.in_worlds import STEPS, At, TheEnd, checkpoints_in, close, end, stop_and_resume
+from tests.unit.ml.in_worlds import STEPS, At, EverySteps, TheEnd, best_in, checkpoints_in, close, end, stop_and_resume
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import alone, assert_as_undisturbed, make_training
 from tests.unit.worlds import WorldDriver
@@ -26,16 +26,14 @@ def test_dropout_is_the_same_after_a_resume(data, tmp_path):
     changes = {"model": net, "optimizer": trainings.adam}
     whole = alone(make_training(data, tmp_path / "whole", **{**changes, "model": trainings.make_net(dropout=0.5)}))
     expected = whole, trainings.weights(tmp_path / "whole")
-    plan, ending = CheckpointPlan(every_steps=1), [At("on_batch_end", 17, end)]
+    ending = [EverySteps(1), At("on_batch_end", 17, end)]
     with pytest.raises(TheEnd):
-        alone(make_training(data, tmp_path / "cut", checkpoints=plan, callbacks=ending, **changes))
+        alone(make_training(data, tmp_path / "cut", callbacks=ending, **changes))
     latest = checkpoints_in(tmp_path / "cut").latest()
     torch.manual_seed(99)
     changes["model"] = trainings.make_net(dropout=0.5)
-    again = [At("on_batch_end", 999, end)]
-    result = alone(
-        make_training(data, tmp_path / "cut", checkpoints=plan, callbacks=again, resume_from=latest.name, **changes)
-    )
+    again = [EverySteps(1), At("on_batch_end", 999, end)]
+    result = alone(make_training(data, tmp_path / "cut", callbacks=again, resume_from=latest.name, **changes))
     assert_as_undisturbed(result, tmp_path / "cut", expected)
 
 
@@ -64,9 +62,8 @@ def test_only_worker_killed_while_it_writes_a_checkpoint_can_be_resumed(file, ha
 
 
 def test_another_number_of_workers_resumes_to_the_same_result(data, tmp_path, undisturbed):
-    plan = CheckpointPlan(every_steps=5)
     with pytest.raises(TheEnd):
-        alone(make_training(data, tmp_path, checkpoints=plan, callbacks=[At("on_batch_end", 18, end)]))
+        alone(make_training(data, tmp_path, callbacks=[EverySteps(5), At("on_batch_end", 18, end)]))
     latest = checkpoints_in(tmp_path).latest()
     with WorldDriver(start_with=2) as driver:
         driver.start(trainings.in_worker_resumed, data, tmp_path, latest.name, count=2)
@@ -132,7 +129,7 @@ def test_the_best_by_a_metric_is_kept_whatever_its_age(data, tmp_path):
         (1, ("lr max",)),
         (3, ()),
     ]
-    assert checkpoints_in(tmp_path).best().epoch == 1
+    assert best_in(checkpoints_in(tmp_path), "lr max").epoch == 1
 
 
 def test_the_trained_model_gets_the_weights_of_the_best_epoch(data, tmp_path):
@@ -155,7 +152,7 @@ def test_best_checkpoint_by_another_column_is_kept_and_not_restored(data, tmp_pa
     assert trainings.weights(tmp_path / "two") == close(trainings.weights(tmp_path / "one"))
     checkpoints = checkpoints_in(tmp_path / "two")
     assert [facts.epoch for facts in checkpoints.complete()] == [1, 3]
-    assert (checkpoints.best("lr max").epoch, checkpoints.best("steps max").epoch) == (1, 3)
+    assert (best_in(checkpoints, "lr max").epoch, best_in(checkpoints, "steps max").epoch) == (1, 3)
 
 
 def test_two_callbacks_cannot_both_choose_the_weights(data, tmp_path):
@@ -176,8 +173,9 @@ def test_the_best_weights_outlive_the_worker_that_had_found_them_and_a_resume(da
     def make():
         return {"lr_scheduler": trainings.halved_every_epoch, "callbacks": [BestCheckpoint("lr", mode="max")]}
 
-    plan = CheckpointPlan(every_steps=2)
-    result, _ = stop_and_resume(trainings, data, tmp_path / "cut", "on_batch_end", 32, plan, make)
+    result, _ = stop_and_resume(
+        trainings, data, tmp_path / "cut", "on_batch_end", 32, CheckpointPlan(), make, every_steps=2
+    )
     assert result["restored"] == 0
     assert trainings.weights(tmp_path / "cut") == close(best)
 

@@ -19,10 +19,9 @@ from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.checkpoints import Checkpoints
 from spark_elastic.ml.torch import serialization
-from spark_elastic.ml.torch.batches import BatchMaker
-from spark_elastic.ml.torch.optimizers import build_optimizer
-from spark_elastic.ml.torch.spec import MODEL_FILE
-from spark_elastic.ml.torch.training import objective_of, train
+from spark_elastic.ml.torch.engine import objective_of, train
+from spark_elastic.ml.torch.objective import BatchMaker
+from spark_elastic.ml.torch.spec import MODEL_FILE, build_optimizer
 from spark_elastic.ml.training import trainer as trainers
 from spark_elastic.ml.training.engine import host_cores, threads_for
 from spark_elastic.ml.training.spec import CHECKPOINTS, CheckpointPlan
@@ -115,9 +114,7 @@ def test_settings_that_cannot_be_are_refused_before_anything_runs(changes, messa
         make_training(data, tmp_path, **changes)
 
 
-@pytest.mark.parametrize(
-    "plan", [{"every_epochs": 0}, {"every_steps": 0}, {"every_seconds": -1.0}, {"keep": 0}, {"mode": "most"}]
-)
+@pytest.mark.parametrize("plan", [{"every_epochs": 0}, {"every_seconds": -1.0}, {"keep": 0}, {"mode": "most"}])
 def test_invalid_checkpoint_plan_is_refused(plan):
     with pytest.raises(InvalidSettingsError, match=next(iter(plan))):
         CheckpointPlan(**plan)

@@ -17,8 +17,8 @@ from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.packing import pack
 from spark_elastic.data.store import Store
 from spark_elastic.ml.callbacks import BestCheckpoint, LambdaCallback
+from spark_elastic.ml.torch.engine import train
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining
-from spark_elastic.ml.torch.training import train
 from spark_elastic.ml.training.spec import CheckpointPlan
 from tests.unit.ml.in_worlds import (
     BATCH,
@@ -28,6 +28,7 @@ from tests.unit.ml.in_worlds import (
     VALIDATION_ROWS,
     At,
     EpochCounter,
+    EverySteps,
     Telling,
     assert_same_outcome,
     at_call,
@@ -316,10 +317,8 @@ def in_worker_that_checkpoints(data: Path, folder: Path, file: str, half: bool) 
 
 
 def in_worker_resumed(data: Path, folder: Path, name: str) -> Any:
-    nothing = At("on_batch_end", 1 << 30, lambda: None)
-    return outcome(
-        make_training(data, folder, checkpoints=CheckpointPlan(every_steps=5), callbacks=[nothing], resume_from=name)
-    )
+    callbacks = [EverySteps(5), At("on_batch_end", 1 << 30, lambda: None)]
+    return outcome(make_training(data, folder, callbacks=callbacks, resume_from=name))
 
 
 def in_worker_with_best(data: Path, folder: Path) -> Any:
