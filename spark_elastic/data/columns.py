@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from spark_elastic.data.layout import Kind
+from spark_elastic.data.manifest import Kind
 from spark_elastic.errors import DataError, InvalidSettingsError, nearest
 
 INTEGERS = frozenset({"byte", "short", "integer", "long"})

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from spark_elastic.data.arrow_values import Fault, RowsRefused, SparseValues, Values, values_of
 from spark_elastic.data.columns import Column, Tensor
-from spark_elastic.data.layout import Kind, Layout, TensorField
+from spark_elastic.data.manifest import Kind, Layout, TensorField
 from spark_elastic.data.shards import Blob, Block, encode_sparse
 
 SPARSE_FROM = 4096

@@ -30,9 +30,8 @@ from spark_elastic.data.catalog import (
 )
 from spark_elastic.data.columns import Request, cast_of
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.layout import Kind
-from spark_elastic.data.local_check import DAMAGED
-from spark_elastic.data.manifest import FOUND_AGAIN, MANIFEST_NAME, Manifest
+from spark_elastic.data.files import DAMAGED
+from spark_elastic.data.manifest import FOUND_AGAIN, MANIFEST_NAME, Kind, Manifest
 from spark_elastic.data.reuse import Identity, identify, key_of
 from spark_elastic.data.shards import SHARD_BYTES
 from spark_elastic.data.spark_jobs import collect, has_lost_its_order, reason_of, refuse_connect, small_batches

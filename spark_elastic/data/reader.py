@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.data.files import SplitFiles
-from spark_elastic.data.layout import Kind, TensorField
-from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.manifest import Kind, Manifest, TensorField
 from spark_elastic.data.order.permutation import GlobalOrder, Indices, Order
 from spark_elastic.data.order.windows import WindowedShuffle, WindowSettings, window_settings
 from spark_elastic.data.prefetch import Buffers, Prefetcher, ReadAhead, Stopped

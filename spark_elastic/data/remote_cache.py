@@ -26,8 +26,7 @@ import numpy as np
 
 from spark_elastic.clock import wall
 from spark_elastic.data.block_file import BlockFile
-from spark_elastic.data.layout import Kind
-from spark_elastic.data.manifest import Manifest, checksum_error
+from spark_elastic.data.manifest import Kind, Manifest, checksum_error
 from spark_elastic.data.prefetch import Ranges, Stopped
 from spark_elastic.data.rows import Numbering
 from spark_elastic.data.store import Store

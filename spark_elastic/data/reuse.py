@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 from zoneinfo import ZoneInfo
 
-from spark_elastic.data.layout import LAYOUT_VERSION
+from spark_elastic.data.manifest import LAYOUT_VERSION
 from spark_elastic.data.spark_jobs import setting
 
 _REMOTE_FILES = 2000

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data.layout import Kind, TensorField
+from spark_elastic.data.manifest import Kind, TensorField
 from spark_elastic.data.order.permutation import Indices
 from spark_elastic.data.shards import spans
 from spark_elastic.errors import DatasetError

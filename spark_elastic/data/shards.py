@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data.layout import Layout
-from spark_elastic.data.manifest import Shard
+from spark_elastic.data.manifest import Layout, Shard
 from spark_elastic.data.store import Store, make_folder, sync_folder
 
 SHARD_BYTES = 512 << 20

@@ -15,8 +15,7 @@ import numpy.typing as npt
 from spark_elastic.data.arrow_values import Fault, RowsRefused
 from spark_elastic.data.columns import Tensor
 from spark_elastic.data.encode import Encoder
-from spark_elastic.data.layout import Layout
-from spark_elastic.data.manifest import Shard
+from spark_elastic.data.manifest import Layout, Shard
 from spark_elastic.data.order.permutation import hashes, seeded_key
 from spark_elastic.data.shards import ShardWriter
 from spark_elastic.data.store import Store

@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 from pyspark.ml import Model
 
-from spark_elastic.data.layout import Kind, TensorField
+from spark_elastic.data.manifest import Kind, TensorField
 from spark_elastic.data.spark_jobs import refuse_connect
 from spark_elastic.errors import DataError, InvalidSettingsError, nearest
 from spark_elastic.ml.outputs import BY_CLASS, AddedColumn, OutputShape, rule_of_shape, spark_type, suits

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from spark_elastic.data.layout import Kind, TensorField
+from spark_elastic.data.manifest import Kind, TensorField
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError
 from spark_elastic.ml.keras.serialization import architecture, check_config, custom_names, custom_objects_of
 

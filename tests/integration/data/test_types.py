@@ -12,7 +12,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.layout import Kind
+from spark_elastic.data.manifest import Kind
 from spark_elastic.data.materialization import materialize
 from tests.integration.data.conftest import Rows
 

@@ -7,8 +7,7 @@ import zlib
 import numpy as np
 
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.layout import Layout, TensorField
-from spark_elastic.data.manifest import MANIFEST_NAME, Manifest, Shard
+from spark_elastic.data.manifest import MANIFEST_NAME, Layout, Manifest, Shard, TensorField
 from spark_elastic.data.store import Store
 
 LAYOUT = Layout.of([TensorField("features", ("f",), "<f4", (3,)), TensorField("label", ("l",), "<i8", ())])

@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.layout import Kind
-from spark_elastic.data.manifest import MANIFEST_NAME
-from spark_elastic.data.packing import pack
+from spark_elastic.data.dataset import Dataset, pack
+from spark_elastic.data.manifest import MANIFEST_NAME, Kind
 from spark_elastic.errors import DataError, DatasetError
 
 
