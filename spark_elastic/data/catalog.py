@@ -55,21 +55,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Temporary:
-    """A dataset that is deleted when this process ends.
-
-    Attributes:
-        folder: Its folder.
-        pid: The process that uses it: a forked child must not delete it.
-        users: Fits of this process that read it, and calls of `materialize`, whose callers may read it until the end.
-        used_s: When it was last used.
-        nbytes: Its size. None: unknown since it was written.
-    """
+    """A dataset that is deleted when this process ends."""
 
     folder: Store
-    pid: int
+    pid: int  # the process that uses it: a forked child must not delete it
+    # Fits of this process that read it, and calls of `materialize`, whose callers may read it until the end.
     users: int = 0
-    used_s: float = 0.0
-    nbytes: int | None = None
+    used_s: float = 0.0  # when it was last used
+    nbytes: int | None = None  # its size. None: unknown since it was written
 
 
 _temporary: dict[str, _Temporary] = {}
@@ -158,15 +151,10 @@ def mark_used(folder: Store, keep: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of the temporary datasets that fits leave for later fits.
+    """The limits of the temporary datasets that fits leave for later fits."""
 
-    Attributes:
-        nbytes: Bytes of all of them. None: a share of what is free on the disk.
-        ttl_s: Seconds since the last use.
-    """
-
-    nbytes: int | None = None
-    ttl_s: float = TTL_S
+    nbytes: int | None = None  # bytes of all of them. None: a share of what is free on the disk
+    ttl_s: float = TTL_S  # seconds since the last use
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> Limits:

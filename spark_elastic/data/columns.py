@@ -95,46 +95,27 @@ def check_validation(schema: Any, name: str, *, case_sensitive: bool = True) -> 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column as the tasks that write it see it.
-
-    Attributes:
-        name: Its name.
-        source: "scalar", "list", "vector", "binary" or "string".
-        dtype: Of one element, before any cast.
-        depth: The nesting of arrays, for "list".
-        whole: Its values are integers although they come as float64: decimals of scale 0.
-    """
+    """A column as the tasks that write it see it."""
 
     name: str
-    source: str
-    dtype: str
-    depth: int = 0
-    whole: bool = False
+    source: str  # "scalar", "list", "vector", "binary" or "string"
+    dtype: str  # of one element, before any cast
+    depth: int = 0  # the nesting of arrays, for "list"
+    whole: bool = False  # its values are integers although they come as float64: decimals of scale 0
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor as it was requested; properties that depend on the rows are None.
+    """A tensor as it was requested; properties that depend on the rows are None."""
 
-    Attributes:
-        name: Its name in batches.
-        columns: The columns, joined in this order.
-        dtype: What it is stored as.
-        kind: How it is stored. None: DENSE or SPARSE, decided by the first vectors.
-        stacked: A single scalar column becomes shape [1] rather than a scalar.
-        shape: Of one row's value. None: as found.
-        pad_to: The length that shorter arrays are padded to. None: all rows must have one length.
-        allow_nan: NaN and infinity may be stored.
-    """
-
-    name: str
-    columns: tuple[Column, ...]
-    dtype: str
-    kind: Kind | None
-    stacked: bool
-    shape: tuple[int, ...] | None
-    pad_to: int | None
-    allow_nan: bool
+    name: str  # its name in batches
+    columns: tuple[Column, ...]  # the columns, joined in this order
+    dtype: str  # what it is stored as
+    kind: Kind | None  # how it is stored. None: DENSE or SPARSE, decided by the first vectors
+    stacked: bool  # a single scalar column becomes shape [1] rather than a scalar
+    shape: tuple[int, ...] | None  # of one row's value. None: as found
+    pad_to: int | None  # the length that shorter arrays are padded to. None: all rows must have one length
+    allow_nan: bool  # NaN and infinity may be stored
 
 
 @dataclass(frozen=True)

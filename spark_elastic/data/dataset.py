@@ -152,14 +152,14 @@ def pack(
     if store.exists(MANIFEST_NAME):
         raise DatasetError(f"{store.url} holds a dataset already; delete it, or choose another folder", url=store.url)
     splits = {"train": tensors, **({"validation": validation} if validation is not None else {})}
-    layouts = {}
+    layout: Layout | None = None
     written: dict[str, tuple[Shard, ...]] = {}
     run = uuid.uuid4().hex[:12]
     for split, values in splits.items():
-        layout, block = _block(split, values, sparse)
-        layouts[split] = layout
-        if layout != layouts["train"]:
-            raise DataError(f"validation has other tensors than train: {_differences(layouts['train'], layout)}")
+        found, block = _block(split, values, sparse)
+        layout = layout or found
+        if found != layout:
+            raise DataError(f"validation has other tensors than train: {_differences(layout, found)}")
         made: list[Shard] = []
         for part in range(shards):
             start, stop = (len(block) * edge // shards for edge in (part, part + 1))
@@ -167,7 +167,8 @@ def pack(
             writer.write(block[start:stop])
             made += writer.close()
         written[split] = tuple(made)
-    manifest = Manifest(layouts["train"], written)
+    assert layout is not None
+    manifest = Manifest(layout, written)
     store.write_bytes(MANIFEST_NAME, manifest.dumps())
     return Dataset(store, manifest)
 
@@ -185,12 +186,11 @@ def _block(split: str, tensors: Mapping[str, TensorValues], sparse: Sequence[str
         array = np.asarray(values)
         if array.dtype.kind not in "biuf":
             raise DataError(f"tensor {name!r}: values of {array.dtype} cannot be stored")
-        little = array.dtype.newbyteorder("<").str
-        if name in sparse:
-            fields.append(TensorField(name, (name,), little, array.shape[1:], kind=Kind.SPARSE))
+        kind = Kind.SPARSE if name in sparse else Kind.DENSE
+        fields.append(TensorField(name, (name,), array.dtype.newbyteorder("<").str, array.shape[1:], kind=kind))
+        if kind is Kind.SPARSE:
             blobs[name] = _encode_sparse(array)
         else:
-            fields.append(TensorField(name, (name,), little, array.shape[1:]))
             dense[name] = array
     layout = Layout.of(fields)
     records = np.zeros(next(iter(rows.values())), layout.dtype)

@@ -153,9 +153,7 @@ class LocalSource:
         if advice is None:  # a system without posix_fadvise
             return
         parts = [part for start, stop in ranges for part in self._numbering.ranges(start, stop)]
-        with contextlib.suppress(
-            OSError
-        ):  # this is advice only: a file that cannot be read is reported when it is read
+        with contextlib.suppress(OSError):  # a file that cannot be read is reported when it is read
             for shard, parts_of_shard in groupby(sorted(parts), key=lambda part: part[0]):
                 file = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC)
                 try:

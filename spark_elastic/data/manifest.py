@@ -1,8 +1,8 @@
-"""The format of a dataset: the layout of its records, its shards, and the manifest, which is written last and commits it.
+"""The format of a dataset: the layout of its records, its shards, and the manifest that commits it.
 
 A row is a record of fixed size with tensors at fixed offsets, so a batch is one gather of records, and each of its
-tensors is a view into it. A file that the manifest does not list is not a part of the dataset. Readers may assume of
-the shards of a split:
+tensors is a view into it. The manifest is written last; a file that it does not list is not a part of the dataset.
+Readers may assume of the shards of a split:
 
 - Their order is fixed, and with it the number of every row: those of the first shard come first.
 - A file starts with its first record and contains only records. References into the sidecar count from the start of
@@ -103,22 +103,13 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorField:
-    """One tensor of a row.
+    """One tensor of a row."""
 
-    Attributes:
-        name: Its name in batches.
-        columns: The columns of the DataFrame that are joined, in this order.
-        dtype: A dtype of numpy, little-endian ("<f4").
-        shape: Of one row's value; () for a scalar. Not used for BYTES, STRING and ARRAY.
-        offset: Bytes from the start of the record.
-        kind: How the value is stored.
-    """
-
-    name: str
-    columns: tuple[str, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int = 0
+    name: str  # its name in batches
+    columns: tuple[str, ...]  # the columns of the DataFrame that are joined, in this order
+    dtype: str  # a dtype of numpy, little-endian ("<f4")
+    shape: tuple[int, ...]  # of one row's value; () for a scalar. Not used for BYTES, STRING and ARRAY
+    offset: int = 0  # bytes from the start of the record
     kind: Kind = Kind.DENSE
 
     @property
@@ -129,15 +120,10 @@ class TensorField:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of a record.
-
-    Attributes:
-        fields: The tensors.
-        stride: The record's size in bytes, a multiple of 8.
-    """
+    """The layout of a record."""
 
     fields: tuple[TensorField, ...]
-    stride: int
+    stride: int  # the record's size in bytes, a multiple of 8
 
     @classmethod
     def of(cls, fields: Iterable[TensorField]) -> Layout:
@@ -223,8 +209,8 @@ class Layout:
 def _field(entry: Any, where: str) -> TensorField:
     if not isinstance(entry, Mapping):
         raise ValueError(f"{where} is {entry!r:.40}, not an object")
-    for name, kind in (("name", str), ("columns", list), ("dtype", str), ("shape", list), ("kind", str)):
-        _typed(entry, name, kind, f"{where}.")
+    for name, expected in (("name", str), ("columns", list), ("dtype", str), ("shape", list), ("kind", str)):
+        _typed(entry, name, expected, f"{where}.")
     if not all(isinstance(column, str) for column in entry["columns"]):
         raise ValueError(f"{where}.columns is {entry['columns']!r:.80}, not a list of names")
     shape = tuple(_number(size, f"{where}.shape") for size in entry["shape"])
@@ -267,22 +253,13 @@ FOUND_AGAIN = "found_again"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of packed records.
+    """One file of packed records."""
 
-    Attributes:
-        file: Its path, relative to the manifest.
-        rows: The number of records.
-        nbytes: Its size: rows × stride.
-        crc32: Its checksum.
-        sidecar: The file with the values of variable length, relative to the manifest. None: there is none.
-        sidecar_nbytes: The sidecar's size.
-        sidecar_crc32: The sidecar's checksum.
-    """
-
-    file: str
-    rows: int
-    nbytes: int
+    file: str  # its path, relative to the manifest
+    rows: int  # the number of records
+    nbytes: int  # its size: rows × stride
     crc32: int
+    # The file with the values of variable length, relative to the manifest. None: there is none.
     sidecar: str | None = None
     sidecar_nbytes: int = 0
     sidecar_crc32: int = 0
@@ -296,19 +273,14 @@ _FILE = re.compile(r"[^/\0][^\0]*")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of a dataset.
-
-    Attributes:
-        layout: The layout of the records.
-        splits: The shards of "train", and of "validation" if there is one. Their order does not depend on which task
-            ended first.
-        key: Identifies the rows and settings, see `reuse`.
-        about: Facts for people: settings, and when and by what the dataset was written.
-    """
+    """The contents of a dataset."""
 
     layout: Layout
+    # The shards of "train", and of "validation" if there is one. Their order does not depend on which task ended
+    # first.
     splits: Mapping[str, tuple[Shard, ...]]
-    key: str = ""
+    key: str = ""  # identifies the rows and settings, see `reuse`
+    # Facts for people: settings, and when and by what the dataset was written.
     about: Mapping[str, Any] = dataclass_field(default_factory=dict)
 
     def rows(self, split: str) -> int:

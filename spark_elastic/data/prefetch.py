@@ -176,17 +176,11 @@ class Source(Protocol):
 
 @dataclass(slots=True)
 class _Requested:
-    """A window of a stream, or a part of the files, that was requested.
+    """A window of a stream, or a part of the files, that was requested."""
 
-    Attributes:
-        stop: The row of the stream, or the position in the files, that it ends before.
-        request: The source's request.
-        local: Its rows have been waited for.
-    """
-
-    stop: int
+    stop: int  # the row of the stream, or the position in the files, that it ends before
     request: Any
-    local: bool = False
+    local: bool = False  # its rows have been waited for
 
 
 class ReadAhead:

@@ -128,17 +128,12 @@ def default_folder() -> Path:
 
 @dataclass(slots=True)
 class FetchRequest:
-    """Ranges of rows that are fetched and then held.
+    """Ranges of rows that are fetched and then held."""
 
-    Attributes:
-        futures: One per range.
-        held: The parts of files that were fetched so far: (file, start, stop) in bytes.
-        released: The rows are not needed any more.
-    """
-
-    futures: list[Future[None]] = field(default_factory=list)
+    futures: list[Future[None]] = field(default_factory=list)  # one per range
+    # The parts of files that were fetched so far: (file, start, stop) in bytes.
     held: list[tuple[BlockFile, int, int]] = field(default_factory=list)
-    released: bool = False
+    released: bool = False  # the rows are not needed any more
 
 
 class CachedSplit:

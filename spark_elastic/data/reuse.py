@@ -69,15 +69,10 @@ _PROCESS = uuid.uuid4().hex
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Everything that the rows of a DataFrame depend on.
+    """Everything that the rows of a DataFrame depend on."""
 
-    Attributes:
-        facts: Plain values. None: they cannot be known.
-        reason: Why they cannot be known.
-    """
-
-    facts: Mapping[str, Any] | None
-    reason: str = ""
+    facts: Mapping[str, Any] | None  # plain values. None: they cannot be known
+    reason: str = ""  # why they cannot be known
 
 
 def key_of(*parts: object) -> str:

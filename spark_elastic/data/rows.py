@@ -37,21 +37,13 @@ _FAILED = ctypes.c_void_p(-1).value
 
 @dataclass(frozen=True, slots=True)
 class FileSegment:
-    """A part of a file, and where it is mapped.
-
-    Attributes:
-        path: The file.
-        offset: Where the part starts in the file; a multiple of 4096.
-        nbytes: Its length.
-        at: Where it starts in the range; a multiple of 4096.
-        expected: The size that the whole file must have.
-    """
+    """A part of a file, and where it is mapped."""
 
     path: Path
-    offset: int
+    offset: int  # where the part starts in the file; a multiple of 4096
     nbytes: int
-    at: int
-    expected: int
+    at: int  # where it starts in the range; a multiple of 4096
+    expected: int  # the size that the whole file must have
 
 
 def can_map() -> bool:
@@ -165,21 +157,13 @@ class _ArrayInterface:
 
 @dataclass(frozen=True, slots=True)
 class RowExtent:
-    """Rows that are consecutive in one file and in the numbering.
-
-    Attributes:
-        shard: The shard's index.
-        first: The first row's place in the shard.
-        rows: The number of rows.
-        number: The first row's number.
-        address: The first row's place in the mapped range, in rows.
-    """
+    """Rows that are consecutive in one file and in the numbering."""
 
     shard: int
-    first: int
+    first: int  # the first row's place in the shard
     rows: int
     number: int
-    address: int
+    address: int  # the first row's place in the mapped range, in rows
 
 
 class Numbering:

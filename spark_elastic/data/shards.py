@@ -20,15 +20,10 @@ SHARD_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """The values of one field for some rows, end to end.
+    """The values of one field for some rows, end to end."""
 
-    Attributes:
-        data: The bytes of all values.
-        lengths: The number of bytes of each value.
-    """
-
-    data: npt.NDArray[np.uint8]
-    lengths: npt.NDArray[np.int64]
+    data: npt.NDArray[np.uint8]  # the bytes of all values
+    lengths: npt.NDArray[np.int64]  # the number of bytes of each value
 
     def __getitem__(self, rows: slice) -> Blob:
         ends = np.cumsum(self.lengths)
@@ -46,15 +41,11 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows that are ready to be written.
+    """Rows that are ready to be written."""
 
-    Attributes:
-        records: The records, C-contiguous. Their references into the sidecar are set when they are written.
-        blobs: The values in the sidecar, by field.
-    """
-
+    # The records, C-contiguous. Their references into the sidecar are set when they are written.
     records: npt.NDArray[Any]
-    blobs: Mapping[str, Blob] = field(default_factory=dict)
+    blobs: Mapping[str, Blob] = field(default_factory=dict)  # the values in the sidecar, by field
 
     def __len__(self) -> int:
         return len(self.records)

@@ -34,18 +34,11 @@ _OBJECT_STORES = ("s3", "gcs", "gs", "abfs", "abfss", "az", "adl", "oci", "r2")
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file or folder in a store.
+    """A file or folder in a store."""
 
-    Attributes:
-        path: Relative to the store that listed it.
-        nbytes: The size; 0 for folders.
-        modified_s: Seconds since 1970, by the store's clock.
-        is_dir: It is a folder.
-    """
-
-    path: str
-    nbytes: int
-    modified_s: float
+    path: str  # relative to the store that listed it
+    nbytes: int  # the size; 0 for folders
+    modified_s: float  # seconds since 1970, by the store's clock
     is_dir: bool
 
 

@@ -32,16 +32,11 @@ class WindowSettings:
     """How the windowed shuffle divides a dataset; the same on every rank and for a whole training.
 
     Checkpoints contain the fields, so their names stay.
-
-    Attributes:
-        lanes: The number of streams.
-        chunk_rows: Neighbouring rows that are read together.
-        window_rows: Rows of a stream that are shuffled among themselves; at least the stream's rows: all of them.
     """
 
-    lanes: int
-    chunk_rows: int
-    window_rows: int
+    lanes: int  # the number of streams
+    chunk_rows: int  # neighbouring rows that are read together
+    window_rows: int  # rows of a stream that are shuffled among themselves; at least the stream's rows: all of them
 
 
 def window_settings(
@@ -68,19 +63,13 @@ def _bits_reversed(number: int, bits: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """The window of a stream that rows are taken from.
-
-    Attributes:
-        number: Its number in the stream.
-        order: The permutation of its rows.
-        first: The place of its first row, counted from the start of the first chunk that it touches.
-        chunks: The first rows of the chunks that it touches. None: it touches the short chunk, and `first` is a place
-            in the chunk sequence.
-    """
+    """The window of a stream that rows are taken from."""
 
     number: int
     order: Permutation
-    first: int
+    first: int  # the place of its first row, counted from the start of the first chunk that it touches
+    # The first rows of the chunks that it touches. None: it touches the short chunk, and `first` is a place in the
+    # chunk sequence.
     chunks: Indices | None
 
 
