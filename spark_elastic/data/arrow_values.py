@@ -42,15 +42,9 @@ class RowsRefused(Exception):
     def at(
         cls, rows: npt.NDArray[Any], first_row: int, column: str, found: str, expected: str, **more: Any
     ) -> RowsRefused:
-        """Return the exception for one fault of one column.
+        """Return the exception for one `Fault`; `more` are its other attributes.
 
-        Args:
-            rows: Indices, from the start of the batch, of the rows that have it. An index may be repeated.
-            first_row: The number of the batch's first row within its partition.
-            column: The column.
-            found: The value found, in words.
-            expected: The value expected, in words.
-            more: Other attributes of the `Fault`.
+        `rows` are indices into a batch whose first row is row `first_row` of the partition; an index may be repeated.
         """
         distinct = np.unique(rows)
         return cls(Fault(column, len(distinct), first_row + int(distinct[0]), found, expected, **more))
@@ -105,22 +99,11 @@ class SparseValues:
 
 
 def values_of(column: Column, array: Any, first_row: int) -> Values | SparseValues:
-    """Return the values of a column. first_row is the number of the batch's first row, for messages.
-
-    Raises:
-        RowsRefused: The column has nulls, or inner arrays of different lengths.
-    """
+    """Return the values of a column. Raise RowsRefused for nulls, or inner arrays of different lengths."""
     if array.null_count:
+        rows, expected = np.flatnonzero(nulls(array)), "a value in every row"
         remedy = "Fill or drop them: df.na.fill, df.na.drop"
-        raise RowsRefused.at(
-            np.flatnonzero(nulls(array)),
-            first_row,
-            column.name,
-            "null",
-            "a value in every row",
-            remedy=remedy,
-            missing=True,
-        )
+        raise RowsRefused.at(rows, first_row, column.name, "null", expected, remedy=remedy, missing=True)
     if column.source == "scalar":
         return Values(_numbers(array), None, 1)
     if column.source == "vector":

@@ -82,11 +82,7 @@ class BlockFile:
     # --- for readers --------------------------------------------------------------------------
 
     def hold(self, start: int, stop: int) -> int:
-        """Fetch the absent blocks of bytes `start`..`stop`, keep all until `release`, and return the bytes fetched.
-
-        Raises:
-            StoreError: They cannot be fetched.
-        """
+        """Fetch the absent blocks of bytes `start`..`stop`, keep all until `release`, and return the bytes fetched."""
         fetched, first, last = 0, start // BLOCK, -(-stop // BLOCK)
         try:
             for here in range(first, last, _RUN):
@@ -106,10 +102,8 @@ class BlockFile:
         if not self.states["used"].all():
             return None
         crc, last = 0, self._blocks - 1
-        for length, blocks in (
-            (BLOCK, self.states["crc32"][:last]),
-            (self.nbytes - last * BLOCK, self.states["crc32"][last:]),
-        ):
+        checksums = self.states["crc32"]
+        for length, blocks in ((BLOCK, checksums[:last]), (self.nbytes - last * BLOCK, checksums[last:])):
             shift = _shift(length)
             for block in blocks.tolist():
                 crc = block ^ _times(shift, crc)
@@ -120,8 +114,7 @@ class BlockFile:
     def drop(self, block: int) -> int:
         """Drop a block unless it is held or being fetched, and return the bytes that this freed.
 
-        Raises:
-            OSError: The filesystem cannot punch holes; the block is unchanged.
+        Raise OSError, with the block unchanged, if the filesystem cannot punch holes.
         """
         with self._guard:
             if self._held[block] or block in self._fetching or not self._lock(fcntl.F_WRLCK, block, block + 1):

@@ -64,6 +64,10 @@ class _Temporary:
     used_s: float = 0.0  # when it was last used
     nbytes: int | None = None  # its size. None: unknown since it was written
 
+    @property
+    def parent(self) -> str:
+        return self.folder.root.rpartition("/")[0]
+
 
 _temporary: dict[str, _Temporary] = {}
 """By URL."""
@@ -119,15 +123,13 @@ def is_leased(folder: Store, now: float) -> bool:
 def protected(folder: Store) -> Iterator[None]:
     """Protect the dataset in `folder`, if there is one, from the limits of this process while the block runs."""
     with _guard:
-        mine = _temporary.get(folder.url)
-        if mine is not None:
-            mine.users += 1
+        mine = _temporary.get(folder.url, _Temporary(folder, os.getpid()))
+        mine.users += 1
     try:
         yield
     finally:
         with _guard:
-            if mine is not None:
-                mine.users = max(0, mine.users - 1)
+            mine.users = max(0, mine.users - 1)
 
 
 def mark_used(folder: Store, keep: bool) -> None:
@@ -158,11 +160,7 @@ class Limits:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> Limits:
-        """Return the limits that the environment variables set.
-
-        Raises:
-            InvalidSettingsError: A variable is not a size, or not a time.
-        """
+        """Return the limits that the environment variables set. Raise InvalidSettingsError for an invalid value."""
         return cls(_size(environment.get(LIMIT_SETTING)), _seconds(environment.get(TTL_SETTING)))
 
     def bytes_in(self, store: Store, used: int) -> int:
@@ -196,11 +194,7 @@ def _seconds(text: str | None) -> float:
 
 
 def give_back(folder: Store, limits: Limits, now: float) -> list[str]:
-    """End one use of a dataset that `mark_used` began, and apply the limits.
-
-    Returns:
-        URLs of the datasets that were deleted.
-    """
+    """End one use of a dataset that `mark_used` began, and apply the limits. Return the URLs of deleted datasets."""
     with _guard:
         mine = _temporary.get(folder.url)
         if mine is not None:
@@ -212,10 +206,7 @@ def give_back(folder: Store, limits: Limits, now: float) -> list[str]:
 def collect_temporary(limits: Limits, now: float) -> list[str]:
     """Delete this process's unused temporary datasets that exceed the limits, the least recently used first.
 
-    Datasets that are leased, or that a caller of `materialize` may read, stay.
-
-    Returns:
-        URLs of the datasets that were deleted.
+    Datasets that are leased, or that a caller of `materialize` may read, stay. Return the URLs of deleted datasets.
     """
     deleted = []
     with _guard:
@@ -225,9 +216,9 @@ def collect_temporary(limits: Limits, now: float) -> list[str]:
         for each in mine:
             if each.nbytes is None:
                 each.nbytes = _bytes_of(each.folder)
-            stores[_parent_of(each.folder)] += each.nbytes
+            stores[each.parent] += each.nbytes
         for each in mine:
-            parent, nbytes = _parent_of(each.folder), each.nbytes or 0
+            parent, nbytes = each.parent, each.nbytes or 0
             try:
                 over = stores[parent] > limits.bytes_in(each.folder, stores[parent])
                 late = each.used_s < now - limits.ttl_s
@@ -245,10 +236,6 @@ def collect_temporary(limits: Limits, now: float) -> list[str]:
     return deleted
 
 
-def _parent_of(folder: Store) -> str:
-    return folder.root.rpartition("/")[0]
-
-
 def _bytes_of(folder: Store) -> int:
     try:
         return sum(entry.nbytes for entry in folder.list(recursive=True))
@@ -257,9 +244,9 @@ def _bytes_of(folder: Store) -> int:
 
 
 def may_be_lost(folder: Store) -> bool:
-    """Return whether the files may differ from what was written, at the right sizes.
+    """Return whether the files may have other contents than were written, although their sizes are right.
 
-    Temporary datasets are not synced to the disk, and the machine may have crashed since another process wrote this.
+    Temporary datasets are not synced to the disk, and the machine may have crashed since another process wrote it.
     """
     return folder.is_local and folder.url not in _temporary and not folder.exists("keep")
 
@@ -308,21 +295,15 @@ class _Listed:
 
 
 def _datasets(store: Store) -> list[_Listed]:
-    found = []
-    for entry in store.list(DATASETS):
-        if entry.is_dir:
-            folder = store.sub(entry.path)
-            found.append(_Listed(folder, [file for file in folder.list(recursive=True) if not file.is_dir]))
-    return found
+    folders = [store.sub(entry.path) for entry in store.list(DATASETS) if entry.is_dir]
+    return [_Listed(each, [file for file in each.list(recursive=True) if not file.is_dir]) for each in folders]
 
 
 def collect_orphans(store: Store, now: float, age_s: float = ORPHAN_AGE_S) -> list[str]:
     """Delete what interrupted writes, repeated tasks and killed processes left behind.
 
     Datasets that are leased or kept stay, and so do files younger than `age_s` and files with other names than ours.
-
-    Returns:
-        The paths that were deleted, relative to the store.
+    Return the deleted paths, relative to the store.
     """
     deleted = []
     for found in _datasets(store):

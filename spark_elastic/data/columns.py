@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -135,11 +135,7 @@ class Request:
     pre_shuffle: str | None
 
     def check(self) -> None:
-        """Check the values that do not depend on the DataFrame.
-
-        Raises:
-            InvalidSettingsError: A value is impossible.
-        """
+        """Raise InvalidSettingsError for a value that is impossible with any DataFrame."""
         if not self.tensors or not all(self.tensors.values()):
             raise InvalidSettingsError(f"each tensor needs at least one column, not {dict(self.tensors)}")
         names = list(self.tensors)
@@ -178,30 +174,20 @@ class Request:
     def to_json(self) -> dict[str, Any]:
         """Return plain values, for the dataset's key and for the settings in its manifest."""
         return {
+            **asdict(self),
             "tensors": {
                 name: columns if isinstance(columns, str) else list(columns) for name, columns in self.tensors.items()
             },
             "dtypes": {name: np.dtype(dtype).str for name, dtype in self.dtypes.items()},
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-            "pad_to": dict(self.pad_to),
             "variable": sorted(self.variable),
-            "sparse": dict(self.sparse),
             "allow_nan": self.allow_nan if isinstance(self.allow_nan, bool) else sorted(self.allow_nan),
-            "validation": self.validation,
-            "seed": self.seed,
-            "shard_bytes": self.shard_bytes,
-            "pre_shuffle": self.pre_shuffle,
         }
 
     def resolve(self, schema: Any, case_sensitive: bool = False) -> tuple[Tensor, ...]:
-        """Return the tensors with the types of their columns.
+        """Return the tensors with the types of their columns, see `find_column`.
 
-        Args:
-            schema: The DataFrame's schema.
-            case_sensitive: Spark's setting: columns whose names differ only in case are different columns.
-
-        Raises:
-            DataError: A column is missing, there more than once, or of a type that cannot be stored.
+        Raise DataError if a column is missing, there more than once, or of a type that cannot be stored.
         """
         types = {name: find_column(schema, name, case_sensitive=case_sensitive).dataType for name in self.columns}
         if isinstance(self.validation, str):
@@ -231,14 +217,14 @@ class Request:
                 raise InvalidSettingsError(
                     f"tensor {name!r} is of variable length; remove it from dtypes, shapes and pad_to"
                 )
+        elif first.source == "vector" and name in self.sparse:
+            kind = Kind.SPARSE if self.sparse[name] else Kind.DENSE
         elif first.source == "vector":
-            kind = None
-            if name in self.sparse:
-                kind = Kind.SPARSE if self.sparse[name] else Kind.DENSE
-            if len(columns) > 1:
-                kind = Kind.DENSE if kind is None else kind
+            kind = Kind.DENSE if len(columns) > 1 else None
         elif name in self.sparse:
-            raise InvalidSettingsError(f"sparse names {name!r}, whose column {first.name!r} is not a vector")
+            raise InvalidSettingsError(
+                f"the setting sparse lists {name!r}, but column {first.name!r} is not a vector; remove it from sparse"
+            )
         if len(columns) > 1:
             others = [column for column in columns if column.source == "string"]
             if kind is not Kind.DENSE or others:

@@ -83,11 +83,7 @@ class Dataset:
         return leased(self.store)
 
     def verify(self) -> None:
-        """Read every file and compare its checksum with the manifest.
-
-        Raises:
-            DatasetError: A file differs from what was written.
-        """
+        """Read every file. Raise DatasetError if its checksum differs from the one in the manifest."""
         for shard in self.manifest.shards:
             for file, expected in ((shard.file, shard.crc32), (shard.sidecar, shard.sidecar_crc32)):
                 if file is not None and (found := self.store.checksum(file)[1]) != expected:

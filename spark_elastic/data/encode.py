@@ -42,8 +42,7 @@ class Encoder:
     def encode(self, batch: Any) -> Block:
         """Encode a pyarrow `RecordBatch` of at least one row. The block is valid until the next call.
 
-        Raises:
-            RowsRefused: The batch has values that cannot be stored.
+        Raise RowsRefused if the batch has values that cannot be stored.
         """
         faults: list[Fault] = []
         found: dict[tuple[str, str], Values | SparseValues] = {}

@@ -35,15 +35,9 @@ _PART_BYTES = 8 << 20
 
 
 class SplitFiles:
-    """The files of one split, opened for reading. Sidecars are opened only if `sidecars`.
+    """The files of one split, opened for reading: numbers of the rows, their records, their values of variable length.
 
-    Attributes:
-        numbering: The numbers of the rows.
-        rows: Their records.
-        sidecars: Their values of variable length. None: no field needs them.
-
-    Raises:
-        DatasetError: A file is missing, or has another size than the manifest says.
+    Sidecars are opened only if `sidecars`. Raise DatasetError for a file that is missing or has the wrong size.
     """
 
     def __init__(
@@ -209,13 +203,9 @@ class LocalCheck:
         self._thread.start()
 
     def result(self, timeout_s: float | None) -> bool:
-        """Wait for the end of the comparison, and return whether it was reached.
+        """Wait for the end of the comparison for at most `timeout_s` seconds, and return whether it was reached.
 
-        Args:
-            timeout_s: The longest wait; 0: do not wait. None: as long as it takes.
-
-        Raises:
-            DatasetError: A file differs from what was written.
+        Raise DatasetError if a file differs from what was written.
         """
         try:
             self._done.result(timeout_s)
@@ -256,7 +246,9 @@ class LocalCheck:
         return folder / f"{host}.json"
 
     def _compare_all(self, records: Path | None) -> None:
-        known = _read(records) if records is not None else {}
+        known: dict[str, list[int]] = {}
+        with contextlib.suppress(OSError, ValueError, TypeError):  # no records yet, or damaged ones
+            known = dict(json.loads(records.read_bytes())) if records is not None else {}
         for file, expected in self._files:
             path = self._store.local_path(file)
             try:
@@ -289,11 +281,3 @@ class LocalCheck:
             if self._drop_behind and _DONTNEED is not None:
                 os.posix_fadvise(stream.fileno(), 0, 0, _DONTNEED)
         return found
-
-
-def _read(records: Path) -> dict[str, list[int]]:
-    try:
-        found = json.loads(records.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

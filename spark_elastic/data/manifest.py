@@ -44,16 +44,10 @@ def seal(document: Mapping[str, Any]) -> bytes:
 
 
 def unseal(text: bytes, known: frozenset[str]) -> dict[str, Any]:
-    """Decode a document of `seal`, and return it without its checksum.
+    """Decode a document of `seal`, and return it without its checksum; earlier versions wrote none.
 
-    Documents without a checksum, of earlier versions, are accepted.
-
-    Args:
-        text: The document.
-        known: The fields that it may have. An unknown field could be a checksum whose name was damaged.
-
-    Raises:
-        ValueError: It is not JSON, not an object, or not what was written.
+    Raise ValueError if it is not JSON, not an object, or not what was written. `known` are the fields that it may have:
+    an unknown field could be a checksum whose name was damaged.
     """
     try:
         document = json.loads(text)
@@ -127,11 +121,7 @@ class Layout:
 
     @classmethod
     def of(cls, fields: Iterable[TensorField]) -> Layout:
-        """Place fields at aligned offsets, in the order given.
-
-        Raises:
-            ValueError: There is no field, or two have the same name.
-        """
+        """Place fields at aligned offsets, in the order given. Raise ValueError unless their names are different."""
         placed: list[TensorField] = []
         end = 0
         for field in fields:
@@ -181,11 +171,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, document: Any) -> Layout:
-        """Decode a layout.
-
-        Raises:
-            ValueError: Another version wrote it, or it is invalid; with the name of the wrong field.
-        """
+        """Decode a layout. Raise ValueError, with the wrong field's name, if it is invalid or of another version."""
         if not isinstance(document, Mapping):
             raise ValueError(f"layout is a {type(document).__name__}, not an object")
         if document.get("version") != LAYOUT_VERSION:
@@ -314,8 +300,7 @@ class Manifest:
     def loads(cls, text: bytes) -> Manifest:
         """Decode a manifest.
 
-        Raises:
-            ValueError: It is not a manifest, incomplete, changed, or of another version; with the wrong field's name.
+        Raise ValueError, with the wrong field's name, if it is no manifest, incomplete, changed, or of another version.
         """
         document = unseal(text, _FIELDS)
         if document.get("format") != FORMAT:

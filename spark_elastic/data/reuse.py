@@ -52,8 +52,8 @@ _HIDING = frozenset(
         "InSet",
     }
 )
-"""Expressions whose text names the code that they run at most; and a long IN, whose text is the same for the value
-'a, b' as for two values."""
+"""Expressions whose text has at most the name of the code that they run; and InSet, a long IN, whose text is the same
+for the value 'a, b' as for two values."""
 _IRRELEVANT = (
     "spark.sql.warehouse.dir",
     "spark.sql.debug.",

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,12 +74,8 @@ def check_size(path: Path, expected: int, found: int | None = None) -> None:
 class FileRange:
     """Segments of files, mapped read-only into one contiguous range. Bytes between segments must not be touched.
 
-    Attributes:
-        bytes: The range, uint8. No view of it may be used after `close`.
-
-    Raises:
-        DatasetError: A file is missing, or has another size than expected.
-        OSError: The system cannot map it.
+    `bytes` is the range; no view of it may be used after `close`. Raise DatasetError if a file is missing or has the
+    wrong size, OSError if the system cannot map it.
     """
 
     def __init__(self, segments: Sequence[FileSegment]) -> None:
@@ -103,7 +100,8 @@ class FileRange:
             self.close()
             raise
         # np.frombuffer of a ctypes array fails for more than 2 GiB on some versions; the array interface does not
-        self.bytes = np.asarray(_ArrayInterface(self._address, self.nbytes))
+        interface = {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self._address, True)}
+        self.bytes = np.asarray(SimpleNamespace(__array_interface__=interface))
 
     def _map(self, segment: FileSegment) -> None:
         assert self._address is not None
@@ -140,16 +138,6 @@ class FileRange:
     def __del__(self) -> None:
         if getattr(self, "_address", None) is not None:
             self.close()
-
-
-class _ArrayInterface:
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__array_interface__: dict[str, Any] = {
-            "version": 3,
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, True),
-        }
 
 
 # --- numbers of rows --------------------------------------------------------------------------------
@@ -320,11 +308,7 @@ class GatheredRows:
 def open_rows(
     files: Sequence[Path], numbering: Numbering, stride: int, shard_nbytes: Sequence[int]
 ) -> MappedRows | GatheredRows:
-    """Open the records of all shards.
-
-    Raises:
-        DatasetError: A file is missing, or has another size than the manifest says.
-    """
+    """Open the records of all shards. Raise DatasetError for a file that is missing or has the wrong size."""
     if can_map():
         try:
             return MappedRows(files, numbering, stride, shard_nbytes)
@@ -339,13 +323,8 @@ def open_rows(
 class Sidecars:
     """The sidecars of a split's shards: values of variable length, found through the references in records.
 
-    Args:
-        files: One path per shard; None where the shard has no sidecar.
-        nbytes: The size of each sidecar by the manifest.
-        url: Of the dataset, for error messages.
-
-    Raises:
-        DatasetError: A sidecar is missing, or has another size than the manifest says.
+    `files` has None where a shard has no sidecar; `nbytes` are the sizes by the manifest. Raise DatasetError if a
+    sidecar is missing or has another size.
     """
 
     def __init__(self, files: Sequence[Path | None], nbytes: Sequence[int], url: str) -> None:

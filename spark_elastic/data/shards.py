@@ -61,14 +61,8 @@ class ShardWriter:
     """A writer of shards, which starts a new one when the records or the sidecar reach `shard_bytes`.
 
     Every shard except the last contains a multiple of `layout.rows_per_page_run` rows, see `manifest`. Without rows
-    there is no file.
-
-    Args:
-        store: The dataset's folder.
-        stem: The files are ``<stem>-<number>.rows`` and ``.side``. It must be different for each attempt of a task.
-        layout: The layout of the records.
-        shard_bytes: The size at which a shard ends.
-        durable: Finished shards survive a power cut. On local folders this waits for the disk.
+    there is no file. The files are ``<stem>-<number>.rows`` and ``.side``; the stem must be different for each attempt
+    of a task. With `durable`, finished shards survive a power cut, for which a local folder waits for the disk.
     """
 
     def __init__(
@@ -187,12 +181,9 @@ def spans(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.
 
 
 def encode_sparse(counts: npt.NDArray[Any], indices: npt.NDArray[np.int32], values: npt.NDArray[Any]) -> Blob:
-    """Encode sparse rows for the sidecar: for each row its int32 indices, then as many values.
+    """Encode sparse rows for the sidecar: for each row its int32 indices, then as many values of 4 or 8 bytes.
 
-    Args:
-        counts: The number of values of each row.
-        indices: The indices of all rows end to end.
-        values: The values of all rows end to end, of 4 or 8 bytes each.
+    `counts` are the numbers of values of each row; `indices` and `values` have those of all rows end to end.
     """
     counts = counts.astype(np.int64)
     words = values.dtype.itemsize // 4  # everything is written as words of 4 bytes

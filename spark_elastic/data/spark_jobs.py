@@ -180,12 +180,12 @@ def collect(df: Any, name: str, title: str, verbose: int) -> list[Any]:
             done["error"] = error
 
     over = threading.Event()
-    watch = None
     thread = InheritableThread(target=run, name="spark_elastic write", daemon=True)
     thread.start()
+    watch = None
     if verbose:
-        progress = _TaskProgress(context, tag, title)
-        watch = InheritableThread(target=progress.show_until, args=(over,), name="spark_elastic watch", daemon=True)
+        shown = (context, tag, title, over)
+        watch = InheritableThread(target=_show_progress, args=shown, name="spark_elastic watch", daemon=True)
         watch.start()
     try:
         thread.join()
@@ -202,49 +202,40 @@ def collect(df: Any, name: str, title: str, verbose: int) -> list[Any]:
     return list(done["rows"])
 
 
-class _TaskProgress:
-    """The progress of the jobs with a tag, by their tasks."""
+def _show_progress(context: Any, tag: str, title: str, over: threading.Event) -> None:
+    """Show how many tasks of the jobs with a tag are done, until `over` is set."""
+    began = clock.monotonic()
+    if over.wait(SHOWN_AFTER_S):
+        return  # most jobs end before a bar could be read
+    screen = screen_for(None)
+    next_line = began + FIRST_LINE_S
+    view: View | None = None
+    with suppress(Exception):  # for example because the session ends; `collect` raises that
+        while not over.wait(LOOK_S):
+            now = clock.monotonic()
+            done, total = _tasks(context, tag)
+            rate = done / (now - began) if done else None
+            view = View(title, done, total, "tasks", {}, 0, rate, now - began)
+            if screen.live:
+                screen.show(view)
+            elif now >= next_line and total:
+                next_line = now + LINE_EVERY_S
+                print(f"spark_elastic: {plain_line(view)}", file=sys.stderr, flush=True)
+    with suppress(Exception):  # as above
+        if view is not None and screen.live:
+            screen.show(replace(view, done=view.total, rate=None))
+        screen.clear()
 
-    def __init__(self, context: Any, tag: str, title: str) -> None:
-        self._context = context
-        self._tag = tag
-        self._title = title
 
-    def show_until(self, over: threading.Event) -> None:
-        began = clock.monotonic()
-        if over.wait(SHOWN_AFTER_S):
-            return  # most jobs end before a bar could be read
-        screen = screen_for(None)
-        next_line = began + FIRST_LINE_S
-        view: View | None = None
-        try:
-            while not over.wait(LOOK_S):
-                now = clock.monotonic()
-                done, total = self._tasks()
-                rate = done / (now - began) if done else None
-                view = View(self._title, done, total, "tasks", {}, 0, rate, now - began)
-                if screen.live:
-                    screen.show(view)
-                elif now >= next_line and total:
-                    next_line = now + LINE_EVERY_S
-                    print(f"spark_elastic: {plain_line(view)}", file=sys.stderr, flush=True)
-        except Exception:  # for example because the session ends; `collect` raises that
-            pass
-        finally:
-            with suppress(Exception):  # as above
-                if view is not None and screen.live:
-                    screen.show(replace(view, done=view.total, rate=None))
-                screen.clear()
-
-    def _tasks(self) -> tuple[int, int]:
-        """Return how many tasks are done, and how many there are, in stages that are not skipped."""
-        tracker = self._context._jsc.sc().statusTracker()
-        done = total = 0
-        for job in tracker.getJobIdsForTag(self._tag):
-            info = tracker.getJobInfo(job)
-            for stage in info.get().stageIds() if info.isDefined() else ():
-                found = tracker.getStageInfo(stage)
-                if found.isDefined():
-                    done += found.get().numCompletedTasks()
-                    total += found.get().numTasks()
-        return done, total
+def _tasks(context: Any, tag: str) -> tuple[int, int]:
+    """Return how many tasks are done, and how many there are, in stages that are not skipped."""
+    tracker = context._jsc.sc().statusTracker()
+    done = total = 0
+    for job in tracker.getJobIdsForTag(tag):
+        info = tracker.getJobInfo(job)
+        for stage in info.get().stageIds() if info.isDefined() else ():
+            found = tracker.getStageInfo(stage)
+            if found.isDefined():
+                done += found.get().numCompletedTasks()
+                total += found.get().numTasks()
+    return done, total

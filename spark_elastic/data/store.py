@@ -28,6 +28,8 @@ PROBE = "probe-"
 """Starts the name of the folder that `ensure_shared` makes in a store for a moment."""
 _PART = 1 << 20
 """Bytes read at a time for a checksum: few enough to stay in the processor's cache until they are added up."""
+_LOCAL = ("py::fsspec+file", "py::fsspec+('file', 'local')")
+"""Names that pyarrow gives to fsspec's filesystem of this machine."""
 _OBJECT_STORES = ("s3", "gcs", "gs", "abfs", "abfss", "az", "adl", "oci", "r2")
 """Filesystems on which an upload appears whole when it is closed, and a rename would copy the file."""
 
@@ -71,7 +73,7 @@ class Store:
         if isinstance(where, Store):
             return where
         if where is None:
-            return cls._local(_own_temporary_folder())
+            return cls._local(own_temporary_folder("data", "name a store"))
         text = os.fspath(where)
         scheme = urlsplit(text).scheme if "://" in text or text.startswith(("file:", "dbfs:")) else ""
         if scheme == "dbfs":  # mounted on every node: /dbfs, and Unity volumes as they are
@@ -79,9 +81,7 @@ class Store:
             return cls._local(path if path.startswith("/Volumes/") else f"/dbfs{path}")
         if scheme == "file":
             return cls._local(unquote(urlsplit(text).path))
-        if not scheme:
-            return cls._local(text)
-        return cls._remote(text, scheme, storage_options)
+        return cls._remote(text, scheme, storage_options) if scheme else cls._local(text)
 
     @classmethod
     def of(cls, filesystem: Any, root: str, url: str = "") -> Store:
@@ -94,7 +94,7 @@ class Store:
         while isinstance(filesystem, fs.SubTreeFileSystem):
             root = posixpath.join(filesystem.base_path, root.lstrip("/")).rstrip("/")
             filesystem = filesystem.base_fs
-        if _is_local(filesystem):
+        if isinstance(filesystem, fs.LocalFileSystem) or filesystem.type_name in _LOCAL:
             return cls._local(root)
         name = filesystem.type_name.removeprefix("py::fsspec+").strip("()'\"").split("'")[0]
         return cls(url or f"{name}://{root.lstrip('/')}", root, filesystem)
@@ -247,10 +247,10 @@ class Store:
         return self._arrow().open_output_stream(target, compression=None)
 
     def check_shared(self, spark: Any) -> None:
-        """Check that the executors and the driver see each other's files in this folder.
+        """Check that the executors and the driver see each other's files in this folder, with a short job.
 
-        A short job: the driver writes a token, each task reads it and writes its own, and the driver looks for those.
-        It has as many tasks as Spark has slots, so an executor that is busy with other tasks may be left out.
+        The driver writes a token, each task reads it and writes its own file, and the driver looks for these files.
+        The job has as many tasks as Spark has slots, so an executor that is busy with other tasks may be left out.
 
         Raises:
             StoreError: Hosts do not see the driver's file, or the driver does not see theirs.
@@ -404,11 +404,7 @@ def _probe(store: Store, folder: str, token: str) -> Any:
 
 def make_folder(folder: Path, durable: bool) -> None:
     """Make a folder and those above it; durable: so that they survive a power cut."""
-    missing = []
-    above = folder
-    while durable and not above.exists():
-        missing.append(above)
-        above = above.parent
+    missing = [each for each in (folder, *folder.parents) if not each.exists()] if durable else []
     folder.mkdir(parents=True, exist_ok=True)
     for made in missing:
         sync_folder(made.parent)
@@ -429,42 +425,31 @@ def sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-def _is_local(filesystem: Any) -> bool:
-    from pyarrow import fs
-
-    return isinstance(filesystem, fs.LocalFileSystem) or filesystem.type_name in (
-        "py::fsspec+file",
-        "py::fsspec+('file', 'local')",
-    )
-
-
 def _local_entries(root: Path, folder: Path, recursive: bool) -> list[FileEntry]:
     found: list[FileEntry] = []
-    try:
-        children = list(os.scandir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return found
-    for child in children:
-        try:
-            status, is_dir = child.stat(), child.is_dir()
-        except FileNotFoundError:  # deleted meanwhile
-            continue
-        path = Path(child.path).relative_to(root).as_posix()
-        found.append(FileEntry(path, 0 if is_dir else status.st_size, status.st_mtime, is_dir))
-        if recursive and is_dir:
-            found += _local_entries(root, Path(child.path), True)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for child in os.scandir(folder):
+            try:
+                status, is_dir = child.stat(), child.is_dir()
+            except FileNotFoundError:  # deleted meanwhile
+                continue
+            path = Path(child.path).relative_to(root).as_posix()
+            found.append(FileEntry(path, 0 if is_dir else status.st_size, status.st_mtime, is_dir))
+            if recursive and is_dir:
+                found += _local_entries(root, Path(child.path), True)
     return found
 
 
-def _own_temporary_folder() -> Path:
-    """Return this user's folder among the temporary files.
+def own_temporary_folder(kind: str, remedy: str) -> Path:
+    """Return this user's folder of a kind ("data", "cache") among the host's temporary files.
 
     Raises:
-        StoreError: Another user made a folder of that name, so its contents cannot be trusted.
+        StoreError: Another user made a folder of that name, so its contents cannot be trusted. The message ends with
+            the remedy.
     """
-    folder = Path(tempfile.gettempdir()) / f"spark_elastic-data-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+    folder = Path(tempfile.gettempdir()) / f"spark_elastic-{kind}-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
-    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or not os.path.isdir(folder) or folder.is_symlink()):
-        raise StoreError(f"{folder} belongs to another user; name a store", url=str(folder))
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+        raise StoreError(f"{folder} belongs to another user; {remedy}", url=str(folder))
     return folder

@@ -6,7 +6,7 @@ import json
 import socket
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,28 +45,15 @@ class Receipt:
     faults: tuple[Fault, ...] = ()  # the faults at which the task stopped, if any
 
     def dumps(self) -> str:
-        return json.dumps(
-            {
-                "partition": self.partition,
-                "rows": self.rows,
-                "host": self.host,
-                "layout": self.layout and self.layout.to_json(),
-                "splits": {name: [asdict(shard) for shard in shards] for name, shards in self.splits.items()},
-                "faults": [asdict(fault) for fault in self.faults],
-            }
-        )
+        return json.dumps({**asdict(self), "layout": self.layout and self.layout.to_json()})
 
     @classmethod
     def loads(cls, text: str) -> Receipt:
         document = json.loads(text)
-        return cls(
-            document["partition"],
-            document["rows"],
-            document["host"],
-            document["layout"] and Layout.from_json(document["layout"]),
-            {name: tuple(Shard(**shard) for shard in shards) for name, shards in document["splits"].items()},
-            tuple(Fault(**fault) for fault in document["faults"]),
-        )
+        layout = document["layout"] and Layout.from_json(document["layout"])
+        splits = {name: tuple(Shard(**shard) for shard in shards) for name, shards in document["splits"].items()}
+        faults = tuple(Fault(**fault) for fault in document["faults"])
+        return cls(**{**document, "layout": layout, "splits": splits, "faults": faults})
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +110,13 @@ class WriteTask:
                     chosen = self._validation_rows(batch, partition, first_row)
                     writers["train"].write(block.take(np.flatnonzero(~chosen)))
                     writers["validation"].write(block.take(np.flatnonzero(chosen)))
-        except RowsRefused as refused:
-            _abort(writers)
-            faults = tuple(Fault(**{**asdict(fault), "partition": partition}) for fault in refused.faults)
+        except BaseException as error:
+            for writer in writers.values():
+                writer.abort()
+            if not isinstance(error, RowsRefused):
+                raise
+            faults = tuple(replace(fault, partition=partition) for fault in error.faults)
             return Receipt(partition, encoder.rows, socket.gethostname(), encoder.layout, {}, faults)
-        except BaseException:
-            _abort(writers)
-            raise
         written = {split: writer.close() for split, writer in writers.items()}
         return Receipt(partition, encoder.rows, socket.gethostname(), encoder.layout, written)
 
@@ -142,8 +129,3 @@ class WriteTask:
             expected = "true or false in every row"
             raise RowsRefused.at(np.flatnonzero(nulls(column)), first_row, self.validation, "null", expected)
         return column.to_numpy(zero_copy_only=False)
-
-
-def _abort(writers: dict[str, ShardWriter]) -> None:
-    for writer in writers.values():
-        writer.abort()

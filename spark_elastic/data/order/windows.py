@@ -44,11 +44,8 @@ def window_settings(
 ) -> WindowSettings:
     """Return the settings for a dataset. They do not depend on the batch size, which may change with the world.
 
-    Args:
-        rows: Rows of the dataset.
-        stride: Bytes of a record.
-        cache_bytes: The size of a remote dataset's cache, which also holds the next windows and those just used.
-        open_bytes: Bytes that the open windows of all streams may cover together.
+    A remote dataset's cache of `cache_bytes` also holds the next windows and those just used, so the open windows of
+    all streams together cover at most a quarter of it, and at most `open_bytes`. `stride` is the bytes of a record.
     """
     if cache_bytes is not None:
         open_bytes = min(open_bytes, cache_bytes // 4)
