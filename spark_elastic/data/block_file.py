@@ -18,6 +18,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -265,15 +266,9 @@ def _opened(path: Path, nbytes: int, create: bool) -> int:
 
 def _runs(blocks: Iterable[int]) -> Iterator[range]:
     """Group ascending numbers into ranges without gaps."""
-    start = stop = -1
-    for block in blocks:
-        if block != stop:
-            if stop > start:
-                yield range(start, stop)
-            start = block
-        stop = block + 1
-    if stop > start:
-        yield range(start, stop)
+    for _, numbered in groupby(enumerate(blocks), key=lambda pair: pair[1] - pair[0]):
+        run = [block for _, block in numbered]
+        yield range(run[0], run[-1] + 1)
 
 
 def _punch(file: int, offset: int, nbytes: int) -> bool:

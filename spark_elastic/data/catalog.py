@@ -319,7 +319,7 @@ def collect_orphans(store: Store, now: float, age_s: float = ORPHAN_AGE_S) -> li
             old = [entry.path for entry in found.files if entry.modified_s < now - age_s]
             orphans = {path for path in old if path.endswith((".rows", ".side"))}
             if orphans:
-                orphans -= Manifest.loads(found.folder.read_bytes(MANIFEST_NAME)).files
+                orphans -= Manifest.loads(found.folder.read_bytes(MANIFEST_NAME)).files.keys()
             for path in sorted(orphans):
                 found.folder.delete(path)
                 deleted.append(f"{DATASETS}/{name}/{path}")

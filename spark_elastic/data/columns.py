@@ -45,16 +45,10 @@ _INSTEAD = {
 
 
 def find_column(schema: Any, name: str, role: str = "column", *, case_sensitive: bool = True) -> Any:
-    """Return the field of a column in a Spark schema.
+    """Return the field of a column in a Spark schema. Raise DataError if there is no such column, or more than one.
 
-    Args:
-        schema: A StructType.
-        name: The column.
-        role: The setting that names the column, for the error message.
-        case_sensitive: Columns whose names differ only in case are different columns.
-
-    Raises:
-        DataError: There is no such column, or more than one.
+    With `case_sensitive`, columns whose names differ only in case are different columns. `role` is the setting that
+    names the column, for the error message.
     """
     alike = [f for f in schema.fields if f.name == name or (not case_sensitive and f.name.lower() == name.lower())]
     if len(alike) > 1:

@@ -13,15 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.data.catalog import delete_dataset, leased
-from spark_elastic.data.manifest import (
-    MANIFEST_NAME,
-    Kind,
-    Layout,
-    Manifest,
-    Shard,
-    TensorField,
-    checksum_error,
-)
+from spark_elastic.data.manifest import MANIFEST_NAME, Kind, Layout, Manifest, Shard, TensorField, checksum_error
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.data.shards import SHARD_BYTES, Blob, Block, ShardWriter, encode_sparse
 from spark_elastic.data.store import Store
@@ -84,25 +76,19 @@ class Dataset:
 
     def verify(self) -> None:
         """Read every file. Raise DatasetError if its checksum differs from the one in the manifest."""
-        for shard in self.manifest.shards:
-            for file, expected in ((shard.file, shard.crc32), (shard.sidecar, shard.sidecar_crc32)):
-                if file is not None and (found := self.store.checksum(file)[1]) != expected:
-                    raise checksum_error(self.store.url, file, found, expected)
+        for file, (_, expected) in self.manifest.files.items():
+            if (found := self.store.checksum(file)[1]) != expected:
+                raise checksum_error(self.store.url, file, found, expected)
 
     def delete(self) -> None:
         """Delete all files of the dataset."""
         delete_dataset(self.store)
 
     def _check_files(self) -> None:
-        expected = {}
-        for shard in self.manifest.shards:
-            expected[shard.file] = shard.nbytes
-            if shard.sidecar is not None:
-                expected[shard.sidecar] = shard.sidecar_nbytes
-        found = {}
+        expected, found = self.manifest.files, {}
         for folder in sorted({file.rpartition("/")[0] for file in expected}):  # one request a folder, not one a file
             found.update({entry.path: entry.nbytes for entry in self.store.list(folder) if not entry.is_dir})
-        for file, nbytes in expected.items():
+        for file, (nbytes, _) in expected.items():
             if found.get(file) != nbytes:
                 size = f"{found[file]} bytes" if file in found else "not there"
                 raise DatasetError(

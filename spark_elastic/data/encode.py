@@ -159,11 +159,7 @@ class Encoder:
         return self._lengths.get(place, 1) * math.prod(self._inner.get(place, ()))
 
     def _fill(
-        self,
-        out: npt.NDArray[Any],
-        tensor: Tensor,
-        parts: list[tuple[Column, Values | SparseValues]],
-        first_row: int,
+        self, out: npt.NDArray[Any], tensor: Tensor, parts: list[tuple[Column, Values | SparseValues]], first_row: int
     ) -> None:
         """Write a tensor's values to `out`, a view of the records with shape (rows, values of a row)."""
         start = 0

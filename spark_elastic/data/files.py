@@ -108,12 +108,7 @@ class LocalSource:
     """
 
     def __init__(
-        self,
-        paths: list[Path],
-        numbering: Numbering,
-        stride: int,
-        rows: MappedRows | GatheredRows,
-        nbytes: int,
+        self, paths: list[Path], numbering: Numbering, stride: int, rows: MappedRows | GatheredRows, nbytes: int
     ) -> None:
         self._paths = paths
         self._numbering = numbering

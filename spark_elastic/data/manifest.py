@@ -281,9 +281,14 @@ class Manifest:
         return [shard for shards in self.splits.values() for shard in shards]
 
     @property
-    def files(self) -> set[str]:
-        """The files of the dataset, except the manifest."""
-        return {file for shard in self.shards for file in (shard.file, shard.sidecar) if file is not None}
+    def files(self) -> dict[str, tuple[int, int]]:
+        """The size and the checksum of each file of the dataset, except the manifest."""
+        found = {}
+        for shard in self.shards:
+            found[shard.file] = (shard.nbytes, shard.crc32)
+            if shard.sidecar is not None:
+                found[shard.sidecar] = (shard.sidecar_nbytes, shard.sidecar_crc32)
+        return found
 
     def dumps(self) -> bytes:
         document = {

@@ -224,8 +224,9 @@ def _write(df: Any, request: Request, folder: Store, key: str, kept: bool, verbo
         raise
     if folder.write_bytes(MANIFEST_NAME, manifest.dumps(), only_if_absent=True, durable=kept):
         # files of attempts that Spark repeated; those of attempts that still run are later deleted as orphans
+        listed = manifest.files
         for entry in folder.list(run):
-            if entry.path not in manifest.files:
+            if entry.path not in listed:
                 folder.delete(entry.path)
         return dataset
     theirs = Dataset.open(folder)  # another process wrote the same rows meanwhile

@@ -55,11 +55,7 @@ class Prefetcher(Iterator[T], Generic[T]):
     """
 
     def __init__(
-        self,
-        source: Callable[[], Iterable[T]],
-        depth: int,
-        name: str,
-        on_close: Callable[[], None] = lambda: None,
+        self, source: Callable[[], Iterable[T]], depth: int, name: str, on_close: Callable[[], None] = lambda: None
     ) -> None:
         self._on_close = on_close
         self._depth = depth

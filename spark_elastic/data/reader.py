@@ -72,12 +72,7 @@ def _split(tensors: Mapping[str, Any], edges: Sequence[int], counts: Sequence[in
 
 
 def resolve_order(
-    dataset: Dataset,
-    split: str = "train",
-    *,
-    order: str = "auto",
-    shuffle: bool = True,
-    cache_bytes: int | None = None,
+    dataset: Dataset, split: str = "train", *, order: str = "auto", shuffle: bool = True, cache_bytes: int | None = None
 ) -> str:
     """Return the order in which a split is read, "global" or "lanes". It is the same on every process.
 
@@ -200,12 +195,7 @@ class BatchReader:
         self._world = (rank, size)
 
     def preload(self) -> None:
-        """Read all rows if the order needs all at once. Otherwise the first batch would wait for that.
-
-        Raises:
-            DatasetError: A file is damaged.
-            StoreError: The rows cannot be read.
-        """
+        """Read all rows if the order needs all at once. Otherwise the first batch would wait for that."""
         if self.order == "global":
             self._files.read_ahead().prepare(self._order_of(0), 0, 0, self.rank, self.size)
 

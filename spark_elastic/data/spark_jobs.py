@@ -44,10 +44,8 @@ _BATCH_ROWS = 500
 """For versions of Spark (before 4.0) that limit batches by rows only."""
 
 _lock = threading.Lock()
-_users: dict[tuple[str, str], int] = {}
-"""(session, setting) → threads that need it changed."""
-_before: dict[tuple[str, str], str | None] = {}
-"""The value to restore after the last of them; None: it was not set."""
+_changed: dict[tuple[str, str], tuple[int, str | None]] = {}
+"""(session, setting) → the threads that need it changed, and the value to restore after the last of them, if any."""
 
 
 @contextmanager
@@ -55,23 +53,23 @@ def setting(spark: Any, name: str, value: str) -> Iterator[None]:
     """Change a setting of the session while the block runs. The last of several threads to leave restores it."""
     about = (str(spark._jsparkSession.sessionUUID()), name)
     with _lock:
-        if not _users.get(about):
+        users, before = _changed.get(about, (0, None))
+        if not users:
             was_set = spark._jsparkSession.sessionState().conf().contains(name)
-            _before[about] = spark.conf.get(name) if was_set else None
+            before = spark.conf.get(name) if was_set else None
             spark.conf.set(name, value)
-        _users[about] = _users.get(about, 0) + 1
+        _changed[about] = (users + 1, before)
     try:
         yield
     finally:
         with _lock:
-            _users[about] -= 1
-            if not _users[about]:
-                del _users[about]
-                before = _before.pop(about)
-                if before is None:
-                    spark.conf.unset(name)
-                else:
-                    spark.conf.set(name, before)
+            users, before = _changed.pop(about)
+            if users > 1:
+                _changed[about] = (users - 1, before)
+            elif before is None:
+                spark.conf.unset(name)
+            else:
+                spark.conf.set(name, before)
 
 
 @contextmanager

@@ -134,11 +134,7 @@ class Store:
         return self.filesystem is None
 
     def local_path(self, path: str = "") -> Path:
-        """Return the path of a file or folder on this machine.
-
-        Raises:
-            StoreError: The store is remote.
-        """
+        """Return the path of a file or folder on this machine. Raise StoreError if the store is remote."""
         if self.filesystem is not None:
             raise StoreError(f"{self.url} has no paths on this machine", url=self.url)
         return Path(self._at(path))
@@ -443,9 +439,7 @@ def _local_entries(root: Path, folder: Path, recursive: bool) -> list[FileEntry]
 def own_temporary_folder(kind: str, remedy: str) -> Path:
     """Return this user's folder of a kind ("data", "cache") among the host's temporary files.
 
-    Raises:
-        StoreError: Another user made a folder of that name, so its contents cannot be trusted. The message ends with
-            the remedy.
+    Raise StoreError, with the remedy, if another user made a folder of that name: its contents cannot be trusted.
     """
     folder = Path(tempfile.gettempdir()) / f"spark_elastic-{kind}-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -175,8 +175,7 @@ class Order(Protocol):
     def take(self, edges: Sequence[int], rank: int, size: int) -> tuple[Indices, list[int]]:
         """Return a rank's rows of the global batches `[edges[0], edges[1])`, `[edges[1], edges[2])`, ... of positions.
 
-        Returns:
-            The rows of all batches, one batch's after another's; and the number of rows in each batch.
+        The rows of all batches come one batch's after another's, with the number of rows in each batch.
         """
 
 
