@@ -9,6 +9,7 @@ exclusively, so there are no deadlocks.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -72,12 +73,10 @@ class BlockFile:
     @classmethod
     def of_others(cls, path: Path) -> BlockFile | None:
         """Open another reader's file, to drop blocks of it. None: it was removed, or is not completely created yet."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             nbytes, states = path.stat().st_size, path.with_suffix(".state").stat().st_size
             if nbytes and states == -(-nbytes // BLOCK) * _STATE.itemsize:
                 return cls(path, nbytes, create=False)
-        except FileNotFoundError:
-            pass
         return None
 
     # --- for readers --------------------------------------------------------------------------
@@ -197,13 +196,19 @@ class BlockFile:
             start, stop = blocks.start * BLOCK, min(blocks.stop * BLOCK, self.nbytes)
             if all(self._is_intact(block) for block in blocks):
                 return 0
-            data = memoryview(self._fetched(start, stop - start))
+            assert self._fetch is not None
+            nbytes = stop - start
+            data = memoryview(self._fetch(start, nbytes))
+            if len(data) != nbytes:
+                raise StoreError(
+                    f"{self.path.name}: {len(data)} of {nbytes} bytes were delivered at {start}; the file is cut off"
+                )
             for block in blocks:
                 part = data[block * BLOCK - start : block * BLOCK - start + BLOCK]
                 self._write(part, block * BLOCK)
                 self._verified[block] = zlib.crc32(part)
                 self.states[block] = (self._verified[block], int(time.time()))
-            return stop - start
+            return nbytes
         finally:
             with self._guard:
                 self._fetching.difference_update(blocks)
@@ -218,15 +223,6 @@ class BlockFile:
             raise StoreError(
                 f"{self.path} cannot be written: {error}; choose another cache_dir, or limit cache_bytes"
             ) from error
-
-    def _fetched(self, start: int, nbytes: int) -> bytes:
-        assert self._fetch is not None
-        data = self._fetch(start, nbytes)
-        if len(data) != nbytes:
-            raise StoreError(
-                f"{self.path.name}: {len(data)} of {nbytes} bytes were delivered at {start}; the file is cut off"
-            )
-        return data
 
     def _is_intact(self, block: int) -> bool:
         """Return whether a block is present with the bytes that were fetched."""

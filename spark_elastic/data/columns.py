@@ -73,11 +73,7 @@ def element_type(spark_type: Any) -> str:
 
 
 def check_validation(schema: Any, name: str, *, case_sensitive: bool = True) -> None:
-    """Check that a column can select the rows of the split "validation".
-
-    Raises:
-        DataError: It is missing or not boolean.
-    """
+    """Raise DataError if the column that selects the rows of the split "validation" is missing or not boolean."""
     found = find_column(schema, name, "validation column", case_sensitive=case_sensitive).dataType
     if found.typeName() != "boolean":
         raise DataError(

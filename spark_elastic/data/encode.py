@@ -23,17 +23,12 @@ _SPARSE_BELOW = 0.25
 
 
 class Encoder:
-    """An encoder of the batches of one task, in their order.
-
-    Attributes:
-        rows: The rows encoded so far.
-        layout: The layout of the records. None before the first row.
-    """
+    """An encoder of the batches of one task, in their order."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self._tensors = tensors
-        self.rows = 0
-        self.layout: Layout | None = None
+        self.rows = 0  # encoded so far
+        self.layout: Layout | None = None  # of the records; None before the first row
         self._flat = np.dtype([])
         self._buffer: npt.NDArray[Any] = np.zeros(0)
         self._lengths: dict[tuple[str, str], int] = {}
@@ -131,7 +126,7 @@ class Encoder:
                 else:
                     shape = (sum(widths),)
                 if kind is None:
-                    kind = _storage(found[tensor.name, only.name])
+                    kind = Kind.SPARSE if _is_sparse(found[tensor.name, only.name]) else Kind.DENSE
                 if tensor.shape is not None:
                     if math.prod(tensor.shape) != math.prod(shape):
                         raise RowsRefused.at(
@@ -192,11 +187,11 @@ class Encoder:
                     target[...] = _checked(tensor, column, values.flat, None, first_row, width).reshape(matrix.shape)
 
 
-def _storage(values: Values | SparseValues) -> Kind:
-    if isinstance(values, SparseValues) and values.size > SPARSE_FROM:
-        density = len(values.flat) / max(1, len(values.counts) * values.size)
-        return Kind.SPARSE if density < _SPARSE_BELOW else Kind.DENSE
-    return Kind.DENSE
+def _is_sparse(values: Values | SparseValues) -> bool:
+    """Return whether a tensor is better stored as a sparse one, by its first values."""
+    if not isinstance(values, SparseValues) or values.size <= SPARSE_FROM:
+        return False
+    return len(values.flat) < _SPARSE_BELOW * len(values.counts) * values.size
 
 
 def _is_lossless(source: np.dtype[Any], target: np.dtype[Any]) -> bool:

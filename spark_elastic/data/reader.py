@@ -200,13 +200,12 @@ class BatchReader:
             self._files.read_ahead().prepare(self._order_of(0), 0, 0, self.rank, self.size)
 
     def checked(self, timeout_s: float | None = None) -> bool:
-        """Wait until the files have been compared with the manifest's checksums. The end of an epoch waits for it too.
+        """Wait until the files have been compared with the manifest's checksums, and return whether they have been.
+
+        The end of an epoch waits for this too.
 
         Args:
             timeout_s: The longest wait; 0: do not wait. None: as long as it takes.
-
-        Returns:
-            Whether the comparison has ended.
 
         Raises:
             DatasetError: A file differs from what was written.

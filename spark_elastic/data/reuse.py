@@ -109,7 +109,12 @@ def _identify(df: Any) -> Identity:
     plan = execution.optimizedPlan()  # without columns that are not read
     if plan.containsPattern(patterns.PLAN_EXPRESSION()):
         return Identity(None, "the query has a subquery, whose inputs are not examined")
-    conf = _settings(spark)
+    # all settings of Spark SQL that have been set and may change rows
+    conf = sorted(
+        [name, value]
+        for name, value in _pairs(spark._jsparkSession.conf().getAll())
+        if name.startswith("spark.sql.") and not name.startswith(_IRRELEVANT)
+    )
     zone = str(spark.conf.get("spark.sql.session.timeZone"))
     text, structure = _text(spark, plan), _structure(plan, zone)
     of_session = of_session or structure is None or any(name in text for name in _OPAQUE)
@@ -158,14 +163,6 @@ def _identify(df: Any) -> Identity:
         # this hash includes the addresses of functions in the JVM, which distinguish two of the same name
         facts["session"] = [spark.sparkContext.applicationId, _PROCESS, plan.semanticHash()]
     return Identity(facts)
-
-
-def _settings(spark: Any) -> list[list[str]]:
-    """Return all settings of Spark SQL that have been set and may change rows, sorted."""
-    made = _pairs(spark._jsparkSession.conf().getAll())
-    return sorted(
-        [name, value] for name, value in made if name.startswith("spark.sql.") and not name.startswith(_IRRELEVANT)
-    )
 
 
 def _pairs(scala_map: Any) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,24 +216,27 @@ class Numbering:
     def ranges_in_files(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the rows at positions `start`..`stop` of the files read one after another, as ranges of numbers."""
         found = []
-        index = int(np.searchsorted(self._positions, start, side="right")) - 1
-        while start < stop:
-            following = int(self._positions[index + 1]) if index + 1 < len(self._positions) else self.rows
-            end, shift = min(stop, following), int(self._to_number[index])
-            found.append((start + shift, end + shift))
-            start, index = end, index + 1
+        for index, first, last in self._divided(self._positions, start, stop):
+            shift = int(self._to_number[index])
+            found.append((first + shift, last + shift))
         return found
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return rows number `start`..`stop` as parts of shards: (shard, first row, last row + 1)."""
         found = []
-        index = int(np.searchsorted(self._numbers, start, side="right")) - 1
-        while start < stop:
+        for index, first, last in self._divided(self._numbers, start, stop):
             extent = self.extents[index]
-            end = min(stop, extent.number + extent.rows)
-            found.append((extent.shard, start - extent.number + extent.first, end - extent.number + extent.first))
-            start, index = end, index + 1
+            shift = extent.first - extent.number
+            found.append((extent.shard, first + shift, last + shift))
         return found
+
+    def _divided(self, begins: Indices, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Divide `[start, stop)` at the ascending `begins`: the index of the begin, and the part that starts there."""
+        index = int(np.searchsorted(begins, start, side="right"))
+        for end in [*begins[index : np.searchsorted(begins, stop)].tolist(), stop]:
+            if start < end:
+                yield index - 1, start, end
+            start, index = end, index + 1
 
     def _extents_of(self, numbers: Indices) -> Indices:
         found: Indices = np.searchsorted(self._numbers, numbers, side="right") - 1

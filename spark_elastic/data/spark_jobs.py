@@ -97,14 +97,11 @@ def reason_of(error: BaseException) -> tuple[type[SparkElasticError], str]:
     """
     text = _text(error)
     _, found, tail = text.rpartition("Traceback (most recent call last):")
-    if found:
-        raised = _RAISED.search(tail)
-        if raised:
-            name = raised.group(1).rpartition(".")[2]
-            words = raised.group(2).strip()
-            in_writer = "spark_elastic/data/" in tail[: raised.start()]
-            kind = StoreError if name in _STORAGE and in_writer else DataError
-            return kind, words if name == "StoreError" else f"{name}: {words}"
+    if found and (raised := _RAISED.search(tail)):
+        name, words = raised[1].rpartition(".")[2], raised[2].strip()
+        in_writer = "spark_elastic/data/" in tail[: raised.start()]
+        kind = StoreError if name in _STORAGE and in_writer else DataError
+        return kind, words if name == "StoreError" else f"{name}: {words}"
     return DataError, _root_of_java(error) or text.strip().splitlines()[0]
 
 

@@ -350,6 +350,21 @@ def _check_shared(store: Store, context: Any) -> None:
 
     token = uuid.uuid4().hex
     folder = f"{PROBE}{token}"
+
+    def probe(index: int, _rows: Iterator[int]) -> Iterator[tuple[str, str, str]]:
+        file = f"executor-{index}"
+        problem = ""
+        try:
+            if store.read_bytes(f"{folder}/driver") != token.encode():
+                problem = "reads another file in its place"
+            else:
+                store.write_bytes(f"{folder}/{file}", token.encode())
+        except FileNotFoundError:
+            problem = "does not see the driver's file"
+        except Exception as error:  # each filesystem has its own exceptions
+            problem = f"cannot use it ({type(error).__name__}: {error})"
+        yield socket.gethostname(), file, problem
+
     try:
         store.write_bytes(f"{folder}/driver", token.encode())
     except Exception as error:  # each filesystem has its own exceptions
@@ -358,7 +373,7 @@ def _check_shared(store: Store, context: Any) -> None:
         if store.is_local and (context.master == "local" or context.master.startswith("local[")):
             return  # driver and executors are one process
         tasks = context.defaultParallelism
-        rows = context.parallelize(range(tasks), tasks).mapPartitionsWithIndex(_probe(store, folder, token))
+        rows = context.parallelize(range(tasks), tasks).mapPartitionsWithIndex(probe)
         with named(context, f"spark_elastic: check that all executors see {store.url}"):
             answers = context.runJob(rows, list)
         problems = {host: problem for host, _, problem in answers if problem}
@@ -375,24 +390,6 @@ def _check_shared(store: Store, context: Any) -> None:
             )
     finally:
         store.delete(folder)
-
-
-def _probe(store: Store, folder: str, token: str) -> Any:
-    def probe(index: int, _rows: Iterator[int]) -> Iterator[tuple[str, str, str]]:
-        file = f"executor-{index}"
-        problem = ""
-        try:
-            if store.read_bytes(f"{folder}/driver") != token.encode():
-                problem = "reads another file in its place"
-            else:
-                store.write_bytes(f"{folder}/{file}", token.encode())
-        except FileNotFoundError:
-            problem = "does not see the driver's file"
-        except Exception as error:  # each filesystem has its own exceptions
-            problem = f"cannot use it ({type(error).__name__}: {error})"
-        yield socket.gethostname(), file, problem
-
-    return probe
 
 
 # --- local folders ----------------------------------------------------------------------------------

@@ -54,10 +54,6 @@ def window_settings(
     return WindowSettings(streams, chunk_rows, max(chunk_rows, open_bytes // stride // streams))
 
 
-def _bits_reversed(number: int, bits: int) -> int:
-    return int(f"{number:0{bits}b}"[::-1], 2) if bits else 0
-
-
 @dataclass(frozen=True, slots=True)
 class _Window:
     """The window of a stream that rows are taken from."""
@@ -90,8 +86,8 @@ class WindowedShuffle:
         # a short last chunk may be anywhere in the sequence, like any other
         self._short_at = derived_key(self._key, 2) % (full + 1) * settings.chunk_rows
         bits = (settings.lanes - 1).bit_length()
-        # _turns[i]: the stream of the positions p with p mod S = i
-        self._turns = np.array(sorted(range(settings.lanes), key=lambda s: _bits_reversed(s, bits)), np.int64)
+        # _turns[i]: the stream of the positions p with p mod S = i, in the order of the reversed bits
+        self._turns = np.array(sorted(range(settings.lanes), key=lambda s: f"{s:0{bits}b}"[::-1]), np.int64)
         longer = np.zeros(settings.lanes, np.int64)
         longer[self._turns[: rows % settings.lanes]] = 1
         self._lengths = (rows // settings.lanes + longer).tolist()
