@@ -161,28 +161,18 @@ def _lists(column: Column, array: Any, depth: int, first_row: int) -> Values:
     lengths = np.diff(offsets)
     child = array.flatten()
     if child.null_count:
-        raise RowsRefused.at(
-            _owners(lengths)[nulls(child)],
-            first_row,
-            column.name,
-            "null within the array",
-            "a value in every element",
-            remedy="Fill them: F.transform(column, lambda x: F.coalesce(x, F.lit(0)))",
-            missing=True,
-        )
+        rows, found, expected = _owners(lengths)[nulls(child)], "null within the array", "a value in every element"
+        remedy = "Fill them: F.transform(column, lambda x: F.coalesce(x, F.lit(0)))"
+        raise RowsRefused.at(rows, first_row, column.name, found, expected, remedy=remedy, missing=True)
     if depth == 1:
         return _ragged(_numbers(child), lengths)
     below = _lists(column, child, depth - 1, 0)
     if below.lengths is not None:
         different = np.flatnonzero(below.lengths != below.lengths[0])
-        raise RowsRefused.at(
-            _owners(lengths)[different],
-            first_row,
-            column.name,
-            f"inner arrays of {int(below.lengths[different[0]])}",
-            f"inner arrays of {int(below.lengths[0])} as in the first",
-            remedy="Pad them, or flatten the column",
-        )
+        rows, found = _owners(lengths)[different], f"inner arrays of {int(below.lengths[different[0]])}"
+        expected = f"inner arrays of {int(below.lengths[0])} as in the first"
+        remedy = "Pad them, or flatten the column"
+        raise RowsRefused.at(rows, first_row, column.name, found, expected, remedy=remedy)
     return _ragged(below.flat, lengths, (below.width, *below.inner))
 
 

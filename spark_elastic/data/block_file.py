@@ -30,8 +30,7 @@ from spark_elastic.errors import StoreError
 BLOCK = 64 << 10
 """Bytes of a block. Chunks of rows are not aligned with blocks: smaller blocks fetch fewer bytes that are not needed,
 larger ones need less book-keeping."""
-_RUN = 64
-"""Blocks that are fetched in one request: 4 MiB."""
+_RUN = 64  # blocks that are fetched in one request: 4 MiB
 _STATE = np.dtype([("crc32", "<u4"), ("used", "<u4")])
 _KEEP_SIZE_AND_PUNCH_HOLE = 0x1 | 0x2
 _POLL_S = 0.005

@@ -69,8 +69,7 @@ class _Temporary:
         return self.folder.root.rpartition("/")[0]
 
 
-_temporary: dict[str, _Temporary] = {}
-"""By URL."""
+_temporary: dict[str, _Temporary] = {}  # by URL
 _guard = threading.RLock()
 
 
@@ -277,8 +276,7 @@ def delete_dataset(folder: Store) -> None:
 @dataclass(frozen=True, slots=True)
 class _Listed:
     folder: Store
-    files: list[FileEntry]
-    """Paths relative to the folder."""
+    files: list[FileEntry]  # paths relative to the folder
 
     @property
     def used_s(self) -> float:

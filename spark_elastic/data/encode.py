@@ -83,13 +83,9 @@ class Encoder:
         else:
             inner = self._inner.setdefault(place, values.inner)
             if inner != values.inner:
-                raise RowsRefused.at(
-                    np.arange(rows),
-                    first_row,
-                    column.name,
-                    f"inner arrays of shape {list(values.inner)}",
-                    f"inner arrays of shape {list(inner)} as in the first row",
-                )
+                found = f"inner arrays of shape {list(values.inner)}"
+                expected_shape = f"inner arrays of shape {list(inner)} as in the first row"
+                raise RowsRefused.at(np.arange(rows), first_row, column.name, found, expected_shape)
             lengths = values.lengths_of(rows)
         noun = "values" if column.source == "binary" else "arrays"
         setting = "pad_to"
@@ -129,13 +125,10 @@ class Encoder:
                     kind = Kind.SPARSE if _is_sparse(found[tensor.name, only.name]) else Kind.DENSE
                 if tensor.shape is not None:
                     if math.prod(tensor.shape) != math.prod(shape):
+                        size = f"{math.prod(shape)} values"
+                        wanted = f"{math.prod(tensor.shape)} for a shape of {list(tensor.shape)} (shapes=)"
                         raise RowsRefused.at(
-                            np.arange(rows),
-                            first_row,
-                            ", ".join(names),
-                            f"{math.prod(shape)} values",
-                            f"{math.prod(tensor.shape)} for a shape of {list(tensor.shape)} (shapes=)",
-                            setting="shapes",
+                            np.arange(rows), first_row, ", ".join(names), size, wanted, setting="shapes"
                         )
                     shape = tensor.shape
             fields.append(TensorField(tensor.name, names, tensor.dtype, shape, kind=kind))

@@ -28,8 +28,7 @@ from spark_elastic.errors import DatasetError, InvalidSettingsError
 
 _WILLNEED = getattr(os, "POSIX_FADV_WILLNEED", None)
 _DONTNEED = getattr(os, "POSIX_FADV_DONTNEED", None)
-_PRELOAD_BYTES = 2 << 30
-"""Local splits up to this size are read as a whole, whatever the order."""
+_PRELOAD_BYTES = 2 << 30  # local splits up to this size are read as a whole, whatever the order
 _PART_BYTES = 8 << 20
 """Bytes of one request for rows in the order of the files; less if several would not fit into the cache."""
 
@@ -202,11 +201,10 @@ class LocalCheck:
 
         Raise DatasetError if a file differs from what was written.
         """
-        try:
+        with contextlib.suppress(TimeoutError):
             self._done.result(timeout_s)
-        except TimeoutError:
-            return False
-        return True
+            return True
+        return False
 
     def close(self) -> None:
         self._stop.set()

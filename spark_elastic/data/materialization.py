@@ -44,8 +44,7 @@ WRITES = 4
 """The most attempts to write rows if executors are lost with shuffled rows of no fixed order; as of Spark's tasks."""
 _writing: weakref.WeakValueDictionary[str, threading.Lock] = weakref.WeakValueDictionary()
 """URL of a dataset → the lock of the thread that writes it: of concurrent fits on the same rows, one writes."""
-_collected: set[str] = set()
-"""URLs of the stores in which this process has deleted orphans."""
+_collected: set[str] = set()  # URLs of the stores in which this process has deleted orphans
 
 
 def materialize(
@@ -195,12 +194,10 @@ def _write(df: Any, request: Request, folder: Store, key: str, kept: bool, verbo
     run, started, settings = uuid.uuid4().hex[:12], wall(), request.to_json()
     try:
         receipts = _run(df, request, folder, run, kept, verbose)
-        _refuse_faults(receipts)
         if mixed := _stored_both_ways(receipts):  # the first vectors were mostly zeros in some tasks only
             folder.delete(run)
             request = replace(request, sparse={**request.sparse, **dict.fromkeys(mixed, True)})
             receipts = _run(df, request, folder, run, kept, verbose)
-            _refuse_faults(receipts)
         about = {
             "written_by": f"spark_elastic {__version__}",
             "application": df.sparkSession.sparkContext.applicationId,
@@ -210,15 +207,17 @@ def _write(df: Any, request: Request, folder: Store, key: str, kept: bool, verbo
         }
         manifest = _manifest(receipts, request, key, about)
         dataset = Dataset(folder, manifest)
-        for receipt in receipts:
-            for shard in (shard for shards in receipt.splits.values() for shard in shards):
-                if folder.size(shard.file) != shard.nbytes:
-                    raise StoreError(
-                        f"{receipt.host} wrote {shard.file} to {folder.url}, but the driver does not see it as a "
-                        "whole; name a store that driver and executors share",
-                        url=folder.url,
-                        host=receipt.host,
-                    )
+        hosts = {
+            shard.file: receipt.host for receipt in receipts for shards in receipt.splits.values() for shard in shards
+        }
+        for shard in manifest.shards:
+            if folder.size(shard.file) != shard.nbytes:
+                raise StoreError(
+                    f"{hosts[shard.file]} wrote {shard.file} to {folder.url}, but the driver does not see it as a "
+                    "whole; name a store that driver and executors share",
+                    url=folder.url,
+                    host=hosts[shard.file],
+                )
     except BaseException:
         folder.delete(run)
         raise
@@ -229,9 +228,8 @@ def _write(df: Any, request: Request, folder: Store, key: str, kept: bool, verbo
             if entry.path not in listed:
                 folder.delete(entry.path)
         return dataset
-    theirs = Dataset.open(folder)  # another process wrote the same rows meanwhile
     folder.delete(run)
-    return theirs
+    return Dataset.open(folder)  # another process wrote the same rows meanwhile
 
 
 def _selected(df: Any, request: Request) -> list[Any]:
@@ -267,7 +265,9 @@ def _run(df: Any, request: Request, folder: Store, run: str, kept: bool, verbose
     except Exception as error:  # py4j, captured by pyspark or not
         failure, reason = reason_of(error)
         raise failure(f"the rows could not be written: {reason}") from error
-    return sorted((Receipt.loads(row.receipt) for row in found), key=lambda receipt: receipt.partition)
+    receipts = sorted((Receipt.loads(row.receipt) for row in found), key=lambda receipt: receipt.partition)
+    _refuse_faults(receipts)
+    return receipts
 
 
 def write_again_if_order_is_lost(write: Callable[[], list[Any]], clear: Callable[[], None]) -> list[Any]:

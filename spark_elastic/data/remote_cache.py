@@ -35,15 +35,11 @@ _LOCK = "lock"
 """A file in a dataset's folder. Readers of the dataset lock it shared, a process that removes the folder exclusively.
 Its modification time is when the dataset was last opened."""
 _STALE_S = 7 * 86_400.0
-_FREE_SHARE = 0.8
-"""The default limit: this part of what the disk would have free without the cache."""
+_FREE_SHARE = 0.8  # the default limit: this part of what the disk would have free without the cache
 _OURS = re.compile(r"lock|[0-9a-f]{16}\.(data|state)")
-_FETCHERS = 8
-"""Concurrent requests: an object store takes tens of ms for each, and answers several as fast as one."""
-_PAUSES_S = (0.0, 1.0)
-"""Pauses before the second and third try: a broken connection must not end hours of training."""
-_TARGET_SHARE = 0.9
-"""The part of the limit that is still in use after room was made."""
+_FETCHERS = 8  # concurrent requests: an object store takes tens of ms for each, and answers several as fast as one
+_PAUSES_S = (0.0, 1.0)  # pauses before the second and third try: a broken connection must not end hours of training
+_TARGET_SHARE = 0.9  # the part of the limit that is still in use after room was made
 _CHECK_EVERY = 16 << 20
 """Bytes that a process fetches between two checks of the limit, so it is exceeded by this times the processes."""
 _PRELOAD_PART_BYTES = 8 << 20
@@ -76,14 +72,12 @@ def lock_folder(folder: Path) -> int:
 def remove_stale(root: Path, now: float) -> None:
     """Remove datasets that nobody reads and nobody has opened for days. Other files and folders stay."""
     for folder in root.iterdir():
-        try:
+        with contextlib.suppress(OSError):  # a process reads the dataset, or has removed it
             names = os.listdir(folder) if re.fullmatch("[0-9a-f]{24}", folder.name) else []
             if _LOCK not in names or not all(_OURS.fullmatch(name) for name in names):
                 continue
             if (folder / _LOCK).stat().st_mtime < now - _STALE_S:
                 _remove(folder, names)
-        except OSError:  # a process reads the dataset, or has removed it
-            continue
 
 
 def _remove(folder: Path, names: list[str]) -> None:
@@ -101,10 +95,8 @@ def used_bytes(root: Path) -> int:
     """Return the bytes of disk that all datasets in the cache use."""
     total = 0
     for path in root.glob("*/*.data"):
-        try:
+        with contextlib.suppress(FileNotFoundError):  # removed at this moment
             total += path.stat().st_blocks * 512
-        except FileNotFoundError:  # removed at this moment
-            continue
     return total
 
 
@@ -151,8 +143,7 @@ class CachedSplit:
         key = hashlib.sha256(store.url.encode() + manifest.dumps()).hexdigest()[:24]
         self._unchecked: dict[BlockFile, tuple[str, int]] = {}
         """Files that have not been compared yet → name in the store, and CRC-32 by the manifest."""
-        self._touched: set[BlockFile] = set()
-        """Those of them that may have become complete since the last look."""
+        self._touched: set[BlockFile] = set()  # unchecked files that may have become complete since the last look
         self._remote: list[RemoteFile] = []
         self._files: list[BlockFile] = []
         self._sidecars: list[BlockFile | None] = []

@@ -21,8 +21,7 @@ from zoneinfo import ZoneInfo
 from spark_elastic.data.manifest import LAYOUT_VERSION
 from spark_elastic.data.spark_jobs import setting
 
-_REMOTE_FILES = 2000
-"""The most remote files of a query. Each costs a call over py4j, about 1 ms."""
+_REMOTE_FILES = 2000  # the most remote files of a query. Each costs a call over py4j, about 1 ms
 _SPARKS_OWN = "org.apache.spark.sql.execution.datasources."
 """The package of file indexes that return all rows of their files. A Delta table, for example, may delete rows without
 changing a file."""
@@ -134,7 +133,16 @@ def _identify(df: Any) -> Identity:
             files = _fingerprints(spark, relation.location().inputFiles())
             if files is None:
                 return Identity(None, f"the query reads more than {_REMOTE_FILES} remote files")
-            leaves.append(["files", *_read_as(relation), files])
+            leaves.append(
+                [
+                    "files",
+                    str(relation.fileFormat().getClass().getName()),
+                    str(relation.dataSchema().json()),
+                    str(relation.partitionSchema().json()),
+                    sorted(_pairs(relation.options())),
+                    files,
+                ]
+            )
             continue
         in_memory = True
         if kind == "LogicalRDD" or leaf.getClass().getSimpleName() == "LogicalRDD":
@@ -234,16 +242,6 @@ def _is_known(name: str) -> bool:
     if name.startswith(_PLANS):
         return name.removeprefix(_PLANS) in _PLAIN_PLANS
     return name in ("", "org.apache.spark.sql.catalyst.optimizer.NormalizeNaNAndZero", _SPARKS_OWN + "LogicalRelation")
-
-
-def _read_as(relation: Any) -> list[Any]:
-    """Return how Spark reads the files: format, schemas, options."""
-    return [
-        str(relation.fileFormat().getClass().getName()),
-        str(relation.dataSchema().json()),
-        str(relation.partitionSchema().json()),
-        sorted(_pairs(relation.options())),
-    ]
 
 
 def _fingerprints(spark: Any, files: Iterable[str]) -> list[tuple[str, int, int]] | None:

@@ -5,6 +5,7 @@ All shards are mapped into one range of memory where the system allows it, so th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -174,8 +175,7 @@ class Numbering:
             if rows > whole:
                 tails.append((shard, whole, rows - whole))
             number += whole
-        self.joined = number
-        """Numbers below this are addresses."""
+        self.joined = number  # numbers below this are addresses
         address = -(-number // page_run) * page_run
         for shard, first, rows in tails:
             self.extents.append(RowExtent(shard, first, rows, number, address))
@@ -252,14 +252,11 @@ class MappedRows:
     def __init__(self, files: Sequence[Path], numbering: Numbering, stride: int, shard_nbytes: Sequence[int]) -> None:
         self._numbering = numbering
         self._stride = stride
-        self._range = FileRange(
-            [
-                FileSegment(
-                    files[e.shard], e.first * stride, e.rows * stride, e.address * stride, shard_nbytes[e.shard]
-                )
-                for e in numbering.extents
-            ]
-        )
+        segments = [
+            FileSegment(files[e.shard], e.first * stride, e.rows * stride, e.address * stride, shard_nbytes[e.shard])
+            for e in numbering.extents
+        ]
+        self._range = FileRange(segments)
         self._records: npt.NDArray[Any] = self._range.bytes.view(np.dtype((np.void, stride)))
 
     def gather(self, numbers: Indices, out: npt.NDArray[Any]) -> None:
@@ -313,10 +310,8 @@ def open_rows(
 ) -> MappedRows | GatheredRows:
     """Open the records of all shards. Raise DatasetError for a file that is missing or has the wrong size."""
     if can_map():
-        try:
+        with contextlib.suppress(OSError):  # a limit of this system, or a filesystem that cannot map at an address
             return MappedRows(files, numbering, stride, shard_nbytes)
-        except OSError:  # a limit of this system, or a filesystem that cannot map at an address
-            pass
     return GatheredRows(files, numbering, stride, shard_nbytes)
 
 
@@ -343,11 +338,9 @@ class Sidecars:
             if file is not None and size
         ]
         if can_map():
-            try:
+            with contextlib.suppress(OSError):  # a limit of this system, or a filesystem that cannot map at an address
                 self._range = FileRange(segments)
                 return
-            except OSError:  # a limit of this system, or a filesystem that cannot map at an address
-                pass
         for segment in segments:
             check_size(segment.path, segment.expected)
         # mapped, never copied: the files of a cache receive their contents later

@@ -40,8 +40,7 @@ _ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 _BATCH_BYTES = 1 << 20
 """Spark's default, 64 MiB or 10,000 rows, is written, sent and read one after the other, each time from main memory.
 With 1 MiB the JVM fills one batch while Python reads another. Rows of 3 KB: twice as many a second."""
-_BATCH_ROWS = 500
-"""For versions of Spark (before 4.0) that limit batches by rows only."""
+_BATCH_ROWS = 500  # for versions of Spark (before 4.0) that limit batches by rows only
 
 _lock = threading.Lock()
 _changed: dict[tuple[str, str], tuple[int, str | None]] = {}

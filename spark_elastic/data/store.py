@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import posixpath
+import re
 import shutil
 import socket
 import stat
@@ -30,7 +31,7 @@ _PART = 1 << 20
 """Bytes read at a time for a checksum: few enough to stay in the processor's cache until they are added up."""
 _LOCAL = ("py::fsspec+file", "py::fsspec+('file', 'local')")
 """Names that pyarrow gives to fsspec's filesystem of this machine."""
-_OBJECT_STORES = ("s3", "gcs", "gs", "abfs", "abfss", "az", "adl", "oci", "r2")
+_OBJECT_STORES = frozenset(("s3", "gcs", "gs", "abfs", "abfss", "az", "adl", "oci", "r2"))
 """Filesystems on which an upload appears whole when it is closed, and a rename would copy the file."""
 
 
@@ -152,12 +153,9 @@ class Store:
     def write_bytes(self, path: str, data: bytes, *, only_if_absent: bool = False, durable: bool = True) -> bool:
         """Write a file atomically, and make the folders above it. Return whether it was written.
 
-        Args:
-            path: Where to.
-            data: The contents.
-            only_if_absent: Keep a file that exists. If two processes write at the same moment, the first one wins on
-                local folders, the last one elsewhere.
-            durable: The file also survives a power cut. That waits until the disk has written it and all before it.
+        With `only_if_absent`, a file that exists is kept. If two processes write at the same moment, the first one wins
+        on local folders, the last one elsewhere. A `durable` file also survives a power cut, for which the call waits
+        until the disk has written it and all before it.
         """
         if self.filesystem is None:
             return self._write_local(Path(self._at(path)), data, only_if_absent, durable)
@@ -180,11 +178,10 @@ class Store:
     def size(self, path: str) -> int | None:
         """Return the size of a file; None if there is no such file."""
         if self.filesystem is None:
-            try:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 status = os.stat(self._at(path))
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-            return status.st_size if stat.S_ISREG(status.st_mode) else None
+                return status.st_size if stat.S_ISREG(status.st_mode) else None
+            return None
         found = self._file_info(path)
         return int(found.size) if found.type.name == "File" else None
 
@@ -196,15 +193,11 @@ class Store:
 
         selector = fs.FileSelector(self._at(path), recursive=recursive, allow_not_found=True)
         prefix = self.root.strip("/")
-        found = [
-            FileEntry(
-                info.path.strip("/").removeprefix(prefix).lstrip("/"),
-                int(info.size or 0),
-                info.mtime.timestamp() if info.mtime is not None else 0.0,
-                info.type.name == "Directory",
-            )
-            for info in self.filesystem.get_file_info(selector)
-        ]
+        found = []
+        for info in self.filesystem.get_file_info(selector):
+            relative = info.path.strip("/").removeprefix(prefix).lstrip("/")
+            modified_s = info.mtime.timestamp() if info.mtime is not None else 0.0
+            found.append(FileEntry(relative, int(info.size or 0), modified_s, info.type.name == "Directory"))
         return sorted(found, key=lambda entry: entry.path)
 
     def delete(self, path: str = "") -> None:
@@ -280,8 +273,7 @@ class Store:
 
     @property
     def _uploads_whole(self) -> bool:
-        name = self.filesystem.type_name
-        return any(kind in name.replace("(", "'").split("'") or name == kind for kind in _OBJECT_STORES)
+        return not _OBJECT_STORES.isdisjoint(re.split("['(]", self.filesystem.type_name))
 
     def _make_parent(self, target: str) -> None:
         parent = posixpath.dirname(target)
@@ -333,8 +325,7 @@ class Store:
         return True
 
 
-_shared: set[tuple[str, str]] = set()
-"""(application id, URL) of the stores that were found to be shared."""
+_shared: set[tuple[str, str]] = set()  # (application id, URL) of the stores that were found to be shared
 
 
 def ensure_shared(store: Store, context: Any) -> None:

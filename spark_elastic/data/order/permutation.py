@@ -21,15 +21,12 @@ import numpy.typing as npt
 Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
-_SORTED = 4096
-"""Up to this many rows hashes are sorted: a true shuffle, cheap enough at this size."""
+_SORTED = 4096  # up to this many rows hashes are sorted: a true shuffle, cheap enough at this size
 _ROUNDS = 4
 """Enough for a pseudo-random permutation if the tables are random (Luby, Rackoff 1988). Two more rounds cost 3 ns a row
 and improve nothing that the tests can see; with three, batch means already vary by some per cent too much."""
-_BLOCK = 1 << 14
-"""Positions computed at a time, so that all buffers fit into a core's second-level cache."""
-_LONG_LINE = 512
-"""Cells in a line from which on it is cheaper to compute line by line."""
+_BLOCK = 1 << 14  # positions computed at a time, so that all buffers fit into a core's second-level cache
+_LONG_LINE = 512  # cells in a line from which on it is cheaper to compute line by line
 
 # The splitmix64 generator (Steele, Lea, Flood 2014): of single numbers, and of arrays.
 

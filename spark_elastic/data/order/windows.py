@@ -13,8 +13,7 @@ import numpy as np
 
 from spark_elastic.data.order.permutation import Indices, Permutation, derived_key, make_scratch
 
-_CHUNK_BYTES = 256 << 10
-"""Bytes of a chunk: reads of this size get most of what a disk or an object store can deliver."""
+_CHUNK_BYTES = 256 << 10  # bytes of a chunk: reads of this size get most of what a disk or an object store can deliver
 _OPEN_BYTES = 1 << 30
 """Bytes of the open windows of all streams: 4096 chunks. With sorted data the rows of a batch of n vary like
 1 + n / chunks times those of a true shuffle: 1.25 for a batch of 1024. It is page cache, which the ranks share."""
