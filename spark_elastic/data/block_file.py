@@ -36,8 +36,7 @@ _KEEP_SIZE_AND_PUNCH_HOLE = 0x1 | 0x2
 _POLL_S = 0.005
 _LOCK_TIMEOUT_S = 300.0
 
-Fetch = Callable[[int, int], bytes]
-"""(offset, nbytes) -> those bytes of the remote file."""
+Fetch = Callable[[int, int], bytes]  # (offset, nbytes) -> those bytes of the remote file
 
 
 class BlockFile:

@@ -35,8 +35,7 @@ from spark_elastic.data.store import FileEntry, Store
 from spark_elastic.errors import InvalidSettingsError
 
 DATASETS = "spark_elastic-sets"
-LEASE_S = 600.0
-"""How long a lease outlives a process that was killed. A lease is renewed after a quarter of it."""
+LEASE_S = 600.0  # how long a lease outlives a process that was killed. A lease is renewed after a quarter of it
 ORPHAN_AGE_S = 86_400.0
 _OURS = re.compile(
     r"(manifest\.json|keep|used|damaged|leases/.*|checked/.*|[^/]+/[^/]+\.(rows|side))$|\..*\.partial$|.*\.partial$"

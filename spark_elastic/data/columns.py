@@ -14,11 +14,11 @@ import numpy as np
 from spark_elastic.data.manifest import Kind
 from spark_elastic.errors import DataError, InvalidSettingsError, nearest
 
+# Types, by the name that Spark's `typeName` gives them.
 INTEGERS = frozenset({"byte", "short", "integer", "long"})
 REALS = frozenset({"float", "double", "decimal", "boolean"})
 TIMES = frozenset({"date", "timestamp", "timestamp_ntz"})
 TEXTS = frozenset({"string", "char", "varchar"})
-"""Types by the name that Spark's `typeName` gives them."""
 _ELEMENTS = {
     "byte": "<i1",
     "short": "<i2",

@@ -160,8 +160,7 @@ def _exceeds_page_cache(nbytes: int) -> bool:
 
 SETTING = "SPARK_ELASTIC_CHECK_ROWS"
 """Environment variable: with "off", files of local datasets are not compared with their checksums."""
-CHECKED = "checked"
-"""The subfolder of a dataset with the records of each host."""
+CHECKED = "checked"  # the subfolder of a dataset with the records of each host
 DAMAGED = "damaged"
 """A file in a dataset's folder that marks the dataset as damaged; an automatic dataset is then written again."""
 _READ_BYTES = 1 << 20

@@ -72,8 +72,7 @@ def _checksum(document: Mapping[str, Any]) -> int:
 # --- the layout of a record -------------------------------------------------------------------------
 
 LAYOUT_VERSION = 1
-PAGE = 4096
-"""Bytes. Machines with larger pages read the same files, without mapping them side by side."""
+PAGE = 4096  # bytes. Machines with larger pages read the same files, without mapping them side by side
 _NUMBER = re.compile(r"[<>|=]?[a-z]+[0-9]{0,2}")
 """numpy's names of plain types. From other texts np.dtype would make records, or allocate memory."""
 _REFERENCE = np.dtype([("start", "<i8"), ("length", "<i8")])
@@ -159,9 +158,6 @@ class Layout:
     def has_sidecar(self) -> bool:
         return any(field.kind is not Kind.DENSE for field in self.fields)
 
-    def __getitem__(self, name: str) -> TensorField:
-        return next(field for field in self.fields if field.name == name)
-
     def to_json(self) -> dict[str, Any]:
         return {
             "version": LAYOUT_VERSION,
@@ -181,14 +177,11 @@ class Layout:
         layout = cls(placed, _number(document.get("stride"), "layout.stride"))
         try:
             expected = cls.of(placed)
+            assert expected.dtype.itemsize == expected.stride
         except (ValueError, OverflowError) as error:
-            raise ValueError(f"layout.fields: {error}") from error
+            raise ValueError(f"layout.fields: no record can be made of them: {error}") from error
         if layout != expected:
             raise ValueError("layout: offsets or stride do not follow from the fields")
-        try:
-            assert layout.dtype.itemsize == layout.stride
-        except (ValueError, OverflowError) as error:
-            raise ValueError(f"layout.fields: numpy cannot make a record of them: {error}") from error
         return layout
 
 

@@ -126,8 +126,7 @@ class Prefetcher(Iterator[T], Generic[T]):
 
 # --- rows that are read ahead -----------------------------------------------------------------------
 
-Ranges = list[tuple[int, int]]
-"""Ranges of row numbers, `[start, stop)` each."""
+Ranges = list[tuple[int, int]]  # ranges of row numbers, `[start, stop)` each
 
 
 class Stopped(Exception):

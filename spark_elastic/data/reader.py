@@ -74,9 +74,7 @@ def _split(tensors: Mapping[str, Any], edges: Sequence[int], counts: Sequence[in
 def resolve_order(
     dataset: Dataset, split: str = "train", *, order: str = "auto", shuffle: bool = True, cache_bytes: int | None = None
 ) -> str:
-    """Return the order in which a split is read, "global" or "lanes". It is the same on every process.
-
-    Without a shuffle the order is always "global".
+    """Return the order of a split, "global" or "lanes": the same on every process, and "global" without a shuffle.
 
     Args:
         dataset: A `Dataset`.

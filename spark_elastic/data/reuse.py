@@ -120,7 +120,6 @@ def _identify(df: Any) -> Identity:
     # the plan has an ordinary addition in place of try_add(a, b)
     of_session = of_session or bool(_TRYING.search(_text(spark, execution.analyzed(), canonical=False).lower()))
     leaves: list[Any] = []
-    in_memory = False
     found = plan.collectLeaves()
     for number in range(found.size()):
         leaf = found.apply(number)
@@ -144,7 +143,6 @@ def _identify(df: Any) -> Identity:
                 ]
             )
             continue
-        in_memory = True
         if kind == "LogicalRDD" or leaf.getClass().getSimpleName() == "LogicalRDD":
             leaves.append(["rdd", leaf.rdd().id()])
         elif leaf.getClass().getSimpleName() == "InMemoryRelation":
@@ -152,11 +150,10 @@ def _identify(df: Any) -> Identity:
         elif kind == "LocalRelation":
             leaves.append(["local", leaf.hashCode(), leaf.data().size()])
         elif kind in ("Range", "OneRowRelation"):
-            in_memory = False
             leaves.append([kind])
         else:
             return Identity(None, f"it cannot be known whether the rows of {kind} have changed")
-        of_session = of_session or in_memory
+        of_session = of_session or kind not in ("Range", "OneRowRelation")  # the others are in Spark's memory
     facts: dict[str, Any] = {
         "text": text,
         "structure": structure,

@@ -80,13 +80,13 @@ class FileRange:
     """
 
     def __init__(self, segments: Sequence[FileSegment]) -> None:
+        self._address: int | None = None
         self.nbytes = max((segment.at + segment.nbytes for segment in segments), default=0)
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mmap.restype = ctypes.c_void_p
         self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong]
         self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        self._address: int | None = None
         self.bytes: Bytes = np.empty(0, np.uint8)
         if not self.nbytes:
             return
@@ -137,8 +137,7 @@ class FileRange:
             self._address = None
 
     def __del__(self) -> None:
-        if getattr(self, "_address", None) is not None:
-            self.close()
+        self.close()
 
 
 # --- numbers of rows --------------------------------------------------------------------------------
@@ -239,8 +238,7 @@ class Numbering:
             start, index = end, index + 1
 
     def _extents_of(self, numbers: Indices) -> Indices:
-        found: Indices = np.searchsorted(self._numbers, numbers, side="right") - 1
-        return found
+        return np.searchsorted(self._numbers, numbers, side="right") - 1
 
 
 # --- records ----------------------------------------------------------------------------------------

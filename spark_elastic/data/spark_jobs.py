@@ -129,22 +129,17 @@ def _root_of_java(error: BaseException) -> str:
 
 # --- jobs with progress -----------------------------------------------------------------------------
 
-CANCEL_S = 10.0
-"""How long Ctrl-C waits until Spark has ended the job."""
+CANCEL_S = 10.0  # how long Ctrl-C waits until Spark has ended the job
 SHOWN_AFTER_S = 1.0
 LOOK_S = 0.5
-FIRST_LINE_S = 5.0
-"""When the first line is printed where no bar can be drawn."""
-LINE_EVERY_S = 30.0
-"""The time between two such lines."""
-
-_DESCRIPTION, _CALL_SITE = "spark.job.description", "callSite.short"
+FIRST_LINE_S = 5.0  # when the first line is printed where no bar can be drawn
+LINE_EVERY_S = 30.0  # between two of these lines
 
 
 @contextmanager
 def named(context: Any, name: str) -> Iterator[None]:
     """Name the jobs of this thread, and their stages, in Spark's UI while the block runs."""
-    before = {key: context.getLocalProperty(key) for key in (_DESCRIPTION, _CALL_SITE)}
+    before = {key: context.getLocalProperty(key) for key in ("spark.job.description", "callSite.short")}
     for key in before:
         context.setLocalProperty(key, name)
     try:

@@ -25,8 +25,7 @@ from urllib.parse import unquote, urlsplit
 
 from spark_elastic.errors import StoreError
 
-PROBE = "probe-"
-"""Starts the name of the folder that `ensure_shared` makes in a store for a moment."""
+PROBE = "probe-"  # starts the name of the folder that `ensure_shared` makes in a store for a moment
 _PART = 1 << 20
 """Bytes read at a time for a checksum: few enough to stay in the processor's cache until they are added up."""
 _LOCAL = ("py::fsspec+file", "py::fsspec+('file', 'local')")

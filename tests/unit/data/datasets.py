@@ -34,3 +34,9 @@ def numbered(where, shard_rows, layout=LAYOUT):
 
 def labels(batches):
     return [batch["label"].tolist() for batch in batches]
+
+
+def field_of(dataset, name):
+    """Return the field of a tensor in the layout of a dataset."""
+    (found,) = [field for field in dataset.layout.fields if field.name == name]
+    return found
