@@ -24,7 +24,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -235,10 +235,9 @@ def collect_temporary(limits: Limits, now: float) -> list[str]:
 
 
 def _bytes_of(folder: Store) -> int:
-    try:
+    with suppress(Exception):  # each filesystem has its own exceptions; the dataset counts once it can be listed
         return sum(entry.nbytes for entry in folder.list(recursive=True))
-    except Exception:  # each filesystem has its own exceptions; the dataset counts once it can be listed
-        return 0
+    return 0
 
 
 def may_be_lost(folder: Store) -> bool:

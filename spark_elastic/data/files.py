@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from spark_elastic.data.manifest import Manifest, checksum_error
@@ -142,7 +143,7 @@ class LocalSource:
             return
         parts = [part for start, stop in ranges for part in self._numbering.ranges(start, stop)]
         with contextlib.suppress(OSError):  # a file that cannot be read is reported when it is read
-            for shard, parts_of_shard in groupby(sorted(parts), key=lambda part: part[0]):
+            for shard, parts_of_shard in groupby(sorted(parts), key=itemgetter(0)):
                 file = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     for _, first, last in parts_of_shard:

@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,7 +137,8 @@ class FileRange:
             self._address = None
 
     def __del__(self) -> None:
-        self.close()
+        if self._address is not None:
+            self.close()
 
 
 # --- numbers of rows --------------------------------------------------------------------------------
@@ -215,27 +216,24 @@ class Numbering:
     def ranges_in_files(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the rows at positions `start`..`stop` of the files read one after another, as ranges of numbers."""
         found = []
-        for index, first, last in self._divided(self._positions, start, stop):
-            shift = int(self._to_number[index])
-            found.append((first + shift, last + shift))
+        index = int(np.searchsorted(self._positions, start, side="right")) - 1
+        while start < stop:
+            following = int(self._positions[index + 1]) if index + 1 < len(self._positions) else self.rows
+            end, shift = min(stop, following), int(self._to_number[index])
+            found.append((start + shift, end + shift))
+            start, index = end, index + 1
         return found
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return rows number `start`..`stop` as parts of shards: (shard, first row, last row + 1)."""
         found = []
-        for index, first, last in self._divided(self._numbers, start, stop):
+        index = int(np.searchsorted(self._numbers, start, side="right")) - 1
+        while start < stop:
             extent = self.extents[index]
-            shift = extent.first - extent.number
-            found.append((extent.shard, first + shift, last + shift))
-        return found
-
-    def _divided(self, begins: Indices, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Divide `[start, stop)` at the ascending `begins`: the index of the begin, and the part that starts there."""
-        index = int(np.searchsorted(begins, start, side="right"))
-        for end in [*begins[index : np.searchsorted(begins, stop)].tolist(), stop]:
-            if start < end:
-                yield index - 1, start, end
+            end, shift = min(stop, extent.number + extent.rows), extent.first - extent.number
+            found.append((extent.shard, start + shift, end + shift))
             start, index = end, index + 1
+        return found
 
     def _extents_of(self, numbers: Indices) -> Indices:
         return np.searchsorted(self._numbers, numbers, side="right") - 1
