@@ -22,7 +22,7 @@ class Fault:
 
     column: str
     rows: int  # the number of rows that have it
-    row: int  # the first of them, counted within its partition
+    row: int  # the first of these rows, counted within its partition
     found: str  # the value found, in words
     expected: str  # the value expected, in words
     remedy: str = ""

@@ -89,7 +89,7 @@ class Column:
 
     name: str
     source: str  # "scalar", "list", "vector", "binary" or "string"
-    dtype: str  # of one element, before any cast
+    dtype: str  # dtype of one element, before any cast
     depth: int = 0  # the nesting of arrays, for "list"
     whole: bool = False  # its values are integers although they come as float64: decimals of scale 0
 
@@ -103,7 +103,7 @@ class Tensor:
     dtype: str  # what it is stored as
     kind: Kind | None  # how it is stored. None: DENSE or SPARSE, decided by the first vectors
     stacked: bool  # a single scalar column becomes shape [1] rather than a scalar
-    shape: tuple[int, ...] | None  # of one row's value. None: as found
+    shape: tuple[int, ...] | None  # shape of one row's value. None: as found
     pad_to: int | None  # the length that shorter arrays are padded to. None: all rows must have one length
     allow_nan: bool  # NaN and infinity may be stored
 

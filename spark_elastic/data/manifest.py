@@ -101,7 +101,7 @@ class TensorField:
     name: str  # its name in batches
     columns: tuple[str, ...]  # the columns of the DataFrame that are joined, in this order
     dtype: str  # a dtype of numpy, little-endian ("<f4")
-    shape: tuple[int, ...]  # of one row's value; () for a scalar. Not used for BYTES, STRING and ARRAY
+    shape: tuple[int, ...]  # shape of one row's value; () for a scalar. Not used for BYTES, STRING and ARRAY
     offset: int = 0  # bytes from the start of the record
     kind: Kind = Kind.DENSE
 
