@@ -26,12 +26,10 @@ from typing import Any
 import numpy as np
 from _harness import Series, parser, report
 
-from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.layout import Layout, TensorField
-from spark_elastic.data.manifest import MANIFEST_NAME, Manifest, Shard
+from spark_elastic.data.dataset import Dataset, pack
+from spark_elastic.data.manifest import MANIFEST_NAME, Layout, Manifest, Shard, TensorField
 from spark_elastic.data.order.permutation import GlobalOrder, Order
 from spark_elastic.data.order.windows import WindowedShuffle, WindowSettings, window_settings
-from spark_elastic.data.packing import pack
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.data.store import Store
 

@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from _harness import Series, parser, report
 
 import spark_elastic
-from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.packing import pack
+from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.store import Store
 from spark_elastic.ml.callbacks import Callback
 

@@ -27,7 +27,7 @@ HOROVOD_ROWS_PER_S = 4.1e3
 
 def make_model(framework: str = "torch") -> Any:
     from spark_elastic import ElasticKerasModel, ElasticTorchModel
-    from spark_elastic.data.layout import TensorField
+    from spark_elastic.data.manifest import TensorField
     from spark_elastic.ml.model import Fitted
     from spark_elastic.ml.serving import OutputShape
 

@@ -3,7 +3,7 @@
 `materialize` writes a DataFrame and `pack` writes arrays; `Dataset` opens what they wrote, `BatchReader` reads batches
 of it, and `TorchBatches` is a torch dataset of these. `clear_cache` deletes the datasets of a store.
 
-Start reading with `materialization` for writing, `reader` for reading, and `layout` and `manifest` for the files.
+Start reading with `materialization` for writing, `reader` for reading, and `manifest` for the files.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spark_elastic.data.catalog import clear_cache
-    from spark_elastic.data.dataset import Dataset
+    from spark_elastic.data.dataset import Dataset, pack
     from spark_elastic.data.materialization import materialize
-    from spark_elastic.data.packing import pack
     from spark_elastic.data.reader import Batch, BatchReader, resolve_order
     from spark_elastic.data.store import Store
     from spark_elastic.data.torch_dataset import TorchBatches
@@ -28,7 +27,7 @@ _MODULES = {
     "TorchBatches": "torch_dataset",
     "clear_cache": "catalog",
     "materialize": "materialization",
-    "pack": "packing",
+    "pack": "dataset",
     "resolve_order": "reader",
 }
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,29 +18,17 @@ _MAX_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A kind of value in one column that cannot be stored. Tasks find faults; the driver raises one error for all.
-
-    Attributes:
-        column: The column.
-        rows: The number of rows that have it.
-        row: The first of them, counted within its partition.
-        found: The value found, in words.
-        expected: The value expected, in words.
-        remedy: A remedy, in words.
-        partition: The partition of the first row.
-        setting: The argument of `materialize` that the remedy changes.
-        missing: The value is null, NaN or infinity.
-    """
+    """A kind of value in one column that cannot be stored. Tasks find faults; the driver raises one error for all."""
 
     column: str
-    rows: int
-    row: int
-    found: str
-    expected: str
+    rows: int  # the number of rows that have it
+    row: int  # the first of these rows, counted within its partition
+    found: str  # the value found, in words
+    expected: str  # the value expected, in words
     remedy: str = ""
-    partition: int = 0
-    setting: str = ""
-    missing: bool = False
+    partition: int = 0  # the partition of the first row
+    setting: str = ""  # the argument of `materialize` that the remedy changes
+    missing: bool = False  # the value is null, NaN or infinity
 
 
 class RowsRefused(Exception):
@@ -50,84 +38,72 @@ class RowsRefused(Exception):
         super().__init__(faults)
         self.faults = faults
 
+    @classmethod
+    def at(
+        cls, rows: npt.NDArray[Any], first_row: int, column: str, found: str, expected: str, **more: Any
+    ) -> RowsRefused:
+        """Return the exception for one `Fault`; `more` are its other attributes.
+
+        `rows` are indices into a batch whose first row is row `first_row` of the partition; an index may be repeated.
+        """
+        distinct = np.unique(rows)
+        return cls(Fault(column, len(distinct), first_row + int(distinct[0]), found, expected, **more))
+
 
 def error_of(faults: Iterable[Fault], rows_seen: int) -> DataError:
     """Return one error for all faults. rows_seen counts the rows that all tasks read until each of them stopped."""
-    first: dict[tuple[str, str], Fault] = {}
-    counts: Counter[tuple[str, str]] = Counter()
+    alike: dict[tuple[str, str], list[Fault]] = defaultdict(list)
     for fault in sorted(faults, key=lambda fault: (fault.partition, fault.row)):
-        about = (fault.column, fault.expected)
-        first.setdefault(about, fault)
-        counts[about] += fault.rows
-    lines = []
-    for about, fault in first.items():
-        lines.append(
-            f"column {fault.column!r}: {counts[about]:,} of {rows_seen:,} rows read have {fault.found} (the first is "
-            f"row {fault.row:,} of partition {fault.partition}); expected {fault.expected}"
-            + (f". {fault.remedy}" if fault.remedy else "")
-        )
+        alike[fault.column, fault.expected].append(fault)
+    kinds = [replace(each[0], rows=sum(fault.rows for fault in each)) for each in alike.values()]
+    lines = [
+        f"column {fault.column!r}: {fault.rows:,} of {rows_seen:,} rows read have {fault.found} (the first is "
+        f"row {fault.row:,} of partition {fault.partition}); expected {fault.expected}"
+        + (f". {fault.remedy}" if fault.remedy else "")
+        for fault in kinds
+    ]
     more = f"\n... and {len(lines) - _MAX_SHOWN} more" if len(lines) > _MAX_SHOWN else ""
-    shown = next(iter(first.values()))
     return DataError(
         "\n".join(lines[:_MAX_SHOWN]) + more,
-        column=shown.column,
-        rows=counts[shown.column, shown.expected],
-        found=shown.found,
-        expected=shown.expected,
-        settings=sorted({fault.setting for fault in first.values() if fault.setting}),
+        column=kinds[0].column,
+        rows=kinds[0].rows,
+        found=kinds[0].found,
+        expected=kinds[0].expected,
+        settings=sorted({fault.setting for fault in kinds if fault.setting}),
     )
-
-
-_FILL = "Fill or drop them: df.na.fill, df.na.drop"
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The values of a column for some rows, end to end.
+    """The values of a column for some rows, end to end."""
 
-    Attributes:
-        flat: All values, one axis.
-        lengths: The number of values of each row. None: all rows have `width`, which is not 0.
-        width: The number of values of every row, if `lengths` is None.
-        inner: For nested arrays, the shape of each of the `lengths` elements.
-    """
-
-    flat: npt.NDArray[Any]
+    flat: npt.NDArray[Any]  # all values, one axis
+    # The number of values of each row. None: all rows have `width`, which is not 0.
     lengths: npt.NDArray[np.int64] | None
-    width: int = 0
-    inner: tuple[int, ...] = ()
+    width: int = 0  # the number of values of every row, if `lengths` is None
+    inner: tuple[int, ...] = ()  # for nested arrays, the shape of each of the `lengths` elements
+
+    def lengths_of(self, rows: int) -> npt.NDArray[np.int64]:
+        """Return the number of values of each row; `rows` is the number of rows."""
+        return self.lengths if self.lengths is not None else np.full(rows, self.width, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class SparseValues:
-    """Vectors of one size as compressed sparse rows.
+    """Vectors of one size as compressed sparse rows."""
 
-    Attributes:
-        counts: The number of stored values of each row.
-        indices: The index of each stored value, of all rows end to end.
-        flat: The stored values of all rows end to end.
-        size: The size of the vectors.
-    """
-
-    counts: npt.NDArray[np.int64]
-    indices: npt.NDArray[np.int32]
-    flat: npt.NDArray[Any]
+    counts: npt.NDArray[np.int64]  # the number of stored values of each row
+    indices: npt.NDArray[np.int32]  # the index of each stored value, of all rows end to end
+    flat: npt.NDArray[Any]  # the stored values of all rows end to end
     size: int
 
 
 def values_of(column: Column, array: Any, first_row: int) -> Values | SparseValues:
-    """Return the values of a column. first_row is the number of the batch's first row, for messages.
-
-    Raises:
-        RowsRefused: The column has nulls, or inner arrays of different lengths.
-    """
+    """Return the values of a column. Raise RowsRefused for nulls, or inner arrays of different lengths."""
     if array.null_count:
-        empty = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
-        raise RowsRefused(
-            Fault(
-                column.name, len(empty), first_row + int(empty[0]), "null", "a value in every row", _FILL, missing=True
-            )
-        )
+        rows, expected = np.flatnonzero(nulls(array)), "a value in every row"
+        remedy = "Fill or drop them: df.na.fill, df.na.drop"
+        raise RowsRefused.at(rows, first_row, column.name, "null", expected, remedy=remedy, missing=True)
     if column.source == "scalar":
         return Values(_numbers(array), None, 1)
     if column.source == "vector":
@@ -138,17 +114,23 @@ def values_of(column: Column, array: Any, first_row: int) -> Values | SparseValu
     return _ragged(data[ends[0] : ends[-1]], np.diff(ends))
 
 
+def nulls(array: Any) -> npt.NDArray[np.bool_]:
+    """Return which elements of an Arrow array are null."""
+    found: npt.NDArray[np.bool_] = array.is_null().to_numpy(zero_copy_only=False)
+    return found
+
+
 def missing_rows(array: Any, allow_nan: bool) -> npt.NDArray[np.bool_]:
     """Return which rows have a null, or a non-finite value unless allow_nan; arrays and vectors are searched too."""
     from pyarrow import compute, types
 
-    missing: npt.NDArray[np.bool_] = array.is_null().to_numpy(zero_copy_only=False).copy()
+    missing = nulls(array).copy()
     if types.is_struct(array.type):  # a vector: (type, size, indices, values)
         array = array.flatten()[3]
     if types.is_list(array.type) or types.is_large_list(array.type):
         lengths = compute.fill_null(compute.list_value_length(array), 0).to_numpy()
         inner = missing_rows(array.flatten(), allow_nan)
-        missing[np.repeat(np.arange(len(missing)), lengths)[inner]] = True
+        missing[_owners(lengths)[inner]] = True
     elif types.is_floating(array.type) and not allow_nan:
         missing |= ~np.isfinite(compute.fill_null(array, 0).to_numpy())
     return missing
@@ -179,36 +161,24 @@ def _lists(column: Column, array: Any, depth: int, first_row: int) -> Values:
     lengths = np.diff(offsets)
     child = array.flatten()
     if child.null_count:
-        places = np.flatnonzero(child.is_null().to_numpy(zero_copy_only=False))
-        rows = np.unique(np.searchsorted(np.cumsum(lengths), places, side="right"))
-        raise RowsRefused(
-            Fault(
-                column.name,
-                len(rows),
-                first_row + int(rows[0]),
-                "null within the array",
-                "a value in every element",
-                "Fill them: F.transform(column, lambda x: F.coalesce(x, F.lit(0)))",
-                missing=True,
-            )
-        )
+        rows, found, expected = _owners(lengths)[nulls(child)], "null within the array", "a value in every element"
+        remedy = "Fill them: F.transform(column, lambda x: F.coalesce(x, F.lit(0)))"
+        raise RowsRefused.at(rows, first_row, column.name, found, expected, remedy=remedy, missing=True)
     if depth == 1:
         return _ragged(_numbers(child), lengths)
     below = _lists(column, child, depth - 1, 0)
     if below.lengths is not None:
         different = np.flatnonzero(below.lengths != below.lengths[0])
-        rows = np.unique(np.searchsorted(np.cumsum(lengths), different, side="right"))
-        raise RowsRefused(
-            Fault(
-                column.name,
-                len(rows),
-                first_row + int(rows[0]),
-                f"inner arrays of {int(below.lengths[different[0]])}",
-                f"inner arrays of {int(below.lengths[0])} as in the first",
-                "Pad them, or flatten the column",
-            )
-        )
+        rows, found = _owners(lengths)[different], f"inner arrays of {int(below.lengths[different[0]])}"
+        expected = f"inner arrays of {int(below.lengths[0])} as in the first"
+        remedy = "Pad them, or flatten the column"
+        raise RowsRefused.at(rows, first_row, column.name, found, expected, remedy=remedy)
     return _ragged(below.flat, lengths, (below.width, *below.inner))
+
+
+def _owners(lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return the row of each value; `lengths` are the numbers of values of each row."""
+    return np.repeat(np.arange(len(lengths)), lengths)
 
 
 def _bytes(array: Any) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:

@@ -9,6 +9,7 @@ exclusively, so there are no deadlocks.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -18,6 +19,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +30,13 @@ from spark_elastic.errors import StoreError
 BLOCK = 64 << 10
 """Bytes of a block. Chunks of rows are not aligned with blocks: smaller blocks fetch fewer bytes that are not needed,
 larger ones need less book-keeping."""
-_RUN = 64
-"""Blocks that are fetched in one request: 4 MiB."""
+_RUN = 64  # blocks that are fetched in one request: 4 MiB
 _STATE = np.dtype([("crc32", "<u4"), ("used", "<u4")])
 _KEEP_SIZE_AND_PUNCH_HOLE = 0x1 | 0x2
 _POLL_S = 0.005
 _LOCK_TIMEOUT_S = 300.0
 
-Fetch = Callable[[int, int], bytes]
-"""(offset, nbytes) -> those bytes of the remote file."""
+Fetch = Callable[[int, int], bytes]  # (offset, nbytes) -> those bytes of the remote file
 
 
 class BlockFile:
@@ -71,22 +71,16 @@ class BlockFile:
     @classmethod
     def of_others(cls, path: Path) -> BlockFile | None:
         """Open another reader's file, to drop blocks of it. None: it was removed, or is not completely created yet."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             nbytes, states = path.stat().st_size, path.with_suffix(".state").stat().st_size
             if nbytes and states == -(-nbytes // BLOCK) * _STATE.itemsize:
                 return cls(path, nbytes, create=False)
-        except FileNotFoundError:
-            pass
         return None
 
     # --- for readers --------------------------------------------------------------------------
 
     def hold(self, start: int, stop: int) -> int:
-        """Fetch the absent blocks of bytes `start`..`stop`, keep all until `release`, and return the bytes fetched.
-
-        Raises:
-            StoreError: They cannot be fetched.
-        """
+        """Fetch the absent blocks of bytes `start`..`stop`, keep all until `release`, and return the bytes fetched."""
         fetched, first, last = 0, start // BLOCK, -(-stop // BLOCK)
         try:
             for here in range(first, last, _RUN):
@@ -106,10 +100,8 @@ class BlockFile:
         if not self.states["used"].all():
             return None
         crc, last = 0, self._blocks - 1
-        for length, blocks in (
-            (BLOCK, self.states["crc32"][:last]),
-            (self.nbytes - last * BLOCK, self.states["crc32"][last:]),
-        ):
+        checksums = self.states["crc32"]
+        for length, blocks in ((BLOCK, checksums[:last]), (self.nbytes - last * BLOCK, checksums[last:])):
             shift = _shift(length)
             for block in blocks.tolist():
                 crc = block ^ _times(shift, crc)
@@ -120,8 +112,7 @@ class BlockFile:
     def drop(self, block: int) -> int:
         """Drop a block unless it is held or being fetched, and return the bytes that this freed.
 
-        Raises:
-            OSError: The filesystem cannot punch holes; the block is unchanged.
+        Raise OSError, with the block unchanged, if the filesystem cannot punch holes.
         """
         with self._guard:
             if self._held[block] or block in self._fetching or not self._lock(fcntl.F_WRLCK, block, block + 1):
@@ -203,13 +194,19 @@ class BlockFile:
             start, stop = blocks.start * BLOCK, min(blocks.stop * BLOCK, self.nbytes)
             if all(self._is_intact(block) for block in blocks):
                 return 0
-            data = memoryview(self._fetched(start, stop - start))
+            assert self._fetch is not None
+            nbytes = stop - start
+            data = memoryview(self._fetch(start, nbytes))
+            if len(data) != nbytes:
+                raise StoreError(
+                    f"{self.path.name}: {len(data)} of {nbytes} bytes were delivered at {start}; the file is cut off"
+                )
             for block in blocks:
                 part = data[block * BLOCK - start : block * BLOCK - start + BLOCK]
                 self._write(part, block * BLOCK)
                 self._verified[block] = zlib.crc32(part)
                 self.states[block] = (self._verified[block], int(time.time()))
-            return stop - start
+            return nbytes
         finally:
             with self._guard:
                 self._fetching.difference_update(blocks)
@@ -224,15 +221,6 @@ class BlockFile:
             raise StoreError(
                 f"{self.path} cannot be written: {error}; choose another cache_dir, or limit cache_bytes"
             ) from error
-
-    def _fetched(self, start: int, nbytes: int) -> bytes:
-        assert self._fetch is not None
-        data = self._fetch(start, nbytes)
-        if len(data) != nbytes:
-            raise StoreError(
-                f"{self.path.name}: {len(data)} of {nbytes} bytes were delivered at {start}; the file is cut off"
-            )
-        return data
 
     def _is_intact(self, block: int) -> bool:
         """Return whether a block is present with the bytes that were fetched."""
@@ -272,15 +260,9 @@ def _opened(path: Path, nbytes: int, create: bool) -> int:
 
 def _runs(blocks: Iterable[int]) -> Iterator[range]:
     """Group ascending numbers into ranges without gaps."""
-    start = stop = -1
-    for block in blocks:
-        if block != stop:
-            if stop > start:
-                yield range(start, stop)
-            start = block
-        stop = block + 1
-    if stop > start:
-        yield range(start, stop)
+    for _, numbered in groupby(enumerate(blocks), key=lambda pair: pair[1] - pair[0]):
+        run = [block for _, block in numbered]
+        yield range(run[0], run[-1] + 1)
 
 
 def _punch(file: int, offset: int, nbytes: int) -> bool:

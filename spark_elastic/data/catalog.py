@@ -24,7 +24,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,7 @@ from spark_elastic.data.store import FileEntry, Store
 from spark_elastic.errors import InvalidSettingsError
 
 DATASETS = "spark_elastic-sets"
-LEASE_S = 600.0
-"""How long a lease outlives a process that was killed. A lease is renewed after a quarter of it."""
+LEASE_S = 600.0  # how long a lease outlives a process that was killed. A lease is renewed after a quarter of it
 ORPHAN_AGE_S = 86_400.0
 _OURS = re.compile(
     r"(manifest\.json|keep|used|damaged|leases/.*|checked/.*|[^/]+/[^/]+\.(rows|side))$|\..*\.partial$|.*\.partial$"
@@ -55,25 +54,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Temporary:
-    """A dataset that is deleted when this process ends.
-
-    Attributes:
-        folder: Its folder.
-        pid: The process that uses it: a forked child must not delete it.
-        users: Fits of this process that read it, and calls of `materialize`, whose callers may read it until the end.
-        used_s: When it was last used.
-        nbytes: Its size. None: unknown since it was written.
-    """
+    """A dataset that is deleted when this process ends."""
 
     folder: Store
-    pid: int
+    pid: int  # the process that uses it: a forked child must not delete it
+    # Fits of this process that read it, and calls of `materialize`, whose callers may read it until the end.
     users: int = 0
-    used_s: float = 0.0
-    nbytes: int | None = None
+    used_s: float = 0.0  # when it was last used
+    nbytes: int | None = None  # its size. None: unknown since it was written
+
+    @property
+    def parent(self) -> str:
+        return self.folder.root.rpartition("/")[0]
 
 
-_temporary: dict[str, _Temporary] = {}
-"""By URL."""
+_temporary: dict[str, _Temporary] = {}  # by URL
 _guard = threading.RLock()
 
 
@@ -126,15 +121,13 @@ def is_leased(folder: Store, now: float) -> bool:
 def protected(folder: Store) -> Iterator[None]:
     """Protect the dataset in `folder`, if there is one, from the limits of this process while the block runs."""
     with _guard:
-        mine = _temporary.get(folder.url)
-        if mine is not None:
-            mine.users += 1
+        mine = _temporary.get(folder.url, _Temporary(folder, os.getpid()))
+        mine.users += 1
     try:
         yield
     finally:
         with _guard:
-            if mine is not None:
-                mine.users = max(0, mine.users - 1)
+            mine.users = max(0, mine.users - 1)
 
 
 def mark_used(folder: Store, keep: bool) -> None:
@@ -158,23 +151,14 @@ def mark_used(folder: Store, keep: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of the temporary datasets that fits leave for later fits.
+    """The limits of the temporary datasets that fits leave for later fits."""
 
-    Attributes:
-        nbytes: Bytes of all of them. None: a share of what is free on the disk.
-        ttl_s: Seconds since the last use.
-    """
-
-    nbytes: int | None = None
-    ttl_s: float = TTL_S
+    nbytes: int | None = None  # bytes of all of them. None: a share of what is free on the disk
+    ttl_s: float = TTL_S  # seconds since the last use
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> Limits:
-        """Return the limits that the environment variables set.
-
-        Raises:
-            InvalidSettingsError: A variable is not a size, or not a time.
-        """
+        """Return the limits that the environment variables set. Raise InvalidSettingsError for an invalid value."""
         return cls(_size(environment.get(LIMIT_SETTING)), _seconds(environment.get(TTL_SETTING)))
 
     def bytes_in(self, store: Store, used: int) -> int:
@@ -208,11 +192,7 @@ def _seconds(text: str | None) -> float:
 
 
 def give_back(folder: Store, limits: Limits, now: float) -> list[str]:
-    """End one use of a dataset that `mark_used` began, and apply the limits.
-
-    Returns:
-        URLs of the datasets that were deleted.
-    """
+    """End one use of a dataset that `mark_used` began, and apply the limits. Return the URLs of deleted datasets."""
     with _guard:
         mine = _temporary.get(folder.url)
         if mine is not None:
@@ -224,10 +204,7 @@ def give_back(folder: Store, limits: Limits, now: float) -> list[str]:
 def collect_temporary(limits: Limits, now: float) -> list[str]:
     """Delete this process's unused temporary datasets that exceed the limits, the least recently used first.
 
-    Datasets that are leased, or that a caller of `materialize` may read, stay.
-
-    Returns:
-        URLs of the datasets that were deleted.
+    Datasets that are leased, or that a caller of `materialize` may read, stay. Return the URLs of deleted datasets.
     """
     deleted = []
     with _guard:
@@ -237,9 +214,9 @@ def collect_temporary(limits: Limits, now: float) -> list[str]:
         for each in mine:
             if each.nbytes is None:
                 each.nbytes = _bytes_of(each.folder)
-            stores[_parent_of(each.folder)] += each.nbytes
+            stores[each.parent] += each.nbytes
         for each in mine:
-            parent, nbytes = _parent_of(each.folder), each.nbytes or 0
+            parent, nbytes = each.parent, each.nbytes or 0
             try:
                 over = stores[parent] > limits.bytes_in(each.folder, stores[parent])
                 late = each.used_s < now - limits.ttl_s
@@ -257,21 +234,16 @@ def collect_temporary(limits: Limits, now: float) -> list[str]:
     return deleted
 
 
-def _parent_of(folder: Store) -> str:
-    return folder.root.rpartition("/")[0]
-
-
 def _bytes_of(folder: Store) -> int:
-    try:
+    with suppress(Exception):  # each filesystem has its own exceptions; the dataset counts once it can be listed
         return sum(entry.nbytes for entry in folder.list(recursive=True))
-    except Exception:  # each filesystem has its own exceptions; the dataset counts once it can be listed
-        return 0
+    return 0
 
 
 def may_be_lost(folder: Store) -> bool:
-    """Return whether the files may differ from what was written, at the right sizes.
+    """Return whether the files may have other contents than were written, although their sizes are right.
 
-    Temporary datasets are not synced to the disk, and the machine may have crashed since another process wrote this.
+    Temporary datasets are not synced to the disk, and the machine may have crashed since another process wrote it.
     """
     return folder.is_local and folder.url not in _temporary and not folder.exists("keep")
 
@@ -302,8 +274,7 @@ def delete_dataset(folder: Store) -> None:
 @dataclass(frozen=True, slots=True)
 class _Listed:
     folder: Store
-    files: list[FileEntry]
-    """Paths relative to the folder."""
+    files: list[FileEntry]  # paths relative to the folder
 
     @property
     def used_s(self) -> float:
@@ -320,21 +291,15 @@ class _Listed:
 
 
 def _datasets(store: Store) -> list[_Listed]:
-    found = []
-    for entry in store.list(DATASETS):
-        if entry.is_dir:
-            folder = store.sub(entry.path)
-            found.append(_Listed(folder, [file for file in folder.list(recursive=True) if not file.is_dir]))
-    return found
+    folders = [store.sub(entry.path) for entry in store.list(DATASETS) if entry.is_dir]
+    return [_Listed(each, [file for file in each.list(recursive=True) if not file.is_dir]) for each in folders]
 
 
 def collect_orphans(store: Store, now: float, age_s: float = ORPHAN_AGE_S) -> list[str]:
     """Delete what interrupted writes, repeated tasks and killed processes left behind.
 
     Datasets that are leased or kept stay, and so do files younger than `age_s` and files with other names than ours.
-
-    Returns:
-        The paths that were deleted, relative to the store.
+    Return the deleted paths, relative to the store.
     """
     deleted = []
     for found in _datasets(store):
@@ -350,7 +315,7 @@ def collect_orphans(store: Store, now: float, age_s: float = ORPHAN_AGE_S) -> li
             old = [entry.path for entry in found.files if entry.modified_s < now - age_s]
             orphans = {path for path in old if path.endswith((".rows", ".side"))}
             if orphans:
-                orphans -= Manifest.loads(found.folder.read_bytes(MANIFEST_NAME)).files
+                orphans -= Manifest.loads(found.folder.read_bytes(MANIFEST_NAME)).files.keys()
             for path in sorted(orphans):
                 found.folder.delete(path)
                 deleted.append(f"{DATASETS}/{name}/{path}")

@@ -6,19 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from spark_elastic.data.layout import Kind
+from spark_elastic.data.manifest import Kind
 from spark_elastic.errors import DataError, InvalidSettingsError, nearest
 
+# Types, by the name that Spark's `typeName` gives them.
 INTEGERS = frozenset({"byte", "short", "integer", "long"})
 REALS = frozenset({"float", "double", "decimal", "boolean"})
 TIMES = frozenset({"date", "timestamp", "timestamp_ntz"})
 TEXTS = frozenset({"string", "char", "varchar"})
-"""Types by the name that Spark's `typeName` gives them."""
 _ELEMENTS = {
     "byte": "<i1",
     "short": "<i2",
@@ -45,16 +45,10 @@ _INSTEAD = {
 
 
 def find_column(schema: Any, name: str, role: str = "column", *, case_sensitive: bool = True) -> Any:
-    """Return the field of a column in a Spark schema.
+    """Return the field of a column in a Spark schema. Raise DataError if there is no such column, or more than one.
 
-    Args:
-        schema: A StructType.
-        name: The column.
-        role: The setting that names the column, for the error message.
-        case_sensitive: Columns whose names differ only in case are different columns.
-
-    Raises:
-        DataError: There is no such column, or more than one.
+    With `case_sensitive`, columns whose names differ only in case are different columns. `role` is the setting that
+    names the column, for the error message.
     """
     alike = [f for f in schema.fields if f.name == name or (not case_sensitive and f.name.lower() == name.lower())]
     if len(alike) > 1:
@@ -79,11 +73,7 @@ def element_type(spark_type: Any) -> str:
 
 
 def check_validation(schema: Any, name: str, *, case_sensitive: bool = True) -> None:
-    """Check that a column can select the rows of the split "validation".
-
-    Raises:
-        DataError: It is missing or not boolean.
-    """
+    """Raise DataError if the column that selects the rows of the split "validation" is missing or not boolean."""
     found = find_column(schema, name, "validation column", case_sensitive=case_sensitive).dataType
     if found.typeName() != "boolean":
         raise DataError(
@@ -95,46 +85,27 @@ def check_validation(schema: Any, name: str, *, case_sensitive: bool = True) -> 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column as the tasks that write it see it.
-
-    Attributes:
-        name: Its name.
-        source: "scalar", "list", "vector", "binary" or "string".
-        dtype: Of one element, before any cast.
-        depth: The nesting of arrays, for "list".
-        whole: Its values are integers although they come as float64: decimals of scale 0.
-    """
+    """A column as the tasks that write it see it."""
 
     name: str
-    source: str
-    dtype: str
-    depth: int = 0
-    whole: bool = False
+    source: str  # "scalar", "list", "vector", "binary" or "string"
+    dtype: str  # dtype of one element, before any cast
+    depth: int = 0  # the nesting of arrays, for "list"
+    whole: bool = False  # its values are integers although they come as float64: decimals of scale 0
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor as it was requested; properties that depend on the rows are None.
+    """A tensor as it was requested; properties that depend on the rows are None."""
 
-    Attributes:
-        name: Its name in batches.
-        columns: The columns, joined in this order.
-        dtype: What it is stored as.
-        kind: How it is stored. None: DENSE or SPARSE, decided by the first vectors.
-        stacked: A single scalar column becomes shape [1] rather than a scalar.
-        shape: Of one row's value. None: as found.
-        pad_to: The length that shorter arrays are padded to. None: all rows must have one length.
-        allow_nan: NaN and infinity may be stored.
-    """
-
-    name: str
-    columns: tuple[Column, ...]
-    dtype: str
-    kind: Kind | None
-    stacked: bool
-    shape: tuple[int, ...] | None
-    pad_to: int | None
-    allow_nan: bool
+    name: str  # its name in batches
+    columns: tuple[Column, ...]  # the columns, joined in this order
+    dtype: str  # what it is stored as
+    kind: Kind | None  # how it is stored. None: DENSE or SPARSE, decided by the first vectors
+    stacked: bool  # a single scalar column becomes shape [1] rather than a scalar
+    shape: tuple[int, ...] | None  # shape of one row's value. None: as found
+    pad_to: int | None  # the length that shorter arrays are padded to. None: all rows must have one length
+    allow_nan: bool  # NaN and infinity may be stored
 
 
 @dataclass(frozen=True)
@@ -154,11 +125,7 @@ class Request:
     pre_shuffle: str | None
 
     def check(self) -> None:
-        """Check the values that do not depend on the DataFrame.
-
-        Raises:
-            InvalidSettingsError: A value is impossible.
-        """
+        """Raise InvalidSettingsError for a value that is impossible with any DataFrame."""
         if not self.tensors or not all(self.tensors.values()):
             raise InvalidSettingsError(f"each tensor needs at least one column, not {dict(self.tensors)}")
         names = list(self.tensors)
@@ -197,30 +164,20 @@ class Request:
     def to_json(self) -> dict[str, Any]:
         """Return plain values, for the dataset's key and for the settings in its manifest."""
         return {
+            **asdict(self),
             "tensors": {
                 name: columns if isinstance(columns, str) else list(columns) for name, columns in self.tensors.items()
             },
             "dtypes": {name: np.dtype(dtype).str for name, dtype in self.dtypes.items()},
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-            "pad_to": dict(self.pad_to),
             "variable": sorted(self.variable),
-            "sparse": dict(self.sparse),
             "allow_nan": self.allow_nan if isinstance(self.allow_nan, bool) else sorted(self.allow_nan),
-            "validation": self.validation,
-            "seed": self.seed,
-            "shard_bytes": self.shard_bytes,
-            "pre_shuffle": self.pre_shuffle,
         }
 
     def resolve(self, schema: Any, case_sensitive: bool = False) -> tuple[Tensor, ...]:
-        """Return the tensors with the types of their columns.
+        """Return the tensors with the types of their columns, see `find_column`.
 
-        Args:
-            schema: The DataFrame's schema.
-            case_sensitive: Spark's setting: columns whose names differ only in case are different columns.
-
-        Raises:
-            DataError: A column is missing, there more than once, or of a type that cannot be stored.
+        Raise DataError if a column is missing, there more than once, or of a type that cannot be stored.
         """
         types = {name: find_column(schema, name, case_sensitive=case_sensitive).dataType for name in self.columns}
         if isinstance(self.validation, str):
@@ -250,14 +207,14 @@ class Request:
                 raise InvalidSettingsError(
                     f"tensor {name!r} is of variable length; remove it from dtypes, shapes and pad_to"
                 )
+        elif first.source == "vector" and name in self.sparse:
+            kind = Kind.SPARSE if self.sparse[name] else Kind.DENSE
         elif first.source == "vector":
-            kind = None
-            if name in self.sparse:
-                kind = Kind.SPARSE if self.sparse[name] else Kind.DENSE
-            if len(columns) > 1:
-                kind = Kind.DENSE if kind is None else kind
+            kind = Kind.DENSE if len(columns) > 1 else None
         elif name in self.sparse:
-            raise InvalidSettingsError(f"sparse names {name!r}, whose column {first.name!r} is not a vector")
+            raise InvalidSettingsError(
+                f"the setting sparse lists {name!r}, but column {first.name!r} is not a vector; remove it from sparse"
+            )
         if len(columns) > 1:
             others = [column for column in columns if column.source == "string"]
             if kind is not Kind.DENSE or others:

@@ -1,4 +1,8 @@
-"""Encode Arrow batches as blocks of records. The first row decides the lengths; all other rows must have the same."""
+"""Encode Arrow batches as blocks of records.
+
+The first row decides the length of the arrays in each column. Those of all other rows must have the same length, unless
+the column is padded or of variable length.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import numpy.typing as npt
 
 from spark_elastic.data.arrow_values import Fault, RowsRefused, SparseValues, Values, values_of
 from spark_elastic.data.columns import Column, Tensor
-from spark_elastic.data.layout import Kind, Layout, TensorField
+from spark_elastic.data.manifest import Kind, Layout, TensorField
 from spark_elastic.data.shards import Blob, Block, encode_sparse
 
 SPARSE_FROM = 4096
@@ -19,17 +23,12 @@ _SPARSE_BELOW = 0.25
 
 
 class Encoder:
-    """An encoder of the batches of one task, in their order.
-
-    Attributes:
-        rows: The rows encoded so far.
-        layout: The layout of the records. None before the first row.
-    """
+    """An encoder of the batches of one task, in their order."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self._tensors = tensors
-        self.rows = 0
-        self.layout: Layout | None = None
+        self.rows = 0  # encoded so far
+        self.layout: Layout | None = None  # of the records; None before the first row
         self._flat = np.dtype([])
         self._buffer: npt.NDArray[Any] = np.zeros(0)
         self._lengths: dict[tuple[str, str], int] = {}
@@ -38,8 +37,7 @@ class Encoder:
     def encode(self, batch: Any) -> Block:
         """Encode a pyarrow `RecordBatch` of at least one row. The block is valid until the next call.
 
-        Raises:
-            RowsRefused: The batch has values that cannot be stored.
+        Raise RowsRefused if the batch has values that cannot be stored.
         """
         faults: list[Fault] = []
         found: dict[tuple[str, str], Values | SparseValues] = {}
@@ -66,7 +64,7 @@ class Encoder:
                 if field.kind is Kind.DENSE:
                     self._fill(records[tensor.name], tensor, parts, first_row)
                 else:
-                    blobs[tensor.name] = _blob(tensor, field, *parts[0], first_row)
+                    blobs[tensor.name] = _blob(tensor, field, *parts[0], first_row, len(records))
             except RowsRefused as refused:
                 faults += refused.faults
         if faults:
@@ -81,16 +79,14 @@ class Encoder:
             return values
         place, rows = (tensor.name, column.name), self.rows - first_row
         if isinstance(values, SparseValues):
-            lengths, uniform = np.array([values.size]), True
+            lengths = np.full(rows, values.size)
         else:
             inner = self._inner.setdefault(place, values.inner)
             if inner != values.inner:
-                expectation = f"inner arrays of {list(inner)} as in the first row"
-                raise RowsRefused(
-                    Fault(column.name, rows, first_row, f"inner arrays of {list(values.inner)}", expectation)
-                )
-            uniform = values.lengths is None
-            lengths = values.lengths if values.lengths is not None else np.array([values.width])
+                found = f"inner arrays of shape {list(values.inner)}"
+                expected_shape = f"inner arrays of shape {list(inner)} as in the first row"
+                raise RowsRefused.at(np.arange(rows), first_row, column.name, found, expected_shape)
+            lengths = values.lengths_of(rows)
         noun = "values" if column.source == "binary" else "arrays"
         setting = "pad_to"
         if tensor.pad_to is not None:
@@ -104,11 +100,10 @@ class Encoder:
             if column.source in ("list", "binary") and column.depth < 2:
                 remedy = "Store them padded (pad_to=) or with their own lengths (variable=)"
         if expected == 0:
-            wrong, wanted, remedy, setting = np.arange(1), "at least one value", "", ""
+            wrong, wanted, remedy, setting = np.arange(rows), "at least one value", "", ""
         if len(wrong):
-            row = int(wrong[0])
-            count, found = rows if uniform else len(wrong), f"{noun} of {int(lengths[row])}"
-            raise RowsRefused(Fault(column.name, count, first_row + row, found, wanted, remedy, setting=setting))
+            found = f"{noun} of {int(lengths[wrong[0]])}"
+            raise RowsRefused.at(wrong, first_row, column.name, found, wanted, remedy=remedy, setting=setting)
         return values
 
     def _decide(self, found: dict[tuple[str, str], Values | SparseValues], rows: int, first_row: int) -> None:
@@ -127,47 +122,32 @@ class Encoder:
                 else:
                     shape = (sum(widths),)
                 if kind is None:
-                    kind = _storage(found[tensor.name, only.name])
+                    kind = Kind.SPARSE if _is_sparse(found[tensor.name, only.name]) else Kind.DENSE
                 if tensor.shape is not None:
                     if math.prod(tensor.shape) != math.prod(shape):
-                        raise RowsRefused(
-                            Fault(
-                                ", ".join(names),
-                                rows,
-                                first_row,
-                                f"{math.prod(shape)} values",
-                                f"{math.prod(tensor.shape)} for a shape of {list(tensor.shape)} (shapes=)",
-                                setting="shapes",
-                            )
+                        size = f"{math.prod(shape)} values"
+                        wanted = f"{math.prod(tensor.shape)} for a shape of {list(tensor.shape)} (shapes=)"
+                        raise RowsRefused.at(
+                            np.arange(rows), first_row, ", ".join(names), size, wanted, setting="shapes"
                         )
                     shape = tensor.shape
             fields.append(TensorField(tensor.name, names, tensor.dtype, shape, kind=kind))
         self.layout = Layout.of(fields)
         # the same record with one-dimensional tensors, because values come one behind the other
-        self._flat = np.dtype(
-            {
-                "names": [field.name for field in self.layout.fields],
-                "formats": [
-                    (field.dtype, (math.prod(field.shape),)) if field.kind is Kind.DENSE else field.record_type
-                    for field in self.layout.fields
-                ],
-                "offsets": [field.offset for field in self.layout.fields],
-                "itemsize": self.layout.stride,
-            }
+        self._flat = self.layout.record_of(
+            [
+                np.dtype((field.dtype, (math.prod(field.shape),))) if field.kind is Kind.DENSE else field.record_type
+                for field in self.layout.fields
+            ]
         )
 
     def _width(self, tensor: Tensor, column: Column) -> int:
-        if column.source == "scalar":
-            return 1
+        """Return the number of values of a row of one column; 1 for a scalar, which has no length."""
         place = (tensor.name, column.name)
-        return self._lengths[place] * math.prod(self._inner.get(place, ()))
+        return self._lengths.get(place, 1) * math.prod(self._inner.get(place, ()))
 
     def _fill(
-        self,
-        out: npt.NDArray[Any],
-        tensor: Tensor,
-        parts: list[tuple[Column, Values | SparseValues]],
-        first_row: int,
+        self, out: npt.NDArray[Any], tensor: Tensor, parts: list[tuple[Column, Values | SparseValues]], first_row: int
     ) -> None:
         """Write a tensor's values to `out`, a view of the records with shape (rows, values of a row)."""
         start = 0
@@ -180,7 +160,7 @@ class Encoder:
                 target[...] = 0
                 target[rows, values.indices] = _checked(tensor, column, values.flat, rows, first_row)
             elif values.lengths is not None or values.width < self._lengths.get((tensor.name, column.name), 0):
-                lengths = values.lengths if values.lengths is not None else np.full(len(out), values.width)
+                lengths = values.lengths_of(len(out))
                 rows = np.repeat(np.arange(len(out)), lengths)
                 target[...] = 0
                 target[np.arange(width) < lengths[:, None]] = _checked(tensor, column, values.flat, rows, first_row)
@@ -191,25 +171,20 @@ class Encoder:
                 ):
                     target[...] = matrix
                 elif matrix.dtype.kind == target.dtype.kind == "f" and not column.whole:
-                    self._fill_floats(target, column, tensor, matrix, first_row)
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        target[...] = matrix
+                    narrower = target.dtype.itemsize < matrix.dtype.itemsize
+                    if not np.isfinite(target if narrower else matrix).all():
+                        _checked(tensor, column, values.flat, None, first_row, width)
                 else:
                     target[...] = _checked(tensor, column, values.flat, None, first_row, width).reshape(matrix.shape)
 
-    def _fill_floats(
-        self, target: npt.NDArray[Any], column: Column, tensor: Tensor, matrix: npt.NDArray[Any], first_row: int
-    ) -> None:
-        narrower = target.dtype.itemsize < matrix.dtype.itemsize
-        with np.errstate(over="ignore", invalid="ignore"):
-            target[...] = matrix
-        if not np.isfinite(target if narrower else matrix).all():
-            _checked(tensor, column, matrix.reshape(-1), None, first_row, width=matrix.shape[1])
 
-
-def _storage(values: Values | SparseValues) -> Kind:
-    if isinstance(values, SparseValues) and values.size > SPARSE_FROM:
-        density = len(values.flat) / max(1, len(values.counts) * values.size)
-        return Kind.SPARSE if density < _SPARSE_BELOW else Kind.DENSE
-    return Kind.DENSE
+def _is_sparse(values: Values | SparseValues) -> bool:
+    """Return whether a tensor is better stored as a sparse one, by its first values."""
+    if not isinstance(values, SparseValues) or values.size <= SPARSE_FROM:
+        return False
+    return len(values.flat) < _SPARSE_BELOW * len(values.counts) * values.size
 
 
 def _is_lossless(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
@@ -241,11 +216,11 @@ def _checked(
     flat: npt.NDArray[Any],
     rows: npt.NDArray[Any] | None,
     first_row: int,
-    width: int | None = None,
+    width: int = 1,
 ) -> npt.NDArray[Any]:
     """Convert values to the tensor's dtype. Raise RowsRefused for a value that it cannot represent or is not finite.
 
-    `rows` is the row of each value; None: each row has `width` values, or one.
+    `rows` is the row of each value; None: each row has `width` values.
     """
     dtype = np.dtype(tensor.dtype)
     if _is_lossless(flat.dtype, dtype):
@@ -272,43 +247,32 @@ def _checked(
             expected, remedy = f"what {dtype.name} can hold", "Choose another type with dtypes="
             if column.whole and not wrong.any():
                 wrong, found = np.abs(flat) >= 2**53, "integers"
-                expected, remedy = (
-                    "decimals below 2**53, as Spark sends them as doubles",
-                    "Cast the column to bigint",
-                )
+                expected = "decimals below 2**53, as Spark sends them as doubles"
+                remedy = "Cast the column to bigint"
     if not wrong.any():
         return stored
     places = np.flatnonzero(wrong)
-    found = f"{found} such as {flat[places[0]]}" if found != "NaN or infinity" else found
-    owners = np.unique(rows[places] if rows is not None else places // (width or 1))
-    raise RowsRefused(
-        Fault(
-            column.name,
-            len(owners),
-            first_row + int(owners[0]),
-            found,
-            expected,
-            remedy,
-            setting=setting,
-            missing=setting == "allow_nan",
-        )
+    missing = setting == "allow_nan"
+    found = found if missing else f"{found} such as {flat[places[0]]}"
+    owners = rows[places] if rows is not None else places // width
+    raise RowsRefused.at(
+        owners, first_row, column.name, found, expected, remedy=remedy, setting=setting, missing=missing
     )
 
 
-def _blob(tensor: Tensor, field: TensorField, column: Column, values: Values | SparseValues, first_row: int) -> Blob:
+def _blob(
+    tensor: Tensor, field: TensorField, column: Column, values: Values | SparseValues, first_row: int, rows: int
+) -> Blob:
     if field.kind is Kind.SPARSE:
         if isinstance(values, Values):
             values = _compressed(values)
-        rows = np.repeat(np.arange(len(values.counts)), values.counts)
-        flat = _checked(tensor, column, values.flat, rows, first_row)
+        flat = _checked(tensor, column, values.flat, np.repeat(np.arange(rows), values.counts), first_row)
         return encode_sparse(values.counts, values.indices, flat)
     assert isinstance(values, Values)
-    count = len(values.flat) // values.width if values.width else 0
-    lengths = values.lengths if values.lengths is not None else np.full(count, values.width, np.int64)
+    lengths = values.lengths_of(rows)
     if field.kind is not Kind.ARRAY:
         return Blob(values.flat, lengths)
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    flat = _checked(tensor, column, values.flat, rows, first_row)
+    flat = _checked(tensor, column, values.flat, np.repeat(np.arange(rows), lengths), first_row)
     return Blob(np.ascontiguousarray(flat).view(np.uint8), lengths * flat.dtype.itemsize)
 
 

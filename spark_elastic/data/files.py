@@ -1,39 +1,43 @@
-"""The open files of a split: those of a local store themselves, or their copies in this host's cache."""
+"""The open files of a split: the files of a local store, or the copies of a remote store's files in this host's cache.
+
+Files of a local store are compared with the manifest's checksums while they are read, once per host and dataset.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
+import logging
 import os
+import re
+import socket
 import threading
+import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
-from spark_elastic.data import local_check
-from spark_elastic.data.local_check import LocalCheck
-from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.manifest import Manifest, checksum_error
 from spark_elastic.data.prefetch import Ranges, ReadAhead, Source
 from spark_elastic.data.remote_cache import CachedSplit
 from spark_elastic.data.rows import GatheredRows, MappedRows, Numbering, Sidecars, open_rows
 from spark_elastic.data.store import Store
+from spark_elastic.errors import DatasetError, InvalidSettingsError
 
 _WILLNEED = getattr(os, "POSIX_FADV_WILLNEED", None)
 _DONTNEED = getattr(os, "POSIX_FADV_DONTNEED", None)
-_PRELOAD_BYTES = 2 << 30
-"""Local splits up to this size are read as a whole, whatever the order."""
+_PRELOAD_BYTES = 2 << 30  # local splits up to this size are read as a whole, whatever the order
 _PART_BYTES = 8 << 20
 """Bytes of one request for rows in the order of the files; less if several would not fit into the cache."""
 
 
 class SplitFiles:
-    """The files of one split, opened for reading. Sidecars are opened only if `sidecars`.
+    """The files of one split, opened for reading: numbers of the rows, their records, their values of variable length.
 
-    Attributes:
-        numbering: The numbers of the rows.
-        rows: Their records.
-        sidecars: Their values of variable length. None: no field needs them.
-
-    Raises:
-        DatasetError: A file is missing, or has another size than the manifest says.
+    Sidecars are opened only if `sidecars`. Raise DatasetError for a file that is missing or has the wrong size.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class SplitFiles:
             if store.is_local:
                 nbytes = manifest.nbytes(split)
                 source = LocalSource(paths, self.numbering, stride, self.rows, nbytes)
-                if local_check.is_enabled():
+                if check_is_enabled():
                     files = [(shard.file, shard.crc32) for shard in shards]
                     files += [(s.sidecar, s.sidecar_crc32) for s in shards if sidecars and s.sidecar is not None]
                     self._check = LocalCheck(store, files, drop_behind=_exceeds_page_cache(nbytes))
@@ -104,12 +108,7 @@ class LocalSource:
     """
 
     def __init__(
-        self,
-        paths: list[Path],
-        numbering: Numbering,
-        stride: int,
-        rows: MappedRows | GatheredRows,
-        nbytes: int,
+        self, paths: list[Path], numbering: Numbering, stride: int, rows: MappedRows | GatheredRows, nbytes: int
     ) -> None:
         self._paths = paths
         self._numbering = numbering
@@ -143,21 +142,135 @@ class LocalSource:
         if advice is None:  # a system without posix_fadvise
             return
         parts = [part for start, stop in ranges for part in self._numbering.ranges(start, stop)]
-        file, opened = -1, -1
-        try:
-            for shard, first, last in sorted(parts):
-                if shard != opened:
-                    if file >= 0:
-                        os.close(file)
-                    file, opened = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC), shard
-                os.posix_fadvise(file, first * self._stride, (last - first) * self._stride, advice)
-        except OSError:  # this is advice only: a file that cannot be read is reported when it is read
-            pass
-        finally:
-            if file >= 0:
-                os.close(file)
+        with contextlib.suppress(OSError):  # a file that cannot be read is reported when it is read
+            for shard, parts_of_shard in groupby(sorted(parts), key=itemgetter(0)):
+                file = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    for _, first, last in parts_of_shard:
+                        os.posix_fadvise(file, first * self._stride, (last - first) * self._stride, advice)
+                finally:
+                    os.close(file)
 
 
 def _exceeds_page_cache(nbytes: int) -> bool:
     """Return whether files of this size are too large to stay in the page cache: more than half of the memory."""
     return nbytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+# --- comparison with the checksums ------------------------------------------------------------------
+
+SETTING = "SPARK_ELASTIC_CHECK_ROWS"
+"""Environment variable: with "off", files of local datasets are not compared with their checksums."""
+CHECKED = "checked"  # the subfolder of a dataset with the records of each host
+DAMAGED = "damaged"
+"""A file in a dataset's folder that marks the dataset as damaged; an automatic dataset is then written again."""
+_READ_BYTES = 1 << 20
+_LOCK_POLL_S = 0.2
+
+_log = logging.getLogger(__name__)
+
+
+def check_is_enabled() -> bool:
+    """Return whether files of local datasets are compared, by the environment variable."""
+    value = os.environ.get(SETTING, "on")
+    if value not in ("on", "off"):
+        raise InvalidSettingsError(f"{SETTING} must be 'on' or 'off', not {value!r}")
+    return value == "on"
+
+
+class LocalCheck:
+    """A comparison of files and their checksums on a thread, which ends with the last file or with `close`.
+
+    The processes of a host that read the same dataset share one lock. The first one compares, and records each file
+    that is intact; the others find the records. If a process dies, the next one continues after the last recorded file.
+    With drop_behind, files leave the page cache after the comparison, because the dataset exceeds the memory.
+    """
+
+    def __init__(self, store: Store, files: list[tuple[str, int]], drop_behind: bool) -> None:
+        self._store = store
+        self._files = files
+        self._drop_behind = drop_behind
+        self._stop = threading.Event()
+        self._done: Future[None] = Future()
+        self._buffer = memoryview(bytearray(_READ_BYTES))
+        self._thread = threading.Thread(target=self._run, name="spark_elastic-check", daemon=True)
+        self._thread.start()
+
+    def result(self, timeout_s: float | None) -> bool:
+        """Wait for the end of the comparison for at most `timeout_s` seconds, and return whether it was reached.
+
+        Raise DatasetError if a file differs from what was written.
+        """
+        with contextlib.suppress(TimeoutError):
+            self._done.result(timeout_s)
+            return True
+        return False
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with contextlib.ExitStack() as open_files:
+                self._compare_all(self._locked_records(open_files))
+            self._done.set_result(None)
+        except BaseException as error:  # raised again by `result`
+            self._done.set_exception(error)
+
+    def _locked_records(self, open_files: contextlib.ExitStack) -> Path | None:
+        """Return this host's file of records, locked until `open_files` close; None: the dataset is read-only."""
+        folder = self._store.local_path(CHECKED)
+        host = re.sub(r"[^\w.-]", "_", socket.gethostname())
+        try:
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()  # without its parents: the dataset may be deleted at this moment
+            lock = os.open(folder / f"{host}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            open_files.callback(os.close, lock)
+            while not self._stop.is_set():
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    self._stop.wait(_LOCK_POLL_S)
+        except OSError as error:
+            _log.info("each process compares the checksums of %s for itself: %s", self._store.url, error)
+            return None
+        return folder / f"{host}.json"
+
+    def _compare_all(self, records: Path | None) -> None:
+        known: dict[str, list[int]] = {}
+        with contextlib.suppress(OSError, ValueError, TypeError):  # no records yet, or damaged ones
+            known = dict(json.loads(records.read_bytes())) if records is not None else {}
+        for file, expected in self._files:
+            path = self._store.local_path(file)
+            try:
+                status = path.stat()
+                # at least one of these changes if the file is written to
+                version = [status.st_size, status.st_mtime_ns, status.st_ino, expected]
+                found = expected if known.get(file) == version else self._checksum(path)
+            except OSError as error:
+                raise DatasetError(f"shard {path} cannot be read: {error}", file=str(path)) from error
+            if self._stop.is_set():  # perhaps before the end of the file, or without the lock
+                return
+            if found != expected:
+                with contextlib.suppress(OSError):  # a read-only dataset stays as it is
+                    self._store.local_path(DAMAGED).write_text(file)
+                raise checksum_error(self._store.url, file, found, expected)
+            if known.get(file) != version and records is not None:
+                known[file] = version
+                # replaced as a whole, so that a kill leaves either the old or the new records
+                with contextlib.suppress(OSError):  # the next process compares again
+                    written = records.with_suffix(".partial")
+                    written.write_text(json.dumps(known))
+                    os.replace(written, records)
+
+    def _checksum(self, path: Path) -> int:
+        """Return the CRC-32 of a file, or of a part of it if `close` is called meanwhile."""
+        found = 0
+        with path.open("rb", buffering=0) as stream:
+            while not self._stop.is_set() and (count := stream.readinto(self._buffer)):
+                found = zlib.crc32(self._buffer[:count], found)
+            if self._drop_behind and _DONTNEED is not None:
+                os.posix_fadvise(stream.fileno(), 0, 0, _DONTNEED)
+        return found

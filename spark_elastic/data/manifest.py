@@ -1,27 +1,34 @@
-"""The manifest of a materialised dataset. It is written last, which commits the dataset: other files do not count.
+"""The format of a dataset: the layout of its records, its shards, and the manifest that commits it.
 
+A row is a record of fixed size with tensors at fixed offsets, so a batch is one gather of records, and each of its
+tensors is a view into it. The manifest is written last; a file that it does not list is not a part of the dataset.
 Readers may assume of the shards of a split:
 
 - Their order is fixed, and with it the number of every row: those of the first shard come first.
 - A file starts with its first record and contains only records. References into the sidecar count from the start of
   the shard's own sidecar.
 - A writer (a task) makes a sequence of shards. Each of them except the last contains a multiple of
-  `layout.rows_per_page_run` rows, so the next shard can be mapped right behind it. The last shard, for most writers
-  their only one, may contain any number of rows: the next shard can be mapped at the next multiple of
-  `rows_per_page_run` rows, and the gap contains no rows. So the row counts alone tell where shards can be mapped.
+  `layout.rows_per_page_run` rows, which is a whole number of pages, so the next shard can be mapped right behind it.
+  The last shard, for most writers their only one, may contain any number of rows: the next shard can be mapped at the
+  next multiple of `rows_per_page_run` rows, and the gap contains no rows. So the row counts alone tell where shards can
+  be mapped.
 - No shard is empty.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import field as dataclass_field
+from enum import Enum
 from typing import Any
 
-from spark_elastic.data.layout import Layout
+import numpy as np
+
 from spark_elastic.errors import DatasetError
 
 # --- JSON documents that contain their checksum, so that a changed one is detected ------------------
@@ -37,16 +44,10 @@ def seal(document: Mapping[str, Any]) -> bytes:
 
 
 def unseal(text: bytes, known: frozenset[str]) -> dict[str, Any]:
-    """Decode a document of `seal`, and return it without its checksum.
+    """Decode a document of `seal`, and return it without its checksum; earlier versions wrote none.
 
-    Documents without a checksum, of earlier versions, are accepted.
-
-    Args:
-        text: The document.
-        known: The fields that it may have. An unknown field could be a checksum whose name was damaged.
-
-    Raises:
-        ValueError: It is not JSON, not an object, or not what was written.
+    Raise ValueError if it is not JSON, not an object, or not what was written. `known` are the fields that it may have:
+    an unknown field could be a checksum whose name was damaged.
     """
     try:
         document = json.loads(text)
@@ -68,6 +69,158 @@ def _checksum(document: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(document, sort_keys=True, separators=(",", ":")).encode())
 
 
+# --- the layout of a record -------------------------------------------------------------------------
+
+LAYOUT_VERSION = 1
+PAGE = 4096  # bytes. Machines with larger pages read the same files, without mapping them side by side
+_NUMBER = re.compile(r"[<>|=]?[a-z]+[0-9]{0,2}")
+"""numpy's names of plain types. From other texts np.dtype would make records, or allocate memory."""
+_REFERENCE = np.dtype([("start", "<i8"), ("length", "<i8")])
+"""The part of a record that refers to a value of variable length: its bytes in the shard's sidecar."""
+
+
+class Kind(str, Enum):
+    """How a field's value is stored."""
+
+    DENSE = "dense"
+    """In the record: `shape` values of `dtype`."""
+    BYTES = "bytes"
+    """In the sidecar. Batches have a list of `bytes`."""
+    STRING = "string"
+    """In the sidecar, as UTF-8. Batches have a list of `str`."""
+    ARRAY = "array"
+    """In the sidecar, values of `dtype`. Batches have a list of one-dimensional arrays."""
+    SPARSE = "sparse"
+    """In the sidecar: int32 indices, then as many values of `dtype`. Batches have a dense array `[rows, *shape]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorField:
+    """One tensor of a row."""
+
+    name: str  # its name in batches
+    columns: tuple[str, ...]  # the columns of the DataFrame that are joined, in this order
+    dtype: str  # a dtype of numpy, little-endian ("<f4")
+    shape: tuple[int, ...]  # shape of one row's value; () for a scalar. Not used for BYTES, STRING and ARRAY
+    offset: int = 0  # bytes from the start of the record
+    kind: Kind = Kind.DENSE
+
+    @property
+    def record_type(self) -> np.dtype[Any]:
+        """The numpy dtype of the field's part of the record."""
+        return np.dtype((self.dtype, self.shape)) if self.kind is Kind.DENSE else _REFERENCE
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The layout of a record."""
+
+    fields: tuple[TensorField, ...]
+    stride: int  # the record's size in bytes, a multiple of 8
+
+    @classmethod
+    def of(cls, fields: Iterable[TensorField]) -> Layout:
+        """Place fields at aligned offsets, in the order given. Raise ValueError unless their names are different."""
+        placed: list[TensorField] = []
+        end = 0
+        for field in fields:
+            alignment = np.dtype(field.dtype).itemsize if field.kind is Kind.DENSE else 8
+            start = -(-end // alignment) * alignment
+            placed.append(replace(field, offset=start))
+            end = start + field.record_type.itemsize
+        names = [field.name for field in placed]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"a layout needs one or more fields with different names, not {names}")
+        return cls(tuple(placed), max(8, -(-end // 8) * 8))
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The record as a numpy structured dtype of `stride` bytes."""
+        return self.record_of([field.record_type for field in self.fields])
+
+    def record_of(self, formats: list[np.dtype[Any]]) -> np.dtype[Any]:
+        """Return the record as a numpy structured dtype, with another format of each field."""
+        return np.dtype(
+            {
+                "names": [field.name for field in self.fields],
+                "formats": formats,
+                "offsets": [field.offset for field in self.fields],
+                "itemsize": self.stride,
+            }
+        )
+
+    @property
+    def rows_per_page_run(self) -> int:
+        """The smallest number of rows whose records fill whole pages."""
+        return PAGE // math.gcd(self.stride, PAGE)
+
+    @property
+    def has_sidecar(self) -> bool:
+        return any(field.kind is not Kind.DENSE for field in self.fields)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "version": LAYOUT_VERSION,
+            "stride": self.stride,
+            "fields": [{**asdict(field), "kind": field.kind.value} for field in self.fields],
+        }
+
+    @classmethod
+    def from_json(cls, document: Any) -> Layout:
+        """Decode a layout. Raise ValueError, with the wrong field's name, if it is invalid or of another version."""
+        if not isinstance(document, Mapping):
+            raise ValueError(f"layout is a {type(document).__name__}, not an object")
+        if document.get("version") != LAYOUT_VERSION:
+            raise ValueError(f"layout version is {document.get('version')!r:.40}; this package reads {LAYOUT_VERSION}")
+        entries = _typed(document, "fields", list, "layout.")
+        placed = tuple(_field(entry, f"layout.fields[{number}]") for number, entry in enumerate(entries))
+        layout = cls(placed, _number(document.get("stride"), "layout.stride"))
+        try:
+            expected = cls.of(placed)
+            assert expected.dtype.itemsize == expected.stride
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"layout.fields: no record can be made of them: {error}") from error
+        if layout != expected:
+            raise ValueError("layout: offsets or stride do not follow from the fields")
+        return layout
+
+
+def _field(entry: Any, where: str) -> TensorField:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{where} is {entry!r:.40}, not an object")
+    for name, expected in (("name", str), ("columns", list), ("dtype", str), ("shape", list), ("kind", str)):
+        _typed(entry, name, expected, f"{where}.")
+    if not all(isinstance(column, str) for column in entry["columns"]):
+        raise ValueError(f"{where}.columns is {entry['columns']!r:.80}, not a list of names")
+    shape = tuple(_number(size, f"{where}.shape") for size in entry["shape"])
+    try:
+        dtype = np.dtype(entry["dtype"]) if _NUMBER.fullmatch(entry["dtype"]) else None
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.kind not in "biuf":
+        raise ValueError(f"{where}.dtype is {entry['dtype']!r:.40}, not a numeric dtype")
+    try:
+        kind = Kind(entry["kind"])
+    except ValueError as error:
+        raise ValueError(f"{where}.kind: {error}") from error
+    offset = _number(entry.get("offset"), f"{where}.offset")
+    return TensorField(entry["name"], tuple(entry["columns"]), dtype.str, shape, offset, kind)
+
+
+def _number(value: Any, where: str) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{where} is {value!r:.40}, not an integer of at least 0")
+    return value
+
+
+def _typed(document: Mapping[str, Any], name: str, kind: type, where: str = "") -> Any:
+    """Return the value of a field of `document`, which must be of this type; `where` precedes its name in the error."""
+    value = document.get(name)
+    if not isinstance(value, kind):
+        raise ValueError(f"{where}{name} is {value!r:.40}, not of {kind.__name__}")
+    return value
+
+
 # --- the manifest -----------------------------------------------------------------------------------
 
 MANIFEST_NAME = "manifest.json"
@@ -79,22 +232,13 @@ FOUND_AGAIN = "found_again"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of packed records.
+    """One file of packed records."""
 
-    Attributes:
-        file: Its path, relative to the manifest.
-        rows: The number of records.
-        nbytes: Its size: rows × stride.
-        crc32: Its checksum.
-        sidecar: The file with the values of variable length, relative to the manifest. None: there is none.
-        sidecar_nbytes: The sidecar's size.
-        sidecar_crc32: The sidecar's checksum.
-    """
-
-    file: str
-    rows: int
-    nbytes: int
+    file: str  # its path, relative to the manifest
+    rows: int  # the number of records
+    nbytes: int  # its size: rows × stride
     crc32: int
+    # The file with the values of variable length, relative to the manifest. None: there is none.
     sidecar: str | None = None
     sidecar_nbytes: int = 0
     sidecar_crc32: int = 0
@@ -108,20 +252,15 @@ _FILE = re.compile(r"[^/\0][^\0]*")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of a dataset.
-
-    Attributes:
-        layout: The layout of the records.
-        splits: The shards of "train", and of "validation" if there is one. Their order does not depend on which task
-            ended first.
-        key: Identifies the rows and settings, see `reuse`.
-        about: Facts for people: settings, and when and by what the dataset was written.
-    """
+    """The contents of a dataset."""
 
     layout: Layout
+    # The shards of "train", and of "validation" if there is one. Their order does not depend on which task ended
+    # first.
     splits: Mapping[str, tuple[Shard, ...]]
-    key: str = ""
-    about: Mapping[str, Any] = field(default_factory=dict)
+    key: str = ""  # identifies the rows and settings, see `reuse`
+    # Facts for people: settings, and when and by what the dataset was written.
+    about: Mapping[str, Any] = dataclass_field(default_factory=dict)
 
     def rows(self, split: str) -> int:
         return sum(shard.rows for shard in self.splits[split])
@@ -135,9 +274,14 @@ class Manifest:
         return [shard for shards in self.splits.values() for shard in shards]
 
     @property
-    def files(self) -> set[str]:
-        """The files of the dataset, except the manifest."""
-        return {file for shard in self.shards for file in (shard.file, shard.sidecar) if file is not None}
+    def files(self) -> dict[str, tuple[int, int]]:
+        """The size and the checksum of each file of the dataset, except the manifest."""
+        found = {}
+        for shard in self.shards:
+            found[shard.file] = (shard.nbytes, shard.crc32)
+            if shard.sidecar is not None:
+                found[shard.sidecar] = (shard.sidecar_nbytes, shard.sidecar_crc32)
+        return found
 
     def dumps(self) -> bytes:
         document = {
@@ -154,28 +298,24 @@ class Manifest:
     def loads(cls, text: bytes) -> Manifest:
         """Decode a manifest.
 
-        Raises:
-            ValueError: It is not a manifest, incomplete, changed, or of another version; with the wrong field's name.
+        Raise ValueError, with the wrong field's name, if it is no manifest, incomplete, changed, or of another version.
         """
         document = unseal(text, _FIELDS)
         if document.get("format") != FORMAT:
             raise ValueError(f"format is {document.get('format')!r:.40}: not a manifest of {FORMAT}")
         if document.get("version") != FORMAT_VERSION:
             raise ValueError(f"format version is {document.get('version')!r:.40}; this package reads {FORMAT_VERSION}")
-        for name, kind in (("key", str), ("splits", dict), ("about", dict)):
-            if not isinstance(document.get(name), kind):
-                raise ValueError(f"{name} is {document.get(name)!r:.40}, not of {kind.__name__}")
-        if not isinstance(document["about"].get("settings", {}), dict):
-            raise ValueError(f"about.settings is {document['about']['settings']!r:.40}, not an object")
-        layout = Layout.from_json(document.get("layout"))  # type: ignore[arg-type]
+        about = _typed(document, "about", dict)
+        if "settings" in about:
+            _typed(about, "settings", dict, "about.")
+        layout = Layout.from_json(document.get("layout"))
         splits = {}
-        for name, shards in document["splits"].items():
-            if not isinstance(shards, list):
-                raise ValueError(f"splits.{name} is {shards!r:.40}, not a list")
+        for name in _typed(document, "splits", dict):
+            shards = _typed(document["splits"], name, list, "splits.")
             splits[name] = tuple(
                 _shard(shard, layout.stride, f"splits.{name}[{number}]") for number, shard in enumerate(shards)
             )
-        return cls(layout, splits, document["key"], document["about"])
+        return cls(layout, splits, _typed(document, "key", str), about)
 
 
 def checksum_error(url: str, file: str, found: int, expected: int) -> DatasetError:
@@ -198,9 +338,7 @@ def _shard(entry: Any, stride: int, where: str) -> Shard:
         if not isinstance(value, str) or not _FILE.fullmatch(value) or ".." in value.split("/"):
             raise ValueError(f"{where}.{name} is {value!r:.80}, not a file of this dataset")
     for name in ("rows", "nbytes", "crc32", "sidecar_nbytes", "sidecar_crc32"):
-        value = entry.get(name, 0)
-        if type(value) is not int or value < 0:
-            raise ValueError(f"{where}.{name} is {value!r:.40}, not an integer of at least 0")
+        _number(entry.get(name, 0), f"{where}.{name}")
     shard = Shard(**entry)
     if shard.nbytes != shard.rows * stride:
         raise ValueError(f"{where}.nbytes: {shard.file} has {shard.nbytes} bytes for {shard.rows} rows of {stride}")

@@ -30,9 +30,8 @@ from spark_elastic.data.catalog import (
 )
 from spark_elastic.data.columns import Request, cast_of
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.layout import Kind
-from spark_elastic.data.local_check import DAMAGED
-from spark_elastic.data.manifest import FOUND_AGAIN, MANIFEST_NAME, Manifest
+from spark_elastic.data.files import DAMAGED
+from spark_elastic.data.manifest import FOUND_AGAIN, MANIFEST_NAME, Kind, Manifest
 from spark_elastic.data.reuse import Identity, identify, key_of
 from spark_elastic.data.shards import SHARD_BYTES
 from spark_elastic.data.spark_jobs import collect, has_lost_its_order, reason_of, refuse_connect, small_batches
@@ -45,8 +44,7 @@ WRITES = 4
 """The most attempts to write rows if executors are lost with shuffled rows of no fixed order; as of Spark's tasks."""
 _writing: weakref.WeakValueDictionary[str, threading.Lock] = weakref.WeakValueDictionary()
 """URL of a dataset → the lock of the thread that writes it: of concurrent fits on the same rows, one writes."""
-_collected: set[str] = set()
-"""URLs of the stores in which this process has deleted orphans."""
+_collected: set[str] = set()  # URLs of the stores in which this process has deleted orphans
 
 
 def materialize(
@@ -155,7 +153,7 @@ def materialize(
         collect_temporary(Limits.of_environment(os.environ), wall())
         try:
             with leased(folder):
-                dataset = _write(df, request, folder, key, settings, kept, verbose, findable)
+                dataset = _write(df, request, folder, key, kept, verbose, findable)
             mark_used(folder, kept)
         except OSError as error:
             raise StoreError(f"the driver cannot write to {folder.url}: {error}", url=folder.url) from error
@@ -190,38 +188,48 @@ def _find(folder: Store, key: str, settings: Mapping[str, Any], dataset_id: str 
         return None
 
 
-def _write(
-    df: Any,
-    request: Request,
-    folder: Store,
-    key: str,
-    settings: Mapping[str, Any],
-    kept: bool,
-    verbose: int,
-    findable: bool,
-) -> Dataset:
-    run, started = uuid.uuid4().hex[:12], wall()
+def _write(df: Any, request: Request, folder: Store, key: str, kept: bool, verbose: int, findable: bool) -> Dataset:
+    from spark_elastic import __version__
+
+    run, started, settings = uuid.uuid4().hex[:12], wall(), request.to_json()
     try:
         receipts = _run(df, request, folder, run, kept, verbose)
-        _refuse_faults(receipts)
         if mixed := _stored_both_ways(receipts):  # the first vectors were mostly zeros in some tasks only
             folder.delete(run)
             request = replace(request, sparse={**request.sparse, **dict.fromkeys(mixed, True)})
             receipts = _run(df, request, folder, run, kept, verbose)
-            _refuse_faults(receipts)
-        about = {**_about(df, wall() - started), "settings": settings, FOUND_AGAIN: findable}
+        about = {
+            "written_by": f"spark_elastic {__version__}",
+            "application": df.sparkSession.sparkContext.applicationId,
+            "seconds": round(wall() - started, 3),
+            "settings": settings,
+            FOUND_AGAIN: findable,
+        }
         manifest = _manifest(receipts, request, key, about)
         dataset = Dataset(folder, manifest)
-        _check_arrived(dataset, receipts)
+        hosts = {
+            shard.file: receipt.host for receipt in receipts for shards in receipt.splits.values() for shard in shards
+        }
+        for shard in manifest.shards:
+            if folder.size(shard.file) != shard.nbytes:
+                raise StoreError(
+                    f"{hosts[shard.file]} wrote {shard.file} to {folder.url}, but the driver does not see it as a "
+                    "whole; name a store that driver and executors share",
+                    url=folder.url,
+                    host=hosts[shard.file],
+                )
     except BaseException:
         folder.delete(run)
         raise
     if folder.write_bytes(MANIFEST_NAME, manifest.dumps(), only_if_absent=True, durable=kept):
-        _delete_unlisted(dataset, run)
+        # files of attempts that Spark repeated; those of attempts that still run are later deleted as orphans
+        listed = manifest.files
+        for entry in folder.list(run):
+            if entry.path not in listed:
+                folder.delete(entry.path)
         return dataset
-    theirs = Dataset.open(folder)  # another process wrote the same rows meanwhile
     folder.delete(run)
-    return theirs
+    return Dataset.open(folder)  # another process wrote the same rows meanwhile
 
 
 def _selected(df: Any, request: Request) -> list[Any]:
@@ -257,7 +265,9 @@ def _run(df: Any, request: Request, folder: Store, run: str, kept: bool, verbose
     except Exception as error:  # py4j, captured by pyspark or not
         failure, reason = reason_of(error)
         raise failure(f"the rows could not be written: {reason}") from error
-    return sorted((Receipt.loads(row.receipt) for row in found), key=lambda receipt: receipt.partition)
+    receipts = sorted((Receipt.loads(row.receipt) for row in found), key=lambda receipt: receipt.partition)
+    _refuse_faults(receipts)
+    return receipts
 
 
 def write_again_if_order_is_lost(write: Callable[[], list[Any]], clear: Callable[[], None]) -> list[Any]:
@@ -290,25 +300,19 @@ def _refuse_faults(receipts: Sequence[Receipt]) -> None:
     if not seen:
         raise DataError("the DataFrame has no rows")
     layouts = [(receipt, receipt.layout) for receipt in receipts if receipt.layout is not None]
-    counts: Counter[tuple[int, tuple[int, ...]]] = Counter()
-    for receipt, layout in layouts:
-        counts.update({(index, field.shape): receipt.rows for index, field in enumerate(layout.fields)})
     for index in range(len(layouts[0][1].fields)):
-        usual = max((shape for i, shape in counts if i == index), key=lambda shape: counts[index, shape])
+        counts: Counter[tuple[int, ...]] = Counter()
+        for receipt, layout in layouts:
+            counts[layout.fields[index].shape] += receipt.rows
+        usual = counts.most_common(1)[0][0]
         for receipt, layout in layouts:
             field = layout.fields[index]
             if field.shape != usual:
+                columns, found = ", ".join(field.columns), f"values of shape {list(field.shape)}"
+                expected = f"shape {list(usual)} as in most partitions"
+                remedy = "Store them padded (pad_to=) or with their own lengths (variable=)"
                 faults.append(
-                    Fault(
-                        ", ".join(field.columns),
-                        receipt.rows,
-                        0,
-                        f"values of shape {list(field.shape)}",
-                        f"shape {list(usual)} as in most partitions",
-                        "Store them padded (pad_to=) or with their own lengths (variable=)",
-                        receipt.partition,
-                        "pad_to",
-                    )
+                    Fault(columns, receipt.rows, 0, found, expected, remedy, receipt.partition, setting="pad_to")
                 )
     if faults:
         raise error_of(faults, seen)
@@ -332,34 +336,3 @@ def _manifest(receipts: Sequence[Receipt], request: Request, key: str, about: Ma
                 rows=rows,
             )
     return manifest
-
-
-def _check_arrived(dataset: Dataset, receipts: Sequence[Receipt]) -> None:
-    """Raise StoreError if the driver does not see all that the tasks wrote."""
-    for receipt in receipts:
-        for shard in (shard for shards in receipt.splits.values() for shard in shards):
-            if dataset.store.size(shard.file) != shard.nbytes:
-                raise StoreError(
-                    f"{receipt.host} wrote {shard.file} to {dataset.store.url}, but the driver does not see it as a "
-                    "whole; name a store that driver and executors share",
-                    url=dataset.store.url,
-                    host=receipt.host,
-                )
-
-
-def _delete_unlisted(dataset: Dataset, run: str) -> None:
-    """Delete files of attempts that Spark repeated. Files of attempts that still run are later deleted as orphans."""
-    listed = dataset.manifest.files
-    for entry in dataset.store.list(run):
-        if entry.path not in listed:
-            dataset.store.delete(entry.path)
-
-
-def _about(df: Any, seconds: float) -> dict[str, Any]:
-    from spark_elastic import __version__
-
-    return {
-        "written_by": f"spark_elastic {__version__}",
-        "application": df.sparkSession.sparkContext.applicationId,
-        "seconds": round(seconds, 3),
-    }

@@ -32,42 +32,30 @@ class Buffers:
         self._keep = keep
         self._guard = threading.Lock()
         self._held: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8)]
-        self._unused = self._references(0)  # the count differs between versions of Python
+        self._unused = sys.getrefcount(self._held[0])  # the count differs between versions of Python
 
     def acquire(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return an array of at least `nbytes` bytes with arbitrary contents."""
         with self._guard:  # the caller refers to the array before another thread looks
             for index in range(len(self._held)):
-                if self._held[index].nbytes >= nbytes and self._references(index) == self._unused:
+                if self._held[index].nbytes >= nbytes and sys.getrefcount(self._held[index]) == self._unused:
                     return self._held[index]
             made = np.empty(nbytes, np.uint8)
             large = [buffer for buffer in self._held if buffer.nbytes >= nbytes]
             self._held = [made, *large[: self._keep - 1]]
             return made
 
-    def _references(self, index: int) -> int:
-        return sys.getrefcount(self._held[index])
-
 
 class Prefetcher(Iterator[T], Generic[T]):
     """An iterator whose items a thread makes ahead of time.
 
-    An exception of the source is raised to the consumer after the items before it. A consumer that stops early must
-    call `close`.
-
-    Args:
-        source: Returns the items; called on the thread.
-        depth: The most items that are ready at a time.
-        name: The thread's name.
-        on_close: Called by `close`, to interrupt a source that waits.
+    The thread calls `source`, and keeps at most `depth` items ready. An exception of the source is raised to the
+    consumer after the items before it. A consumer that stops early must call `close`, which calls `on_close` to
+    interrupt a source that waits.
     """
 
     def __init__(
-        self,
-        source: Callable[[], Iterable[T]],
-        depth: int,
-        name: str,
-        on_close: Callable[[], None] = lambda: None,
+        self, source: Callable[[], Iterable[T]], depth: int, name: str, on_close: Callable[[], None] = lambda: None
     ) -> None:
         self._on_close = on_close
         self._depth = depth
@@ -138,8 +126,7 @@ class Prefetcher(Iterator[T], Generic[T]):
 
 # --- rows that are read ahead -----------------------------------------------------------------------
 
-Ranges = list[tuple[int, int]]
-"""Ranges of row numbers, `[start, stop)` each."""
+Ranges = list[tuple[int, int]]  # ranges of row numbers, `[start, stop)` each
 
 
 class Stopped(Exception):
@@ -147,24 +134,17 @@ class Stopped(Exception):
 
 
 class Source(Protocol):
-    """The storage that rows are read from: files of this host, or a remote store.
+    """The storage that rows are read from: files of this host, or a remote store."""
 
-    Attributes:
-        preload_always: The dataset is small enough to be read as a whole, whatever the order.
-    """
-
-    preload_always: bool
+    preload_always: bool  # the dataset is small enough to be read as a whole, whatever the order
 
     def request(self, ranges: Ranges) -> Any:
         """Start to read these rows, and return the request for `wait` and `release`."""
 
     def wait(self, request: Any, stopping: Future[None]) -> None:
-        """Wait until the rows of a request are local.
+        """Wait until the rows of a request are local. Raise Stopped as soon as `stopping` is done.
 
-        Raises:
-            Stopped: `stopping` is done.
-            DatasetError: A file is damaged.
-            StoreError: The rows cannot be read.
+        Raise DatasetError for a damaged file, StoreError for rows that cannot be read.
         """
 
     def release(self, request: Any) -> None:
@@ -176,29 +156,19 @@ class Source(Protocol):
 
 @dataclass(slots=True)
 class _Requested:
-    """A window of a stream, or a part of the files, that was requested.
+    """A window of a stream, or a part of the files, that was requested."""
 
-    Attributes:
-        stop: The row of the stream, or the position in the files, that it ends before.
-        request: The source's request.
-        local: Its rows have been waited for.
-    """
-
-    stop: int
+    stop: int  # the row of the stream, or the position in the files, that it ends before
     request: Any
-    local: bool = False
+    local: bool = False  # its rows have been waited for
 
 
 class ReadAhead:
     """The read-ahead of one pass: it requests rows before they are gathered, and releases them afterwards.
 
     Of each stream of a windowed shuffle, the open window is local and the next one is requested. Rows in the order of
-    the files are requested a few parts at a time. Rows of a permutation come from everywhere, so all are preloaded.
-
-    Args:
-        source: The storage that rows are read from.
-        numbering: The numbers of the rows.
-        part_rows: Rows of one request in the order of the files.
+    the files are requested in parts of `part_rows` rows, a few at a time. Rows of a permutation come from everywhere:
+    all are preloaded.
     """
 
     def __init__(self, source: Source, numbering: Numbering, part_rows: int = 1) -> None:
@@ -214,12 +184,9 @@ class ReadAhead:
         """Of each stream, the end of its first requested window: before that, nothing has to be done for it."""
 
     def prepare(self, order: Order, start: int, stop: int, rank: int, size: int) -> None:
-        """Wait until positions `start`..`stop` of an order can be gathered.
+        """Wait until positions `start`..`stop` of an order can be gathered. Raise Stopped if `stop` was called.
 
-        They follow those of the last call, unless the order or the world is another.
-
-        Raises:
-            Stopped: `stop` was called.
+        The positions follow those of the last call, unless the order or the world is another.
         """
         if isinstance(order, GlobalOrder) and not order.shuffle and not self._source.preload_always:
             if order is not self._order:

@@ -6,19 +6,20 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.data.files import SplitFiles
-from spark_elastic.data.layout import Kind, TensorField
-from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.manifest import Kind, Manifest, TensorField
 from spark_elastic.data.order.permutation import GlobalOrder, Indices, Order
 from spark_elastic.data.order.windows import WindowedShuffle, WindowSettings, window_settings
 from spark_elastic.data.prefetch import Buffers, Prefetcher, ReadAhead, Stopped
-from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError, nearest
+
+if TYPE_CHECKING:
+    from spark_elastic.data.dataset import Dataset
 
 GLOBAL_BYTES = 4 << 30
 """Datasets up to this size are expected to fit into the page cache of every host, next to everything else there."""
@@ -31,16 +32,6 @@ _PLANNED_ROWS = 1 << 16
 """Rows whose numbers are computed at a time: gathering evicts the tables of the computation from the cache."""
 _AHEAD_BYTES = 4 << 20
 """Bytes gathered ahead, besides one group: more buffers only evict each other from the processor's cache."""
-
-
-class StoredDataset(Protocol):
-    """The part of a `Dataset` that reading needs."""
-
-    @property
-    def store(self) -> Store: ...
-
-    @property
-    def manifest(self) -> Manifest: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -67,40 +58,23 @@ class Batch:
         return self.tensors[name]
 
 
-class BatchGroup:
-    """Consecutive batches that were gathered together.
+def _split(tensors: Mapping[str, Any], edges: Sequence[int], counts: Sequence[int]) -> Iterator[Batch]:
+    """Divide rows that were gathered together into batches.
 
-    `edges` are the positions between the global batches, `counts` this rank's rows of each.
+    `edges` are the positions between the global batches, `counts` this rank's rows of each. At its end the generator
+    refers to no rows any more, so their buffer can be used again.
     """
-
-    __slots__ = ("_counts", "_edges", "_tensors")
-
-    def __init__(self, tensors: Mapping[str, Any], edges: Sequence[int], counts: Sequence[int]) -> None:
-        self._tensors = tensors
-        self._edges = edges
-        self._counts = counts
-
-    def batches(self) -> Iterator[Batch]:
-        """Return the batches, once: the group keeps no reference to rows that it has returned."""
-        tensors, self._tensors = self._tensors, {}
-        start, first = self._edges[0], 0
-        for stop, count in zip(self._edges[1:], self._counts, strict=True):
-            last = first + count
-            yield Batch({name: rows[first:last] for name, rows in tensors.items()}, count, stop - start, start, stop)
-            start, first = stop, last
+    start, first = edges[0], 0
+    for stop, count in zip(edges[1:], counts, strict=True):
+        last = first + count
+        yield Batch({name: rows[first:last] for name, rows in tensors.items()}, count, stop - start, start, stop)
+        start, first = stop, last
 
 
 def resolve_order(
-    dataset: StoredDataset,
-    split: str = "train",
-    *,
-    order: str = "auto",
-    shuffle: bool = True,
-    cache_bytes: int | None = None,
+    dataset: Dataset, split: str = "train", *, order: str = "auto", shuffle: bool = True, cache_bytes: int | None = None
 ) -> str:
-    """Return the order in which a split is read, "global" or "lanes". It is the same on every process.
-
-    Without a shuffle the order is always "global".
+    """Return the order of a split, "global" or "lanes": the same on every process, and "global" without a shuffle.
 
     Args:
         dataset: A `Dataset`.
@@ -130,9 +104,7 @@ def resolve_order(
     return "global" if nbytes <= GLOBAL_BYTES and not too_large else "lanes"
 
 
-def window_settings_of(
-    dataset: StoredDataset, split: str = "train", *, cache_bytes: int | None = None
-) -> WindowSettings:
+def window_settings_of(dataset: Dataset, split: str = "train", *, cache_bytes: int | None = None) -> WindowSettings:
     """Return how a reader divides a split for order "lanes"; the same for all readers with a cache of this size."""
     manifest = dataset.manifest
     cache_bytes = None if dataset.store.is_local else cache_bytes
@@ -176,7 +148,7 @@ class BatchReader:
 
     def __init__(
         self,
-        dataset: StoredDataset,
+        dataset: Dataset,
         split: str = "train",
         *,
         batch_size: int,
@@ -207,7 +179,7 @@ class BatchReader:
         self._prefetch = prefetch
         self._dtype = manifest.layout.dtype
         self._buffers = Buffers(keep=prefetch + 3)
-        self._running: set[Prefetcher[BatchGroup]] = set()
+        self._running: set[Prefetcher[Iterator[Batch]]] = set()
         self._closed = False
         self.set_world(rank, size)
         sidecars = any(field.kind is not Kind.DENSE for field in self.fields)
@@ -217,34 +189,21 @@ class BatchReader:
         """Be rank `rank` of `size` from the next batch on. To be called between batches."""
         if not 0 <= rank < size:
             raise InvalidSettingsError(f"rank must be from 0 to {size - 1} with size={size}, not {rank}")
+        self.rank, self.size = rank, size
         self._world = (rank, size)
 
-    @property
-    def rank(self) -> int:
-        return self._world[0]
-
-    @property
-    def size(self) -> int:
-        return self._world[1]
-
     def preload(self) -> None:
-        """Read all rows if the order needs all at once. Otherwise the first batch would wait for that.
-
-        Raises:
-            DatasetError: A file is damaged.
-            StoreError: The rows cannot be read.
-        """
+        """Read all rows if the order needs all at once. Otherwise the first batch would wait for that."""
         if self.order == "global":
             self._files.read_ahead().prepare(self._order_of(0), 0, 0, self.rank, self.size)
 
     def checked(self, timeout_s: float | None = None) -> bool:
-        """Wait until the files have been compared with the manifest's checksums. The end of an epoch waits for it too.
+        """Wait until the files have been compared with the manifest's checksums, and return whether they have been.
+
+        The end of an epoch waits for this too.
 
         Args:
             timeout_s: The longest wait; 0: do not wait. None: as long as it takes.
-
-        Returns:
-            Whether the comparison has ended.
 
         Raises:
             DatasetError: A file differs from what was written.
@@ -278,7 +237,7 @@ class BatchReader:
             try:
                 for group in groups:
                     self._files.checked(0)
-                    for batch in group.batches():
+                    for batch in group:
                         position = batch.stop
                         yield batch
                         self._refuse_closed()
@@ -298,8 +257,8 @@ class BatchReader:
             raise ValueError("the reader was closed in the middle of an epoch")
 
     def _started(
-        self, groups: Callable[[], Iterator[BatchGroup]], batch_size: int, ahead: ReadAhead
-    ) -> Iterator[BatchGroup]:
+        self, groups: Callable[[], Iterator[Iterator[Batch]]], batch_size: int, ahead: ReadAhead
+    ) -> Iterator[Iterator[Batch]]:
         """Return the groups, gathered by a thread unless `prefetch` is 0."""
         if not self._prefetch:
             return groups()
@@ -317,7 +276,7 @@ class BatchReader:
 
     def _groups(
         self, ahead: ReadAhead, epoch: int, position: int, batch_size: int, rank: int, size: int
-    ) -> Iterator[BatchGroup]:
+    ) -> Iterator[Iterator[Batch]]:
         order, windows = self._order_of(epoch), self._order_of(epoch)  # one for each of the two threads
         group_batches, group_rows = self._group_size(batch_size, size)
         planned = max(1, _PLANNED_ROWS // group_rows) * group_batches * batch_size
@@ -337,7 +296,7 @@ class BatchReader:
                     part = counts[first : first + group_batches]
                     bounds = edges[first : first + group_batches + 1]
                     ahead.prepare(windows, bounds[0], bounds[-1], rank, size)
-                    yield BatchGroup(self._gathered(numbers[done : done + sum(part)]), bounds, part)
+                    yield _split(self._gathered(numbers[done : done + sum(part)]), bounds, part)
                     done += sum(part)
         except Stopped:
             return

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -26,25 +25,21 @@ import numpy as np
 
 from spark_elastic.clock import wall
 from spark_elastic.data.block_file import BlockFile
-from spark_elastic.data.layout import Kind
-from spark_elastic.data.manifest import Manifest, checksum_error
+from spark_elastic.data.manifest import Kind, Manifest, checksum_error
 from spark_elastic.data.prefetch import Ranges, Stopped
 from spark_elastic.data.rows import Numbering
-from spark_elastic.data.store import Store
+from spark_elastic.data.store import Store, own_temporary_folder
 from spark_elastic.errors import StoreError
 
 _LOCK = "lock"
 """A file in a dataset's folder. Readers of the dataset lock it shared, a process that removes the folder exclusively.
 Its modification time is when the dataset was last opened."""
 _STALE_S = 7 * 86_400.0
-_FREE_SHARE = 0.8
+_FREE_SHARE = 0.8  # the default limit: this part of what the disk would have free without the cache
 _OURS = re.compile(r"lock|[0-9a-f]{16}\.(data|state)")
-_FETCHERS = 8
-"""Concurrent requests: an object store takes tens of ms for each, and answers several as fast as one."""
-_PAUSES_S = (0.0, 1.0)
-"""Pauses before the second and third try: a broken connection must not end hours of training."""
-_TARGET_SHARE = 0.9
-"""The part of the limit that is still in use after room was made."""
+_FETCHERS = 8  # concurrent requests: an object store takes tens of ms for each, and answers several as fast as one
+_PAUSES_S = (0.0, 1.0)  # pauses before the second and third try: a broken connection must not end hours of training
+_TARGET_SHARE = 0.9  # the part of the limit that is still in use after room was made
 _CHECK_EVERY = 16 << 20
 """Bytes that a process fetches between two checks of the limit, so it is exceeded by this times the processes."""
 _PRELOAD_PART_BYTES = 8 << 20
@@ -77,14 +72,12 @@ def lock_folder(folder: Path) -> int:
 def remove_stale(root: Path, now: float) -> None:
     """Remove datasets that nobody reads and nobody has opened for days. Other files and folders stay."""
     for folder in root.iterdir():
-        try:
+        with contextlib.suppress(OSError):  # a process reads the dataset, or has removed it
             names = os.listdir(folder) if re.fullmatch("[0-9a-f]{24}", folder.name) else []
             if _LOCK not in names or not all(_OURS.fullmatch(name) for name in names):
                 continue
             if (folder / _LOCK).stat().st_mtime < now - _STALE_S:
                 _remove(folder, names)
-        except OSError:  # a process reads the dataset, or has removed it
-            continue
 
 
 def _remove(folder: Path, names: list[str]) -> None:
@@ -102,55 +95,26 @@ def used_bytes(root: Path) -> int:
     """Return the bytes of disk that all datasets in the cache use."""
     total = 0
     for path in root.glob("*/*.data"):
-        try:
+        with contextlib.suppress(FileNotFoundError):  # removed at this moment
             total += path.stat().st_blocks * 512
-        except FileNotFoundError:  # removed at this moment
-            continue
     return total
-
-
-def default_limit(root: Path) -> int:
-    """Return the bytes that the cache may use by default: most of what is free on the disk."""
-    return int(_FREE_SHARE * (used_bytes(root) + shutil.disk_usage(root).free))
-
-
-def default_folder() -> Path:
-    """Return this user's cache folder among the host's temporary files.
-
-    Raises:
-        StoreError: The folder belongs to another user.
-    """
-    folder = Path(tempfile.gettempdir()) / f"spark_elastic-cache-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
-        raise StoreError(f"{folder} belongs to another user; set cache_dir")
-    return folder
 
 
 @dataclass(slots=True)
 class FetchRequest:
-    """Ranges of rows that are fetched and then held.
+    """Ranges of rows that are fetched and then held."""
 
-    Attributes:
-        futures: One per range.
-        held: The parts of files that were fetched so far: (file, start, stop) in bytes.
-        released: The rows are not needed any more.
-    """
-
-    futures: list[Future[None]] = field(default_factory=list)
+    futures: list[Future[None]] = field(default_factory=list)  # one per range
+    # The parts of files that were fetched so far: (file, start, stop) in bytes.
     held: list[tuple[BlockFile, int, int]] = field(default_factory=list)
-    released: bool = False
+    released: bool = False  # the rows are not needed any more
 
 
 class CachedSplit:
     """One split of a remote dataset in the cache; a `Source` of its rows, and of its sidecars if `sidecars`.
 
-    Attributes:
-        paths: The local copies of the shards, as long as the remote files. Only requested rows may be read from them.
-        sidecar_paths: Those of the sidecars.
-
-    Raises:
-        StoreError: The cache's folder cannot be used.
+    `paths` are the local copies of the shards, as long as the remote files; only requested rows may be read from them.
+    `sidecar_paths` are the local copies of the sidecars. Raise StoreError if the cache's folder cannot be used.
     """
 
     def __init__(
@@ -169,7 +133,7 @@ class CachedSplit:
         self._numbering = numbering
         self._stride = manifest.layout.stride
         self._references = [f.name for f in manifest.layout.fields if f.kind is not Kind.DENSE] if sidecars else []
-        self._root = Path(cache_dir) if cache_dir is not None else default_folder()
+        self._root = Path(cache_dir) if cache_dir is not None else own_temporary_folder("cache", "set cache_dir")
         self._limit = cache_bytes
         self._fetched = _CHECK_EVERY  # check at the first fetch: other processes may have left more than the limit
         self._guard = threading.Lock()
@@ -179,8 +143,7 @@ class CachedSplit:
         key = hashlib.sha256(store.url.encode() + manifest.dumps()).hexdigest()[:24]
         self._unchecked: dict[BlockFile, tuple[str, int]] = {}
         """Files that have not been compared yet → name in the store, and CRC-32 by the manifest."""
-        self._touched: set[BlockFile] = set()
-        """Those of them that may have become complete since the last look."""
+        self._touched: set[BlockFile] = set()  # unchecked files that may have become complete since the last look
         self._remote: list[RemoteFile] = []
         self._files: list[BlockFile] = []
         self._sidecars: list[BlockFile | None] = []
@@ -189,7 +152,7 @@ class CachedSplit:
             self._folder_lock = lock_folder(self._root / key)
             remove_stale(self._root, wall())
             if self._limit is None:
-                self._limit = default_limit(self._root)
+                self._limit = int(_FREE_SHARE * (used_bytes(self._root) + shutil.disk_usage(self._root).free))
             for shard in manifest.splits[split]:
                 self._files.append(self._local_copy(key, shard.file, shard.nbytes, shard.crc32))
                 side = shard.sidecar if sidecars else None
@@ -311,15 +274,10 @@ class CachedSplit:
         ours = {file.path: file for file in [*self._files, *self._sidecars] if file is not None}
         others = []
         try:
-            files = []
             for path in self._root.glob("*/*.data"):
-                file = ours.get(path)
-                if file is None:
-                    file = BlockFile.of_others(path)
-                    if file is None:
-                        continue
+                if path not in ours and (file := BlockFile.of_others(path)) is not None:
                     others.append(file)
-                files.append(file)
+            files = [*ours.values(), *others]
             ages = [file.states["used"].astype(np.int64) for file in files]
             owners = np.repeat(np.arange(len(files)), [len(age) for age in ages])
             blocks = np.concatenate([np.arange(len(age)) for age in ages])
@@ -361,14 +319,10 @@ class RemoteFile:
         self._idle: list[Any] = []
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Read a range of bytes, with up to three tries.
-
-        Raises:
-            StoreError: All tries failed.
-        """
+        """Read a range of bytes. Raise StoreError if three tries failed."""
         for pause_s in (*_PAUSES_S, None):
             try:
-                handle = self._handle()
+                handle = self._taken() or self._open()
                 data = bytes(handle.read_at(nbytes, offset))
             except Exception as error:  # each filesystem's package has its own exceptions
                 if pause_s is None or isinstance(error, FileNotFoundError | PermissionError):
@@ -380,18 +334,14 @@ class RemoteFile:
                 return data
         raise AssertionError
 
-    def _handle(self) -> Any:
-        try:
+    def _taken(self) -> Any:
+        """Return a handle that no thread uses, and remove it from the pool. None: there is none."""
+        with contextlib.suppress(IndexError):
             return self._idle.pop()
-        except IndexError:
-            return self._open()
+        return None
 
     def close(self) -> None:
         """Close the handles that no thread uses."""
-        while True:
-            try:
-                handle = self._idle.pop()
-            except IndexError:
-                return
+        while (handle := self._taken()) is not None:
             with contextlib.suppress(Exception):
                 handle.close()

@@ -18,11 +18,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 from zoneinfo import ZoneInfo
 
-from spark_elastic.data.layout import LAYOUT_VERSION
+from spark_elastic.data.manifest import LAYOUT_VERSION
 from spark_elastic.data.spark_jobs import setting
 
-_REMOTE_FILES = 2000
-"""The most remote files of a query. Each costs a call over py4j, about 1 ms."""
+_REMOTE_FILES = 2000  # the most remote files of a query. Each costs a call over py4j, about 1 ms
 _SPARKS_OWN = "org.apache.spark.sql.execution.datasources."
 """The package of file indexes that return all rows of their files. A Delta table, for example, may delete rows without
 changing a file."""
@@ -52,8 +51,8 @@ _HIDING = frozenset(
         "InSet",
     }
 )
-"""Expressions whose text names the code that they run at most; and a long IN, whose text is the same for the value
-'a, b' as for two values."""
+"""Expressions whose text has at most the name of the code that they run; and InSet, a long IN, whose text is the same
+for the value 'a, b' as for two values."""
 _IRRELEVANT = (
     "spark.sql.warehouse.dir",
     "spark.sql.debug.",
@@ -69,15 +68,10 @@ _PROCESS = uuid.uuid4().hex
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Everything that the rows of a DataFrame depend on.
+    """Everything that the rows of a DataFrame depend on."""
 
-    Attributes:
-        facts: Plain values. None: they cannot be known.
-        reason: Why they cannot be known.
-    """
-
-    facts: Mapping[str, Any] | None
-    reason: str = ""
+    facts: Mapping[str, Any] | None  # plain values. None: they cannot be known
+    reason: str = ""  # why they cannot be known
 
 
 def key_of(*parts: object) -> str:
@@ -114,14 +108,18 @@ def _identify(df: Any) -> Identity:
     plan = execution.optimizedPlan()  # without columns that are not read
     if plan.containsPattern(patterns.PLAN_EXPRESSION()):
         return Identity(None, "the query has a subquery, whose inputs are not examined")
-    conf = _settings(spark)
+    # all settings of Spark SQL that have been set and may change rows
+    conf = sorted(
+        [name, value]
+        for name, value in _pairs(spark._jsparkSession.conf().getAll())
+        if name.startswith("spark.sql.") and not name.startswith(_IRRELEVANT)
+    )
     zone = str(spark.conf.get("spark.sql.session.timeZone"))
     text, structure = _text(spark, plan), _structure(plan, zone)
     of_session = of_session or structure is None or any(name in text for name in _OPAQUE)
     # the plan has an ordinary addition in place of try_add(a, b)
     of_session = of_session or bool(_TRYING.search(_text(spark, execution.analyzed(), canonical=False).lower()))
     leaves: list[Any] = []
-    in_memory = False
     found = plan.collectLeaves()
     for number in range(found.size()):
         leaf = found.apply(number)
@@ -134,9 +132,17 @@ def _identify(df: Any) -> Identity:
             files = _fingerprints(spark, relation.location().inputFiles())
             if files is None:
                 return Identity(None, f"the query reads more than {_REMOTE_FILES} remote files")
-            leaves.append(["files", *_read_as(relation), files])
+            leaves.append(
+                [
+                    "files",
+                    str(relation.fileFormat().getClass().getName()),
+                    str(relation.dataSchema().json()),
+                    str(relation.partitionSchema().json()),
+                    sorted(_pairs(relation.options())),
+                    files,
+                ]
+            )
             continue
-        in_memory = True
         if kind == "LogicalRDD" or leaf.getClass().getSimpleName() == "LogicalRDD":
             leaves.append(["rdd", leaf.rdd().id()])
         elif leaf.getClass().getSimpleName() == "InMemoryRelation":
@@ -144,11 +150,10 @@ def _identify(df: Any) -> Identity:
         elif kind == "LocalRelation":
             leaves.append(["local", leaf.hashCode(), leaf.data().size()])
         elif kind in ("Range", "OneRowRelation"):
-            in_memory = False
             leaves.append([kind])
         else:
             return Identity(None, f"it cannot be known whether the rows of {kind} have changed")
-        of_session = of_session or in_memory
+        of_session = of_session or kind not in ("Range", "OneRowRelation")  # the others are in Spark's memory
     facts: dict[str, Any] = {
         "text": text,
         "structure": structure,
@@ -163,14 +168,6 @@ def _identify(df: Any) -> Identity:
         # this hash includes the addresses of functions in the JVM, which distinguish two of the same name
         facts["session"] = [spark.sparkContext.applicationId, _PROCESS, plan.semanticHash()]
     return Identity(facts)
-
-
-def _settings(spark: Any) -> list[list[str]]:
-    """Return all settings of Spark SQL that have been set and may change rows, sorted."""
-    made = _pairs(spark._jsparkSession.conf().getAll())
-    return sorted(
-        [name, value] for name, value in made if name.startswith("spark.sql.") and not name.startswith(_IRRELEVANT)
-    )
 
 
 def _pairs(scala_map: Any) -> Iterator[tuple[str, str]]:
@@ -242,16 +239,6 @@ def _is_known(name: str) -> bool:
     if name.startswith(_PLANS):
         return name.removeprefix(_PLANS) in _PLAIN_PLANS
     return name in ("", "org.apache.spark.sql.catalyst.optimizer.NormalizeNaNAndZero", _SPARKS_OWN + "LogicalRelation")
-
-
-def _read_as(relation: Any) -> list[Any]:
-    """Return how Spark reads the files: format, schemas, options."""
-    return [
-        str(relation.fileFormat().getClass().getName()),
-        str(relation.dataSchema().json()),
-        str(relation.partitionSchema().json()),
-        sorted(_pairs(relation.options())),
-    ]
 
 
 def _fingerprints(spark: Any, files: Iterable[str]) -> list[tuple[str, int, int]] | None:

@@ -5,6 +5,7 @@ All shards are mapped into one range of memory where the system allows it, so th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -13,12 +14,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data.layout import Kind, TensorField
+from spark_elastic.data.manifest import Kind, TensorField
 from spark_elastic.data.order.permutation import Indices
 from spark_elastic.data.shards import spans
 from spark_elastic.errors import DatasetError
@@ -37,21 +39,13 @@ _FAILED = ctypes.c_void_p(-1).value
 
 @dataclass(frozen=True, slots=True)
 class FileSegment:
-    """A part of a file, and where it is mapped.
-
-    Attributes:
-        path: The file.
-        offset: Where the part starts in the file; a multiple of 4096.
-        nbytes: Its length.
-        at: Where it starts in the range; a multiple of 4096.
-        expected: The size that the whole file must have.
-    """
+    """A part of a file, and where it is mapped."""
 
     path: Path
-    offset: int
+    offset: int  # where the part starts in the file; a multiple of 4096
     nbytes: int
-    at: int
-    expected: int
+    at: int  # where it starts in the range; a multiple of 4096
+    expected: int  # the size that the whole file must have
 
 
 def can_map() -> bool:
@@ -81,22 +75,18 @@ def check_size(path: Path, expected: int, found: int | None = None) -> None:
 class FileRange:
     """Segments of files, mapped read-only into one contiguous range. Bytes between segments must not be touched.
 
-    Attributes:
-        bytes: The range, uint8. No view of it may be used after `close`.
-
-    Raises:
-        DatasetError: A file is missing, or has another size than expected.
-        OSError: The system cannot map it.
+    `bytes` is the range; no view of it may be used after `close`. Raise DatasetError if a file is missing or has the
+    wrong size, OSError if the system cannot map it.
     """
 
     def __init__(self, segments: Sequence[FileSegment]) -> None:
+        self._address: int | None = None
         self.nbytes = max((segment.at + segment.nbytes for segment in segments), default=0)
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mmap.restype = ctypes.c_void_p
         self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong]
         self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        self._address: int | None = None
         self.bytes: Bytes = np.empty(0, np.uint8)
         if not self.nbytes:
             return
@@ -111,7 +101,8 @@ class FileRange:
             self.close()
             raise
         # np.frombuffer of a ctypes array fails for more than 2 GiB on some versions; the array interface does not
-        self.bytes = np.asarray(_ArrayInterface(self._address, self.nbytes))
+        interface = {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self._address, True)}
+        self.bytes = np.asarray(SimpleNamespace(__array_interface__=interface))
 
     def _map(self, segment: FileSegment) -> None:
         assert self._address is not None
@@ -146,18 +137,8 @@ class FileRange:
             self._address = None
 
     def __del__(self) -> None:
-        if getattr(self, "_address", None) is not None:
+        if self._address is not None:
             self.close()
-
-
-class _ArrayInterface:
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__array_interface__: dict[str, Any] = {
-            "version": 3,
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, True),
-        }
 
 
 # --- numbers of rows --------------------------------------------------------------------------------
@@ -165,21 +146,13 @@ class _ArrayInterface:
 
 @dataclass(frozen=True, slots=True)
 class RowExtent:
-    """Rows that are consecutive in one file and in the numbering.
-
-    Attributes:
-        shard: The shard's index.
-        first: The first row's place in the shard.
-        rows: The number of rows.
-        number: The first row's number.
-        address: The first row's place in the mapped range, in rows.
-    """
+    """Rows that are consecutive in one file and in the numbering."""
 
     shard: int
-    first: int
+    first: int  # the first row's place in the shard
     rows: int
     number: int
-    address: int
+    address: int  # the first row's place in the mapped range, in rows
 
 
 class Numbering:
@@ -202,8 +175,7 @@ class Numbering:
             if rows > whole:
                 tails.append((shard, whole, rows - whole))
             number += whole
-        self.joined = number
-        """Numbers below this are addresses."""
+        self.joined = number  # numbers below this are addresses
         address = -(-number // page_run) * page_run
         for shard, first, rows in tails:
             self.extents.append(RowExtent(shard, first, rows, number, address))
@@ -258,14 +230,13 @@ class Numbering:
         index = int(np.searchsorted(self._numbers, start, side="right")) - 1
         while start < stop:
             extent = self.extents[index]
-            end = min(stop, extent.number + extent.rows)
-            found.append((extent.shard, start - extent.number + extent.first, end - extent.number + extent.first))
+            end, shift = min(stop, extent.number + extent.rows), extent.first - extent.number
+            found.append((extent.shard, start + shift, end + shift))
             start, index = end, index + 1
         return found
 
     def _extents_of(self, numbers: Indices) -> Indices:
-        found: Indices = np.searchsorted(self._numbers, numbers, side="right") - 1
-        return found
+        return np.searchsorted(self._numbers, numbers, side="right") - 1
 
 
 # --- records ----------------------------------------------------------------------------------------
@@ -277,14 +248,11 @@ class MappedRows:
     def __init__(self, files: Sequence[Path], numbering: Numbering, stride: int, shard_nbytes: Sequence[int]) -> None:
         self._numbering = numbering
         self._stride = stride
-        self._range = FileRange(
-            [
-                FileSegment(
-                    files[e.shard], e.first * stride, e.rows * stride, e.address * stride, shard_nbytes[e.shard]
-                )
-                for e in numbering.extents
-            ]
-        )
+        segments = [
+            FileSegment(files[e.shard], e.first * stride, e.rows * stride, e.address * stride, shard_nbytes[e.shard])
+            for e in numbering.extents
+        ]
+        self._range = FileRange(segments)
         self._records: npt.NDArray[Any] = self._range.bytes.view(np.dtype((np.void, stride)))
 
     def gather(self, numbers: Indices, out: npt.NDArray[Any]) -> None:
@@ -336,16 +304,10 @@ class GatheredRows:
 def open_rows(
     files: Sequence[Path], numbering: Numbering, stride: int, shard_nbytes: Sequence[int]
 ) -> MappedRows | GatheredRows:
-    """Open the records of all shards.
-
-    Raises:
-        DatasetError: A file is missing, or has another size than the manifest says.
-    """
+    """Open the records of all shards. Raise DatasetError for a file that is missing or has the wrong size."""
     if can_map():
-        try:
+        with contextlib.suppress(OSError):  # a limit of this system, or a filesystem that cannot map at an address
             return MappedRows(files, numbering, stride, shard_nbytes)
-        except OSError:  # a limit of this system, or a filesystem that cannot map at an address
-            pass
     return GatheredRows(files, numbering, stride, shard_nbytes)
 
 
@@ -355,13 +317,8 @@ def open_rows(
 class Sidecars:
     """The sidecars of a split's shards: values of variable length, found through the references in records.
 
-    Args:
-        files: One path per shard; None where the shard has no sidecar.
-        nbytes: The size of each sidecar by the manifest.
-        url: Of the dataset, for error messages.
-
-    Raises:
-        DatasetError: A sidecar is missing, or has another size than the manifest says.
+    `files` has None where a shard has no sidecar; `nbytes` are the sizes by the manifest. Raise DatasetError if a
+    sidecar is missing or has another size.
     """
 
     def __init__(self, files: Sequence[Path | None], nbytes: Sequence[int], url: str) -> None:
@@ -377,11 +334,9 @@ class Sidecars:
             if file is not None and size
         ]
         if can_map():
-            try:
+            with contextlib.suppress(OSError):  # a limit of this system, or a filesystem that cannot map at an address
                 self._range = FileRange(segments)
                 return
-            except OSError:  # a limit of this system, or a filesystem that cannot map at an address
-                pass
         for segment in segments:
             check_size(segment.path, segment.expected)
         # mapped, never copied: the files of a cache receive their contents later

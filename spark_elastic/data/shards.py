@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data.layout import Layout
-from spark_elastic.data.manifest import Shard
+from spark_elastic.data.manifest import Layout, Shard
 from spark_elastic.data.store import Store, make_folder, sync_folder
 
 SHARD_BYTES = 512 << 20
@@ -21,15 +20,10 @@ SHARD_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """The values of one field for some rows, end to end.
+    """The values of one field for some rows, end to end."""
 
-    Attributes:
-        data: The bytes of all values.
-        lengths: The number of bytes of each value.
-    """
-
-    data: npt.NDArray[np.uint8]
-    lengths: npt.NDArray[np.int64]
+    data: npt.NDArray[np.uint8]  # the bytes of all values
+    lengths: npt.NDArray[np.int64]  # the number of bytes of each value
 
     def __getitem__(self, rows: slice) -> Blob:
         ends = np.cumsum(self.lengths)
@@ -47,15 +41,11 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows that are ready to be written.
+    """Rows that are ready to be written."""
 
-    Attributes:
-        records: The records, C-contiguous. Their references into the sidecar are set when they are written.
-        blobs: The values in the sidecar, by field.
-    """
-
+    # The records, C-contiguous. Their references into the sidecar are set when they are written.
     records: npt.NDArray[Any]
-    blobs: Mapping[str, Blob] = field(default_factory=dict)
+    blobs: Mapping[str, Blob] = field(default_factory=dict)  # the values in the sidecar, by field
 
     def __len__(self) -> int:
         return len(self.records)
@@ -71,14 +61,8 @@ class ShardWriter:
     """A writer of shards, which starts a new one when the records or the sidecar reach `shard_bytes`.
 
     Every shard except the last contains a multiple of `layout.rows_per_page_run` rows, see `manifest`. Without rows
-    there is no file.
-
-    Args:
-        store: The dataset's folder.
-        stem: The files are ``<stem>-<number>.rows`` and ``.side``. It must be different for each attempt of a task.
-        layout: The layout of the records.
-        shard_bytes: The size at which a shard ends.
-        durable: Finished shards survive a power cut. On local folders this waits for the disk.
+    there is no file. The files are ``<stem>-<number>.rows`` and ``.side``; the stem must be different for each attempt
+    of a task. With `durable`, finished shards survive a power cut, for which a local folder waits for the disk.
     """
 
     def __init__(
@@ -197,12 +181,9 @@ def spans(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.
 
 
 def encode_sparse(counts: npt.NDArray[Any], indices: npt.NDArray[np.int32], values: npt.NDArray[Any]) -> Blob:
-    """Encode sparse rows for the sidecar: for each row its int32 indices, then as many values.
+    """Encode sparse rows for the sidecar: for each row its int32 indices, then as many values of 4 or 8 bytes.
 
-    Args:
-        counts: The number of values of each row.
-        indices: The indices of all rows end to end.
-        values: The values of all rows end to end, of 4 or 8 bytes each.
+    `counts` are the numbers of values of each row; `indices` and `values` have those of all rows end to end.
     """
     counts = counts.astype(np.int64)
     words = values.dtype.itemsize // 4  # everything is written as words of 4 bytes

@@ -40,14 +40,11 @@ _ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 _BATCH_BYTES = 1 << 20
 """Spark's default, 64 MiB or 10,000 rows, is written, sent and read one after the other, each time from main memory.
 With 1 MiB the JVM fills one batch while Python reads another. Rows of 3 KB: twice as many a second."""
-_BATCH_ROWS = 500
-"""For versions of Spark (before 4.0) that limit batches by rows only."""
+_BATCH_ROWS = 500  # for versions of Spark (before 4.0) that limit batches by rows only
 
 _lock = threading.Lock()
-_users: dict[tuple[str, str], int] = {}
-"""(session, setting) → threads that need it changed."""
-_before: dict[tuple[str, str], str | None] = {}
-"""The value to restore after the last of them; None: it was not set."""
+_changed: dict[tuple[str, str], tuple[int, str | None]] = {}
+"""(session, setting) → the threads that need it changed, and the value to restore after the last of them, if any."""
 
 
 @contextmanager
@@ -55,23 +52,23 @@ def setting(spark: Any, name: str, value: str) -> Iterator[None]:
     """Change a setting of the session while the block runs. The last of several threads to leave restores it."""
     about = (str(spark._jsparkSession.sessionUUID()), name)
     with _lock:
-        if not _users.get(about):
+        users, before = _changed.get(about, (0, None))
+        if not users:
             was_set = spark._jsparkSession.sessionState().conf().contains(name)
-            _before[about] = spark.conf.get(name) if was_set else None
+            before = spark.conf.get(name) if was_set else None
             spark.conf.set(name, value)
-        _users[about] = _users.get(about, 0) + 1
+        _changed[about] = (users + 1, before)
     try:
         yield
     finally:
         with _lock:
-            _users[about] -= 1
-            if not _users[about]:
-                del _users[about]
-                before = _before.pop(about)
-                if before is None:
-                    spark.conf.unset(name)
-                else:
-                    spark.conf.set(name, before)
+            users, before = _changed.pop(about)
+            if users > 1:
+                _changed[about] = (users - 1, before)
+            elif before is None:
+                spark.conf.unset(name)
+            else:
+                spark.conf.set(name, before)
 
 
 @contextmanager
@@ -99,14 +96,11 @@ def reason_of(error: BaseException) -> tuple[type[SparkElasticError], str]:
     """
     text = _text(error)
     _, found, tail = text.rpartition("Traceback (most recent call last):")
-    if found:
-        raised = _RAISED.search(tail)
-        if raised:
-            name = raised.group(1).rpartition(".")[2]
-            words = raised.group(2).strip()
-            in_writer = "spark_elastic/data/" in tail[: raised.start()]
-            kind = StoreError if name in _STORAGE and in_writer else DataError
-            return kind, words if name == "StoreError" else f"{name}: {words}"
+    if found and (raised := _RAISED.search(tail)):
+        name, words = raised[1].rpartition(".")[2], raised[2].strip()
+        in_writer = "spark_elastic/data/" in tail[: raised.start()]
+        kind = StoreError if name in _STORAGE and in_writer else DataError
+        return kind, words if name == "StoreError" else f"{name}: {words}"
     return DataError, _root_of_java(error) or text.strip().splitlines()[0]
 
 
@@ -135,22 +129,17 @@ def _root_of_java(error: BaseException) -> str:
 
 # --- jobs with progress -----------------------------------------------------------------------------
 
-CANCEL_S = 10.0
-"""How long Ctrl-C waits until Spark has ended the job."""
+CANCEL_S = 10.0  # how long Ctrl-C waits until Spark has ended the job
 SHOWN_AFTER_S = 1.0
 LOOK_S = 0.5
-FIRST_LINE_S = 5.0
-"""When the first line is printed where no bar can be drawn."""
-LINE_EVERY_S = 30.0
-"""The time between two such lines."""
-
-_DESCRIPTION, _CALL_SITE = "spark.job.description", "callSite.short"
+FIRST_LINE_S = 5.0  # when the first line is printed where no bar can be drawn
+LINE_EVERY_S = 30.0  # between two of these lines
 
 
 @contextmanager
 def named(context: Any, name: str) -> Iterator[None]:
     """Name the jobs of this thread, and their stages, in Spark's UI while the block runs."""
-    before = {key: context.getLocalProperty(key) for key in (_DESCRIPTION, _CALL_SITE)}
+    before = {key: context.getLocalProperty(key) for key in ("spark.job.description", "callSite.short")}
     for key in before:
         context.setLocalProperty(key, name)
     try:
@@ -180,12 +169,12 @@ def collect(df: Any, name: str, title: str, verbose: int) -> list[Any]:
             done["error"] = error
 
     over = threading.Event()
-    watch = None
     thread = InheritableThread(target=run, name="spark_elastic write", daemon=True)
     thread.start()
+    watch = None
     if verbose:
-        progress = _TaskProgress(context, tag, title)
-        watch = InheritableThread(target=progress.show_until, args=(over,), name="spark_elastic watch", daemon=True)
+        shown = (context, tag, title, over)
+        watch = InheritableThread(target=_show_progress, args=shown, name="spark_elastic watch", daemon=True)
         watch.start()
     try:
         thread.join()
@@ -202,49 +191,40 @@ def collect(df: Any, name: str, title: str, verbose: int) -> list[Any]:
     return list(done["rows"])
 
 
-class _TaskProgress:
-    """The progress of the jobs with a tag, by their tasks."""
+def _show_progress(context: Any, tag: str, title: str, over: threading.Event) -> None:
+    """Show how many tasks of the jobs with a tag are done, until `over` is set."""
+    began = clock.monotonic()
+    if over.wait(SHOWN_AFTER_S):
+        return  # most jobs end before a bar could be read
+    screen = screen_for(None)
+    next_line = began + FIRST_LINE_S
+    view: View | None = None
+    with suppress(Exception):  # for example because the session ends; `collect` raises that
+        while not over.wait(LOOK_S):
+            now = clock.monotonic()
+            done, total = _tasks(context, tag)
+            rate = done / (now - began) if done else None
+            view = View(title, done, total, "tasks", {}, 0, rate, now - began)
+            if screen.live:
+                screen.show(view)
+            elif now >= next_line and total:
+                next_line = now + LINE_EVERY_S
+                print(f"spark_elastic: {plain_line(view)}", file=sys.stderr, flush=True)
+    with suppress(Exception):  # as above
+        if view is not None and screen.live:
+            screen.show(replace(view, done=view.total, rate=None))
+        screen.clear()
 
-    def __init__(self, context: Any, tag: str, title: str) -> None:
-        self._context = context
-        self._tag = tag
-        self._title = title
 
-    def show_until(self, over: threading.Event) -> None:
-        began = clock.monotonic()
-        if over.wait(SHOWN_AFTER_S):
-            return  # most jobs end before a bar could be read
-        screen = screen_for(None)
-        next_line = began + FIRST_LINE_S
-        view: View | None = None
-        try:
-            while not over.wait(LOOK_S):
-                now = clock.monotonic()
-                done, total = self._tasks()
-                rate = done / (now - began) if done else None
-                view = View(self._title, done, total, "tasks", {}, 0, rate, now - began)
-                if screen.live:
-                    screen.show(view)
-                elif now >= next_line and total:
-                    next_line = now + LINE_EVERY_S
-                    print(f"spark_elastic: {plain_line(view)}", file=sys.stderr, flush=True)
-        except Exception:  # for example because the session ends; `collect` raises that
-            pass
-        finally:
-            with suppress(Exception):  # as above
-                if view is not None and screen.live:
-                    screen.show(replace(view, done=view.total, rate=None))
-                screen.clear()
-
-    def _tasks(self) -> tuple[int, int]:
-        """Return how many tasks are done, and how many there are, in stages that are not skipped."""
-        tracker = self._context._jsc.sc().statusTracker()
-        done = total = 0
-        for job in tracker.getJobIdsForTag(self._tag):
-            info = tracker.getJobInfo(job)
-            for stage in info.get().stageIds() if info.isDefined() else ():
-                found = tracker.getStageInfo(stage)
-                if found.isDefined():
-                    done += found.get().numCompletedTasks()
-                    total += found.get().numTasks()
-        return done, total
+def _tasks(context: Any, tag: str) -> tuple[int, int]:
+    """Return how many tasks are done, and how many there are, in stages that are not skipped."""
+    tracker = context._jsc.sc().statusTracker()
+    done = total = 0
+    for job in tracker.getJobIdsForTag(tag):
+        info = tracker.getJobInfo(job)
+        for stage in info.get().stageIds() if info.isDefined() else ():
+            found = tracker.getStageInfo(stage)
+            if found.isDefined():
+                done += found.get().numCompletedTasks()
+                total += found.get().numTasks()
+    return done, total

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import posixpath
+import re
 import shutil
 import socket
 import stat
@@ -24,28 +25,22 @@ from urllib.parse import unquote, urlsplit
 
 from spark_elastic.errors import StoreError
 
-PROBE = "probe-"
-"""Starts the name of the folder that `ensure_shared` makes in a store for a moment."""
+PROBE = "probe-"  # starts the name of the folder that `ensure_shared` makes in a store for a moment
 _PART = 1 << 20
 """Bytes read at a time for a checksum: few enough to stay in the processor's cache until they are added up."""
-_OBJECT_STORES = ("s3", "gcs", "gs", "abfs", "abfss", "az", "adl", "oci", "r2")
+_LOCAL = ("py::fsspec+file", "py::fsspec+('file', 'local')")
+"""Names that pyarrow gives to fsspec's filesystem of this machine."""
+_OBJECT_STORES = frozenset(("s3", "gcs", "gs", "abfs", "abfss", "az", "adl", "oci", "r2"))
 """Filesystems on which an upload appears whole when it is closed, and a rename would copy the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file or folder in a store.
+    """A file or folder in a store."""
 
-    Attributes:
-        path: Relative to the store that listed it.
-        nbytes: The size; 0 for folders.
-        modified_s: Seconds since 1970, by the store's clock.
-        is_dir: It is a folder.
-    """
-
-    path: str
-    nbytes: int
-    modified_s: float
+    path: str  # relative to the store that listed it
+    nbytes: int  # the size; 0 for folders
+    modified_s: float  # seconds since 1970, by the store's clock
     is_dir: bool
 
 
@@ -78,7 +73,7 @@ class Store:
         if isinstance(where, Store):
             return where
         if where is None:
-            return cls._local(_own_temporary_folder())
+            return cls._local(own_temporary_folder("data", "name a store"))
         text = os.fspath(where)
         scheme = urlsplit(text).scheme if "://" in text or text.startswith(("file:", "dbfs:")) else ""
         if scheme == "dbfs":  # mounted on every node: /dbfs, and Unity volumes as they are
@@ -86,9 +81,7 @@ class Store:
             return cls._local(path if path.startswith("/Volumes/") else f"/dbfs{path}")
         if scheme == "file":
             return cls._local(unquote(urlsplit(text).path))
-        if not scheme:
-            return cls._local(text)
-        return cls._remote(text, scheme, storage_options)
+        return cls._remote(text, scheme, storage_options) if scheme else cls._local(text)
 
     @classmethod
     def of(cls, filesystem: Any, root: str, url: str = "") -> Store:
@@ -101,7 +94,7 @@ class Store:
         while isinstance(filesystem, fs.SubTreeFileSystem):
             root = posixpath.join(filesystem.base_path, root.lstrip("/")).rstrip("/")
             filesystem = filesystem.base_fs
-        if _is_local(filesystem):
+        if isinstance(filesystem, fs.LocalFileSystem) or filesystem.type_name in _LOCAL:
             return cls._local(root)
         name = filesystem.type_name.removeprefix("py::fsspec+").strip("()'\"").split("'")[0]
         return cls(url or f"{name}://{root.lstrip('/')}", root, filesystem)
@@ -141,11 +134,7 @@ class Store:
         return self.filesystem is None
 
     def local_path(self, path: str = "") -> Path:
-        """Return the path of a file or folder on this machine.
-
-        Raises:
-            StoreError: The store is remote.
-        """
+        """Return the path of a file or folder on this machine. Raise StoreError if the store is remote."""
         if self.filesystem is not None:
             raise StoreError(f"{self.url} has no paths on this machine", url=self.url)
         return Path(self._at(path))
@@ -163,12 +152,9 @@ class Store:
     def write_bytes(self, path: str, data: bytes, *, only_if_absent: bool = False, durable: bool = True) -> bool:
         """Write a file atomically, and make the folders above it. Return whether it was written.
 
-        Args:
-            path: Where to.
-            data: The contents.
-            only_if_absent: Keep a file that exists. If two processes write at the same moment, the first one wins on
-                local folders, the last one elsewhere.
-            durable: The file also survives a power cut. That waits until the disk has written it and all before it.
+        With `only_if_absent`, a file that exists is kept. If two processes write at the same moment, the first one wins
+        on local folders, the last one elsewhere. A `durable` file also survives a power cut, for which the call waits
+        until the disk has written it and all before it.
         """
         if self.filesystem is None:
             return self._write_local(Path(self._at(path)), data, only_if_absent, durable)
@@ -191,11 +177,10 @@ class Store:
     def size(self, path: str) -> int | None:
         """Return the size of a file; None if there is no such file."""
         if self.filesystem is None:
-            try:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 status = os.stat(self._at(path))
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-            return status.st_size if stat.S_ISREG(status.st_mode) else None
+                return status.st_size if stat.S_ISREG(status.st_mode) else None
+            return None
         found = self._file_info(path)
         return int(found.size) if found.type.name == "File" else None
 
@@ -207,15 +192,11 @@ class Store:
 
         selector = fs.FileSelector(self._at(path), recursive=recursive, allow_not_found=True)
         prefix = self.root.strip("/")
-        found = [
-            FileEntry(
-                info.path.strip("/").removeprefix(prefix).lstrip("/"),
-                int(info.size or 0),
-                info.mtime.timestamp() if info.mtime is not None else 0.0,
-                info.type.name == "Directory",
-            )
-            for info in self.filesystem.get_file_info(selector)
-        ]
+        found = []
+        for info in self.filesystem.get_file_info(selector):
+            relative = info.path.strip("/").removeprefix(prefix).lstrip("/")
+            modified_s = info.mtime.timestamp() if info.mtime is not None else 0.0
+            found.append(FileEntry(relative, int(info.size or 0), modified_s, info.type.name == "Directory"))
         return sorted(found, key=lambda entry: entry.path)
 
     def delete(self, path: str = "") -> None:
@@ -254,10 +235,10 @@ class Store:
         return self._arrow().open_output_stream(target, compression=None)
 
     def check_shared(self, spark: Any) -> None:
-        """Check that the executors and the driver see each other's files in this folder.
+        """Check that the executors and the driver see each other's files in this folder, with a short job.
 
-        A short job: the driver writes a token, each task reads it and writes its own, and the driver looks for those.
-        It has as many tasks as Spark has slots, so an executor that is busy with other tasks may be left out.
+        The driver writes a token, each task reads it and writes its own file, and the driver looks for these files.
+        The job has as many tasks as Spark has slots, so an executor that is busy with other tasks may be left out.
 
         Raises:
             StoreError: Hosts do not see the driver's file, or the driver does not see theirs.
@@ -291,8 +272,7 @@ class Store:
 
     @property
     def _uploads_whole(self) -> bool:
-        name = self.filesystem.type_name
-        return any(kind in name.replace("(", "'").split("'") or name == kind for kind in _OBJECT_STORES)
+        return not _OBJECT_STORES.isdisjoint(re.split("['(]", self.filesystem.type_name))
 
     def _make_parent(self, target: str) -> None:
         parent = posixpath.dirname(target)
@@ -344,8 +324,7 @@ class Store:
         return True
 
 
-_shared: set[tuple[str, str]] = set()
-"""(application id, URL) of the stores that were found to be shared."""
+_shared: set[tuple[str, str]] = set()  # (application id, URL) of the stores that were found to be shared
 
 
 def ensure_shared(store: Store, context: Any) -> None:
@@ -361,6 +340,21 @@ def _check_shared(store: Store, context: Any) -> None:
 
     token = uuid.uuid4().hex
     folder = f"{PROBE}{token}"
+
+    def probe(index: int, _rows: Iterator[int]) -> Iterator[tuple[str, str, str]]:
+        file = f"executor-{index}"
+        problem = ""
+        try:
+            if store.read_bytes(f"{folder}/driver") != token.encode():
+                problem = "reads another file in its place"
+            else:
+                store.write_bytes(f"{folder}/{file}", token.encode())
+        except FileNotFoundError:
+            problem = "does not see the driver's file"
+        except Exception as error:  # each filesystem has its own exceptions
+            problem = f"cannot use it ({type(error).__name__}: {error})"
+        yield socket.gethostname(), file, problem
+
     try:
         store.write_bytes(f"{folder}/driver", token.encode())
     except Exception as error:  # each filesystem has its own exceptions
@@ -369,7 +363,7 @@ def _check_shared(store: Store, context: Any) -> None:
         if store.is_local and (context.master == "local" or context.master.startswith("local[")):
             return  # driver and executors are one process
         tasks = context.defaultParallelism
-        rows = context.parallelize(range(tasks), tasks).mapPartitionsWithIndex(_probe(store, folder, token))
+        rows = context.parallelize(range(tasks), tasks).mapPartitionsWithIndex(probe)
         with named(context, f"spark_elastic: check that all executors see {store.url}"):
             answers = context.runJob(rows, list)
         problems = {host: problem for host, _, problem in answers if problem}
@@ -388,34 +382,12 @@ def _check_shared(store: Store, context: Any) -> None:
         store.delete(folder)
 
 
-def _probe(store: Store, folder: str, token: str) -> Any:
-    def probe(index: int, _rows: Iterator[int]) -> Iterator[tuple[str, str, str]]:
-        file = f"executor-{index}"
-        problem = ""
-        try:
-            if store.read_bytes(f"{folder}/driver") != token.encode():
-                problem = "reads another file in its place"
-            else:
-                store.write_bytes(f"{folder}/{file}", token.encode())
-        except FileNotFoundError:
-            problem = "does not see the driver's file"
-        except Exception as error:  # each filesystem has its own exceptions
-            problem = f"cannot use it ({type(error).__name__}: {error})"
-        yield socket.gethostname(), file, problem
-
-    return probe
-
-
 # --- local folders ----------------------------------------------------------------------------------
 
 
 def make_folder(folder: Path, durable: bool) -> None:
     """Make a folder and those above it; durable: so that they survive a power cut."""
-    missing = []
-    above = folder
-    while durable and not above.exists():
-        missing.append(above)
-        above = above.parent
+    missing = [each for each in (folder, *folder.parents) if not each.exists()] if durable else []
     folder.mkdir(parents=True, exist_ok=True)
     for made in missing:
         sync_folder(made.parent)
@@ -436,42 +408,29 @@ def sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-def _is_local(filesystem: Any) -> bool:
-    from pyarrow import fs
-
-    return isinstance(filesystem, fs.LocalFileSystem) or filesystem.type_name in (
-        "py::fsspec+file",
-        "py::fsspec+('file', 'local')",
-    )
-
-
 def _local_entries(root: Path, folder: Path, recursive: bool) -> list[FileEntry]:
     found: list[FileEntry] = []
-    try:
-        children = list(os.scandir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return found
-    for child in children:
-        try:
-            status, is_dir = child.stat(), child.is_dir()
-        except FileNotFoundError:  # deleted meanwhile
-            continue
-        path = Path(child.path).relative_to(root).as_posix()
-        found.append(FileEntry(path, 0 if is_dir else status.st_size, status.st_mtime, is_dir))
-        if recursive and is_dir:
-            found += _local_entries(root, Path(child.path), True)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for child in os.scandir(folder):
+            try:
+                status, is_dir = child.stat(), child.is_dir()
+            except FileNotFoundError:  # deleted meanwhile
+                continue
+            path = Path(child.path).relative_to(root).as_posix()
+            found.append(FileEntry(path, 0 if is_dir else status.st_size, status.st_mtime, is_dir))
+            if recursive and is_dir:
+                found += _local_entries(root, Path(child.path), True)
     return found
 
 
-def _own_temporary_folder() -> Path:
-    """Return this user's folder among the temporary files.
+def own_temporary_folder(kind: str, remedy: str) -> Path:
+    """Return this user's folder of a kind ("data", "cache") among the host's temporary files.
 
-    Raises:
-        StoreError: Another user made a folder of that name, so its contents cannot be trusted.
+    Raise StoreError, with the remedy, if another user made a folder of that name: its contents cannot be trusted.
     """
-    folder = Path(tempfile.gettempdir()) / f"spark_elastic-data-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+    folder = Path(tempfile.gettempdir()) / f"spark_elastic-{kind}-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
-    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or not os.path.isdir(folder) or folder.is_symlink()):
-        raise StoreError(f"{folder} belongs to another user; name a store", url=str(folder))
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+        raise StoreError(f"{folder} belongs to another user; {remedy}", url=str(folder))
     return folder

@@ -59,9 +59,6 @@ class TorchBatches(torch.utils.data.IterableDataset[dict[str, Any]]):
                 "TorchBatches cannot be used in worker processes, as its reader has its own thread; use "
                 "DataLoader(num_workers=0)"
             )
-        return self._rest_of_epoch()
-
-    def _rest_of_epoch(self) -> Iterator[dict[str, Any]]:
         for batch in self.reader.epoch(self.epoch, self.position):
             self.batch, self.position = batch, batch.stop
             yield {

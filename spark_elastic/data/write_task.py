@@ -6,17 +6,16 @@ import json
 import socket
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data.arrow_values import Fault, RowsRefused
+from spark_elastic.data.arrow_values import Fault, RowsRefused, nulls
 from spark_elastic.data.columns import Tensor
 from spark_elastic.data.encode import Encoder
-from spark_elastic.data.layout import Layout
-from spark_elastic.data.manifest import Shard
+from spark_elastic.data.manifest import Layout, Shard
 from spark_elastic.data.order.permutation import hashes, seeded_key
 from spark_elastic.data.shards import ShardWriter
 from spark_elastic.data.store import Store
@@ -36,72 +35,40 @@ def validation_rows(fraction: float, seed: int, partition: int, first_row: int, 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The result of one task.
-
-    Attributes:
-        partition: The number of the partition.
-        rows: The rows that the task read.
-        host: The host that it ran on.
-        layout: The layout of the records. None: the partition is empty.
-        splits: The shards written for each split.
-        faults: The faults at which the task stopped, if any.
-    """
+    """The result of one task."""
 
     partition: int
-    rows: int
+    rows: int  # the rows that the task read
     host: str
-    layout: Layout | None
-    splits: dict[str, tuple[Shard, ...]]
-    faults: tuple[Fault, ...] = ()
+    layout: Layout | None  # the layout of the records. None: the partition is empty
+    splits: dict[str, tuple[Shard, ...]]  # the shards written for each split
+    faults: tuple[Fault, ...] = ()  # the faults at which the task stopped, if any
 
     def dumps(self) -> str:
-        return json.dumps(
-            {
-                "partition": self.partition,
-                "rows": self.rows,
-                "host": self.host,
-                "layout": self.layout and self.layout.to_json(),
-                "splits": {name: [asdict(shard) for shard in shards] for name, shards in self.splits.items()},
-                "faults": [asdict(fault) for fault in self.faults],
-            }
-        )
+        return json.dumps({**asdict(self), "layout": self.layout and self.layout.to_json()})
 
     @classmethod
     def loads(cls, text: str) -> Receipt:
         document = json.loads(text)
-        return cls(
-            document["partition"],
-            document["rows"],
-            document["host"],
-            document["layout"] and Layout.from_json(document["layout"]),
-            {name: tuple(Shard(**shard) for shard in shards) for name, shards in document["splits"].items()},
-            tuple(Fault(**fault) for fault in document["faults"]),
-        )
+        layout = document["layout"] and Layout.from_json(document["layout"])
+        splits = {name: tuple(Shard(**shard) for shard in shards) for name, shards in document["splits"].items()}
+        faults = tuple(Fault(**fault) for fault in document["faults"])
+        return cls(**{**document, "layout": layout, "splits": splits, "faults": faults})
 
 
 @dataclass(frozen=True, slots=True)
 class WriteTask:
-    """A function for `DataFrame.mapInArrow` that writes one partition.
-
-    Attributes:
-        store: The dataset's folder.
-        run: The subfolder for this write; only files in a receipt count.
-        columns: The names of the batches' columns, which Spark sends in this order under other names.
-        tensors: The tensors to write.
-        shard_bytes: The size at which a shard ends.
-        validation: The split "validation": a share of the rows, or a boolean column. None: there is none.
-        seed: Of the random split.
-        durable: Files survive a power cut.
-    """
+    """A function for `DataFrame.mapInArrow` that writes one partition."""
 
     store: Store
-    run: str
-    columns: tuple[str, ...]
+    run: str  # the subfolder for this write; only files in a receipt count
+    columns: tuple[str, ...]  # the names of the batches' columns, which Spark sends in this order under other names
     tensors: tuple[Tensor, ...]
-    shard_bytes: int
+    shard_bytes: int  # the size at which a shard ends
+    # The split "validation": a share of the rows, or a boolean column. None: there is none.
     validation: float | str | None
-    seed: int
-    durable: bool = False
+    seed: int  # of the random split
+    durable: bool = False  # files survive a power cut
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Write the batches of a partition, and return one row with the receipt.
@@ -143,13 +110,13 @@ class WriteTask:
                     chosen = self._validation_rows(batch, partition, first_row)
                     writers["train"].write(block.take(np.flatnonzero(~chosen)))
                     writers["validation"].write(block.take(np.flatnonzero(chosen)))
-        except RowsRefused as refused:
-            _abort(writers)
-            faults = tuple(Fault(**{**asdict(fault), "partition": partition}) for fault in refused.faults)
+        except BaseException as error:
+            for writer in writers.values():
+                writer.abort()
+            if not isinstance(error, RowsRefused):
+                raise
+            faults = tuple(replace(fault, partition=partition) for fault in error.faults)
             return Receipt(partition, encoder.rows, socket.gethostname(), encoder.layout, {}, faults)
-        except BaseException:
-            _abort(writers)
-            raise
         written = {split: writer.close() for split, writer in writers.items()}
         return Receipt(partition, encoder.rows, socket.gethostname(), encoder.layout, written)
 
@@ -159,11 +126,6 @@ class WriteTask:
             return validation_rows(self.validation, self.seed, partition, first_row, batch.num_rows)
         column = batch.column(self.validation)
         if column.null_count:
-            row = first_row + int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
-            raise RowsRefused(Fault(self.validation, column.null_count, row, "null", "true or false in every row"))
+            expected = "true or false in every row"
+            raise RowsRefused.at(np.flatnonzero(nulls(column)), first_row, self.validation, "null", expected)
         return column.to_numpy(zero_copy_only=False)
-
-
-def _abort(writers: dict[str, ShardWriter]) -> None:
-    for writer in writers.values():
-        writer.abort()

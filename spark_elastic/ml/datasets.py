@@ -16,8 +16,7 @@ from spark_elastic import clock
 from spark_elastic.data import catalog
 from spark_elastic.data.catalog import is_leased
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.layout import TensorField
-from spark_elastic.data.manifest import FOUND_AGAIN, MANIFEST_NAME
+from spark_elastic.data.manifest import FOUND_AGAIN, MANIFEST_NAME, TensorField
 from spark_elastic.errors import DatasetError, InvalidSettingsError
 from spark_elastic.ml.preparation import INPUT, LABEL, WEIGHT, numbered
 from spark_elastic.ml.shared_params import WRITE_OPTIONS

@@ -14,7 +14,7 @@ import cloudpickle
 from pyspark.ml import Model
 
 from spark_elastic.data.columns import find_column
-from spark_elastic.data.layout import Kind, TensorField
+from spark_elastic.data.manifest import Kind, TensorField
 from spark_elastic.data.spark_jobs import refuse_connect
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.persistence import Savable

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from spark_elastic.data.arrow_values import Fault, RowsRefused, error_of, missing_rows
 from spark_elastic.data.columns import Request, Tensor
 from spark_elastic.data.encode import Encoder
-from spark_elastic.data.layout import Kind, TensorField
+from spark_elastic.data.manifest import Kind, TensorField
 from spark_elastic.data.shards import SHARD_BYTES, Blob
 from spark_elastic.errors import DataError
 

@@ -49,7 +49,7 @@ import spark_elastic
 import spark_elastic.keras as khvd
 import spark_elastic.torch as hvd
 from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator, FixedHosts, LocalLauncher, Store, materialize
-from spark_elastic.data.packing import pack
+from spark_elastic.data.dataset import pack
 from spark_elastic.errors import SparkElasticError
 from spark_elastic.ml.callbacks import BestCheckpoint, EarlyStopping, HistoryLogger, LambdaCallback
 from spark_elastic.reporting.history import History

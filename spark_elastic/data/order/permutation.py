@@ -1,4 +1,6 @@
-"""Keyed permutations of range(rows) that are computed, not stored, and the order "global" that is made of one.
+"""Keyed permutations of range(rows) that are computed, not stored, and the orders of an epoch that are made of one.
+
+`GlobalOrder` is the order "global" of a `BatchReader`; `EpochOrder` the order of `ElasticSampler` and `ElasticDataset`.
 
 Small permutations sort hashes. Larger ones are a Feistel network over a grid of about √rows × √rows cells: a position
 is a cell (line, column), and each round moves one coordinate around its ring by a distance that a table of hashes gives
@@ -19,15 +21,12 @@ import numpy.typing as npt
 Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
-_SORTED = 4096
-"""Up to this many rows hashes are sorted: a true shuffle, cheap enough at this size."""
+_SORTED = 4096  # up to this many rows hashes are sorted: a true shuffle, cheap enough at this size
 _ROUNDS = 4
 """Enough for a pseudo-random permutation if the tables are random (Luby, Rackoff 1988). Two more rounds cost 3 ns a row
 and improve nothing that the tests can see; with three, batch means already vary by some per cent too much."""
-_BLOCK = 1 << 14
-"""Positions computed at a time, so that all buffers fit into a core's second-level cache."""
-_LONG_LINE = 512
-"""Cells in a line from which on it is cheaper to compute line by line."""
+_BLOCK = 1 << 14  # positions computed at a time, so that all buffers fit into a core's second-level cache
+_LONG_LINE = 512  # cells in a line from which on it is cheaper to compute line by line
 
 # The splitmix64 generator (Steele, Lea, Flood 2014): of single numbers, and of arrays.
 
@@ -173,8 +172,7 @@ class Order(Protocol):
     def take(self, edges: Sequence[int], rank: int, size: int) -> tuple[Indices, list[int]]:
         """Return a rank's rows of the global batches `[edges[0], edges[1])`, `[edges[1], edges[2])`, ... of positions.
 
-        Returns:
-            The rows of all batches, one batch's after another's; and the number of rows in each batch.
+        The rows of all batches come one batch's after another's, with the number of rows in each batch.
         """
 
 
@@ -196,3 +194,82 @@ class GlobalOrder:
             return self._permutation.span(edges[0], edges[-1]), counts
         positions = np.concatenate([np.arange(start, stop) for start, stop in parts])
         return positions if self._permutation is None else self._permutation[positions], counts
+
+
+# --- the order of ElasticSampler and ElasticDataset -------------------------------------------------
+#
+# After `done` rows of an epoch, the rest is dealt to the ranks in turns: rank r of S takes positions done + r,
+# done + r + S, ... After any number of equal batches on every rank, the rows done are again a prefix of the order, so
+# one number describes them.
+
+_EPOCH_ROUNDS = 6
+
+
+class EpochOrder:
+    """The order of one epoch: random access to a keyed permutation of range(rows), in constant memory.
+
+    A balanced Feistel network over the next even number of bits. Values outside of range(rows) follow their cycle until
+    it meets one inside, so the result is a bijection for every row count. `Permutation` is faster, but training states
+    that users saved hold positions of this order, so its rows must never change.
+    """
+
+    def __init__(self, rows: int, seed: int, epoch: int, shuffle: bool = True) -> None:
+        if rows < 0:
+            raise ValueError(f"rows must be at least 0, not {rows}")
+        self.rows = rows
+        self.shuffle = shuffle
+        self._half = max(1, ((max(rows - 1, 1)).bit_length() + 1) // 2)
+        self._keys = []
+        key = seeded_key(seed, epoch)
+        for _ in range(_EPOCH_ROUNDS):
+            key = splitmix64(key)
+            self._keys.append(np.uint64(key))
+
+    def __getitem__(self, positions: Indices) -> Indices:
+        """Return the rows at these positions. Positions must be in range(rows)."""
+        if not self.shuffle:
+            return positions
+        out = self._permute(positions.astype(np.uint64))
+        outside = np.flatnonzero(out >= self.rows)
+        while outside.size:
+            out[outside] = self._permute(out[outside])
+            outside = outside[out[outside] >= self.rows]
+        return out.astype(np.int64)
+
+    def _permute(self, values: Words) -> Words:
+        half, mask = np.uint64(self._half), np.uint64((1 << self._half) - 1)
+        left, right = values >> half, values & mask
+        for key in self._keys:
+            left, right = right, left ^ (mixed(right + key) & mask)
+        return (left << half) | right
+
+
+def share(left: int, rank: int, size: int) -> int:
+    """Return how many of the `left` rows a rank takes; shares differ by at most one row."""
+    return (left - rank + size - 1) // size if left > rank else 0
+
+
+def needs_padding(left: int, rank: int, size: int, batch_size: int | None, passes: int = 1) -> bool:
+    """Return whether this rank must read one row twice to make as many steps as the others.
+
+    Shares differ by at most one row. If this rank's share ends exactly with a batch and another share has one row more,
+    that rank makes one more step, whose collectives this rank has to join. A batch may be processed in several equal
+    `passes`, each with its own collectives. Without a batch size nothing is padded.
+    """
+    if not batch_size or left <= 0 or left % size == 0:
+        return False
+    low = left // size
+    part = batch_size // passes if batch_size % passes == 0 else batch_size
+    return low % part == 0 and rank >= left % size
+
+
+def rows_done(rows: int, done: int, taken: int, rank: int, size: int, padded: bool) -> int:
+    """Return the rows of the epoch that are done after this rank took `taken` rows of its share.
+
+    `done` rows were done when the shares were dealt, and all ranks are at the same batch. A rank that took its whole
+    share, with the padding, knows that the epoch is complete.
+    """
+    left = rows - done
+    if taken and taken >= share(left, rank, size) + padded:
+        return rows
+    return min(rows, done + taken * size)

@@ -13,8 +13,7 @@ import numpy as np
 
 from spark_elastic.data.order.permutation import Indices, Permutation, derived_key, make_scratch
 
-_CHUNK_BYTES = 256 << 10
-"""Bytes of a chunk: reads of this size get most of what a disk or an object store can deliver."""
+_CHUNK_BYTES = 256 << 10  # bytes of a chunk: reads of this size get most of what a disk or an object store can deliver
 _OPEN_BYTES = 1 << 30
 """Bytes of the open windows of all streams: 4096 chunks. With sorted data the rows of a batch of n vary like
 1 + n / chunks times those of a true shuffle: 1.25 for a batch of 1024. It is page cache, which the ranks share."""
@@ -32,16 +31,11 @@ class WindowSettings:
     """How the windowed shuffle divides a dataset; the same on every rank and for a whole training.
 
     Checkpoints contain the fields, so their names stay.
-
-    Attributes:
-        lanes: The number of streams.
-        chunk_rows: Neighbouring rows that are read together.
-        window_rows: Rows of a stream that are shuffled among themselves; at least the stream's rows: all of them.
     """
 
-    lanes: int
-    chunk_rows: int
-    window_rows: int
+    lanes: int  # the number of streams
+    chunk_rows: int  # neighbouring rows that are read together
+    window_rows: int  # rows of a stream that are shuffled among themselves; at least the stream's rows: all of them
 
 
 def window_settings(
@@ -49,11 +43,8 @@ def window_settings(
 ) -> WindowSettings:
     """Return the settings for a dataset. They do not depend on the batch size, which may change with the world.
 
-    Args:
-        rows: Rows of the dataset.
-        stride: Bytes of a record.
-        cache_bytes: The size of a remote dataset's cache, which also holds the next windows and those just used.
-        open_bytes: Bytes that the open windows of all streams may cover together.
+    A remote dataset's cache of `cache_bytes` also holds the next windows and those just used, so the open windows of
+    all streams together cover at most a quarter of it, and at most `open_bytes`. `stride` is the bytes of a record.
     """
     if cache_bytes is not None:
         open_bytes = min(open_bytes, cache_bytes // 4)
@@ -62,25 +53,15 @@ def window_settings(
     return WindowSettings(streams, chunk_rows, max(chunk_rows, open_bytes // stride // streams))
 
 
-def _bits_reversed(number: int, bits: int) -> int:
-    return int(f"{number:0{bits}b}"[::-1], 2) if bits else 0
-
-
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """The window of a stream that rows are taken from.
-
-    Attributes:
-        number: Its number in the stream.
-        order: The permutation of its rows.
-        first: The place of its first row, counted from the start of the first chunk that it touches.
-        chunks: The first rows of the chunks that it touches. None: it touches the short chunk, and `first` is a place
-            in the chunk sequence.
-    """
+    """The window of a stream that rows are taken from."""
 
     number: int
     order: Permutation
-    first: int
+    first: int  # the place of its first row, counted from the start of the first chunk that it touches
+    # The first rows of the chunks that it touches. None: it touches the short chunk, and `first` is a place in the
+    # chunk sequence.
     chunks: Indices | None
 
 
@@ -104,8 +85,8 @@ class WindowedShuffle:
         # a short last chunk may be anywhere in the sequence, like any other
         self._short_at = derived_key(self._key, 2) % (full + 1) * settings.chunk_rows
         bits = (settings.lanes - 1).bit_length()
-        # _turns[i]: the stream of the positions p with p mod S = i
-        self._turns = np.array(sorted(range(settings.lanes), key=lambda s: _bits_reversed(s, bits)), np.int64)
+        # _turns[i]: the stream of the positions p with p mod S = i, in the order of the reversed bits
+        self._turns = np.array(sorted(range(settings.lanes), key=lambda s: f"{s:0{bits}b}"[::-1]), np.int64)
         longer = np.zeros(settings.lanes, np.int64)
         longer[self._turns[: rows % settings.lanes]] = 1
         self._lengths = (rows // settings.lanes + longer).tolist()

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from spark_elastic.collective.process import process
-from spark_elastic.data.order.sampling import EpochOrder
+from spark_elastic.data.order.permutation import EpochOrder
 from spark_elastic.elastic.call_stack import calling_object
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.elastic.fit_session import session_of

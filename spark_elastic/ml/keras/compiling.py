@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from spark_elastic.data.layout import Kind, TensorField
+from spark_elastic.data.manifest import Kind, TensorField
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError, nearest
 from spark_elastic.ml.keras.serialization import architecture, check_config, custom_names, custom_objects_of
 from spark_elastic.ml.preparation import FLOAT, INTEGER

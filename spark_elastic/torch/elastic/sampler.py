@@ -10,8 +10,7 @@ import numpy as np
 import torch.utils.data
 
 from spark_elastic.collective.process import process
-from spark_elastic.data.order.permutation import Indices
-from spark_elastic.data.order.sampling import EpochOrder, needs_padding, rows_done, share
+from spark_elastic.data.order.permutation import EpochOrder, Indices, needs_padding, rows_done, share
 from spark_elastic.elastic.call_stack import calling_object
 
 _CHUNK = 8192

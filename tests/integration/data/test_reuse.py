@@ -290,7 +290,7 @@ def test_one_of_two_concurrent_writers_commits_and_both_read_it(spark, store, ta
 
     request = module.Request(X, {}, {}, {}, (), {}, False, None, 0, 1 << 20, None)
     racing = frame.select(commit_meanwhile("x").alias("x"))
-    ours = module._write(racing, request, theirs.store, theirs.manifest.key, {}, False, 0, findable=True)
+    ours = module._write(racing, request, theirs.store, theirs.manifest.key, False, 0, findable=True)
     assert ours.manifest == theirs.manifest
     runs = {entry.path for entry in ours.store.list() if entry.is_dir} - {"leases"}
     assert len(runs) == 1  # the slower write left nothing

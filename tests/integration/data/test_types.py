@@ -12,9 +12,10 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.layout import Kind
+from spark_elastic.data.manifest import Kind
 from spark_elastic.data.materialization import materialize
 from tests.integration.data.conftest import Rows
+from tests.unit.data.datasets import field_of
 
 
 def written(spark, store, schema, rows, tensors, **options):
@@ -81,7 +82,7 @@ def test_columns_are_joined(spark, store):
         "arrays": (2,),
         "again": (2,),
     }
-    assert dataset.layout["again"].dtype == "<f8"  # numpy's result type of int32 and float32
+    assert field_of(dataset, "again").dtype == "<f8"  # numpy's result type of int32 and float32
     assert stored["again"].tolist() == [[4, 1], [40, 10]]
 
 
@@ -98,7 +99,7 @@ def test_columns_are_joined(spark, store):
 )
 def test_arrays_of_all_scalar_types_are_stored(spark, store, kind, values, dtype):
     dataset, stored = written(spark, store, f"x {kind}", [(value,) for value in values], {"x": "x"})
-    assert dataset.layout["x"].dtype == dtype
+    assert field_of(dataset, "x").dtype == dtype
     expected = {"array<date>": [1, 1], "array<timestamp_ntz>": [7, 7]}.get(kind, values[0])
     assert stored["x"].tolist() == [np.array(expected).astype(dtype).tolist()] * 3
 
@@ -108,7 +109,7 @@ def test_nested_arrays_have_as_many_axes(spark, store):
     dataset, stored = written(
         spark, store, "x array<array<array<float>>>", [(value.tolist(),) for value in values], {"x": ["x"]}
     )
-    assert dataset.layout["x"].shape == (2, 3, 4)
+    assert field_of(dataset, "x").shape == (2, 3, 4)
     np.testing.assert_array_equal(stored["x"], values)
 
 
@@ -123,7 +124,7 @@ def test_dense_vectors_are_tensors(spark, store):
     dataset, stored = written(
         spark, store, schema, [(Vectors.dense(v),) for v in values], {"x": "x"}, dtypes={"x": "float32"}
     )
-    assert dataset.layout["x"].kind is Kind.DENSE
+    assert field_of(dataset, "x").kind is Kind.DENSE
     np.testing.assert_array_equal(stored["x"], np.array(values, np.float32))
 
 
@@ -155,7 +156,7 @@ def test_long_sparse_vectors_are_stored_sparsely(spark, store, dtype):
         rows.append((Vectors.dense(expected[row]) if dense else Vectors.sparse(10_000, places, expected[row, places]),))
     schema = T.StructType([T.StructField("x", VectorUDT())])
     dataset, stored = written(spark, store, schema, rows, {"x": "x"}, dtypes={"x": dtype})
-    assert (dataset.layout["x"].kind, dataset.layout["x"].shape) == (Kind.SPARSE, (10_000,))
+    assert (field_of(dataset, "x").kind, field_of(dataset, "x").shape) == (Kind.SPARSE, (10_000,))
     np.testing.assert_array_equal(densified(stored["x"], 10_000, dtype), expected.astype(dtype))
 
 
@@ -164,7 +165,7 @@ def test_partitions_with_different_first_rows_are_stored_alike(spark, store):
     schema = T.StructType([T.StructField("x", VectorUDT())])
     frame = spark.createDataFrame(spark.sparkContext.parallelize(rows, 2), schema)
     dataset = materialize(frame, {"x": "x"}, store=store)
-    assert dataset.layout["x"].kind is Kind.SPARSE
+    assert field_of(dataset, "x").kind is Kind.SPARSE
     found = densified(Rows(dataset)["x"], 5000, np.float64)
     assert found.sum(axis=1).tolist() == [5000, 1]
 
@@ -173,14 +174,14 @@ def test_storage_of_vectors_can_be_chosen(spark, store):
     schema = T.StructType([T.StructField("x", VectorUDT())])
     rows = [(Vectors.dense([0.0, 3.0]),), (Vectors.sparse(2, [0], [1.0]),)]
     dataset, stored = written(spark, store, schema, rows, {"x": "x"}, sparse={"x": True})
-    assert dataset.layout["x"].kind is Kind.SPARSE
+    assert field_of(dataset, "x").kind is Kind.SPARSE
     assert densified(stored["x"], 2, np.float64).tolist() == [[0, 3], [1, 0]]
 
 
 def test_binary_of_one_length_is_a_tensor_of_bytes(spark, store):
     rows = [(bytes([n, 255 - n, 7]),) for n in range(5)]
     dataset, stored = written(spark, store, "x binary", rows, {"x": "x"})
-    assert (dataset.layout["x"].dtype, dataset.layout["x"].shape) == ("|u1", (3,))
+    assert (field_of(dataset, "x").dtype, field_of(dataset, "x").shape) == ("|u1", (3,))
     assert [bytes(value) for value in stored["x"]] == [value for (value,) in rows]
 
 
@@ -195,7 +196,7 @@ def test_values_of_variable_length_are_in_the_sidecar(spark, store):
         variable=["b", "a"],
         dtypes={"a": "int64"},
     )
-    assert [dataset.layout[name].kind for name in "bsan"] == [Kind.BYTES, Kind.STRING, Kind.ARRAY, Kind.DENSE]
+    assert [field_of(dataset, name).kind for name in "bsan"] == [Kind.BYTES, Kind.STRING, Kind.ARRAY, Kind.DENSE]
     assert stored["b"] == [row[0] for row in rows]
     assert [value.decode() for value in stored["s"]] == [row[1] for row in rows]
     assert [np.frombuffer(value, np.int64).tolist() for value in stored["a"]] == [row[2] for row in rows]

@@ -17,8 +17,7 @@ from torch import nn
 
 from spark_elastic import ElasticTorchEstimator, LocalLauncher
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.layout import Layout, TensorField
-from spark_elastic.data.manifest import MANIFEST_NAME, Manifest, Shard
+from spark_elastic.data.manifest import MANIFEST_NAME, Layout, Manifest, Shard, TensorField
 from spark_elastic.data.store import Store
 from spark_elastic.ml.callbacks import Callback
 

@@ -15,7 +15,7 @@ keras = pytest.importorskip("keras")
 pytest.importorskip("tensorflow")
 
 from spark_elastic import ElasticKerasEstimator, ElasticKerasModel  # noqa: E402
-from spark_elastic.data.layout import TensorField  # noqa: E402
+from spark_elastic.data.manifest import TensorField  # noqa: E402
 from spark_elastic.errors import CheckpointError, InvalidSettingsError  # noqa: E402
 from spark_elastic.ml.callbacks import EarlyStopping  # noqa: E402
 from spark_elastic.ml.model import Fitted  # noqa: E402

@@ -16,7 +16,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from spark_elastic import ElasticTorchModel
-from spark_elastic.data.layout import TensorField
+from spark_elastic.data.manifest import TensorField
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.persistence import trusted_files

@@ -7,8 +7,7 @@ import zlib
 import numpy as np
 
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.layout import Layout, TensorField
-from spark_elastic.data.manifest import MANIFEST_NAME, Manifest, Shard
+from spark_elastic.data.manifest import MANIFEST_NAME, Layout, Manifest, Shard, TensorField
 from spark_elastic.data.store import Store
 
 LAYOUT = Layout.of([TensorField("features", ("f",), "<f4", (3,)), TensorField("label", ("l",), "<i8", ())])
@@ -35,3 +34,9 @@ def numbered(where, shard_rows, layout=LAYOUT):
 
 def labels(batches):
     return [batch["label"].tolist() for batch in batches]
+
+
+def field_of(dataset, name):
+    """Return the field of a tensor in the layout of a dataset."""
+    (found,) = [field for field in dataset.layout.fields if field.name == name]
+    return found

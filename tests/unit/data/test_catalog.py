@@ -24,8 +24,7 @@ from spark_elastic.data.catalog import (
     leased,
     mark_used,
 )
-from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.packing import pack
+from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError
 

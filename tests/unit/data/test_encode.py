@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from spark_elastic.data.arrow_values import RowsRefused
 from spark_elastic.data.columns import Column, Tensor
 from spark_elastic.data.encode import Encoder
-from spark_elastic.data.layout import Kind
+from spark_elastic.data.manifest import Kind
 from spark_elastic.data.write_task import Receipt, WriteTask, validation_rows
 
 NUMBER = Tensor("n", (Column("n", "scalar", "<i8"),), "<i4", Kind.DENSE, False, None, None, False)

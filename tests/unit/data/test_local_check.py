@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spark_elastic.data.catalog import clear_cache, folder_of, mark_used
-from spark_elastic.data.packing import pack
+from spark_elastic.data.dataset import pack
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DatasetError, InvalidSettingsError
 from tests.leftovers import nothing_left

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.layout import Kind
-from spark_elastic.data.manifest import MANIFEST_NAME
-from spark_elastic.data.packing import pack
+from spark_elastic.data.dataset import Dataset, pack
+from spark_elastic.data.manifest import MANIFEST_NAME, Kind
 from spark_elastic.errors import DataError, DatasetError
+from tests.unit.data.datasets import field_of
 
 
 def records(dataset, split="train"):
@@ -87,7 +86,7 @@ def test_sparse_rows_are_stored_as_indices_then_values(tmp_path, dtype):
     dense = np.zeros((5, 11), dtype)
     dense[0, 3], dense[2, [0, 10]], dense[4, 5:8] = 1.5, (2, -3), (7, 8, 9)
     dataset = pack({"x": dense}, tmp_path, sparse=["x"])
-    assert dataset.layout["x"].kind is Kind.SPARSE
+    assert field_of(dataset, "x").kind is Kind.SPARSE
     again = np.zeros_like(dense)
     for row, data in enumerate(sidecar_values(dataset, "x")):
         count = len(data) // (4 + again.itemsize)
@@ -98,7 +97,7 @@ def test_sparse_rows_are_stored_as_indices_then_values(tmp_path, dtype):
 def test_arrays_of_variable_length_keep_their_dtype(tmp_path):
     values = [np.arange(n, dtype=np.int16) for n in (3, 0, 5)]
     dataset = pack({"tokens": values}, tmp_path)
-    assert (dataset.layout["tokens"].kind, dataset.layout["tokens"].dtype) == (Kind.ARRAY, "<i2")
+    assert (field_of(dataset, "tokens").kind, field_of(dataset, "tokens").dtype) == (Kind.ARRAY, "<i2")
     assert [np.frombuffer(data, "<i2").tolist() for data in sidecar_values(dataset, "tokens")] == [
         value.tolist() for value in values
     ]

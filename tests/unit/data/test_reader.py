@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import spark_elastic.data
+from spark_elastic.data.dataset import pack
 from spark_elastic.data.order.windows import WindowSettings
-from spark_elastic.data.packing import pack
 from spark_elastic.data.reader import BatchReader, resolve_order
 from spark_elastic.errors import DatasetError, InvalidSettingsError
 from tests.leftovers import nothing_left

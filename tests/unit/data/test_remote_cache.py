@@ -15,10 +15,9 @@ import pytest
 from spark_elastic.data import block_file, remote_cache
 from spark_elastic.data import rows as mapping
 from spark_elastic.data.block_file import BLOCK
-from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.order.windows import WindowSettings
-from spark_elastic.data.packing import pack
 from spark_elastic.data.remote_cache import CachedSplit, RemoteFile
 from spark_elastic.data.rows import Numbering
 from spark_elastic.data.store import Store

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_elastic.data.order.sampling import EpochOrder, needs_padding, rows_done, share
+from spark_elastic.data.order.permutation import EpochOrder, needs_padding, rows_done, share
 
 
 @given(rows=st.integers(0, 3000), seed=st.integers(-(2**63), 2**63), epoch=st.integers(0, 10**6))

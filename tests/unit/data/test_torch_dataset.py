@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.utils.data
 
-from spark_elastic.data.packing import pack
+from spark_elastic.data.dataset import pack
 from spark_elastic.data.torch_dataset import TorchBatches
 from spark_elastic.errors import InvalidSettingsError
 from tests.unit.data.datasets import numbered

@@ -15,7 +15,7 @@ from pyspark.ml.linalg import VectorUDT
 from pyspark.sql.types import ArrayType, DecimalType, DoubleType, StringType, StructField, StructType
 
 from spark_elastic.data.arrow_values import missing_rows
-from spark_elastic.data.layout import Kind, TensorField
+from spark_elastic.data.manifest import Kind, TensorField
 from spark_elastic.errors import DataError
 from spark_elastic.ml.serving import AddedColumn, FeatureReader, OutputShape, Serving, tensors_for
 

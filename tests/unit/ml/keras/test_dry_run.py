@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from spark_elastic.data.packing import pack
+from spark_elastic.data.dataset import pack
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError
 from spark_elastic.ml.callbacks import Callback, EarlyStopping
 from spark_elastic.ml.keras.dry_run import dry_run

@@ -14,7 +14,7 @@ keras = pytest.importorskip("keras")
 pytest.importorskip("tensorflow")
 
 from spark_elastic import ElasticKerasEstimator, ElasticKerasModel  # noqa: E402
-from spark_elastic.data.packing import pack  # noqa: E402
+from spark_elastic.data.dataset import pack  # noqa: E402
 from spark_elastic.data.store import Store  # noqa: E402
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError  # noqa: E402
 from tests.unit.ml.keras.estimators import estimator, make_net, settings  # noqa: E402

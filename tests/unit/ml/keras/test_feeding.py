@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from spark_elastic.data.packing import pack
+from spark_elastic.data.dataset import pack
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import DataError
 from spark_elastic.ml.keras.compiling import CompileArguments

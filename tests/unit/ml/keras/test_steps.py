@@ -8,8 +8,7 @@ import pytest
 import tensorflow as tf
 
 from spark_elastic.collective.fused import FusedReduction
-from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.packing import pack
+from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.errors import HorovodInternalError, InvalidSettingsError
 from spark_elastic.ml.keras.engine import KerasEngine, prepare
 from spark_elastic.ml.keras.steps import StepGraphs, buffers_of, seeds_of

@@ -15,8 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import spark_elastic.tensorflow as hvd
-from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.packing import pack
+from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.store import Store
 from spark_elastic.ml.keras.compiling import CompileArguments
 from spark_elastic.ml.keras.engine import MODEL_FILE

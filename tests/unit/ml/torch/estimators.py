@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from spark_elastic import ElasticTorchEstimator, LocalLauncher
-from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.packing import pack
+from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.ml.torch.engine import train
 from spark_elastic.ml.torch.spec import TorchTraining
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.packing import pack
+from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, NotPicklableError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, make_set, settings

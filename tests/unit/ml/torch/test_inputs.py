@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.packing import pack
+from spark_elastic.data.dataset import Dataset, pack
 from tests.unit.ml.torch.estimators import HereEstimator, settings
 
 

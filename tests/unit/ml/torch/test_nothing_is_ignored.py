@@ -84,7 +84,7 @@ def test_settings_that_contradict_an_existing_dataset_are_refused(
 
 
 def test_dataset_without_validation_rows_is_refused_if_validation_is_set(tmp_path: Path) -> None:
-    from spark_elastic.data.packing import pack
+    from spark_elastic.data.dataset import pack
 
     rows = {"features_0": np.zeros((8, 6), np.float32), "label_0": np.zeros(8, np.int64)}
     with pytest.raises(DatasetError, match=r"validation=0\.1, but the dataset in .* was written without validation="):

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.packing import pack
+from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.store import Store
 from spark_elastic.errors import (
     CheckpointError,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
+from spark_elastic.data.dataset import pack
 from spark_elastic.data.files import LocalSource
-from spark_elastic.data.packing import pack
 from spark_elastic.data.reader import Batch, BatchReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, InvalidSettingsError

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.packing import pack
+from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.store import Store
 from spark_elastic.ml.callbacks import BestCheckpoint, LambdaCallback
 from spark_elastic.ml.torch.engine import train
