@@ -13,8 +13,7 @@ import keras
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, Compression, ReduceOp
 from spark_elastic.errors import UsageError
-from spark_elastic.keras.backend import BACKEND
-from spark_elastic.keras.variables import has_value, native, outside_of_graphs
+from spark_elastic.keras.backend import BACKEND, has_value, native, outside_of_graphs
 
 _MAX_FRAMES = 12
 """Frames to search upwards from an attribute's setter: Keras and TensorFlow put their tracking in between."""

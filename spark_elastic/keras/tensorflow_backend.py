@@ -13,8 +13,7 @@ from spark_elastic.collective.fused import add_up, excluded, group_of
 from spark_elastic.collective.process_sets import ProcessSet
 from spark_elastic.errors import UsageError
 from spark_elastic.tensorflow.gradients import Gradient, GradientReducer
-from spark_elastic.tensorflow.host import call_host
-from spark_elastic.tensorflow.tensors import Array, torch_of
+from spark_elastic.tensorflow.host import Array, call_host, torch_of
 
 Update = Callable[[list[Gradient]], None]
 

@@ -18,10 +18,10 @@ except ImportError as error:
     raise MissingExtraError(what="spark_elastic.tensorflow", package="tensorflow", extra="tensorflow") from error
 
 from spark_elastic.tensorflow import operations
-from spark_elastic.tensorflow.compression import Compression
-from spark_elastic.tensorflow.functions import broadcast_, broadcast_global_variables, broadcast_variables
+from spark_elastic.tensorflow.gradients import DistributedGradientTape, PartialDistributedGradientTape
+from spark_elastic.tensorflow.host import Compression
 from spark_elastic.tensorflow.operations import *  # noqa: F403
-from spark_elastic.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from spark_elastic.tensorflow.operations import broadcast_, broadcast_global_variables, broadcast_variables
 
 # Names from packages that import this one; importing them here would be circular, so they are imported on first use.
 _LAZY = {

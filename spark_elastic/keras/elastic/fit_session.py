@@ -1,13 +1,323 @@
-"""The progress of `model.fit` in terms of the state, across several calls that a lost world cuts short."""
+"""TODO"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from spark_elastic.keras import variables as values
-from spark_elastic.keras.callback_state import FitResumePoint, set_resume_point
-from spark_elastic.keras.elastic.fit_callbacks import extend_history
+import keras
+
+from spark_elastic.elastic.call_stack import calling_object
+from spark_elastic.errors import UsageError
+from spark_elastic.keras import backend
+from spark_elastic.keras.callback_state import FitResumePoint, plain_values, put_values, same_value, set_resume_point
+
+_ABOVE = 6
+"""Largest number of frames between `CallbackList.set_model` and a callback's own."""
+_LONGEST = 1000
+"""Largest number of items in a list that is copied after each batch. Longer ones are copied when `fit` is left."""
+_LIVE = "live"
+"""Placeholder for a value that was too long to be copied."""
+_REFUSED = {
+    "BackupAndRestore": "it would overwrite the state's weights with those of its file each time a worker is lost; a "
+    "KerasState keeps them, and ModelCheckpoint writes files",
+    "SwapEMAWeights": "an epoch may be left and resumed, which would swap the weights twice; use_ema=True in the "
+    "optimizer gives the trained model the averages",
+}
+_KEPT_ELSEWHERE = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
+_BATCH_EVENTS = (
+    *("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end"),
+    *("on_test_batch_begin", "on_test_batch_end"),
+)
+
+Values = dict[str, Any]
+
+
+class Snapshot:
+    """The changed values of all callbacks at some moment, by callback. Shared, never copied.
+
+    Args:
+        begun: A call of `fit` has begun an epoch.
+        ended: It has returned.
+        stopped_at: The state's epoch then, if a callback has ended it.
+        logs: Logs of completed epochs, by their numbers in the state.
+        values: By callback, the values that it has changed.
+    """
+
+    def __init__(
+        self,
+        begun: bool = False,
+        ended: bool = False,
+        stopped_at: int | None = None,
+        logs: Mapping[int, Any] | None = None,
+        values: Mapping[str, Values] | None = None,
+    ) -> None:
+        self.begun = begun
+        self.ended = ended
+        self.stopped_at = stopped_at
+        self.logs = dict(logs or {})
+        self.values = dict(values or {})
+
+    def __deepcopy__(self, memo: Any) -> Snapshot:
+        return self
+
+
+class _WatchedCallback:
+    """One callback of the `fit` that runs."""
+
+    def __init__(self, callback: Any) -> None:
+        self.callback = callback
+        self.at_begin = plain_values(callback)
+        self.acts_on_batches = any(not hasattr(getattr(callback, event), "_is_default") for event in _BATCH_EVENTS)
+        self.copied: tuple[int, Values] | None = None
+        """Number of an event in the epoch, and the values after it; None if none were copied."""
+
+
+class FitCallbacks:
+    """A value of a `KerasState`: the memory of the callbacks that `fit` is called with.
+
+    Args:
+        epoch: Returns the state's epoch; None if it counts none.
+    """
+
+    def __init__(self, epoch: Callable[[], int | None]) -> None:
+        self.logs: dict[int, dict[str, Any]] = {}
+        """Logs of the epochs that earlier calls of `fit` have completed, by their numbers in the state."""
+        self.reentered: Callable[[], None] = lambda: None
+        """Called when the values of another moment have arrived, from which the next `fit` resumes."""
+        self.attached: Callable[[], None] = lambda: None
+        """Called when a `fit` with callbacks of this package begins."""
+        self.detached: Callable[[], None] = lambda: None
+        """Called when it has ended."""
+        self._epoch = epoch
+        self._attached: Any = None
+        self._watched: dict[str, _WatchedCallback] = {}
+        self._changing: dict[str, set[str]] = {}
+        """By callback, the names of the values that it has changed since its training began."""
+        self._kept = Snapshot()
+        """The values from which the next `fit` resumes; while one runs, those from which it has resumed."""
+        self._running = False
+        """`fit` was entered and has not returned."""
+        self._begun = False
+        """It has begun an epoch."""
+        self._resuming = False
+        """The loop was entered again, and no epoch has begun since."""
+        self._events = 0
+        self._taken: list[Snapshot] = []
+        """Snapshots taken since the last batch ended; changes by later callbacks at its end belong to them."""
+
+    # --- called by a state ------------------------------------------------------------------------
+
+    def state_dict(self) -> Snapshot:
+        if not self._begun:
+            return self._kept
+        taken = Snapshot(True, logs=self.logs, values=self._values(_LONGEST))
+        self._taken.append(taken)
+        return taken
+
+    def load_state_dict(self, snapshot: Snapshot) -> None:
+        """Have `fit` resume from the values of this moment."""
+        values = dict(self._kept.values) if snapshot.begun else {}
+        for key, arrived in snapshot.values.items():
+            live = values.get(key, {})
+            values[key] = {**live, **_without_live(arrived, live)}
+            watched = self._watched.get(key)
+            for name in self._changing.setdefault(key, set()) - set(arrived):
+                if watched is not None and name in watched.at_begin:  # it has changed for the first time since then
+                    values[key][name] = watched.at_begin[name]
+            self._changing[key] |= set(arrived)
+        self.logs = dict(snapshot.logs)
+        self._kept = Snapshot(snapshot.begun, snapshot.ended, snapshot.stopped_at, snapshot.logs, values)
+        if self._begun:
+            self._put()
+        elif snapshot.begun:
+            self._resuming = True
+            self.reentered()
+
+    def left(self) -> None:
+        """Note that the loop was left, perhaps in the middle of `fit`."""
+        if self._begun:
+            values = {**self._kept.values, **self._values(None)}
+            self._kept = Snapshot(True, logs=self.logs, values=values)
+        self._running = self._begun = False
+        self._resuming = self._kept.begun
+
+    def over(self) -> None:
+        """Note that the loop has ended: the next `fit` starts anew."""
+        self._running = self._begun = self._resuming = False
+
+    # --- called by `fit` ----------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Watch the list of the callback that calls this, which is just being given its model.
+
+        Raises:
+            UsageError: A callback in the list cannot be used in an elastic loop.
+        """
+        # Keras gives a callback no way to its list, which is a caller of `set_model`
+        callbacks = calling_object(lambda caller: isinstance(caller, keras.callbacks.CallbackList), within=_ABOVE)
+        if callbacks is None or callbacks is self._attached:
+            return
+        for callback in callbacks.callbacks:
+            for name, why in _REFUSED.items():
+                if isinstance(callback, getattr(keras.callbacks, name, ())):
+                    raise UsageError(f"the callback {name} cannot be used in an elastic loop: {why}")
+        self._attached = callbacks
+        self.attached()
+        around = {
+            "on_train_begin": self._train_begins,
+            "on_train_end": self._train_ends,
+            "on_epoch_begin": self._epoch_begins,
+            "on_train_batch_end": self._batch_ends,
+            **dict.fromkeys(("on_epoch_end", "on_test_begin", "on_test_end"), self._event),
+        }
+        for name, function in around.items():
+            setattr(callbacks, name, _around(getattr(callbacks, name), function, callbacks))
+
+    def _train_begins(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+        self._running, self._begun = True, False
+        self._watched = {}
+        for callback in callbacks.callbacks:
+            if self._resuming and isinstance(getattr(callback, "append", None), bool):
+                callback.append = True  # keep the rows written before
+        plain(*args)
+        self._watched = {key: _WatchedCallback(callback) for key, callback in _by_key(callbacks.callbacks)}
+        if self._resuming and self._kept.stopped_at is not None and self._kept.stopped_at == self._epoch():
+            self._put()
+            callbacks.model._initial_epoch = sys.maxsize  # a callback has stopped this call before: no epoch is left
+
+    def _epoch_begins(self, callbacks: Any, plain: Callable[..., Any], epoch: int, *args: Any) -> None:
+        if not self._begun:
+            self._begun = True
+            resuming = self._resuming and not self._kept.ended
+            self._resuming = False
+            if resuming:
+                self._put()
+                for watched in self._watched.values():
+                    if isinstance(watched.callback, keras.callbacks.CSVLogger) and epoch == self._epoch():
+                        drop_rows_from(Path(watched.callback.filename), watched.callback.sep, epoch)
+            else:
+                self._kept = Snapshot()
+                self._changing = {}
+        self._event(callbacks, plain, epoch, *args)
+
+    def _batch_ends(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+        self._taken.clear()
+        plain(*args)
+        for snapshot in self._taken:
+            snapshot.values.update(self._values(_LONGEST, only_of_batches=True))
+        self._taken.clear()
+
+    def _event(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+        self._events += 1
+        plain(*args)
+        self._events += 1
+
+    def _train_ends(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+        stopped = self._begun and callbacks.model.stop_training
+        if callbacks.model._initial_epoch == sys.maxsize:
+            callbacks.model._initial_epoch = None
+        self._event(callbacks, plain, *args)
+        if self._begun:
+            at = self._epoch() if stopped else None
+            self._kept = Snapshot(True, True, at, self.logs, self._values(None))
+        elif self._resuming:
+            extend_history(getattr(callbacks.model, "history", None), self.logs, self._epoch(), 0)
+        self._running = self._begun = False
+        self.detached()
+
+    # --- values -------------------------------------------------------------------------------------
+
+    def _values(self, longest: int | None, only_of_batches: bool = False) -> dict[str, Values]:
+        """Return the changed values of each callback; those with more than `longest` items as placeholders."""
+        found = {}
+        for key, watched in self._watched.items():
+            if only_of_batches and not watched.acts_on_batches:
+                continue
+            if watched.copied is None or watched.acts_on_batches or watched.copied[0] != self._events:
+                short = longest if watched.acts_on_batches else None
+                watched.copied = self._events, self._changed(key, watched, short)
+            found[key] = watched.copied[1]
+        return found
+
+    def _changed(self, key: str, watched: _WatchedCallback, longest: int | None) -> Values:
+        values = plain_values(watched.callback, longest, _LIVE)
+        changing = self._changing.setdefault(key, set())
+        for name, value in values.items():
+            if name not in changing and not same_value(value, watched.at_begin.get(name, _LIVE)):
+                changing.add(name)
+        return {name: values[name] for name in changing if name in values}
+
+    def _put(self) -> None:
+        for key, watched in self._watched.items():
+            put_values(watched.callback, _without_live(self._kept.values.get(key, {}), {}))
+            watched.copied = None
+
+
+def _without_live(values: Values, live: Values) -> Values:
+    """Replace placeholders by the values in `live`, or drop them."""
+    found = {name: live.get(name, _LIVE) if _is_live(value) else value for name, value in values.items()}
+    return {name: value for name, value in found.items() if not _is_live(value)}
+
+
+def _is_live(value: Any) -> bool:
+    return isinstance(value, str) and value == _LIVE
+
+
+def _around(plain: Callable[..., Any], function: Callable[..., None], callbacks: Any) -> Callable[..., None]:
+    def called(*args: Any, **kwargs: Any) -> None:
+        function(callbacks, plain, *args, *kwargs.values())
+
+    return called
+
+
+def _by_key(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return the callbacks to watch, with a name that is the same on every member and in every call of `fit`."""
+    counts: dict[str, int] = {}
+    found = []
+    for callback in callbacks:
+        if isinstance(callback, _KEPT_ELSEWHERE) or getattr(callback, "kept_by_state", False):
+            continue
+        kind = f"{type(callback).__module__}.{type(callback).__qualname__}"
+        counts[kind] = counts.get(kind, 0) + 1
+        found.append((f"{kind}#{counts[kind]}", callback))
+    return found
+
+
+def extend_history(history: Any, logs: Mapping[int, Mapping[str, Any]], epoch: int | None, offset: int) -> None:
+    """Have the History that `fit` will return begin with the epochs of the calls that were left.
+
+    Args:
+        history: The History, if there is one.
+        logs: Logs of completed epochs, by their numbers in the state.
+        epoch: The state's epoch; those before it are done.
+        offset: The state's number of an epoch less that of Keras.
+    """
+    if history is None or epoch is None:
+        return
+    for number in sorted(number for number in logs if number < epoch):
+        history.epoch.append(number - offset)
+        for name, value in logs[number].items():
+            history.history.setdefault(name, []).append(value)
+
+
+def drop_rows_from(path: Path, separator: str, epoch: int) -> None:
+    """Truncate a file of CSVLogger before the row of this epoch, which will be written again."""
+    if not path.is_file():
+        return
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            first = line.partition(separator.encode())[0].strip()
+            if first.isdigit() and int(first) >= epoch:
+                break
+            end += len(line)
+        else:
+            return
+    with path.open("rb+") as file:
+        file.truncate(end)
 
 
 class FitSession:
@@ -117,7 +427,7 @@ class FitSession:
     def keep_running_metrics(self) -> None:
         """Copy the model's metrics where the loop was left: Keras sets them to zero when `fit` is entered again."""
         counting = self._metrics_variables()
-        self._running = self._state.__dict__.get("epoch"), counting, values.copies_of(counting)
+        self._running = self._state.__dict__.get("epoch"), counting, backend.copies_of(counting)
         self.reentered = True
 
     def _put_running_metrics_back(self) -> None:
@@ -131,7 +441,7 @@ class FitSession:
             return
         _, counting, copies = running
         if [id(variable) for variable in counting] == [id(variable) for variable in self._metrics_variables()]:
-            values.put_back(counting, copies)
+            backend.put_back(counting, copies)
 
     def _metrics_variables(self) -> list[Any]:
         return list(getattr(self._state.__dict__.get("model"), "metrics_variables", ()))

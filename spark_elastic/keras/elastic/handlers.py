@@ -10,9 +10,9 @@ import torch
 
 from spark_elastic.elastic.handlers import HasStateDict, Layout, StateDictHandler, StateHandler, TensorSpec
 from spark_elastic.errors import UsageError
-from spark_elastic.keras import variables as values
+from spark_elastic.keras import backend
+from spark_elastic.keras.backend import Description, Variable
 from spark_elastic.keras.optimizer import reduces
-from spark_elastic.keras.variables import Description, Variable
 
 
 class VariablesHandler(StateHandler):
@@ -26,11 +26,11 @@ class VariablesHandler(StateHandler):
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
-        self._saved: list[values.Copy] = []
+        self._saved: list[backend.Copy] = []
         self._saved_of: list[Variable] = []
         """The variables that were saved. Once the value is built, it may have others before and between them."""
         self._saved_whole = False
-        self._read: tuple[list[int], Callable[[], list[values.Copy]]] = ([], list)
+        self._read: tuple[list[int], Callable[[], list[backend.Copy]]] = ([], list)
 
     def variables(self) -> list[Variable]:
         """Return all variables, in an order that is the same on every member."""
@@ -43,14 +43,14 @@ class VariablesHandler(StateHandler):
     # --- sent to other members ---------------------------------------------------------------------------
 
     def layout(self) -> Layout:
-        described = [values.describe(variable) for variable in self.variables()]
-        return [TensorSpec(each, (values.bytes_of(each),), torch.uint8, True) for each in described]
+        described = [backend.describe(variable) for variable in self.variables()]
+        return [TensorSpec(each, (backend.bytes_of(each),), torch.uint8, True) for each in described]
 
     def identities(self, layout: Layout) -> Sequence[Hashable]:
         return [(number, *piece.key[1:]) for number, piece in enumerate(layout)]
 
     def tensors(self, layout: Layout) -> list[torch.Tensor]:
-        return [values.to_wire(variable) for variable in self.variables()[: len(layout)]]
+        return [backend.to_wire(variable) for variable in self.variables()[: len(layout)]]
 
     def prepare(self, layout: Layout, metadata: Any) -> None:
         self.check(layout)
@@ -62,7 +62,7 @@ class VariablesHandler(StateHandler):
             UsageError: They cannot.
         """
         theirs = [Description(*piece.key) for piece in layout]
-        mine = [values.describe(variable) for variable in self.variables()]
+        mine = [backend.describe(variable) for variable in self.variables()]
         for number, other in enumerate(theirs):
             own = mine[number] if number < len(mine) else None
             if own is None or own[1:] != other[1:]:
@@ -74,7 +74,7 @@ class VariablesHandler(StateHandler):
 
     def fill(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
         for variable, tensor in zip(self.variables(), tensors, strict=False):
-            values.from_wire(variable, tensor)
+            backend.from_wire(variable, tensor)
 
     # --- copies ---------------------------------------------------------------------------------
 
@@ -92,20 +92,20 @@ class VariablesHandler(StateHandler):
         saved = set(map(id, self._saved_of))
         new = [variable for variable in self.variables() if id(variable) not in saved]
         self._saved_whole = True
-        if not all(map(values.has_value, new)):
+        if not all(map(backend.has_value, new)):
             return
-        with values.outside_of_graphs():
-            self._saved = self._saved + values.copies_of(new)
+        with backend.outside_of_graphs():
+            self._saved = self._saved + backend.copies_of(new)
         self._saved_of = self._saved_of + new
 
     def restore(self) -> None:
-        values.put_back(self._saved_of, self._saved)
+        backend.put_back(self._saved_of, self._saved)
         self.set_light(self._light)
 
-    def _reader(self, own: list[Variable]) -> Callable[[], list[values.Copy]]:
+    def _reader(self, own: list[Variable]) -> Callable[[], list[backend.Copy]]:
         identities = [id(variable) for variable in own]
         if identities != self._read[0]:
-            self._read = identities, values.reader_of(own)
+            self._read = identities, backend.reader_of(own)
         return self._read[1]
 
 
@@ -119,7 +119,7 @@ class ModelHandler(VariablesHandler):
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
-        self._metrics: tuple[list[Variable], list[values.Copy]] = ([], [])
+        self._metrics: tuple[list[Variable], list[backend.Copy]] = ([], [])
 
     def variables(self) -> list[Variable]:
         return list(self.value.variables)
@@ -141,11 +141,11 @@ class ModelHandler(VariablesHandler):
     def save(self) -> None:
         super().save()
         counting = list(self.value.metrics_variables)
-        self._metrics = counting, values.copies_of(counting)
+        self._metrics = counting, backend.copies_of(counting)
 
     def restore(self) -> None:
         super().restore()
-        values.put_back(*self._metrics)
+        backend.put_back(*self._metrics)
 
     def step_variables(self, metrics: bool) -> list[Variable]:
         """Return what a step changes besides through the optimizer: running means, seeds, and metrics."""

@@ -8,14 +8,12 @@ from typing import Any
 
 from spark_elastic.collective import fused
 from spark_elastic.elastic.handlers import Handlers, StateHandler
-from spark_elastic.elastic.recovery import Recovery
+from spark_elastic.elastic.plain_values import CountingProbe
 from spark_elastic.elastic.state import ElasticState
-from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, StepCounter
-from spark_elastic.elastic.undo_log import CountingProbe
+from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, Recovery, StepCounter
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.keras.backend import BACKEND
-from spark_elastic.keras.elastic.fit_callbacks import FitCallbacks
-from spark_elastic.keras.elastic.fit_session import FitSession
+from spark_elastic.keras.elastic.fit_session import FitCallbacks, FitSession
 from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler, handler_for
 from spark_elastic.keras.elastic.step_snapshot import SnapshottedSteps, save_new
 from spark_elastic.keras.optimizer import reduces

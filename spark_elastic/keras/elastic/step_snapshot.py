@@ -13,12 +13,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from spark_elastic.elastic.handlers import Handlers
-from spark_elastic.keras import variables as values
-from spark_elastic.keras.backend import BACKEND
+from spark_elastic.keras import backend
+from spark_elastic.keras.backend import BACKEND, Variable
 from spark_elastic.keras.elastic.fit_session import FitSession
 from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler, VariablesHandler
 from spark_elastic.keras.optimizer import build_for, reduces
-from spark_elastic.keras.variables import Variable
 
 
 class StepSnapshot:
@@ -65,7 +64,7 @@ class StepSnapshot:
         """
         if BACKEND == "torch":
             if begins:
-                self._copies = dict(zip(map(id, self._copied), values.copies_of(self._copied), strict=True))
+                self._copies = dict(zip(map(id, self._copied), backend.copies_of(self._copied), strict=True))
                 self._at = int(self._steps()) + ahead
         elif begins is True:
             self._take_in_tensorflow(ahead)
@@ -95,7 +94,7 @@ class StepSnapshot:
         if self._at is None or int(self._at) != int(self._steps()):
             return False
         copies = [self._copies[id(variable)] for variable in self._copied]
-        values.put_back(self._copied, copies if BACKEND == "torch" else [copy.read_value() for copy in copies])
+        backend.put_back(self._copied, copies if BACKEND == "torch" else [copy.read_value() for copy in copies])
         return True
 
     def discard(self) -> None:
@@ -183,7 +182,7 @@ class SnapshottedSteps:
         weighted = [] if global_batch is None else self.reducing()
         try:
             for steps in weighted:
-                steps.weight = values.rows_of(data) / global_batch
+                steps.weight = backend.rows_of(data) / global_batch
             yield
             fit.prepare()
         finally:

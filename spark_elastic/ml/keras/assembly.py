@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 
 from spark_elastic.elastic.handlers import Handlers, StateHandler
-from spark_elastic.elastic.recovery import Recovery
-from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, StepCounter
+from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, Recovery, StepCounter
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.keras.elastic.handlers import handler_for
 from spark_elastic.keras.sync_batch_normalization import convert

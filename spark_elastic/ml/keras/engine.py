@@ -15,7 +15,7 @@ from spark_elastic.collective.reduction import Sum
 from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError
-from spark_elastic.keras import variables as values
+from spark_elastic.keras import backend as values
 from spark_elastic.keras.sync_batch_normalization import is_synchronised
 from spark_elastic.ml.keras.callbacks import KerasCallbacks
 from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart, KerasBatch

@@ -18,8 +18,8 @@ from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart
 from spark_elastic.ml.keras.metrics import KerasMetricAccumulator
 from spark_elastic.ml.keras.objective import Shares
 from spark_elastic.ml.training.spec import Training
-from spark_elastic.tensorflow.compression import Compression
 from spark_elastic.tensorflow.gradients import GradientReducer
+from spark_elastic.tensorflow.host import Compression
 
 # --- the gradients of a train_step --------------------------------------------------------------------
 

@@ -23,8 +23,7 @@ from spark_elastic.ml.training.engine import TrainingState
 from spark_elastic.ml.training.saving import CallbackStates, CheckpointSchedule
 from spark_elastic.ml.training.spec import TrainingResult
 from spark_elastic.ml.training.trainer import Trainer
-from spark_elastic.torch.elastic.handlers import handler_for
-from spark_elastic.torch.elastic.state import TorchOptimizerSteps
+from spark_elastic.torch.elastic.state import TorchOptimizerSteps, handler_for
 
 log = logging.getLogger("spark_elastic.ml")
 

@@ -1,4 +1,4 @@
-"""TensorFlowState: variables of TensorFlow and plain values that outlive a change of the world."""
+"""Elastic training with TensorFlow: the loop and the states, among them `TensorFlowState`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,23 @@ import keras
 import tensorflow as tf
 
 from spark_elastic.elastic.handlers import StateHandler
-from spark_elastic.elastic.state import ElasticState
-from spark_elastic.errors import UsageError
+from spark_elastic.elastic.state import ElasticState, ObjectState, State
+from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
+from spark_elastic.keras.elastic import run
 from spark_elastic.keras.elastic.handlers import ListHandler
+from spark_elastic.keras.elastic.state import KerasState as TensorFlowKerasState
 from spark_elastic.keras.elastic.state import keras_parts
+
+__all__ = [
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "StateHandler",
+    "TensorFlowKerasState",
+    "TensorFlowState",
+    "run",
+]
 
 
 class TensorFlowState(ElasticState):
