@@ -1,4 +1,7 @@
-"""TODO"""
+"""The backend of Keras in this process: check it before Keras is imported, then copy and send the values of variables.
+
+Each function here does its work at the lowest cost that the backend, TensorFlow or torch, allows.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +61,11 @@ BACKEND = _checked()
 Variable = Any
 """A keras.Variable or tf.Variable."""
 Copy = Any
-"""A value of a variable, as a tensor of the backend."""
+"""A copy of a variable's value, as a tensor of the backend."""
 
 
 class Description(NamedTuple):
-    """The path of a variable in its model, its shape and its type."""
+    """Path, shape and type of a variable."""
 
     path: str
     shape: tuple[int, ...]
@@ -73,7 +76,6 @@ class Description(NamedTuple):
 
 
 def describe(variable: Variable) -> Description:
-    """Return the description of a variable."""
     path = getattr(variable, "path", None) or variable.name
     dtype = getattr(variable.dtype, "name", variable.dtype)  # types are objects in TensorFlow, names in Keras
     return Description(str(path), tuple(int(n) for n in variable.shape), str(dtype))
@@ -142,9 +144,12 @@ def from_wire(variable: Variable, wire: torch.Tensor) -> None:
 
 # --- copies within the process --------------------------------------------------------------------
 
+_MIN_FOR_GRAPH = 16
+"""Fewer variables are read one by one: a call of a graph costs more."""
+
 
 def copies_of(variables: Sequence[Variable]) -> list[Copy]:
-    """Return the present values. TensorFlow copies memory only when the variable changes next."""
+    """Return copies of the present values. TensorFlow copies the memory only when the variable is changed next."""
     if BACKEND == "torch":
         with torch.no_grad():
             return [variable.value.detach().clone() for variable in variables]
@@ -175,7 +180,7 @@ def reader_of(variables: Sequence[Variable]) -> Callable[[], list[Copy]]:
 
 
 def rows_of(data: Any) -> Any:
-    """Return the number of rows of a batch that `train_step` was given; on TensorFlow, a float64 tensor."""
+    """Return the number of rows in the argument `data` of `train_step`; on TensorFlow, a float64 tensor."""
     import keras
 
     inputs = data[0] if isinstance(data, tuple) else data
@@ -185,10 +190,6 @@ def rows_of(data: Any) -> Any:
     import tensorflow as tf
 
     return tf.cast(tf.shape(first)[0], tf.float64)
-
-
-_MIN_FOR_GRAPH = 16
-"""Fewer variables are read one by one: a call of a graph costs more."""
 
 
 # Keras numbers layers and optimizers in order of creation: "adam_3/dense_65_kernel_momentum" in one process or notebook

@@ -1,4 +1,4 @@
-"""TODO"""
+"""Functions for Keras besides optimizer and callbacks: collectives on values, `load_model`, and names of Keras 2."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def allreduce(
     compression: Any = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Average (or reduce with `op`) the members' values; return a tensor of the backend.
+    """Return the average (or `op`) of the members' values, as a tensor of the backend.
 
     Args:
         value: a number, an array or a tensor.
@@ -78,7 +78,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: 
 def reducescatter(
     value: Any, name: str | None = None, op: ReduceOp = Average, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Average (or sum) the members' values; return this member's rows, as a tensor of the backend.
+    """Average (or sum) the members' values, and return this member's rows, as a tensor of the backend.
 
     Raises:
         HorovodInternalError: a peer is gone.
@@ -121,6 +121,8 @@ def load_model(
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **distributed)
     return model
 
+
+# --- names of Keras 2 -------------------------------------------------------------------------------
 
 _ARGUMENT = "experimental_run_tf_function"
 

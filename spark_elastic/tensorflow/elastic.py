@@ -29,18 +29,19 @@ __all__ = [
 
 
 class TensorFlowState(ElasticState):
-    """Variables and plain values; `variables` and each of the latter are attributes.
+    """A state of TensorFlow variables and plain values; `variables` and each plain value are attributes.
 
-    The changes of variables by a loop that applies gradients itself cannot be seen. So after a loss training resumes
-    from the last commit, as with Horovod; or from the last step, with a Keras optimizer in the state that counts steps.
+    If a loop applies gradients itself, this state cannot see when variables change. So after a loss training resumes
+    from the last commit, as with Horovod. With a Keras optimizer in the state, which counts steps, it resumes from the
+    last step.
 
     Args:
-        variables: Of TensorFlow or Keras, in the same order on every member.
-        session: Accepted for Horovod's sake; must be None.
+        variables: Variables of TensorFlow or Keras, in the same order on every member.
+        session: Must be None; for compatibility with Horovod.
         kwargs: Anything else to keep, also Keras models and optimizers.
 
     Raises:
-        UsageError: Something else than variables, or a session.
+        UsageError: `variables` has something else than variables, or there is a session.
     """
 
     variables: Any

@@ -1,4 +1,4 @@
-"""TODO"""
+"""Reduce the gradients of a step, eagerly or inside a `tf.function`, and `DistributedGradientTape`, which does so."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import torch
 from spark_elastic.collective import operations
 from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, ReduceOp
+from spark_elastic.collective.reduction import Average, Compression, Compressor, ReduceOp
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.tensorflow.host import (
     ALIGN_BYTES,
     Array,
-    Compression,
-    Compressor,
     array_from,
     call_host,
     graph_compressor,
@@ -84,7 +82,7 @@ class GradientReducer:
 
         Raises:
             HorovodInternalError: a peer is gone; nothing was changed. Inside a tf.function, TensorFlow raises an error
-                of its own class instead, see `host.translated`.
+                of its own class instead, see `host.lost_peers_translated`.
         """
         if self._sparse_as_dense:
             grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
@@ -106,7 +104,7 @@ class GradientReducer:
             try:
                 return self._on_host(arrays, len(dense), len(sparse))
             except HorovodInternalError as error:
-                error.in_reduction = True  # in the gathering of sparse ones, too
+                error.in_reduction = True  # also if sparse gradients were being gathered
                 raise
 
         returned = call_host(on_host, inputs, [tensor.dtype for tensor in inputs], shapes)
@@ -143,7 +141,7 @@ class GradientReducer:
 
 
 class _ReducingTape:
-    """A proxy of a tape whose `gradient` reduces; everything else is passed to the tape."""
+    """A gradient tape whose `gradient` returns reduced gradients; everything else is passed to the plain tape."""
 
     def __init__(
         self, tape: tf.GradientTape, reducer: GradientReducer, scale_local: bool, process_set: ProcessSet
@@ -191,7 +189,7 @@ class _ReducingTape:
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Return two lists of (source, gradient): of the local sources, and of the reduced others."""
+        """Return two lists of (source, gradient) pairs: those of local sources, and those of the others, reduced."""
         wanted = tf.nest.flatten(sources)
         pairs = list(zip(wanted, self.gradient(target, wanted, output_gradients, **kwargs), strict=True))
         local = [pair for pair in pairs if _key(pair[0]) in self._local]
@@ -272,19 +270,8 @@ def PartialDistributedGradientTape(
 ) -> Any:
     """Return a `DistributedGradientTape` that does not reduce the gradients of some layers.
 
-    Args:
-        gradtape: as for `DistributedGradientTape`.
-        device_dense: has no effect; for compatibility with Horovod.
-        device_sparse: has no effect.
-        compression: as for `DistributedGradientTape`.
-        sparse_as_dense: as for `DistributedGradientTape`.
-        op: as for `DistributedGradientTape`.
-        gradient_predivide_factor: as for `DistributedGradientTape`.
-        num_groups: has no effect.
-        groups: has no effect.
-        process_set: as for `DistributedGradientTape`.
-        local_layers: the layer or layers whose variables each worker trains by itself.
-        scale_local_gradients: divide their gradients by the size.
+    Each worker trains the variables of `local_layers`, one layer or several, by itself. With `scale_local_gradients`
+    their gradients are divided by the size. The other arguments are those of `DistributedGradientTape`.
     """
     layers = local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]
     local = [variable for layer in layers if layer is not None for variable in layer.trainable_weights]

@@ -1,4 +1,7 @@
-"""TODO"""
+"""Call Python of this process from TensorFlow, eagerly or inside a `tf.function`, with tensors, results and errors.
+
+Tensors of TensorFlow, arrays of numpy and tensors of torch share their memory where they can.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import tensorflow as tf
 import torch
 from tensorflow.errors import FailedPreconditionError, InvalidArgumentError
 
-from spark_elastic.collective.reduction import CastCompressor, Compression, Compressor, NoneCompressor
+from spark_elastic.collective.reduction import CastCompressor, Compressor, NoneCompressor
 from spark_elastic.errors import (
     HorovodInternalError,
     NotInitializedError,
@@ -79,12 +82,12 @@ def torch_of(array: Array) -> torch.Tensor:
 
 
 def _writeable(array: Array) -> Array:
-    """Return the memory as a writeable array, because torch warns of read-only ones; callers here only read it."""
+    """Return an array with the same memory that counts as writeable: torch warns of others, though it only reads it."""
     return np.asarray(_WriteableView(array)) if array.size else array.copy()
 
 
 class _WriteableView:
-    """The memory of an array by its address; keeps the array alive."""
+    """An object whose `__array_interface__` is the memory of an array; it keeps the array alive."""
 
     def __init__(self, array: Array) -> None:
         self._array = array
@@ -99,21 +102,26 @@ def array_from(tensor: torch.Tensor) -> Array:
     return tensor.numpy()
 
 
+# --- compression ------------------------------------------------------------------------------------
+
+# Casts run on the host, on the memory that is sent, and need no copy in the graph. Users' compressors run in the graph.
+
+
 def graph_compressor(compression: type[Compressor]) -> type[Compressor]:
-    """Return the compressor to apply in the graph."""
+    """Return the compressor to apply to TensorFlow's tensors in the graph."""
     return NoneCompressor if issubclass(compression, CastCompressor) else compression
 
 
 def host_compressor(compression: type[Compressor]) -> type[Compressor]:
-    """Return the compressor to apply on the host, to torch tensors with the same memory."""
+    """Return the compressor to apply on the host, to torch tensors."""
     return compression if issubclass(compression, CastCompressor) else NoneCompressor
 
 
-__all__ = ["Compression", "Compressor", "graph_compressor", "host_compressor"]
+# --- calls ------------------------------------------------------------------------------------------
 
 
 class RefusedError(UsageError, FailedPreconditionError, InvalidArgumentError):  # type: ignore[misc]
-    """A collective was called with invalid arguments; also has the error classes that Horovod's operations raise."""
+    """A collective was called with invalid arguments; derived from the errors that Horovod's operations raise, too."""
 
     message = ""  # hides TensorFlow's property of this name
 
@@ -140,15 +148,15 @@ def call_host(
     order. In a function that XLA compiles, TensorFlow raises an error.
 
     Args:
-        function: takes and returns numpy arrays.
+        function: a function of numpy arrays that returns numpy arrays.
         inputs: its arguments.
         dtypes: types of the results.
         shapes: static shapes of the results.
 
     Raises:
         HorovodInternalError: a peer is gone. In a graph, TensorFlow raises an error of its own class instead, see
-            `translated`.
-        UsageError: the arguments are invalid; it is also one of TensorFlow's error classes.
+            `lost_peers_translated`.
+        UsageError: the arguments are invalid; in eager mode a `RefusedError`.
     """
     if tf.executing_eagerly():
         try:
@@ -172,10 +180,29 @@ def call_host(
     return results
 
 
+def call_with_gradient(
+    function: Callable[..., Sequence[Array]], sent: tf.Tensor, shape: Any, gradient: Callable[..., Any]
+) -> tf.Tensor:
+    """Call `function` with the value of `sent` and return its one result as a tensor that has this gradient.
+
+    Args:
+        function: a function of a numpy array that returns a list of one array of the same type.
+        sent: its argument.
+        shape: the static shape of the result.
+        gradient: a function that returns the gradient for `sent` from that of the result.
+    """
+
+    @tf.custom_gradient
+    def call(sent: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+        return call_host(function, [sent], [sent.dtype], [shape])[0], gradient
+
+    return call(sent)
+
+
 # --- lost peers, through TensorFlow ---------------------------------------------------------------
 
 # TensorFlow converts an exception of a host callback to an error of its own class that keeps only the message. So the
-# callback records its HorovodInternalError under a number and writes that number into the message, as a token.
+# callback records its HorovodInternalError under a number and writes that number into the message; that is the token.
 
 _MAX_RECORDED = 8
 _numbers = itertools.count(1)
@@ -205,7 +232,7 @@ def original_error(error: BaseException) -> HorovodInternalError | None:
 
 
 @contextmanager
-def translated() -> Iterator[None]:
+def lost_peers_translated() -> Iterator[None]:
     """Raise the original HorovodInternalError in place of TensorFlow's error for it; let other errors pass."""
     try:
         yield
@@ -217,7 +244,7 @@ def translated() -> Iterator[None]:
 
 
 def _take(number: int) -> HorovodInternalError | None:
-    """Return the recorded error and forget it and earlier ones, which belong to worlds that have ended."""
+    """Return the error of this number; forget it and all earlier ones, whose worlds have ended."""
     found = dict(_recorded).get(number)
     later = [entry for entry in _recorded if entry[0] > number]
     _recorded.clear()

@@ -1,4 +1,4 @@
-"""Reduce the gradients of one optimizer while backward runs: hooks fill the buckets, which are sent in one order."""
+"""Reduce the gradients of one optimizer while backward runs: hooks send each bucket once its gradients are computed."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from spark_elastic.collective.reduction import Average, Compressor, Max, ReduceO
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
 
 _owners = WeakTensorKeyDictionary()
-"""The reducer of each parameter's gradient, as a weak reference."""
+"""A weak reference to the reducer of each parameter's gradient."""
 
 
 @dataclass(slots=True, eq=False)
 class GradientSlot:
-    """A parameter in a reducer."""
+    """A parameter of a reducer, and the state of its gradient in the present step."""
 
     param: torch.nn.Parameter
     left: int
-    """The number of backward passes until its gradient is due."""
+    """The number of backward passes of this step that have still to add to the gradient."""
     bucket: Bucket | None = None
-    """The bucket of its gradient; None if the gradient is sparse and gathered."""
+    """The bucket of the gradient; None if the gradient is sparse and gathered."""
 
 
 class BackwardReducer:
     """Averages or sums the gradients of `params` over the members; `finish` completes the reduction of a step.
 
     All members send the buckets in one order, each bucket as soon as backward has computed all gradients in it and in
-    those before it. Gradients are scaled while they are copied, and `grad` becomes the view that receives the result.
-    The last bucket has one more element: it says that the driver has announced a coming world to this member.
+    the buckets before it. Gradients are scaled while they are copied into the bucket, and `param.grad` becomes the view
+    of the bucket that receives the result. The last bucket has one more element, a flag: the driver has announced a
+    coming world to this member.
 
     The first step in each world begins with a small extra reduction, in which the members agree on the parameters with
     sparse gradients: a member without a gradient for such a parameter cannot know that it is sparse.
@@ -71,7 +72,7 @@ class BackwardReducer:
     ) -> None:
         self.passes = passes
         self.launched = 0
-        """The number of buckets sent in the present step; not 0 between backward and the end of the reduction."""
+        """The number of buckets sent in the present step; 0 before backward and after the end of the reduction."""
         self._names = names
         self._compression = compression
         self._op = op
@@ -99,7 +100,7 @@ class BackwardReducer:
         self.add(params)
 
     def add(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Reduce these parameters too from now on; another reducer of them stops doing so."""
+        """Reduce the gradients of these parameters too from now on, instead of the reducer that did so before."""
         for param in params:
             if param.requires_grad:
                 slot = GradientSlot(param, self.passes)
@@ -129,14 +130,10 @@ class BackwardReducer:
             slot.left = passes
 
     def attach_scalars(self, numbers: torch.Tensor) -> None:
-        """Sum a few numbers over the members together with this step's gradients; `finish` replaces them by the sums.
+        """Sum `numbers` over the members with the gradients of this step, in place, see `DistributedOptimizerMixin`.
 
-        They are sent in the last bucket, as float32 if the parameters are: exact for counts up to 2**24. If the sent
-        type has less precision, or there is no bucket, they are reduced separately.
-
-        Args:
-            numbers: a vector of float64 on the CPU, of the same length on every member. Attach it before the step's
-                last backward pass.
+        They are sent in the last bucket, in its type; if that type is less precise than float32, or there is no bucket,
+        they are reduced separately.
         """
         self._scalars = numbers
         if numbers.numel() != self._scalars_width:
@@ -170,7 +167,7 @@ class BackwardReducer:
             self._send_full()
 
     def _begin(self) -> None:
-        """Prepare the buckets for the present world, when the first gradient of a step is due."""
+        """Prepare the buckets for the present world, when the first gradient of a step is complete."""
         self._active = True
         try:
             group = self._present_group()
@@ -181,7 +178,7 @@ class BackwardReducer:
             self._plan(group)
 
     def _present_group(self) -> GlooGroup | None:
-        """Return the group to reduce with; None if this process is alone or not in the set, and steps by itself."""
+        """Return the group to reduce with; None if this process is alone or not in the process set."""
         return self._process_set.group() if self._process_set.included() else None
 
     def _plan(self, group: GlooGroup | None) -> None:
@@ -229,7 +226,7 @@ class BackwardReducer:
     # --- at the end of the step ---------------------------------------------------------------
 
     def finish(self) -> None:
-        """Complete the reduction of the step: afterwards every gradient is the reduced one.
+        """Complete the reduction of the step, so that every `param.grad` is the reduced gradient.
 
         Raises:
             HorovodInternalError: a peer is gone. The gradients are dropped; nothing else has changed.
@@ -312,9 +309,9 @@ class BackwardReducer:
                     slot.param.grad = slot.param.grad.to_sparse(1)
 
     def _gather(self, slot: GradientSlot) -> Callable[[], None]:
-        """Launch the gathering of a sparse gradient; return the function that completes it.
+        """Start to gather the entries of a sparse gradient; return the function that completes it.
 
-        The entries of all members are concatenated; equal indices add up.
+        Entries of several members with the same index are summed.
         """
         param = slot.param
         grad = param.grad if param.grad is not None else _no_entries(param)
@@ -346,7 +343,7 @@ class BackwardReducer:
             slot.left = passes
 
     def abandon(self) -> None:
-        """Drop the gradients of the present step. Collectives in flight keep their buffers; new ones are made."""
+        """Drop the gradients of the present step; the next step gets new buckets if some of these are being sent."""
         if self.launched:
             self._buckets = []
             self._group = None

@@ -1,4 +1,8 @@
-"""TODO"""
+"""Functions for PyTorch besides the optimizer: differentiable collectives, broadcasts of a model, and the device.
+
+Collectives return new tensors; their gradients are those that Horovod defines. To add one, write it here and add its
+name to `__all__`: `spark_elastic.torch` exports all of them.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +67,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Return the average (or `op`) of the members' tensors; `tensor` is not modified.
-
-    Its gradient is reduced in the same way.
+    """Return the average (or `op`) of the members' tensors as a new tensor; the gradient is reduced in the same way.
 
     Raises:
         HorovodInternalError: a peer is gone.
@@ -258,7 +260,7 @@ log = logging.getLogger("spark_elastic.torch")
 
 
 def device(asked: str | None = None) -> torch.device:
-    """Return the device to put the model and its batches on; if it is a GPU, make it this process's current one.
+    """Return the device for the model and its batches; if it is a GPU, make it the current one of this process.
 
     Call this once, before the elastic loop, and keep the result: if workers see GPUs of other workers too, it depends
     on the local rank, which changes with the world.
@@ -288,9 +290,8 @@ def broadcast_parameters(
     """
     if outside_world():
         return
-    values: list[Any]
     if isinstance(params, Mapping):
-        values = [params[key] for key in sorted(params)]
+        values: list[Any] = [params[key] for key in sorted(params)]
     elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
         values = [item[1] if isinstance(item, tuple) else item for item in params]
     else:

@@ -79,7 +79,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @property
     def takes_part(self) -> bool:
-        """True if a call of the layer would use the rows of other ranks now."""
+        """True if a call of the layer now would use the rows of other ranks too."""
         return self.training and self._group() is not None
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -233,7 +233,7 @@ def _in_eval(layer: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
 
 
 class _Normalise(Function):
-    """Normalises by statistics that depend on the input of all members."""
+    """Batch normalisation by mean and variance of all members' rows, with the gradient through both."""
 
     @staticmethod
     def forward(

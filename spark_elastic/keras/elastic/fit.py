@@ -1,4 +1,8 @@
-"""TODO"""
+"""What users pass to `model.fit` in an elastic loop: callbacks that keep a `KerasState` up to date, and a dataset.
+
+`ElasticCallback` does all that a state needs. Horovod's three callbacks do a part each; their order does not matter,
+because they share a `FitSession`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from typing import Any
 import keras
 import numpy as np
 import numpy.typing as npt
+
+# Private: the one kind of input that may say for each epoch anew which batches it has, in Keras 3.4 to 3.15.
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from spark_elastic.collective.process import process
@@ -19,10 +25,12 @@ from spark_elastic.keras.elastic.state import KerasState
 
 
 class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Base of the callbacks here: reports batches and epochs to the session of the state."""
+
     counts_batches = False
     counts_epochs = False
     kept_by_state = True
-    """It has no values of its own to restore, see `FitCallbacks`."""
+    """The callback has no values that `FitCallbacks` would have to restore."""
 
     def __init__(self, state: KerasState) -> None:
         super().__init__()
@@ -55,13 +63,13 @@ class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class UpdateBatchStateCallback(_StateCallback):
-    """Keeps `state.batch`: the batches done in this epoch, with those before `fit` was entered again."""
+    """Sets `state.batch` to the batches done in this epoch, including those of earlier calls of `fit`."""
 
     counts_batches = True
 
 
 class UpdateEpochStateCallback(_StateCallback):
-    """Keeps `state.epoch`: the epochs done, which is the number of the present one counted from 0.
+    """Sets `state.epoch` to the number of epochs done.
 
     It works with `fit(initial_epoch=state.epoch, epochs=n)` and with `fit(epochs=n - state.epoch)`.
     """
@@ -105,7 +113,7 @@ class CommitStateCallback(_StateCallback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         super().on_epoch_end(epoch, logs)
-        # the commit comes later: if another callback fails in a collective, the end of this epoch has to come again
+        # the commit comes later: if another callback fails in a collective, the end of this epoch has to be repeated
         self._epoch_ended = True
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -122,14 +130,15 @@ class CommitStateCallback(_StateCallback):
 
 
 class ElasticCallback(CommitStateCallback):
-    """Does everything that a `KerasState` needs of `model.fit`: counts batches and epochs, commits, leaves in time.
+    """Does all that a `KerasState` needs in `model.fit`: counts batches and epochs, commits, leaves for the next world.
 
     Its position among the callbacks does not matter.
 
     Args:
-        state: Created with `batch=0` and `epoch=0`.
-        batches_per_commit: None: a commit after each epoch only. A lost worker costs no step either way; training
-            returns to a commit only when a collective fails that a callback or the loop itself has called.
+        state: A state that was created with `batch=0` and `epoch=0`.
+        batches_per_commit: Batches from one commit to the next; None: commit after each epoch only. In both cases a
+            lost worker costs no step: training returns to a commit only if the collective that failed was called by a
+            callback or by the loop itself.
     """
 
     counts_batches = True
@@ -143,17 +152,17 @@ Indices = npt.NDArray[np.int64]
 
 
 def batch_rows(order: EpochOrder, batch: int, batches: int, rank: int, size: int) -> Indices:
-    """Return a member's rows of one batch of an epoch, at least one.
+    """Return the rows of one batch that a member takes, at least one.
 
-    The order of an epoch is cut into `batches` nearly equal parts, whatever the size of the world; members take the
-    rows of a part in turns. With fewer rows than members some rows are seen by two of them.
+    The order of an epoch is divided into `batches` nearly equal parts, whatever the size of the world; members take the
+    rows of a part in turns. If a part has fewer rows than there are members, two members take the same row.
 
     Args:
         order: The order of the epoch's rows.
-        batch: Number of the batch, from 0.
-        batches: Batches of the epoch.
-        rank: The member.
-        size: Members of the world.
+        batch: The number of the batch, from 0.
+        batches: The number of batches in the epoch.
+        rank: The rank of the member.
+        size: The number of members.
     """
     first, last = batch * order.rows // batches, (batch + 1) * order.rows // batches
     mine = np.arange(first + rank, last, size, dtype=np.int64)
@@ -163,24 +172,30 @@ def batch_rows(order: EpochOrder, batch: int, batches: int, rank: int, size: int
 
 
 class ElasticDataset(DataAdapter):  # type: ignore[misc]
-    """Arrays for `model.fit`: each row once an epoch on one of the members, however often the world changes.
+    """A dataset of arrays for `model.fit`: one member trains each row once an epoch, however often the world changes.
 
     An epoch resumes at `state.epoch` and `state.batch`, so put an `ElasticCallback(state)` among the callbacks of
-    `fit`, and call it with `initial_epoch=state.epoch`. Batches are those of the whole world: the same rows in each
-    step for any number of members. Each member takes its share, and a share counts by its rows. So the model does not
-    depend on the number of members, rounding aside.
+    `fit`, and call it with `initial_epoch=state.epoch`. A step trains the same rows for any number of members: each
+    member takes its share of the batch, and its gradient is weighted by the number of its rows. So the model does not
+    depend on the number of members, except for rounding.
 
-    `fit` takes it as `x`, without `y`, `batch_size`, `shuffle` or `class_weight`.
+    Pass it to `fit` as `x`, without `y`, `batch_size`, `shuffle` or `class_weight`.
 
     Args:
-        x: An array, or a list or dictionary of them, as the model takes them; the first dimension is the rows.
-        y: Targets, likewise, or None.
-        sample_weight: One for each row, or None.
-        state: Created with `batch=0` and `epoch=0`.
-        batch_size: Rows of a step on all members together, at most; all steps of an epoch are nearly as large.
+        x: An array, or a list or dictionary of arrays, as the model takes them; the first dimension is the rows.
+        y: The targets, in the same form, or None.
+        sample_weight: A weight for each row, or None.
+        state: A state that was created with `batch=0` and `epoch=0`.
+        batch_size: The largest number of rows of a step on all members together; all steps of an epoch are nearly as
+            large.
         shuffle: Use a different order each epoch.
-        seed: Seed of the order; the same on all members.
+        seed: The seed of the order; the same on all members.
     """
+
+    num_batches = 0
+    batch_size = None
+    has_partial_batch = False
+    partial_batch_size = None
 
     def __init__(
         self,
@@ -210,7 +225,7 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         self.state = state
         self.shuffle = shuffle
         self.seed = seed
-        self._batches = -(-self.rows // batch_size)
+        self.num_batches = -(-self.rows // batch_size)
         self._mine: list[Indices] = []
         self._variables: tuple[Any, Any] | None = None
         self._pipeline: Any = None
@@ -219,32 +234,16 @@ class ElasticDataset(DataAdapter):  # type: ignore[misc]
         session.global_batch = batch_size
 
     def __len__(self) -> int:
-        return self._batches
+        return self.num_batches
 
     def rows_left(self) -> list[Indices]:
-        """Return this member's rows of each batch that is left of the state's epoch."""
+        """Return this member's rows of each remaining batch of the state's epoch."""
         position = process.require()
         order = EpochOrder(self.rows, self.seed, self.state.epoch, self.shuffle)
-        left = range(min(self.state.batch, self._batches), self._batches)
-        return [batch_rows(order, batch, self._batches, position.rank, position.size) for batch in left]
+        left = range(min(self.state.batch, self.num_batches), self.num_batches)
+        return [batch_rows(order, batch, self.num_batches, position.rank, position.size) for batch in left]
 
     # --- called by Keras ------------------------------------------------------------------------
-
-    @property
-    def num_batches(self) -> int:
-        return self._batches
-
-    @property
-    def batch_size(self) -> None:
-        return None
-
-    @property
-    def has_partial_batch(self) -> bool:
-        return False
-
-    @property
-    def partial_batch_size(self) -> None:
-        return None
 
     def on_epoch_begin(self) -> None:
         self._mine = self.rows_left()

@@ -1,9 +1,17 @@
-"""TODO"""
+"""What a state keeps of `model.fit` while `fit` is left and entered again: its progress, and the values of callbacks.
+
+`FitSession` continues the counts of batches and epochs, which Keras starts anew in each call of `fit`. `FitCallbacks`
+keeps the values of callbacks and sends them to newcomers: Keras calls `on_train_begin` each time that `fit` is entered,
+where EarlyStopping and others start anew and CSVLogger empties its file. The values that a callback has changed since
+its training began are restored before the first epoch that `fit` runs in the next world. Callbacks are matched by class
+and order, so they may be created anew each time.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +23,9 @@ from spark_elastic.keras import backend
 from spark_elastic.keras.callback_state import FitResumePoint, plain_values, put_values, same_value, set_resume_point
 
 _ABOVE = 6
-"""Largest number of frames between `CallbackList.set_model` and a callback's own."""
+"""Largest number of calls between `CallbackList.set_model` and `set_model` of a callback."""
 _LONGEST = 1000
-"""Largest number of items in a list that is copied after each batch. Longer ones are copied when `fit` is left."""
+"""Largest number of items in a value that is copied after each batch; longer values are copied when `fit` is left."""
 _LIVE = "live"
 """Placeholder for a value that was too long to be copied."""
 _REFUSED = {
@@ -35,62 +43,58 @@ _BATCH_EVENTS = (
 Values = dict[str, Any]
 
 
+@dataclass(eq=False)
 class Snapshot:
-    """The changed values of all callbacks at some moment, by callback. Shared, never copied.
+    """The values of all callbacks at some moment, as far as callbacks have changed them. Copying it returns it itself.
 
-    Args:
+    Attributes:
         begun: A call of `fit` has begun an epoch.
-        ended: It has returned.
-        stopped_at: The state's epoch then, if a callback has ended it.
+        ended: That call has returned.
+        stopped_at: The state's epoch when it returned, if a callback has stopped the training.
         logs: Logs of completed epochs, by their numbers in the state.
         values: By callback, the values that it has changed.
     """
 
-    def __init__(
-        self,
-        begun: bool = False,
-        ended: bool = False,
-        stopped_at: int | None = None,
-        logs: Mapping[int, Any] | None = None,
-        values: Mapping[str, Values] | None = None,
-    ) -> None:
-        self.begun = begun
-        self.ended = ended
-        self.stopped_at = stopped_at
-        self.logs = dict(logs or {})
-        self.values = dict(values or {})
+    begun: bool = False
+    ended: bool = False
+    stopped_at: int | None = None
+    logs: dict[int, Any] = field(default_factory=dict)
+    values: dict[str, Values] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.logs, self.values = dict(self.logs), dict(self.values)
 
     def __deepcopy__(self, memo: Any) -> Snapshot:
         return self
 
 
 class _WatchedCallback:
-    """One callback of the `fit` that runs."""
+    """A callback of the `fit` that runs, and copies of its values."""
 
     def __init__(self, callback: Any) -> None:
         self.callback = callback
         self.at_begin = plain_values(callback)
         self.acts_on_batches = any(not hasattr(getattr(callback, event), "_is_default") for event in _BATCH_EVENTS)
         self.copied: tuple[int, Values] | None = None
-        """Number of an event in the epoch, and the values after it; None if none were copied."""
+        """The number of events when values were last copied, and these copies; None before."""
 
 
 class FitCallbacks:
-    """A value of a `KerasState`: the memory of the callbacks that `fit` is called with.
+    """A value of a `KerasState`: the values of the callbacks that `fit` is called with.
 
     Args:
-        epoch: Returns the state's epoch; None if it counts none.
+        epoch: A function that returns the state's epoch; None if the state does not count epochs.
     """
 
     def __init__(self, epoch: Callable[[], int | None]) -> None:
         self.logs: dict[int, dict[str, Any]] = {}
         """Logs of the epochs that earlier calls of `fit` have completed, by their numbers in the state."""
         self.reentered: Callable[[], None] = lambda: None
-        """Called when the values of another moment have arrived, from which the next `fit` resumes."""
+        """A function to call when values were loaded from which the next `fit` resumes."""
         self.attached: Callable[[], None] = lambda: None
-        """Called when a `fit` with callbacks of this package begins."""
+        """A function to call when a `fit` with callbacks of this package begins."""
         self.detached: Callable[[], None] = lambda: None
-        """Called when it has ended."""
+        """A function to call when such a `fit` has ended."""
         self._epoch = epoch
         self._attached: Any = None
         self._watched: dict[str, _WatchedCallback] = {}
@@ -101,12 +105,12 @@ class FitCallbacks:
         self._running = False
         """`fit` was entered and has not returned."""
         self._begun = False
-        """It has begun an epoch."""
+        """That call has begun an epoch."""
         self._resuming = False
-        """The loop was entered again, and no epoch has begun since."""
+        """The loop's function was called again, and no epoch has begun since."""
         self._events = 0
         self._taken: list[Snapshot] = []
-        """Snapshots taken since the last batch ended; changes by later callbacks at its end belong to them."""
+        """Snapshots taken during the end of a batch, where callbacks that come later change values of theirs too."""
 
     # --- called by a state ------------------------------------------------------------------------
 
@@ -118,14 +122,14 @@ class FitCallbacks:
         return taken
 
     def load_state_dict(self, snapshot: Snapshot) -> None:
-        """Have `fit` resume from the values of this moment."""
+        """Make the next `fit`, or the one that runs, resume from these values."""
         values = dict(self._kept.values) if snapshot.begun else {}
         for key, arrived in snapshot.values.items():
             live = values.get(key, {})
             values[key] = {**live, **_without_live(arrived, live)}
             watched = self._watched.get(key)
             for name in self._changing.setdefault(key, set()) - set(arrived):
-                if watched is not None and name in watched.at_begin:  # it has changed for the first time since then
+                if watched is not None and name in watched.at_begin:  # first changed after the snapshot was taken
                     values[key][name] = watched.at_begin[name]
             self._changing[key] |= set(arrived)
         self.logs = dict(snapshot.logs)
@@ -137,7 +141,7 @@ class FitCallbacks:
             self.reentered()
 
     def left(self) -> None:
-        """Note that the loop was left, perhaps in the middle of `fit`."""
+        """Handle the end of the loop's function by an error, perhaps in the middle of `fit`."""
         if self._begun:
             values = {**self._kept.values, **self._values(None)}
             self._kept = Snapshot(True, logs=self.logs, values=values)
@@ -145,18 +149,18 @@ class FitCallbacks:
         self._resuming = self._kept.begun
 
     def over(self) -> None:
-        """Note that the loop has ended: the next `fit` starts anew."""
+        """Handle the end of the loop: the next `fit` starts anew."""
         self._running = self._begun = self._resuming = False
 
     # --- called by `fit` ----------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Watch the list of the callback that calls this, which is just being given its model.
+        """Observe all callbacks of `fit`; a callback calls this from its `set_model`.
 
         Raises:
-            UsageError: A callback in the list cannot be used in an elastic loop.
+            UsageError: A callback cannot be used in an elastic loop.
         """
-        # Keras gives a callback no way to its list, which is a caller of `set_model`
+        # Keras gives a callback no access to the list of callbacks, which is a caller of `set_model`
         callbacks = calling_object(lambda caller: isinstance(caller, keras.callbacks.CallbackList), within=_ABOVE)
         if callbacks is None or callbacks is self._attached:
             return
@@ -231,7 +235,7 @@ class FitCallbacks:
     # --- values -------------------------------------------------------------------------------------
 
     def _values(self, longest: int | None, only_of_batches: bool = False) -> dict[str, Values]:
-        """Return the changed values of each callback; those with more than `longest` items as placeholders."""
+        """Return the changed values of each callback, with placeholders for those of more than `longest` items."""
         found = {}
         for key, watched in self._watched.items():
             if only_of_batches and not watched.acts_on_batches:
@@ -274,7 +278,7 @@ def _around(plain: Callable[..., Any], function: Callable[..., None], callbacks:
 
 
 def _by_key(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return the callbacks to watch, with a name that is the same on every member and in every call of `fit`."""
+    """Return the callbacks to observe, each with a key that is the same on every member and in every call of `fit`."""
     counts: dict[str, int] = {}
     found = []
     for callback in callbacks:
@@ -287,13 +291,13 @@ def _by_key(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 def extend_history(history: Any, logs: Mapping[int, Mapping[str, Any]], epoch: int | None, offset: int) -> None:
-    """Have the History that `fit` will return begin with the epochs of the calls that were left.
+    """Add the epochs of earlier calls of `fit` to the History that `fit` will return.
 
     Args:
-        history: The History, if there is one.
+        history: The History, or None.
         logs: Logs of completed epochs, by their numbers in the state.
         epoch: The state's epoch; those before it are done.
-        offset: The state's number of an epoch less that of Keras.
+        offset: The state's number of an epoch minus the number that Keras gives it.
     """
     if history is None or epoch is None:
         return
@@ -321,14 +325,14 @@ def drop_rows_from(path: Path, separator: str, epoch: int) -> None:
 
 
 class FitSession:
-    """The progress of `fit`, kept in `state.batch` and `state.epoch` by all callbacks of a state together.
+    """Keeps `state.batch` and `state.epoch` for all callbacks of a state together.
 
     Keras counts batches from 0 each time that `fit` is entered, and epochs from `initial_epoch`, which Horovod's users
-    leave out. `state.batch` and `state.epoch` count on. The reports of several callbacks are taken once.
+    leave out; the state goes on counting. If several callbacks report the same batch or epoch, it is counted once.
 
     Args:
         state: The state.
-        totals: Returns the steps of each optimizer so far; None in the middle of a step.
+        totals: A function that returns the steps of each optimizer so far; None in the middle of a step.
     """
 
     def __init__(self, state: Any, totals: Callable[[], dict[str, int] | None]) -> None:
@@ -337,17 +341,17 @@ class FitSession:
         self.nothing_left = False
         """`fit` was left after the last batch of its epoch."""
         self.reentered = False
-        """The values of another moment have arrived, from which the next `fit` resumes."""
+        """Values of callbacks were loaded from which the next `fit` resumes."""
         self.dataset: Callable[[], Any] | None = None
-        """Returns a `tf.data.Dataset` like that of `fit`, which is empty until an epoch begins."""
+        """A function that returns a `tf.data.Dataset` like that of `fit`, which is empty until an epoch begins."""
         self.global_batch: int | None = None
-        """Rows of a step on all members together, if each member's gradient counts by its rows; only the scale."""
+        """Rows of a step on all members together, to which weights by rows are relative; None: all members weigh 1."""
         self._state = state
         self._totals = totals
         self._noted: tuple[dict[str, int], int] | None = None
-        """Steps of each optimizer when `state.batch` was last set, and its value."""
+        """Steps of each optimizer when `state.batch` was last set, and the value that it was set to."""
         self._running: tuple[Any, list[Any], list[Any]] | None = None
-        """The epoch in which the loop was left, the model's metrics, and their values then."""
+        """When the loop was last left: the epoch, the variables of the model's metrics, and their values."""
         self.train_begins()
 
     # --- called by callbacks --------------------------------------------------------------------
@@ -356,7 +360,7 @@ class FitSession:
         self.batches = 0
         """Batches done since `fit` was entered."""
         self._offset: int | None = None
-        """The state's number of an epoch less that of Keras; None before the first epoch of this call."""
+        """The state's number of an epoch minus that of Keras; None before the first epoch of this call."""
         self._batches_before = 0
         self._ended: int | None = None
         self._last: int | None = None
@@ -407,17 +411,15 @@ class FitSession:
     # --- called when a step has failed, or the loop is left ---------------------------------------
 
     def fit_ends(self) -> None:
-        """Note that the loop is in no `fit` with callbacks of this package, until the next one begins."""
+        """Handle the end of a `fit` with callbacks of this package."""
         self._noted = None
 
     def count_applied_batches(self, totals: dict[str, int], passes: int) -> None:
-        """Set `state.batch` to the batches that were applied.
-
-        Of several steps in one execution, and of several passes in one step, some have been applied.
+        """Set `state.batch` to the number of applied batches, also if only some steps of one execution were applied.
 
         Args:
             totals: Steps of each optimizer so far.
-            passes: Batches a step.
+            passes: Batches of one step.
         """
         if self._noted is not None:
             then, batch = self._noted
@@ -425,7 +427,7 @@ class FitSession:
             self._state.batch = batch + missed * passes
 
     def keep_running_metrics(self) -> None:
-        """Copy the model's metrics where the loop was left: Keras sets them to zero when `fit` is entered again."""
+        """Copy the model's metrics when the loop is left, because Keras resets them when `fit` is entered again."""
         counting = self._metrics_variables()
         self._running = self._state.__dict__.get("epoch"), counting, backend.copies_of(counting)
         self.reentered = True

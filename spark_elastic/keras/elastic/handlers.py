@@ -16,25 +16,27 @@ from spark_elastic.keras.optimizer import reduces
 
 
 class VariablesHandler(StateHandler):
-    """A value that consists of Keras variables. They are sent as bytes and matched by their order.
+    """Base of handlers of values that consist of Keras variables, which are sent as bytes and matched by their order.
 
-    Their names appear in messages only: two processes may have numbered their layers differently.
+    Their paths are used in messages only, because two processes may have numbered their layers differently.
     """
 
     staged = True
     what = "the variables"
+    """What error messages call the value."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
         self._saved: list[backend.Copy] = []
         self._saved_of: list[Variable] = []
-        """The variables that were saved. Once the value is built, it may have others before and between them."""
+        """The saved variables. A value that is built later gets others, before and between these as well."""
         self._saved_whole = False
+        """True if the value was built when it was saved."""
         self._read: tuple[list[int], Callable[[], list[backend.Copy]]] = ([], list)
 
     def variables(self) -> list[Variable]:
         """Return all variables, in an order that is the same on every member."""
-        raise NotImplementedError
+        return list(self.value.variables)
 
     def built(self) -> bool:
         """Return True if the value has all its variables."""
@@ -56,11 +58,7 @@ class VariablesHandler(StateHandler):
         self.check(layout)
 
     def check(self, layout: Layout) -> None:
-        """Check that the variables here can hold those of another member.
-
-        Raises:
-            UsageError: They cannot.
-        """
+        """Raise UsageError if the variables here differ from those of another member in number, shape or type."""
         theirs = [Description(*piece.key) for piece in layout]
         mine = [backend.describe(variable) for variable in self.variables()]
         for number, other in enumerate(theirs):
@@ -79,14 +77,14 @@ class VariablesHandler(StateHandler):
     # --- copies ---------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Copy all variables at once; TensorFlow really copies one when it is next changed."""
+        """Copy all variables at once; TensorFlow copies the memory of a variable when it is changed next."""
         self._light = self.light()
         self._saved_of = self.variables()
         self._saved = self._reader(self._saved_of)()
         self._saved_whole = self.built()
 
     def save_new(self) -> None:
-        """Save the variables that were created since the last save, if the value was not built then and is now."""
+        """Save also the variables that were created since the last save, if the value has been built since then."""
         if self._saved_whole or not self.built():
             return
         saved = set(map(id, self._saved_of))
@@ -110,9 +108,9 @@ class VariablesHandler(StateHandler):
 
 
 class ModelHandler(VariablesHandler):
-    """A model or layer: its weights, and the seeds of its random layers.
+    """The handler of a model or layer: its weights, and the seeds of its random layers.
 
-    A copy includes the running metrics of a compiled model, so that an epoch's metrics return to the commit as well.
+    Copies include the metrics of a compiled model, so that `restore` returns the metrics of the epoch, too.
     """
 
     what = "the model"
@@ -120,9 +118,6 @@ class ModelHandler(VariablesHandler):
     def __init__(self, value: Any) -> None:
         super().__init__(value)
         self._metrics: tuple[list[Variable], list[backend.Copy]] = ([], [])
-
-    def variables(self) -> list[Variable]:
-        return list(self.value.variables)
 
     def built(self) -> bool:
         return bool(self.value.built)
@@ -148,7 +143,7 @@ class ModelHandler(VariablesHandler):
         backend.put_back(*self._metrics)
 
     def step_variables(self, metrics: bool) -> list[Variable]:
-        """Return what a step changes besides through the optimizer: running means, seeds, and metrics."""
+        """Return the variables that a step changes besides through the optimizer: running means, seeds, metrics."""
         # without a frozen layer's weights: they may be large, and nothing changes them
         trained = {id(v) for layer in self.value._flatten_layers() for v in layer._trainable_variables}
         own = [variable for variable in self.value.variables if id(variable) not in trained]
@@ -156,18 +151,19 @@ class ModelHandler(VariablesHandler):
 
 
 class MadeFor(NamedTuple):
-    """A variable that an optimizer was built for: the name of its model in the state, and its number there."""
+    """A variable that an optimizer was built for: the name of its model in the state, and its index in that model."""
 
     model: str
     number: int
 
 
 class OptimizerHandler(VariablesHandler):
-    """An optimizer with all its variables: iterations, learning rate, slots, accumulators, loss scale.
+    """The handler of an optimizer with all its variables: iterations, learning rate, slots, accumulators, loss scale.
 
     Args:
         value: The optimizer.
-        models: Returns the models of the state by name; a newcomer's optimizer is built for their variables.
+        models: A function that returns the models of the state by name; a newcomer builds its optimizer for their
+            variables.
     """
 
     what = "the optimizer"
@@ -176,18 +172,14 @@ class OptimizerHandler(VariablesHandler):
         super().__init__(value)
         self._models = models
 
-    def variables(self) -> list[Variable]:
-        return list(self.value.variables)
-
     def built(self) -> bool:
         return bool(self.value.built)
 
     def steps_applied(self) -> Any:
-        """Return the steps applied by the optimizer: a number, or a tensor that is one when it is evaluated."""
+        """Return the number of steps that the optimizer has applied; in a graph, a tensor."""
         if reduces(self.value):
-            return self.value.steps_applied()  # also those that were skipped
-        inner = getattr(self.value, "inner_optimizer", self.value)
-        return inner._iterations.value
+            return self.value.steps_applied()  # includes steps that loss scaling skipped
+        return getattr(self.value, "inner_optimizer", self.value)._iterations.value
 
     def light(self) -> float | None:
         """Return the learning rate, which callbacks change between steps; None if it follows a schedule."""
@@ -230,16 +222,13 @@ class OptimizerHandler(VariablesHandler):
 
 
 class MetricHandler(VariablesHandler):
-    """A metric that a user's own loop updates."""
+    """The handler of a metric that a user's own loop updates."""
 
     what = "the metric"
 
-    def variables(self) -> list[Variable]:
-        return list(self.value.variables)
-
 
 class VariableHandler(VariablesHandler):
-    """One variable."""
+    """The handler of one variable."""
 
     what = "the variable"
 
@@ -248,7 +237,7 @@ class VariableHandler(VariablesHandler):
 
 
 class ListHandler(VariablesHandler):
-    """Several variables."""
+    """The handler of a list of variables."""
 
     what = "the list of variables"
 
@@ -257,7 +246,7 @@ class ListHandler(VariablesHandler):
 
 
 class SeedHandler(VariablesHandler):
-    """A generator of seeds."""
+    """The handler of a generator of seeds."""
 
     what = "the seed generator"
 
@@ -266,7 +255,7 @@ class SeedHandler(VariablesHandler):
 
 
 class KerasStateDictHandler(StateDictHandler):
-    """An object with `state_dict` and `load_state_dict`; its `reset`, if it has one, is called in a new world."""
+    """The handler of an object with `state_dict` and `load_state_dict`; calls its `reset`, if any, in a new world."""
 
     def reset(self) -> None:
         reset = getattr(self.value, "reset", None)

@@ -32,7 +32,7 @@ from spark_elastic.ml.keras.steps import StepGraphs
 from spark_elastic.ml.training.engine import FrameworkEngine, Measured
 from spark_elastic.ml.training.progress import Piece, Progress, Sums
 from spark_elastic.ml.training.spec import Training
-from spark_elastic.tensorflow.host import translated
+from spark_elastic.tensorflow.host import lost_peers_translated
 
 ARRAYS = "state.npz"
 """The file of a checkpoint with all arrays."""
@@ -100,7 +100,7 @@ class KerasEngine(FrameworkEngine):
     # --- steps ------------------------------------------------------------------------------------
 
     def step(self, batch: KerasBatch, at: Progress, stop: bool) -> Measured:
-        with translated():
+        with lost_peers_translated():
             shares = self._shares(batch)
             # two positive numbers below 2**31, which every type of seed can hold
             key = derived_key(self._training.seed, at.epoch, batch.start, self._rank)

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from spark_elastic.collective.fused import without_rows
-from spark_elastic.collective.reduction import Sum
+from spark_elastic.collective.reduction import Compression, Sum
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart
 from spark_elastic.ml.keras.metrics import KerasMetricAccumulator
 from spark_elastic.ml.keras.objective import Shares
 from spark_elastic.ml.training.spec import Training
 from spark_elastic.tensorflow.gradients import GradientReducer
-from spark_elastic.tensorflow.host import Compression
 
 # --- the gradients of a train_step --------------------------------------------------------------------
 

@@ -1,4 +1,8 @@
-"""TODO"""
+"""TorchState: models, optimizers, samplers and plain values that outlive a change of the world.
+
+Three strategies make it of an `ElasticState`: handlers, which copy and send values by type; `TorchLoopWatch`, which
+observes how a user's loop changes values around a step; `TorchOptimizerSteps`, which counts steps and undoes one.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ from spark_elastic.torch.optimizer import DistributedOptimizerMixin
 
 
 class ModelStateHandler(StateHandler):
-    """Parameters and buffers of a module; extra state of modules belongs to the light part."""
+    """The handler of a module. Its tensors are parameters and buffers, its light part the extra state of modules."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -61,9 +65,8 @@ class ModelStateHandler(StateHandler):
 
     def present(self) -> tuple[Layout, list[torch.Tensor]]:
         own = {key: value for key, value in self._own().items() if isinstance(value, torch.Tensor)}
-        return [TensorSpec(key, tuple(value.shape), value.dtype, False) for key, value in own.items()], list(
-            own.values()
-        )
+        layout = [TensorSpec(key, tuple(value.shape), value.dtype, False) for key, value in own.items()]
+        return layout, list(own.values())
 
     def tensors(self, layout: Layout) -> list[torch.Tensor]:
         own = self._own()
@@ -96,9 +99,9 @@ class ModelStateHandler(StateHandler):
         return [0 if param.is_inference() else param._version for param in self._parameters]
 
     def buffers(self) -> list[torch.Tensor]:
-        """Return what a forward pass may change: running means and the like.
+        """Return the buffers, such as running means, which a forward pass may change.
 
-        Called after each step, so the tree of modules is walked at commits only.
+        This is called after each step, so the list of modules is updated at commits only.
         """
         if self._modules is None:
             self._modules = list(self.value.modules())
@@ -106,7 +109,7 @@ class ModelStateHandler(StateHandler):
 
 
 class OptimizerStateHandler(StateHandler):
-    """An optimizer: its state is tensors; its options, and state of other types, are light."""
+    """The handler of an optimizer. Its tensors are those of its state; options and other state are its light part."""
 
     def _params(self) -> list[torch.Tensor]:
         return [param for group in self.value.param_groups for param in group["params"]]
@@ -194,7 +197,7 @@ class OptimizerStateHandler(StateHandler):
 
 
 class SamplerStateHandler(StateHandler):
-    """An `ElasticSampler`, which has a light part only."""
+    """The handler of an `ElasticSampler`, which has a light part only."""
 
     def light(self) -> Any:
         return dict(self.value.state_dict())
@@ -216,12 +219,12 @@ _registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """Return the (type, handler class) pairs, of which the first that fits a value is used; it may be changed."""
+    """Return the (type, handler class) pairs, a list that may be changed; the first pair that fits a value is used."""
     return _registry
 
 
 def set_handler_registry(registry: Registry) -> None:
-    """Replace the registry."""
+    """Replace the list that `get_handler_registry` returns."""
     global _registry
     _registry = registry
 
@@ -242,14 +245,14 @@ def handler_for(value: Any) -> StateHandler | None:
 
 
 _FOLLOWED = ModelStateHandler, OptimizerStateHandler, SamplerStateHandler, StateDictHandler
-"""Handlers whose values change in known ways; of other handlers the light part is followed."""
+"""Handlers whose values change in known ways; the light parts of other handlers are observed like plain values."""
 
 
 class TorchState(ElasticState):
     """Models, optimizers, samplers, schedulers and plain values, each a keyword argument and then an attribute.
 
-    The type of a value decides which handler copies it, see `handlers`; a value without one is a plain Python value,
-    which must be picklable.
+    The type of a value decides which handler copies it, see `register_handler`; a value without a handler is a plain
+    Python value, which must be picklable.
 
     Args:
         model: A module, or None.
@@ -269,16 +272,16 @@ class TorchState(ElasticState):
 
 
 class TorchLoopWatch(LoopWatch):
-    """Watches a user's loop by its optimizers' steps and by torch's counters of in-place changes."""
+    """Observes a user's loop by the steps of its optimizers and by torch's counters of in-place changes."""
 
     def __init__(self, handlers: Handlers, counter: StepCounter) -> None:
         super().__init__(handlers, counter)
         self._probe = CountingProbe()
         self._versions_at_resume_point: list[int] = []
         self._versions_at_call: list[int] | None = None
-        """None once the first step has come."""
+        """The counters of in-place changes when the function was called; None once its first step has come."""
         self._acts_before_step = False
-        """The loop changes parameters between its call and its first step."""
+        """True if the loop changes parameters between the call of its function and its first step."""
         self._first_to_step: str | None = None
 
     def begin(self) -> None:
@@ -339,7 +342,7 @@ class TorchLoopWatch(LoopWatch):
         return {**self._handlers.plain.copies(), **{name: self._handlers.by_name[name].light() for name in names}}
 
     def _with_light_part(self) -> list[str]:
-        """Return the names of handled values whose light part is followed like a plain value."""
+        """Return the names of handled values whose light parts are observed like plain values."""
         own_sync = self._handlers.with_own_sync
         return [
             name
@@ -356,14 +359,14 @@ class TorchLoopWatch(LoopWatch):
         )
 
     def _parameter_versions(self) -> list[int]:
-        """Return torch's counters of in-place changes, of all parameters."""
+        """Return torch's counter of in-place changes of each parameter."""
         return [number for handler in self._handlers.of(ModelStateHandler).values() for number in handler.versions()]
 
 
 class TorchOptimizerSteps(OptimizerSteps):
-    """Counts steps by hooks of torch's optimizers, and undoes the changes of an unfinished one to buffers and samplers.
+    """Counts steps by hooks of torch's optimizers, and undoes what an unfinished step has done to buffers and samplers.
 
-    The hooks hold this object weakly: an optimizer may outlive its state.
+    The hooks refer to this object weakly, because an optimizer may outlive its state.
     """
 
     def __init__(self, handlers: Handlers, counter: StepCounter, watch: LoopWatch) -> None:
@@ -372,13 +375,13 @@ class TorchOptimizerSteps(OptimizerSteps):
         self._buffers: dict[str, list[torch.Tensor]] = {}
         """Copies of each model's buffers after the last step or at the last resume point."""
         self._refused = 0
-        """Commits and checks in a row that came in the middle of a step."""
+        """The number of commits and checks in a row that came in the middle of a step."""
 
     def attach(self, name: str) -> None:
         handler = self._handlers.by_name[name]
         if isinstance(handler, OptimizerStateHandler):
             self._hook(name, handler.value)
-        # loops sum gradients over several passes by cutting batches in parts; ranks must have equally many parts
+        # with several passes a loop divides each batch into parts; all ranks must have equally many parts
         passes = max((each.backward_passes_per_step for each in self._distributed()), default=1)
         for sampler in self._samplers():
             sampler.split_batches(passes)
@@ -386,7 +389,7 @@ class TorchOptimizerSteps(OptimizerSteps):
     def may_mark(self) -> bool:
         """Return False between `backward` and the optimizer's step, and between the passes of one step.
 
-        The batches would count as done, and their gradients would be lost.
+        At a resume point there, batches would count as done whose gradients are lost by a failure.
         """
         passes = [each.backward_passes_per_step for each in self._distributed() if each._reducer.accumulating]
         self._refused = self._refused + 1 if passes else 0
@@ -478,7 +481,7 @@ def distributed_optimizers(handlers: Handlers) -> dict[str, Any]:
 
 
 class _ListEntry:
-    """A function in a list, until it is removed."""
+    """Adds a function to a list; `remove` removes it, as it does for the handles of torch's hooks."""
 
     def __init__(self, functions: list[Callable[[], None]], function: Callable[[], None]) -> None:
         self._functions, self._function = functions, function
