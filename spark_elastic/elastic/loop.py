@@ -115,7 +115,7 @@ class CollectiveFrontend:
         if process.provisional:
             link.entered_loop()
             prepare()
-            return self._rejoin(self._version_before(), moved=False)
+            return self.rejoin(self._version_before(), moved=False)
         assert process.assignment is not None
         world = process.assignment.world
         process.group()  # raises, if the world broke meanwhile
@@ -132,20 +132,18 @@ class CollectiveFrontend:
         before = loops.kept(loops.entered - 1) if loops.entered > 1 and loops.unbroken else None
         return None if before is None else before.state.version
 
-    def rejoin(self, version: StateVersion | None) -> Entry:
+    def rejoin(self, version: StateVersion | None, moved: bool = True) -> Entry:
         """Leave a world that broke or is about to change, and wait until another one is connected.
 
         Args:
             version: The version of this member's state.
+            moved: Whether `Entry.moved` is True in any case.
 
         Raises:
             SentOn: The job is in a later loop.
         """
         if process.link is None:
             return Entry(root=0, version=version, sync=False, moved=True)
-        return self._rejoin(version, moved=True)
-
-    def _rejoin(self, version: StateVersion | None, moved: bool) -> Entry:
         while True:
             round = process.assignment.world.round if process.assignment is not None else 0
             try:

@@ -112,19 +112,6 @@ def put_values(callback: Any, values: Mapping[str, Any]) -> None:
         vars(callback)[name] = copy.deepcopy(value)
 
 
-def same_value(one: Any, other: Any) -> bool:
-    """Return True if two plain values are certainly equal; arrays are not compared and never are."""
-    if type(one) in _ATOMS:
-        return type(one) is type(other) and (one == other or (one != one and other != other))
-    if type(one) is not type(other) or isinstance(one, np.ndarray) or len(one) != len(other):
-        return False
-    if isinstance(one, dict):
-        return all(key in other and same_value(value, other[key]) for key, value in one.items())
-    if isinstance(one, set):
-        return bool(one == other)
-    return all(map(same_value, one, other))
-
-
 def _items(value: Any) -> int:
     if isinstance(value, np.ndarray):
         return int(value.size)

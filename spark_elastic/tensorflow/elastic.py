@@ -12,7 +12,6 @@ from spark_elastic.elastic.handlers import StateHandler
 from spark_elastic.elastic.state import ElasticState, ObjectState, State
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.elastic import run
-from spark_elastic.keras.elastic.handlers import ListHandler
 from spark_elastic.keras.elastic.state import KerasState as TensorFlowKerasState
 from spark_elastic.keras.elastic.state import keras_parts
 
@@ -54,8 +53,8 @@ class TensorFlowState(ElasticState):
         if wrong:
             raise UsageError(f"variables must be tf.Variable or keras.Variable objects, not {', '.join(wrong)}")
 
-        def list_handler(value: Any) -> StateHandler | None:
-            return ListHandler(value) if value is kept else None
+        def more_handlers(value: Any) -> StateHandler | None:
+            return list_handler(value) if value is kept else None
 
         model, optimizer = kwargs.pop("model", None), kwargs.pop("optimizer", None)
-        super().__init__(*keras_parts(self, model, optimizer, {"variables": kept, **kwargs}, list_handler))
+        super().__init__(*keras_parts(self, model, optimizer, {"variables": kept, **kwargs}, more_handlers))

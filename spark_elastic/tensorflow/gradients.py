@@ -34,12 +34,7 @@ class GradientReducer:
 
     The world is looked up when the step runs, so a graph is traced once and stays valid when the world changes.
 
-    Args:
-        op: Average or Sum.
-        compression: the compressor of the sent gradients.
-        predivide: divisor of gradients before the sum; sums are divided by size / predivide. Needs Average.
-        sparse_as_dense: reduce IndexedSlices as dense tensors instead of gathering them.
-        process_set: the processes to reduce over.
+    The arguments are those of `DistributedGradientTape`; `predivide` is its `gradient_predivide_factor`.
 
     Raises:
         UsageError: the arguments contradict each other.

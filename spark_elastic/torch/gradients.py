@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class GradientSlot:
     """The bucket of the gradient; None if the gradient is sparse and gathered."""
 
 
+@dataclass(eq=False, kw_only=True)
 class BackwardReducer:
     """Averages or sums the gradients of `params` over the members; `finish` completes the reduction of a step.
 
@@ -45,41 +46,25 @@ class BackwardReducer:
     The first step in each world begins with a small extra reduction, in which the members agree on the parameters with
     sparse gradients: a member without a gradient for such a parameter cannot know that it is sparse.
 
-    Args:
-        params: the parameters; those that need no gradient are left out.
-        names: the parameters' names for messages, by id.
-        compression: the compressor of the sent values.
-        passes: the number of backward passes in a step.
-        op: Average or Sum.
-        predivide: divisor before the sum; after it, sums are divided by size / predivide.
-        groups: see `buckets.partition`.
-        sparse_as_dense: reduce sparse gradients as dense ones instead of gathering them.
-        process_set: the processes to reduce over.
+    The fields that are not explained here are arguments of `DistributedOptimizer`.
     """
 
-    def __init__(
-        self,
-        params: Sequence[torch.nn.Parameter],
-        names: dict[int, str],
-        *,
-        compression: type[Compressor],
-        passes: int,
-        op: ReduceOp,
-        predivide: float,
-        groups: int | Sequence[Sequence[torch.nn.Parameter]] | None,
-        sparse_as_dense: bool,
-        process_set: ProcessSet,
-    ) -> None:
-        self.passes = passes
+    params: InitVar[Sequence[torch.nn.Parameter]]
+    names: dict[int, str]
+    """The parameters' names for messages, by id."""
+    compression: type[Compressor]
+    passes: int
+    """The number of backward passes in a step."""
+    op: ReduceOp
+    predivide: float
+    """Divisor of gradients before the sum; after it, sums are divided by size / predivide."""
+    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None
+    sparse_as_dense: bool
+    process_set: ProcessSet
+
+    def __post_init__(self, params: Sequence[torch.nn.Parameter]) -> None:
         self.launched = 0
         """The number of buckets sent in the present step; 0 before backward and after the end of the reduction."""
-        self._names = names
-        self._compression = compression
-        self._op = op
-        self._predivide = predivide
-        self._groups = groups
-        self._sparse_as_dense = sparse_as_dense
-        self._process_set = process_set
         self._slots: list[GradientSlot] = []
         self._hooks: dict[int, Any] = {}
         self._replaced = False
@@ -153,7 +138,7 @@ class BackwardReducer:
         if slot.left:
             if slot.left < 0:
                 raise AssertionError(
-                    f"the gradient of {self._names.get(id(slot.param), 'a parameter')} was computed more than "
+                    f"the gradient of {self.names.get(id(slot.param), 'a parameter')} was computed more than "
                     f"backward_passes_per_step={self.passes} times before step(); raise backward_passes_per_step"
                 )
             return
@@ -179,7 +164,7 @@ class BackwardReducer:
 
     def _present_group(self) -> GlooGroup | None:
         """Return the group to reduce with; None if this process is alone or not in the process set."""
-        return self._process_set.group() if self._process_set.included() else None
+        return self.process_set.group() if self.process_set.included() else None
 
     def _plan(self, group: GlooGroup | None) -> None:
         self._group = group
@@ -190,11 +175,11 @@ class BackwardReducer:
             return
         by_id = {id(slot.param): slot for slot in self._slots}
         dense = [slot.param for slot in self._slots if id(slot.param) not in self._sparse]
-        parts = partition(dense, self._groups)
+        parts = partition(dense, self.groups)
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
-            bucket = Bucket(part, self._compression, flagged=last, piggyback=self._scalars_width if last else 0)
-            bucket.scale(self._op, self._predivide, group.size)
+            bucket = Bucket(part, self.compression, flagged=last, piggyback=self._scalars_width if last else 0)
+            bucket.scale(self.op, self.predivide, group.size)
             self._buckets.append(bucket)
             for param in part:
                 by_id[id(param)].bucket = bucket
@@ -219,7 +204,7 @@ class BackwardReducer:
             bucket.piggyback.copy_(self._scalars)
         self.launched += 1
         gradients = [param.grad for param in bucket.params]
-        self._works.append(bucket.send(self._group, self._op.gloo, gradients))
+        self._works.append(bucket.send(self._group, self.op.gloo, gradients))
         for param, view in zip(bucket.params, bucket.views, strict=True):
             param.grad = view
 
@@ -257,7 +242,7 @@ class BackwardReducer:
         if group is not self._group:
             raise HorovodInternalError("the world has changed between backward and step")
         if group is None:
-            if self._process_set is global_process_set:
+            if self.process_set is global_process_set:
                 process.saw_update(process.update_pending)
         else:
             if group is not self._agreed_on:
@@ -267,9 +252,9 @@ class BackwardReducer:
 
     def _agree(self, group: GlooGroup) -> None:
         shapes = "; ".join(describe_tensor(slot.param) for slot in self._slots)
-        settings = f"op={self._op.name}, predivide={self._predivide}, compression={self._compression.__name__}"
-        buckets = [len(part) for part in partition([slot.param for slot in self._slots], self._groups)]
-        settings += f", sparse_as_dense={self._sparse_as_dense}, parameters by bucket {buckets}"
+        settings = f"op={self.op.name}, predivide={self.predivide}, compression={self.compression.__name__}"
+        buckets = [len(part) for part in partition([slot.param for slot in self._slots], self.groups)]
+        settings += f", sparse_as_dense={self.sparse_as_dense}, parameters by bucket {buckets}"
         mask = torch.zeros(len(self._slots), dtype=torch.uint8)
         known = self._sparse | self._made_dense
         for number, slot in enumerate(self._slots):
@@ -278,7 +263,7 @@ class BackwardReducer:
         if not agree(group, "DistributedOptimizer", f"{settings}: {shapes}", detail=str(mask.tolist())):
             group.wait(group.allreduce(mask, Max.gloo))
         sparse = {id(slot.param) for slot, is_sparse in zip(self._slots, mask.tolist(), strict=True) if is_sparse}
-        self._sparse, self._made_dense = (set(), sparse) if self._sparse_as_dense else (sparse, set())
+        self._sparse, self._made_dense = (set(), sparse) if self.sparse_as_dense else (sparse, set())
         self._agreed_on = group
         self._plan(group)
 
@@ -297,7 +282,7 @@ class BackwardReducer:
                 scalars.copy_(bucket.piggyback)
             if bucket.after != 1.0:
                 bucket.flat.mul_(bucket.after)
-            if bucket.flag is not None and self._process_set is global_process_set:
+            if bucket.flag is not None and self.process_set is global_process_set:
                 process.saw_update(bool(bucket.flag.item()))
         if alone is not None:
             group.wait(alone)
@@ -319,7 +304,7 @@ class BackwardReducer:
             grad = grad.to_sparse(1)
         grad = grad.coalesce()
         assert self._group is not None
-        divisor = self._group.size if self._op is Average else 1
+        divisor = self._group.size if self.op is Average else 1
         indices, values = (
             Handle(self._group, *start_allgather(self._group, part))
             for part in (grad.indices().t().contiguous(), grad.values() / divisor)

@@ -184,8 +184,8 @@ def DistributedOptimizer(
     names = _names(params, named_parameters)
     _check_groups(groups)
     reducer = BackwardReducer(
-        params,
-        names,
+        params=params,
+        names=names,
         compression=compression,
         passes=_positive(backward_passes_per_step),
         op=op,

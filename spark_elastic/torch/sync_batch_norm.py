@@ -94,7 +94,8 @@ class SyncBatchNorm(_BatchNorm):
         counts = not excluded()
         count, mean, var = _statistics(group, input.detach(), counts)
         if count == 1 and self.single_value_is_normalised and self.running_mean is not None:
-            return _in_eval(self, input)
+            statistics = self.running_mean, self.running_var
+            return torch.nn.functional.batch_norm(input, *statistics, self.weight, self.bias, False, 0.0, self.eps)
         if count == 1:
             raise ValueError(
                 f"expected more than 1 value per channel when training; all {group.size} ranks together have 1, and "
@@ -224,12 +225,6 @@ def _statistics(group: GlooGroup, input: torch.Tensor, counts: bool) -> tuple[in
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def _in_eval(layer: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.batch_norm(
-        input, layer.running_mean, layer.running_var, layer.weight, layer.bias, False, 0.0, layer.eps
-    )
 
 
 class _Normalise(Function):

@@ -18,9 +18,10 @@ from typing import Any
 import keras
 
 from spark_elastic.elastic.call_stack import calling_object
+from spark_elastic.elastic.plain_values import same
 from spark_elastic.errors import UsageError
 from spark_elastic.keras import backend
-from spark_elastic.keras.callback_state import FitResumePoint, plain_values, put_values, same_value, set_resume_point
+from spark_elastic.keras.callback_state import FitResumePoint, plain_values, put_values, set_resume_point
 
 _ABOVE = 6
 """Largest number of calls between `CallbackList.set_model` and `set_model` of a callback."""
@@ -250,7 +251,7 @@ class FitCallbacks:
         values = plain_values(watched.callback, longest, _LIVE)
         changing = self._changing.setdefault(key, set())
         for name, value in values.items():
-            if name not in changing and not same_value(value, watched.at_begin.get(name, _LIVE)):
+            if name not in changing and not same(value, watched.at_begin.get(name, _LIVE)):
                 changing.add(name)
         return {name: values[name] for name in changing if name in values}
 

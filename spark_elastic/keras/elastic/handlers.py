@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import keras
@@ -16,17 +17,24 @@ from spark_elastic.keras.optimizer import reduces
 
 
 class VariablesHandler(StateHandler):
-    """Base of handlers of values that consist of Keras variables, which are sent as bytes and matched by their order.
+    """The handler of a value that consists of Keras variables, which are sent as bytes and matched by their order.
 
     Their paths are used in messages only, because two processes may have numbered their layers differently.
+
+    Args:
+        value: The value.
+        what: What error messages call the value.
+        variables_of: A function that returns the variables of a value.
     """
 
     staged = True
-    what = "the variables"
-    """What error messages call the value."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(
+        self, value: Any, what: str, variables_of: Callable[[Any], Iterable[Variable]] = attrgetter("variables")
+    ) -> None:
         super().__init__(value)
+        self._what = what
+        self._variables_of = variables_of
         self._saved: list[backend.Copy] = []
         self._saved_of: list[Variable] = []
         """The saved variables. A value that is built later gets others, before and between these as well."""
@@ -36,7 +44,7 @@ class VariablesHandler(StateHandler):
 
     def variables(self) -> list[Variable]:
         """Return all variables, in an order that is the same on every member."""
-        return list(self.value.variables)
+        return list(self._variables_of(self.value))
 
     def built(self) -> bool:
         """Return True if the value has all its variables."""
@@ -66,7 +74,7 @@ class VariablesHandler(StateHandler):
             if own is None or own[1:] != other[1:]:
                 have = "no such variable" if own is None else f"{own.shape} {own.dtype} ({own.path})"
                 raise UsageError(
-                    f"{self.what} of this worker differs from the others': {other.path} is {other.shape} "
+                    f"{self._what} of this worker differs from the others': {other.path} is {other.shape} "
                     f"{other.dtype} there, and {have} here; build the same on every worker"
                 )
 
@@ -113,10 +121,8 @@ class ModelHandler(VariablesHandler):
     Copies include the metrics of a compiled model, so that `restore` returns the metrics of the epoch, too.
     """
 
-    what = "the model"
-
     def __init__(self, value: Any) -> None:
-        super().__init__(value)
+        super().__init__(value, "the model")
         self._metrics: tuple[list[Variable], list[backend.Copy]] = ([], [])
 
     def built(self) -> bool:
@@ -166,10 +172,8 @@ class OptimizerHandler(VariablesHandler):
             variables.
     """
 
-    what = "the optimizer"
-
     def __init__(self, value: Any, models: Callable[[], Mapping[str, Any]]) -> None:
-        super().__init__(value)
+        super().__init__(value, "the optimizer")
         self._models = models
 
     def built(self) -> bool:
@@ -221,39 +225,6 @@ class OptimizerHandler(VariablesHandler):
         super().prepare(layout, metadata)
 
 
-class MetricHandler(VariablesHandler):
-    """The handler of a metric that a user's own loop updates."""
-
-    what = "the metric"
-
-
-class VariableHandler(VariablesHandler):
-    """The handler of one variable."""
-
-    what = "the variable"
-
-    def variables(self) -> list[Variable]:
-        return [self.value]
-
-
-class ListHandler(VariablesHandler):
-    """The handler of a list of variables."""
-
-    what = "the list of variables"
-
-    def variables(self) -> list[Variable]:
-        return list(self.value)
-
-
-class SeedHandler(VariablesHandler):
-    """The handler of a generator of seeds."""
-
-    what = "the seed generator"
-
-    def variables(self) -> list[Variable]:
-        return [self.value.state]
-
-
 class KerasStateDictHandler(StateDictHandler):
     """The handler of an object with `state_dict` and `load_state_dict`; calls its `reset`, if any, in a new world."""
 
@@ -263,6 +234,11 @@ class KerasStateDictHandler(StateDictHandler):
             reset()
 
 
+def list_handler(variables: list[Variable]) -> VariablesHandler:
+    """Return the handler of a list of variables."""
+    return VariablesHandler(variables, "the list of variables", list)
+
+
 def handler_for(value: Any, models: Callable[[], Mapping[str, Any]]) -> StateHandler | None:
     """Return a handler for the value; None for a plain Python object."""
     if isinstance(value, type):
@@ -270,13 +246,13 @@ def handler_for(value: Any, models: Callable[[], Mapping[str, Any]]) -> StateHan
     if isinstance(value, keras.optimizers.Optimizer):
         return OptimizerHandler(value, models)
     if isinstance(value, keras.metrics.Metric):
-        return MetricHandler(value)
+        return VariablesHandler(value, "the metric")
     if isinstance(value, keras.layers.Layer):  # models are layers
         return ModelHandler(value)
     if isinstance(value, keras.Variable):
-        return VariableHandler(value)
+        return VariablesHandler(value, "the variable", lambda variable: [variable])
     if isinstance(value, keras.random.SeedGenerator):
-        return SeedHandler(value)
+        return VariablesHandler(value, "the seed generator", lambda generator: [generator.state])
     if isinstance(value, HasStateDict):
         return KerasStateDictHandler(value)
     return None
