@@ -124,7 +124,7 @@ class StateHandler:
         """Copy the value, into the buffers of the last copy where they fit."""
         self._light = self.light()
         layout, tensors = self.present()
-        if layout != self._layout or not _same_devices(self._copies, tensors):
+        if layout != self._layout or [copy.device for copy in self._copies] != [each.device for each in tensors]:
             self._copies = [torch.empty_like(tensor, memory_format=torch.preserve_format) for tensor in tensors]
             self._layout = layout
         copy_all(self._copies, tensors)
@@ -280,10 +280,6 @@ class Handlers:
         ):  # values that cannot be pickled are never equal; if they cannot be sent, that is an error later
             values = secrets.token_hex(16)
         return agree(process.group(), "elastic loop", detail=values)
-
-
-def _same_devices(copies: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
-    return len(copies) == len(tensors) and all(a.device == b.device for a, b in zip(copies, tensors, strict=True))
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

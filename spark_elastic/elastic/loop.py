@@ -259,8 +259,10 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
         try:
             entry = _enter(state, frontend, again=kept is not None)
             result = call_until_done(state, entry, *args, **kwargs)
-            if kept is not None and kept.state is not None and not _has_stepped(state, kept.state):
-                result = cast(R, kept.result)  # the steps were made in the first call, and this call found none left
+            if kept is not None and kept.state is not None:
+                before, after = kept.state.version, state.version
+                if before is None or after is None or not after.is_steps_after(before):
+                    result = cast(R, kept.result)  # all steps were made in the first call
         except SentOn:
             if kept is not None:
                 return cast(R, kept.result)
@@ -296,10 +298,6 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
 
     functools.update_wrapper(wrapper, func)
     return cast("Callable[Concatenate[S, P], R]", wrapper)  # `state` may be given by name
-
-
-def _has_stepped(state: State, since: State) -> bool:
-    return state.version is not None and since.version is not None and state.version.is_steps_after(since.version)
 
 
 def _enter(state: State, frontend: CollectiveFrontend, *, again: bool) -> Entry:

@@ -90,8 +90,8 @@ class FitCallbacks:
     def __init__(self, epoch: Callable[[], int | None]) -> None:
         self.logs: dict[int, dict[str, Any]] = {}
         """Logs of the epochs that earlier calls of `fit` have completed, by their numbers in the state."""
-        self.reentered: Callable[[], None] = lambda: None
-        """A function to call when values were loaded from which the next `fit` resumes."""
+        self.reentered = False
+        """Values were loaded from which the next `fit` resumes; the History of that `fit` needs the earlier epochs."""
         self.attached: Callable[[], None] = lambda: None
         """A function to call when a `fit` with callbacks of this package begins."""
         self.detached: Callable[[], None] = lambda: None
@@ -139,7 +139,7 @@ class FitCallbacks:
             self._put()
         elif snapshot.begun:
             self._resuming = True
-            self.reentered()
+            self.reentered = True
 
     def left(self) -> None:
         """Handle the end of the loop's function by an error, perhaps in the middle of `fit`."""
@@ -341,8 +341,6 @@ class FitSession:
         self.counts_epochs = False
         self.nothing_left = False
         """`fit` was left after the last batch of its epoch."""
-        self.reentered = False
-        """Values of callbacks were loaded from which the next `fit` resumes."""
         self.dataset: Callable[[], Any] | None = None
         """A function that returns a `tf.data.Dataset` like that of `fit`, which is empty until an epoch begins."""
         self.global_batch: int | None = None
@@ -371,11 +369,10 @@ class FitSession:
             self._offset = self._state.epoch - epoch if self.counts_epochs else 0
             self._batches_before = self._state.batch if self.counts_batches else 0
             self._put_running_metrics_back()
-            if self.reentered:
-                self.reentered = False
-                if self.counts_epochs:
-                    logs = self._state.fit_callbacks.logs
-                    extend_history(getattr(model, "history", None), logs, self._state.epoch, self._offset)
+            memory: FitCallbacks = self._state.fit_callbacks
+            if memory.reentered and self.counts_epochs:
+                extend_history(getattr(model, "history", None), memory.logs, self._state.epoch, self._offset)
+            memory.reentered = False
         elif self._ended is not None:
             self._batches_before = 0
         self._ended = self._last = None
@@ -431,7 +428,7 @@ class FitSession:
         """Copy the model's metrics when the loop is left, because Keras resets them when `fit` is entered again."""
         counting = self._metrics_variables()
         self._running = self._state.__dict__.get("epoch"), counting, backend.copies_of(counting)
-        self.reentered = True
+        self._state.fit_callbacks.reentered = True
 
     def _put_running_metrics_back(self) -> None:
         """Restore the copied metrics, so that the epoch's metrics are those of all its batches.

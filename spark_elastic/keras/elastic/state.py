@@ -63,17 +63,16 @@ def keras_parts(
     """
 
     def choose_handler(value: Any) -> StateHandler | None:
-        return more_handlers(value) or handler_for(value, lambda: models_of(state._handlers))
+        return more_handlers(value) or handler_for(value, models)
+
+    def models() -> dict[str, Any]:
+        return {name: handler.value for name, handler in state._handlers.of(ModelHandler).items()}
 
     if optimizer is None:
         optimizer = getattr(model, "optimizer", None)
     memory = FitCallbacks(lambda: state.__dict__.get("epoch"))
     own = {"model": model, "optimizer": optimizer, "fit_callbacks": memory}
     return choose_handler, KerasLoopWatch, KerasSteps, {**own, **values}
-
-
-def models_of(handlers: Handlers) -> dict[str, Any]:
-    return {name: handler.value for name, handler in handlers.of(ModelHandler).items()}
 
 
 class KerasLoopWatch(LoopWatch):
@@ -159,7 +158,6 @@ class KerasSteps(OptimizerSteps):
         self._put_off = 0
         """The number of checks in a row that came between the passes of a step."""
         memory: FitCallbacks = self._state.fit_callbacks
-        memory.reentered = self._fit_is_reentered
         memory.attached = watch.end
         memory.detached = self._fit_ends
 
@@ -304,9 +302,6 @@ class KerasSteps(OptimizerSteps):
     def loop_over(self) -> None:
         self._state.fit_callbacks.over()
         self.snapshots.unwrap()
-
-    def _fit_is_reentered(self) -> None:
-        self.fit.reentered = True
 
     def _fit_ends(self) -> None:
         self.fit.fit_ends()
