@@ -158,7 +158,7 @@ class StateDictHandler(StateHandler):
 
 
 class Handlers:
-    """All values of a state, which are its attributes: those with a handler each, and the plain Python values.
+    """All values of a state, which are its attributes: some with a handler each, the others plain Python values.
 
     Args:
         owner: The state.
@@ -187,7 +187,7 @@ class Handlers:
         return {name: handler for name, handler in self.by_name.items() if isinstance(handler, kind)}
 
     def adopt(self, name: str, value: Any) -> None:
-        """Give an attribute that was a plain value the new value `value`, with its handler if it has one."""
+        """Set an attribute that was a plain value to `value`, with a handler; do nothing if `value` has no handler."""
         handler = self._handler_for(value)
         if handler is not None:
             self.plain.remove(name)

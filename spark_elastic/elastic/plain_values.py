@@ -216,7 +216,7 @@ class UndoLog:
         """False once `end` was called: the loop's callbacks undo its changes, not this log."""
 
     def begin(self, values: Mapping[str, Any]) -> None:
-        """Start following `values`, which are copies: the loop's function is about to be called."""
+        """Start recording changes of `values`, which are copies: the loop's function is about to be called."""
         self._begun = dict(values)
         self._trails = {name: [] for name in values}
         self._unsettled = set(values)
@@ -230,7 +230,7 @@ class UndoLog:
         return self._begun is not None
 
     def end(self) -> None:
-        """Stop following: the loop is over, or callbacks of this package count its batches and epochs."""
+        """Stop recording: the loop is over, or callbacks of this package count its batches and epochs."""
         self._begun, self._trails = None, {}
         self._followed = False
 
@@ -345,14 +345,14 @@ class UndoLog:
 
 
 class CountingProbe:
-    """Finds out if a loop makes several steps before it counts: no plain value changes between its first two steps.
+    """Finds out if a loop counts several steps at once: no plain value changes between its first two steps.
 
     If a reduction of such a loop fails, it may be that of a second step, with the first applied but not counted.
     """
 
     def __init__(self) -> None:
         self.found = False
-        """The loop was seen to make several steps before it counts, in this or an earlier call."""
+        """The loop was seen to count several steps at once, in this or an earlier call of its function."""
         self.begin()
 
     def begin(self) -> None:

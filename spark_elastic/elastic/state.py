@@ -385,9 +385,9 @@ class ElasticState(State):
             self._commit()
 
     def sync_if_built_late(self) -> None:
-        """Take over a model that the root built after the synchronisation, in a first step with variables of its own.
+        """Take over the variables of a model that the root had not built yet when the state was synchronised.
 
-        Every member calls this after each batch.
+        Every member calls this after each batch; the first step has built the model.
         """
         if self._root_unbuilt:
             self._steps.poll()

@@ -105,7 +105,7 @@ class StepCounter:
             self.set(self.version.stepped(steps))
 
     def mark(self) -> None:
-        """Count a resume point."""
+        """Count a resume point in the version."""
         if self.version is not None:
             self.set(self.version.marked())
 
