@@ -233,7 +233,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Return this rank's rows of the members' average (or sum); the first ranks get one row more if need be."""
+    """Return this rank's rows of the members' average (or sum); the first ranks may get one row more."""
     settings = (compression, op, process_set, prescale_factor, postscale_factor)
     return grouped_reducescatter([tensor], name, *settings)[0]
 

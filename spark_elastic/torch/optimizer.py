@@ -22,13 +22,12 @@ class DistributedOptimizerMixin:
     _reducer: BackwardReducer
     _inner: torch.optim.Optimizer
 
-    def _wrap(self, inner: torch.optim.Optimizer, reducer: BackwardReducer, names: dict[torch.Tensor, str]) -> None:
+    def _wrap(self, inner: torch.optim.Optimizer, reducer: BackwardReducer) -> None:
         # The lists and dictionaries of the inner optimizer are shared, not copied: a learning rate scheduler for either
         # works on both. A scheduler patches `step` of its optimizer instance; that patch stays with the inner one.
         self.__dict__.update({key: value for key, value in inner.__dict__.items() if key != "step"})
         self._inner = inner
         self._reducer = reducer
-        self._parameter_names = names
         self._should_synchronize = True
         self._synchronized = False
 
@@ -197,7 +196,7 @@ def DistributedOptimizer(
     kind = type(optimizer)
     wrapped: Any = type(kind.__name__, (DistributedOptimizerMixin, kind), {"__module__": kind.__module__})
     instance = wrapped.__new__(wrapped)
-    instance._wrap(optimizer, reducer, {param: names[id(param)] for param in params})
+    instance._wrap(optimizer, reducer)
     return instance
 
 

@@ -103,10 +103,8 @@ class FitCallbacks:
         """By callback, the names of the values that it has changed since its training began."""
         self._kept = Snapshot()
         """The values from which the next `fit` resumes; while one runs, those from which it has resumed."""
-        self._running = False
-        """`fit` was entered and has not returned."""
         self._begun = False
-        """That call has begun an epoch."""
+        """The call of `fit` that runs has begun an epoch."""
         self._resuming = False
         """The loop's function was called again, and no epoch has begun since."""
         self._events = 0
@@ -146,12 +144,12 @@ class FitCallbacks:
         if self._begun:
             values = {**self._kept.values, **self._values(None)}
             self._kept = Snapshot(True, logs=self.logs, values=values)
-        self._running = self._begun = False
+        self._begun = False
         self._resuming = self._kept.begun
 
     def over(self) -> None:
         """Handle the end of the loop: the next `fit` starts anew."""
-        self._running = self._begun = self._resuming = False
+        self._begun = self._resuming = False
 
     # --- called by `fit` ----------------------------------------------------------------------------
 
@@ -182,7 +180,7 @@ class FitCallbacks:
             setattr(callbacks, name, _around(getattr(callbacks, name), function, callbacks))
 
     def _train_begins(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
-        self._running, self._begun = True, False
+        self._begun = False
         self._watched = {}
         for callback in callbacks.callbacks:
             if self._resuming and isinstance(getattr(callback, "append", None), bool):
@@ -230,7 +228,7 @@ class FitCallbacks:
             self._kept = Snapshot(True, True, at, self.logs, self._values(None))
         elif self._resuming:
             extend_history(getattr(callbacks.model, "history", None), self.logs, self._epoch(), 0)
-        self._running = self._begun = False
+        self._begun = False
         self.detached()
 
     # --- values -------------------------------------------------------------------------------------
