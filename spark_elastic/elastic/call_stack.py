@@ -1,4 +1,4 @@
-"""The one place that looks at the call stack, for facts that no interface tells."""
+"""The one place that looks at the call stack, for facts that no interface gives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 def calling_line(above: int) -> tuple[str, int]:
     """Return file and line of a function on the call stack.
 
-    An assignment to a state is undone only if it was made on the same line as before, see `undo_log`.
+    An assignment to a state is undone only if it was made on the same line as before, see `plain_values.UndoLog`.
 
     Args:
         above: Calls between that function and the one that asks; 1 is the caller of the one that asks.
@@ -19,15 +19,22 @@ def calling_line(above: int) -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-def calling_object(matches: Callable[[Any], bool], within: int) -> Any:
+def is_called_by(function: str) -> bool:
+    """Return True if the one that asks was called by a function of this name."""
+    return sys._getframe(2).f_code.co_name == function
+
+
+def calling_object(matches: Callable[[Any], bool], within: int, method: str | None = None) -> Any:
     """Return the object whose method called the one that asks, directly or through a few others.
 
-    Keras gives a callback neither its list nor a data adapter the iterator that counts its batches, and a `DataLoader`
-    does not give its sampler the batch size; those objects are the callers.
+    Keras gives a callback no access to its list, a data adapter none to the iterator that counts its batches, and an
+    optimizer none to the optimizer around it. A `DataLoader` does not give its sampler the batch size. In each case the
+    wanted object is among the callers.
 
     Args:
-        matches: Recognises the object.
-        within: Calls to look at, the nearest first.
+        matches: A function that recognises the object.
+        within: The number of calls to look at, the nearest first.
+        method: The name of the method; None: any.
 
     Returns:
         The `self` of the nearest method that matches; None if there is none.
@@ -37,7 +44,7 @@ def calling_object(matches: Callable[[Any], bool], within: int) -> Any:
         if frame is None:
             return None
         owner = frame.f_locals.get("self")
-        if owner is not None and matches(owner):
+        if owner is not None and method in (None, frame.f_code.co_name) and matches(owner):
             return owner
         frame = frame.f_back
     return None

@@ -1,8 +1,8 @@
 """Handlers copy, restore and synchronise the values of a state, by type.
 
-Each value has two parts. The *light* part is plain data that is cheap to copy at every resume point: a learning rate,
-a position in the dataset. The *tensors* are copied at commits only. A layout lists them, so that they can be found in
-a copy, or created on a member that has none of them yet.
+Each value has two parts. The *light part* is plain data that is cheap to copy at every resume point, such as a learning
+rate or a position in the dataset. The *tensors* are copied at commits only. Their layout, a list of `TensorSpec`, tells
+which tensors a copy holds, and which ones a member has to create that has none of them yet.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class TensorSpec(NamedTuple):
     """One tensor of a layout.
 
     Attributes:
-        key: Names it within the value.
-        shape: Its shape.
-        dtype: Its type.
-        on_cpu: It is on the CPU, whatever the device of its parameter.
+        key: The name of the tensor within the value.
+        shape: The tensor's shape.
+        dtype: The tensor's type.
+        on_cpu: True if the tensor is on the CPU even when the parameter that it belongs to is not.
     """
 
     key: Any
@@ -44,11 +44,11 @@ class TensorSpec(NamedTuple):
 
 Layout = list[TensorSpec]
 Descriptions = dict[str, tuple[Sequence[Hashable], list[bytes]]]
-"""By the name of a value, the identities of its tensors and a digest of each."""
+"""For each value, by its name: the identities of its tensors, and a digest of each tensor."""
 
 
 class StateHandler:
-    """One value of a state. Subclass it with `light` and `set_light`, or with tensors too, and register the subclass.
+    """Base of handlers, of one value each. Define `light` and `set_light`; for a value with tensors, also the others.
 
     A subclass written for Horovod, with `save`, `restore` and `sync` of its own, works as well.
     """
@@ -62,18 +62,18 @@ class StateHandler:
     # --- defined by subclasses ------------------------------------------------------------------
 
     def light(self) -> Any:
-        """Return the plain part: picklable, and not changed by anything that later happens to the value."""
+        """Return a copy of the light part: picklable, and independent of later changes of the value."""
         return None
 
     def set_light(self, light: Any) -> None:
-        """Put a plain part back; later changes of the value must not change it."""
+        """Set the light part to a copy of `light`, which later changes of the value must not change."""
 
     def layout(self) -> Layout:
         """Return the tensors that the value has now."""
         return []
 
     def tensors(self, layout: Layout) -> list[torch.Tensor]:
-        """Return the value's own tensors of this layout; create those it lacks, and drop all others.
+        """Return the value's own tensors, in the order of a layout: create missing ones, and drop all others.
 
         Raises:
             UsageError: The value cannot have these tensors.
@@ -86,29 +86,29 @@ class StateHandler:
         return layout, self.tensors(layout)
 
     staged = False
-    """The result of `tensors` is not the value's own memory; tensors that arrive go through `fill` then."""
+    """True if `tensors` returns copies, so that received tensors have to be written by `fill`."""
 
     def metadata(self) -> Any:
-        """Return the plain data from which `prepare` can build the value on a member that lacks its tensors."""
+        """Return plain data from which `prepare` can build the value on a member where it has no tensors."""
         return None
 
     def prepare(self, layout: Layout, metadata: Any) -> None:
-        """Prepare for the arrival of another member's tensors of this layout.
+        """Prepare to receive another member's tensors.
 
         Raises:
-            UsageError: The value cannot have these tensors.
+            UsageError: The value cannot have tensors of this layout.
         """
 
     def fill(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
-        """Take over the contents of tensors that have arrived."""
+        """Copy received tensors into the value's own."""
         copy_all(self.tensors(layout), tensors)
 
     def identities(self, layout: Layout) -> Sequence[Hashable]:
-        """Return an identity for each tensor of a layout: different within it, and the same on every member."""
+        """Return a key for each tensor of a layout, unique within it and the same on every member."""
         return layout
 
     def awaits_build(self) -> bool:
-        """Return True if the value has no tensors yet and will get some."""
+        """Return True if the value is built later and has no tensors until then."""
         return False
 
     def reset(self) -> None:
@@ -124,7 +124,7 @@ class StateHandler:
         """Copy the value, into the buffers of the last copy where they fit."""
         self._light = self.light()
         layout, tensors = self.present()
-        if layout != self._layout or not _same_devices(self._copies, tensors):
+        if layout != self._layout or [copy.device for copy in self._copies] != [each.device for each in tensors]:
             self._copies = [torch.empty_like(tensor, memory_format=torch.preserve_format) for tensor in tensors]
             self._layout = layout
         copy_all(self._copies, tensors)
@@ -158,11 +158,11 @@ class StateDictHandler(StateHandler):
 
 
 class Handlers:
-    """The values of a state, which are attributes of it: handled by type, or copied as plain Python values.
+    """All values of a state, which are its attributes: some with a handler each, the others plain Python values.
 
     Args:
         owner: The state.
-        handler_for: Returns the handler of a value, or None for a plain one.
+        handler_for: A function that returns the handler of a value, or None for a plain value.
         values: The values by name.
     """
 
@@ -187,7 +187,7 @@ class Handlers:
         return {name: handler for name, handler in self.by_name.items() if isinstance(handler, kind)}
 
     def adopt(self, name: str, value: Any) -> None:
-        """Have an attribute that was a plain value handled from now on."""
+        """Set an attribute that was a plain value to `value`, with a handler; do nothing if `value` has no handler."""
         handler = self._handler_for(value)
         if handler is not None:
             self.plain.remove(name)
@@ -208,7 +208,7 @@ class Handlers:
         self.plain.restore()
 
     def light_values(self) -> Any:
-        """Return copies of all light parts and plain values."""
+        """Return copies of all light parts and of all plain values."""
         return {name: handler.light() for name, handler in self.by_name.items()}, self.plain.copies()
 
     def assign_light_values(self, values: Any) -> None:
@@ -221,26 +221,16 @@ class Handlers:
 
     @property
     def with_own_sync(self) -> list[str]:
-        """Names of values whose handlers bring a `sync` of their own, as those written for Horovod do."""
+        """The names of values whose handlers override `sync`, as handlers written for Horovod do."""
         return [name for name, handler in self.by_name.items() if type(handler).sync is not StateHandler.sync]
 
     @property
     def unbuilt(self) -> bool:
-        """True if a value has no tensors yet and will get some."""
+        """True if a value is built later and has no tensors until then."""
         return any(handler.awaits_build() for handler in self.by_name.values())
 
     def sync(self, root: int, extra: Any, *, staged: bool, known: Descriptions | None = None) -> Any:
-        """Take over the values of the member `root`.
-
-        Args:
-            root: Its rank.
-            extra: Another picklable object.
-            staged: As in `take_over`.
-            known: As in `take_over`.
-
-        Returns:
-            The root's `extra`.
-        """
+        """Take over the values of the member of rank `root`, and return its `extra`; see `take_over`."""
         own = self.with_own_sync
         handlers = {name: handler for name, handler in self.by_name.items() if name not in own}
         values, extra = take_over(handlers, root, (self.plain.copies(), extra), staged, known=known)
@@ -250,11 +240,11 @@ class Handlers:
         return extra
 
     def take_up(self, kept: Handlers) -> None:
-        """Take over the values of another state in this process.
+        """Take over the values of `kept`, which are of another state in this process.
 
         Raises:
-            StateNotMovableError: A handler brings its own `sync`.
-            UsageError: A value cannot hold that of the other state.
+            StateNotMovableError: A handler overrides `sync`.
+            UsageError: A value cannot have the tensors of its counterpart.
         """
         own = self.with_own_sync
         if own:
@@ -269,7 +259,7 @@ class Handlers:
             handler.set_light(other.light())
 
     def describe(self) -> Descriptions:
-        """Describe the tensors of each value whose handler has no `sync` of its own."""
+        """Return a description of the tensors of each value whose handler does not override `sync`."""
         own = self.with_own_sync
         out: Descriptions = {}
         for name, handler in self.by_name.items():
@@ -279,27 +269,21 @@ class Handlers:
         return out
 
     def agree_that_equal(self, known: Descriptions) -> bool:
-        """Return True if all members hold the same values; `known`: what `describe` returned here."""
-        return not self.with_own_sync and agree(process.group(), "elastic loop", detail=self._digest(known))
-
-    def _digest(self, known: Descriptions) -> str:
-        """Return a digest of everything in which members may differ; equal digests mean equal values.
-
-        Values that cannot be pickled get a random digest, equal to no other.
-        """
+        """Return True if all members hold the same values; `known`: the result of `describe` on this member."""
+        if self.with_own_sync:
+            return False
         try:
             everything = pickle.dumps((known, self.light_values(), self.unbuilt))
-        except Exception:  # some user object; if it cannot be sent either, that raises a clear error by itself
-            return secrets.token_hex(16)
-        return hashlib.blake2b(everything, digest_size=16).hexdigest()
-
-
-def _same_devices(copies: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
-    return len(copies) == len(tensors) and all(a.device == b.device for a, b in zip(copies, tensors, strict=True))
+            values = hashlib.blake2b(everything, digest_size=16).hexdigest()
+        except (
+            Exception
+        ):  # values that cannot be pickled are never equal; if they cannot be sent, that is an error later
+            values = secrets.token_hex(16)
+        return agree(process.group(), "elastic loop", detail=values)
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target, unseen by autograd."""
+    """Copy each source into its target, without recording it for autograd."""
     if targets:
         with torch.no_grad():
             torch._foreach_copy_([t.detach() for t in targets], [s.detach() for s in sources])
@@ -313,17 +297,17 @@ def take_over(
     process_set: ProcessSet = global_process_set,
     known: Descriptions | None = None,
 ) -> Any:
-    """Make every member's values those of `root`: one broadcast of metadata, then the tensors in few large ones.
+    """Set the values of all members to those of `root`: broadcast all metadata at once, then the tensors in few parts.
 
     Args:
         handlers: The values by name, the same names on every member.
         root: Rank of the member whose values are taken over.
         extra: Another picklable object.
-        staged: Receive everything before any value is changed, so that a root that dies half-way leaves this member's
-            own values whole.
+        staged: Receive everything before any value is changed, so that this member's own values stay intact if the root
+            is lost on the way.
         process_set: The members.
-        known: The descriptions of this member's tensors, if they are probably equal on all: only tensors that differ on
-            some member are sent. Implies `staged`.
+        known: The descriptions of this member's tensors, if most tensors are probably equal on all members: only those
+            that differ on some member are sent. Implies `staged`.
 
     Returns:
         The root's `extra`.
@@ -374,7 +358,7 @@ def take_over(
 
 
 def _differing(layouts: Mapping[str, Layout], mine: Descriptions, theirs: Descriptions) -> torch.Tensor:
-    """Return a byte for each tensor of the root, in order: 1 where this member's differs."""
+    """Return a byte for each tensor of the root, in order: 1 if this member's tensor differs from it."""
     out: list[bool] = []
     for name in layouts:
         own, other = dict(zip(*mine[name], strict=True)), dict(zip(*theirs[name], strict=True))
@@ -386,7 +370,7 @@ def _differing(layouts: Mapping[str, Layout], mine: Descriptions, theirs: Descri
 def _chosen(
     handlers: Mapping[str, StateHandler], layouts: Mapping[str, Layout], wanted: torch.Tensor | None
 ) -> dict[str, list[int]]:
-    """Return the indices of the tensors to send, by name; of a value whose tensors are staged, all or none."""
+    """Return the indices of the tensors to send, by the name of the value; all or none if its handler is `staged`."""
     out = {}
     start = 0
     for name, layout in layouts.items():
@@ -401,15 +385,15 @@ def _chosen(
 
 
 _WIDTHS = (8191, 8209)
-"""Both prime: values moved by a multiple of one width have the same sums at that width, but not at the other."""
+"""Both are prime: if values change places at a distance that is a multiple of one width, its sums do not show that, but
+the sums of the other width do."""
 
 
 def digest(tensor: torch.Tensor) -> bytes:
     """Return a short digest of a tensor's contents: equal for equal bytes, different after any change by training.
 
-    Integer sums over the columns of the bytes, in rows of two lengths, run at the speed of memory, several times that
-    of a broadcast; a cryptographic hash of everything would not. Sums do not depend on their order, so machines of
-    different kinds agree.
+    The bytes are arranged in rows of two different lengths, whose columns are summed as integers. That is several times
+    as fast as a broadcast, unlike a cryptographic hash, and gives the same digest on all kinds of machines.
     """
     flat = as_bytes(tensor.detach().contiguous())
     words = flat.numel() // 8

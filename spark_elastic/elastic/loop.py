@@ -1,28 +1,237 @@
-"""The elastic loop: calls the user's function again in each new world until it returns."""
+"""The elastic loop: call the user's function again in each new world until it returns.
+
+`CollectiveFrontend` is how the loop and the states leave a world, join the next one, and agree on when to do so.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import hmac
 import logging
+import pickle
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar, cast
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
-from spark_elastic.elastic.frontend import CollectiveFrontend, Entry, SentOn, frontend
-from spark_elastic.elastic.state import State
-from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
+import cloudpickle
+import torch
+
+from spark_elastic.collective.objects import broadcast_object
+from spark_elastic.collective.operations import barrier
+from spark_elastic.collective.process import process
+from spark_elastic.collective.reduction import Max
+from spark_elastic.errors import AuthenticationError, HorovodInternalError, HostsUpdatedInterrupt, LoopResultError
+from spark_elastic.membership.topology import StateVersion
+from spark_elastic.wire.worker_link import ProvisionalPosition, loops
+
+if TYPE_CHECKING:
+    from spark_elastic.elastic.state import State
 
 log = logging.getLogger("spark_elastic.elastic.loop")
 
 P = ParamSpec("P")
 R = TypeVar("R")
-S = TypeVar("S", bound=State)
+S = TypeVar("S", bound="State")
+
+MAX_LOOP_RESULT_BYTES = 1 << 20
+RESULT_TIMEOUT_S = 60.0
+"""Time to wait for a result that another worker has sent to the driver."""
+_SEAL_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Facts about the world that a member has entered.
+
+    Attributes:
+        root: Rank of the member whose state all members take over.
+        version: Version of that state; None if no member holds one yet.
+        sync: False if all members report the same version.
+        moved: Rank or size have changed.
+        from_last_loop: All members have just come from the previous loop together. Until they have the same state, a
+            failure is recovered from by running the end of that loop again.
+    """
+
+    root: int
+    version: StateVersion | None
+    sync: bool
+    moved: bool
+    from_last_loop: bool = False
+
+
+class SentOn(Exception):
+    """Raised where a newcomer enters a loop that the others have left; it uses the result of that loop instead."""
+
+
+class CollectiveFrontend:
+    """The access of loops and states to this process's connection to the driver and to its groups."""
+
+    loops = loops
+
+    def rank(self) -> int:
+        return process.require().rank
+
+    def broadcast_object(self, value: Any, root: int) -> Any:
+        return broadcast_object(value, root)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Return a context in which collectives reach no other member and return this member's own values."""
+        return process.local_collectives()
+
+    def agree_on_update(self) -> bool:
+        """Return True, on every member alike, if any member knows of a coming world.
+
+        This needs a small reduction, unless gradients were reduced since the last check.
+        """
+        if process.link is None or process.provisional:
+            return False
+        agreed, process.update_agreed = process.update_agreed, None
+        if agreed is not None:
+            return agreed
+        group = process.group()
+        pending = process.update_pending
+        if group is None:
+            return pending
+        token = torch.tensor([pending], dtype=torch.uint8)
+        group.wait(group.allreduce(token, Max.gloo))
+        return bool(token.item())
+
+    def enter(self, prepare: Callable[[], None]) -> Entry:
+        """Enter a loop; a newcomer waits here for its first world.
+
+        Args:
+            prepare: A function that a newcomer calls before it reports that it is ready; the others train meanwhile.
+
+        Raises:
+            HorovodInternalError: The world broke while it was being connected, or on the way from the previous loop.
+            SentOn: The job is in a later loop.
+        """
+        process.require()
+        link = process.link
+        if link is None:
+            return Entry(root=0, version=None, sync=True, moved=False)
+        if process.provisional:
+            link.entered_loop()
+            prepare()
+            return self.rejoin(self._version_before(), moved=False)
+        assert process.assignment is not None
+        world = process.assignment.world
+        process.group()  # raises, if the world broke meanwhile
+        if loops.entered == 1:
+            link.entered_loop()
+            return Entry(root=world.root, version=world.version, sync=True, moved=False)
+        self._offer_result(loops.entered - 1)
+        barrier()  # no member enters while another may still be in the last collective of the loop before
+        link.entered_loop()
+        return Entry(root=0, version=None, sync=True, moved=False, from_last_loop=True)
+
+    def _version_before(self) -> StateVersion | None:
+        """Return the version of the state that this process brings from the previous loop; None if it has none."""
+        before = loops.kept(loops.entered - 1) if loops.entered > 1 and loops.unbroken else None
+        return None if before is None else before.state.version
+
+    def rejoin(self, version: StateVersion | None, moved: bool = True) -> Entry:
+        """Leave a world that broke or is about to change, and wait until another one is connected.
+
+        Args:
+            version: The version of this member's state.
+            moved: Whether `Entry.moved` is True in any case.
+
+        Raises:
+            SentOn: The job is in a later loop.
+        """
+        if process.link is None:
+            return Entry(root=0, version=version, sync=False, moved=True)
+        while True:
+            round = process.assignment.world.round if process.assignment is not None else 0
+            try:
+                return self._join(round, version, moved)
+            except HorovodInternalError as error:
+                moved = True
+                log.info("the next world broke before it was connected: %s", error)
+
+    def finished(self, loop: int, state: Any, result: Any) -> None:
+        """Keep state and result of a loop that has returned, for the case that the function is called again."""
+        if process.link is not None:
+            state.save()
+            loops.finish(loop, state, result)
+            process.link.left_loop()
+
+    def _offer_result(self, loop: int) -> None:
+        """On rank 0, give the driver the loop's result, which newcomers to later loops need."""
+        link, kept = process.link, loops.kept(loop)
+        if link is None or kept is None or process.require().rank != 0:
+            return
+        problem, data = "", b""
+        try:
+            data = cloudpickle.dumps(kept.result)
+        except Exception as error:  # pickling runs the code of users' classes
+            problem = f"it cannot be pickled ({type(error).__name__}: {error})"
+        if len(data) > MAX_LOOP_RESULT_BYTES:
+            problem, data = f"it is larger than {MAX_LOOP_RESULT_BYTES >> 20} MiB ({len(data):,} bytes)", b""
+        if problem:
+            log.warning(
+                "workers that are lost in a later loop cannot be replaced: the result of loop %d cannot be sent to new "
+                "ones, because %s",
+                loop,
+                problem,
+            )
+        link.offer_loop_result(loop, problem, b"" if problem else _seal(loop, data) + data)
+
+    def result_of(self, loop: int) -> Any:
+        """Return the result that other members had in a loop that this process skips.
+
+        Raises:
+            LoopResultError: The result cannot be sent, or did not arrive in time.
+            AuthenticationError: It was not sent by a worker of this job.
+        """
+        assert process.link is not None
+        try:
+            problem, sealed = process.link.loop_result(loop, RESULT_TIMEOUT_S)
+        except TimeoutError as error:
+            raise LoopResultError(loop=loop, reason=str(error)) from None
+        if problem:
+            raise LoopResultError(loop=loop, reason=problem)
+        seal, data = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
+        if not hmac.compare_digest(seal, _seal(loop, data)):
+            raise AuthenticationError(f"the result of loop {loop} does not carry this job's seal")
+        return pickle.loads(data)
+
+    def report_version(self, version: StateVersion) -> None:
+        if process.link is not None:
+            process.link.report_version(version)
+
+    def _join(self, round: int, version: StateVersion | None, moved: bool) -> Entry:
+        assert process.link is not None
+        before = process.require()
+        process.updates_handled = max(process.updates_handled, process.link.updates_seen())
+        # closing the groups takes as long as the driver needs for the next world
+        assignment = process.link.join(round, version, loops.entered, meanwhile=process.leave)
+        if isinstance(assignment, ProvisionalPosition):
+            process.leave_until_loop()
+            raise SentOn()
+        process.adopt(assignment)
+        after = process.require()
+        world = assignment.world
+        changed = (before.rank, before.size) != (after.rank, after.size)
+        return Entry(root=world.root, version=world.version, sync=world.sync, moved=moved or changed)
+
+
+def _seal(loop: int, data: bytes) -> bytes:
+    assert process.link is not None
+    return hmac.digest(process.link.derive_key("results of loops"), f"{loop} ".encode() + data, hashlib.sha256)
+
+
+frontend = CollectiveFrontend()
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Decorator: run `func(state, ...)` so that it outlives the loss and the arrival of workers.
+    """Decorate `func(state, ...)` so that it is called again whenever workers are lost or arrive.
 
     Each time the world has changed, the reset callbacks are called, the state is synchronised and `func` is called
-    again. No collective may be called on the way to it that a newcomer would not call at the same time.
+    again. Before `func`, call only collectives that a newcomer calls at the same time.
     """
     return elastic_loop(func, frontend)
 
@@ -31,11 +240,11 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
     """Wrap `func(state, ...)` so that it is called again in each new world until it returns.
 
     A `HorovodInternalError` returns the state to a point from which the survivors can resume; a `HostsUpdatedInterrupt`
-    is raised at one. Then the next world is joined, the reset callbacks run, the state is taken over from the most
-    advanced member, and `func` is called again.
+    is raised at such a point. Then the next world is joined, the reset callbacks run, the state is taken over from the
+    most advanced member, and `func` is called again.
 
-    When the user's function is called again because its world broke after a loop, that loop takes up the state that it
-    had left, and ends at once; loops before it are skipped.
+    If the world breaks after a loop, the user's function is called again as a whole: that loop takes over the state
+    that it had kept, and ends at once; loops before it are skipped.
     """
 
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -50,8 +259,10 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
         try:
             entry = _enter(state, frontend, again=kept is not None)
             result = call_until_done(state, entry, *args, **kwargs)
-            if kept is not None and kept.state is not None and not _has_stepped(state, kept.state):
-                result = cast(R, kept.result)  # made of the steps of the first call; this one found none left
+            if kept is not None and kept.state is not None:
+                before, after = kept.state.version, state.version
+                if before is None or after is None or not after.is_steps_after(before):
+                    result = cast(R, kept.result)  # all steps were made in the first call
         except SentOn:
             if kept is not None:
                 return cast(R, kept.result)
@@ -89,10 +300,6 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
     return cast("Callable[Concatenate[S, P], R]", wrapper)  # `state` may be given by name
 
 
-def _has_stepped(state: State, since: State) -> bool:
-    return state.version is not None and since.version is not None and state.version.is_steps_after(since.version)
-
-
 def _enter(state: State, frontend: CollectiveFrontend, *, again: bool) -> Entry:
     if again:
         return frontend.rejoin(state.version)
@@ -106,10 +313,10 @@ def _enter(state: State, frontend: CollectiveFrontend, *, again: bool) -> Entry:
 
 
 def _prepare(state: State, entry: Entry) -> None:
-    """Give the state to all members of a new world alike."""
+    """Make the states of all members of a new world equal, after the reset callbacks."""
     if entry.moved:
         state._reset_alone()
-    # where all members bring the result of the loop before, none of them has the state of this loop yet
+    # if all members come from the previous loop, none of them has the state of this loop yet
     before_this_loop = entry.version is not None and entry.version.loop < state._loop
     if entry.sync or before_this_loop:
         state._sync_from(entry.root, entry.version)

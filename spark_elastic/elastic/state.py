@@ -1,8 +1,8 @@
-"""States that outlive a change of the world: those of users, and those whose values a framework's optimizers train.
+"""The state of an elastic loop, which is kept when the world changes.
 
 `State` is Horovod's contract for users' own states. `ElasticState` is composed of the `Handlers` of its values, a
-`StepCounter`, the last `ResumePoint`, and two strategies of its framework: `OptimizerSteps` and a `LoopWatch`. The
-elastic loop (`loop`) calls the methods under "called by the loop".
+`StepCounter`, the last `ResumePoint`, and the framework's `OptimizerSteps` and `LoopWatch` (`steps`). The elastic loop
+calls the methods under "called by the loop".
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_elastic.elastic.call_stack import calling_line
-from spark_elastic.elastic.frontend import CollectiveFrontend, frontend
 from spark_elastic.elastic.handlers import Descriptions, Handlers, StateHandler
-from spark_elastic.elastic.plain_values import independent_copy
-from spark_elastic.elastic.recovery import Failure, Recovery, decide
-from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, StepCounter
+from spark_elastic.elastic.loop import CollectiveFrontend, frontend
+from spark_elastic.elastic.plain_values import PlainAttributes, independent_copy
+from spark_elastic.elastic.steps import Failure, LoopWatch, OptimizerSteps, Recovery, StepCounter, decide
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, StateNotMovableError
 from spark_elastic.membership.topology import StateVersion
 
@@ -27,8 +26,8 @@ class ResumePoint(NamedTuple):
     """The last point at which training can resume with the tensors as they are.
 
     Attributes:
-        committed: It was a commit, so there is a copy of the tensors as well.
-        light: The light and plain values there; None after a commit, which has copied them.
+        committed: It was a commit, which has copied all values.
+        light: Copies of the plain values and of the light parts (see `handlers`); None if it was a commit.
     """
 
     committed: bool = False
@@ -36,9 +35,9 @@ class ResumePoint(NamedTuple):
 
 
 class State:
-    """Something to keep across worlds. Subclass it with `save`, `restore` and `sync`, as with Horovod.
+    """Base of users' own states, which return to their last commit when a collective fails.
 
-    Such a state returns to its last commit when a collective fails.
+    Subclass it with `save`, `restore` and `sync`, as with Horovod.
 
     Args:
         bcast_object: Broadcasts an object from rank 0; default: this package's.
@@ -48,12 +47,10 @@ class State:
     _frontend: CollectiveFrontend = frontend
 
     def __init__(
-        self,
-        bcast_object: Callable[..., Any] | None = None,
-        get_rank: Callable[[], int] | None = None,
+        self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None
     ) -> None:
         self._bcast_object = bcast_object or self._broadcast
-        self._rank = get_rank or self._frontend_rank
+        self._rank = get_rank or (lambda: self._frontend.rank())
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._counter = StepCounter(lambda version: self._frontend.report_version(version))
         self._root = 0
@@ -63,13 +60,10 @@ class State:
     # --- called by users ------------------------------------------------------------------------
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Register functions to call each time the world has changed, before the state is synchronised.
+        """Register functions without arguments to call each time the world has changed, before `sync`.
 
-        A newcomer may not call them, and no member waits for another: their collectives return each member's own
-        values, and the steps that they train are not counted.
-
-        Args:
-            callbacks: Functions without arguments.
+        A newcomer may not call them, and no member waits for another: collectives in them return the member's own
+        values, and steps that they train are not counted.
         """
         self._reset_callbacks.extend(callbacks)
 
@@ -92,21 +86,17 @@ class State:
         self.leave_if_updated()
 
     def commit_here(self) -> None:
-        """Commit without a check for updated hosts; `leave_if_updated` makes it later."""
-        if not self._counter.alone:
+        """Commit without the check for updated hosts, which `leave_if_updated` makes; not in the middle of a step."""
+        if self._may_mark():
             self._commit()
 
     def resume_here(self) -> None:
-        """Have training resume here, and not at the last commit, if a collective fails before the next step."""
-        if not self._counter.alone:
+        """Make this the point from which training resumes if a collective fails before the next step."""
+        if self._may_mark():
             self._counter.mark()
 
     def leave_if_updated(self) -> None:
-        """Leave the loop if the world is about to change.
-
-        Raises:
-            HostsUpdatedInterrupt: The world is about to change; on every member at the same call.
-        """
+        """Raise HostsUpdatedInterrupt, on every member at the same call, if the world is about to change."""
         if self._frontend.agree_on_update():
             raise HostsUpdatedInterrupt()
 
@@ -117,7 +107,7 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: Any, update_res: Any) -> None:
-        """Do nothing: it is part of Horovod's interface, and updates arrive in another way here."""
+        """Do nothing; part of Horovod's contract, and this package announces updated hosts in another way."""
 
     # --- defined by subclasses ------------------------------------------------------------------
 
@@ -130,11 +120,15 @@ class State:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Make every member's state that of one of them."""
+        """Make the state of all members equal to that of one member."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt what depends on rank or size; nothing by default."""
+        """Adapt whatever depends on the rank or the size; does nothing by default."""
+
+    def _may_mark(self) -> bool:
+        """Return True if this can be a commit or a resume point; the steps of reset callbacks are not counted."""
+        return not self._counter.alone
 
     def _commit(self) -> None:
         self._counter.advance()
@@ -145,23 +139,27 @@ class State:
 
     @property
     def progress(self) -> int | None:
-        """Optimizer steps in this state (commits, without an optimizer); None before it was first synchronised."""
+        """Optimizer steps so far (commits, if there is no optimizer); None before the first synchronisation."""
         version = self.version
         return None if version is None else version.steps
 
     @property
     def version(self) -> StateVersion | None:
-        """How far this state is, as the members compare them; None before it was first synchronised."""
+        """The version by which members find the most advanced state; None before the first synchronisation."""
         return self._counter.version
 
     def _before_joining(self) -> None:
-        """Do what would take long in the first step of a newcomer, for which the others would wait.
+        """Do in advance what takes long in a newcomer's first step, such as tracing: other members would wait for it.
 
-        Changes of the state are overwritten when it is synchronised.
+        Whatever this changes in the state is overwritten by the synchronisation that follows. Does nothing by default.
         """
 
     def _reset_alone(self) -> None:
-        """Call `on_reset`. Its steps count for nothing, and the sync afterwards makes all members' states equal."""
+        """Call `on_reset` without the other members.
+
+        Collectives in it return this member's own values, and steps that it trains are not counted: the sync that
+        follows makes the states of all members equal.
+        """
         self._counter.alone = True
         try:
             with self._frontend.alone():
@@ -170,12 +168,12 @@ class State:
             self._counter.alone = False
 
     def _sync_from(self, root: int, version: StateVersion | None) -> None:
-        """Take over the state of `root`, and make it the one that `restore` returns to: `sync` need not save."""
+        """Take over the state of the member `root` and save it, because a user's `sync` may not save."""
         self._take_over_from(root, version)
         self.save()
 
     def _refresh_from(self, root: int, version: StateVersion | None) -> None:
-        """Make sure that all members hold the same state; all have reported this version."""
+        """Make the states of all members equal, after all have reported the version `version`."""
         self._sync_from(root, version)
 
     def _take_over_from(self, root: int, version: StateVersion | None) -> None:
@@ -189,43 +187,53 @@ class State:
         finally:
             self._root = 0
             self._entering = False
-        if version is None or version.loop < self._loop:  # a version of the loop before: this loop begins
+        if version is None or version.loop < self._loop:  # the version is of the loop before, and this one begins
             version = StateVersion(self._loop)
         self._counter.set(version)
         self._counter.saved_version = version
 
     def _sync_failed(self) -> None:
-        """Return to the copy: a state that overwrites itself piece by piece is unusable when a sync breaks off."""
+        """Restore the saved state: a `sync` that failed half-way may have overwritten some of the values."""
         self.restore()
 
     def _function_begins(self) -> None:
-        """Prepare for a call of the loop's function: the state is that of all members."""
+        """Prepare for a call of the function; all members hold the same state now."""
 
     def _recover(self, error: HorovodInternalError) -> None:
-        """Bring the state to a point that training can resume from, after a collective has failed in the loop."""
+        """Return the state to a point from which training can resume, after a collective has failed in the loop."""
         self.restore()
         self._counter.version = self._counter.saved_version
 
     def _interrupted(self) -> None:
-        """Leave the function for the next world, at a resume point."""
+        """Prepare for the next world after `HostsUpdatedInterrupt` has ended the function, at a resume point."""
 
     def _loop_over(self) -> None:
-        """Tidy up: the loop has returned or raised."""
+        """Stop observing the loop, which has returned or raised."""
         self._counter.in_loop = False
 
     def _take_up(self, kept: Any) -> None:
-        """Become what `kept` was when it was last saved: the state of the same loop in an earlier call of the function.
+        """Take over the saved values of `kept`, the state of the same loop in an earlier call of the user's function.
 
-        A `sync` defined by the user is called on both states: that of `kept` broadcasts, and this one receives.
+        `sync`, which the user has defined, is called on both states: `kept.sync` broadcasts, and `self.sync` receives.
 
         Raises:
             StateNotMovableError: `sync` broadcasts without `bcast_object`.
         """
+        sent: list[Any] = []
+
+        def send(value: Any, *_: Any, **__: Any) -> Any:
+            sent.append(independent_copy(value))
+            return value
+
+        def receive(*_: Any, **__: Any) -> Any:
+            if not sent:
+                raise StateNotMovableError(kind=type(self).__qualname__)
+            return sent.pop(0)
+
         kept.restore()
-        broadcasts = _RecordedBroadcasts(type(self).__qualname__)
-        kept._bcast_object, own, self._bcast_object = broadcasts.send, self._bcast_object, broadcasts.receive
+        kept._bcast_object, own, self._bcast_object = send, self._bcast_object, receive
         kept.sync()
-        if not broadcasts.values:
+        if not sent:
             raise StateNotMovableError(kind=type(self).__qualname__)
         self.sync()
         self._bcast_object = own
@@ -235,18 +243,64 @@ class State:
     def _broadcast(self, value: Any, root_rank: int | None = None) -> Any:
         return self._frontend.broadcast_object(value, self._root if root_rank is None else root_rank)
 
-    def _frontend_rank(self) -> int:
-        return self._frontend.rank()
+
+class ObjectState(State):
+    """A state of plain, picklable Python values, each a keyword argument and then an attribute.
+
+    Args:
+        bcast_object: As for `State`.
+        get_rank: As for `State`.
+        kwargs: The values.
+    """
+
+    def __init__(
+        self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._plain = PlainAttributes(self, kwargs)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        self._plain.save()
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def save(self) -> None:
+        self._plain.save()
+        self._counter.saved_version = self._counter.version
+
+    def restore(self) -> None:
+        self._plain.restore()
+        if self._counter.saved_version is not None:
+            self._counter.set(self._counter.saved_version)
+
+    def sync(self) -> None:
+        if self._plain.names:
+            self._plain.assign(self._bcast_object(self._plain.copies()))
+            self._plain.save()
+        if not self._entering:
+            self._commit()
+
+    def _take_up(self, kept: Any) -> None:
+        kept.restore()
+        self._plain.take_up(kept._plain)
+        self._counter.version = kept._counter.version
+        self.save()
+
+    def _sync_failed(self) -> None:
+        """Do nothing: values are set only after all of them have arrived."""
 
 
 class ElasticState(State):
-    """Values of a framework and plain ones, each an attribute. Training resumes without a return to the commit.
+    """A state of models, optimizers and plain values, each an attribute. Most failures need no return to the commit.
 
     Args:
-        handler_for: Returns a handler that copies and synchronises a value; None for a plain Python value, which must
-            be picklable.
+        handler_for: A function that returns the handler which copies and synchronises a value, or None for a plain
+            Python value, which must be picklable.
         watch: The class of the framework's `LoopWatch`.
-        steps: The class of its `OptimizerSteps`, or another function that makes one.
+        steps: The class of its `OptimizerSteps`, or a function that creates one.
         values: The values by name.
     """
 
@@ -263,9 +317,9 @@ class ElasticState(State):
         self._steps = steps(self._handlers, self._counter, self._watch)
         self._resume_point = ResumePoint()
         self._known: Descriptions | None = None
-        """Descriptions of the tensors, while a state is taken over that is probably the same."""
+        """Descriptions of the tensors while a probably equal state is taken over; None otherwise."""
         self._root_unbuilt = False
-        """A model was not built at the root when the state was synchronised, so its variables could not be sent."""
+        """True if a model was not built at the root at the last synchronisation, so its variables were not sent."""
         for name in self._handlers.by_name:
             self._steps.attach(name)
         self._steps.before_sync()
@@ -289,32 +343,19 @@ class ElasticState(State):
 
     @property
     def version(self) -> StateVersion | None:
-        """How far this state is, as the members compare them; None before it was first synchronised."""
         self._steps.poll()
         return self._counter.version
 
     # --- called by users ------------------------------------------------------------------------
 
-    def commit_here(self) -> None:
-        """Commit without a check for updated hosts; `leave_if_updated` makes it later."""
-        if self._may_mark():
-            self._commit()
-
     def resume_here(self) -> None:
-        """Have training resume here, and not at the last commit, if a collective fails before the next step.
-
-        It does nothing in the middle of a step.
-        """
+        """Make this the point from which training resumes after a failure; does nothing in the middle of a step."""
         if self._may_mark():
             self._counter.mark()
             self._mark_resume_point()
 
     def leave_if_updated(self) -> None:
-        """Leave the loop if the world is about to change.
-
-        Raises:
-            HostsUpdatedInterrupt: The world is about to change; on every member at the same call.
-        """
+        """As for `State`; does nothing in the middle of a step."""
         if self._steps.may_leave():
             super().leave_if_updated()
 
@@ -331,7 +372,7 @@ class ElasticState(State):
         self._steps.values_replaced()
 
     def sync(self) -> None:
-        """Take over the state of the most advanced member, or of rank 0 when called in the loop, and commit it."""
+        """Take over the state of the most advanced member (when called in the loop: of rank 0), and commit it."""
         if not self._entering:
             self._steps.poll()
         self._steps.before_sync()
@@ -344,10 +385,9 @@ class ElasticState(State):
             self._commit()
 
     def sync_if_built_late(self) -> None:
-        """Take over the variables of a model that the root had not built when the state was synchronised.
+        """Take over the variables of a model that the root had not built yet when the state was synchronised.
 
-        Every member calls it after each batch. A model may be built as late as with its first step, which was then
-        each member's own.
+        Every member calls this after each batch; the first step has built the model.
         """
         if self._root_unbuilt:
             self._steps.poll()
@@ -368,7 +408,7 @@ class ElasticState(State):
         known = self._handlers.describe()
         if self._handlers.agree_that_equal(known):
             return
-        # without another copy of everything: the last commit is the same on every member, and as good as before
+        # no save: the last commit is the same on every member, and stays valid
         saved = self._counter.saved_version
         self._known = known
         try:
@@ -378,7 +418,7 @@ class ElasticState(State):
         self._counter.saved_version = saved
 
     def _sync_failed(self) -> None:
-        """Do nothing: values are set only after they have arrived."""
+        """Do nothing: values are set only after all of them have arrived."""
 
     def _function_begins(self) -> None:
         self._mark_resume_point(called=True)
@@ -410,7 +450,7 @@ class ElasticState(State):
     # --- resume points --------------------------------------------------------------------------
 
     def _may_mark(self) -> bool:
-        return not self._counter.alone and self._steps.may_mark()
+        return super()._may_mark() and self._steps.may_mark()
 
     def _commit(self) -> None:
         if self._counter.steps:  # optimizers count the steps, and a commit is a mark between two
@@ -421,10 +461,10 @@ class ElasticState(State):
         self._mark_resume_point(committed=True)
 
     def _mark_resume_point(self, committed: bool = False, called: bool = False) -> None:
-        """Note that the light and plain values belong to the tensors as they are now.
+        """Make this the resume point: copy the plain values and light parts that belong to the present tensors.
 
         Args:
-            committed: There is a copy of the tensors as well.
+            committed: `save` has just copied all values, so no copy is made here.
             called: The loop's function is about to be called.
         """
         self._steps.poll()
@@ -432,7 +472,7 @@ class ElasticState(State):
         self._resume_point = ResumePoint(committed, None if committed else self._handlers.light_values())
         self._counter.reset_steps()
         self._steps.resume_point(called)
-        if called or self._watch.log.awaits_step:  # what came before the first step is done, and stays
+        if called or self._watch.log.awaits_step:  # changes before this point, the first step still to come, are kept
             self._watch.begin()
 
     def _resume_after(self, error: HorovodInternalError) -> None:
@@ -457,22 +497,3 @@ class ElasticState(State):
         elif undone:
             self._watch.put_back(undone)
         self._steps.undo_step(choice)
-
-
-class _RecordedBroadcasts:
-    """The broadcasts of one state's `sync`, received by that of another state in this process."""
-
-    def __init__(self, kind: str) -> None:
-        self.values: list[Any] = []
-        self._kind = kind
-        self._received = 0
-
-    def send(self, value: Any, *_: Any, **__: Any) -> Any:
-        self.values.append(independent_copy(value))
-        return value
-
-    def receive(self, *_: Any, **__: Any) -> Any:
-        if self._received == len(self.values):
-            raise StateNotMovableError(kind=self._kind)
-        self._received += 1
-        return self.values[self._received - 1]

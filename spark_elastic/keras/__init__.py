@@ -16,10 +16,16 @@ from spark_elastic.collective.reduction import Compression
 from spark_elastic.collective.surface import *  # noqa: F403
 from spark_elastic.keras import callbacks, elastic
 from spark_elastic.keras.callbacks import BestModelCheckpoint
-from spark_elastic.keras.keras2_names import accept_keras2_names
-from spark_elastic.keras.operations import allgather, allreduce, broadcast, broadcast_global_variables, reducescatter
+from spark_elastic.keras.functions import (
+    accept_keras2_names,
+    allgather,
+    allreduce,
+    broadcast,
+    broadcast_global_variables,
+    load_model,
+    reducescatter,
+)
 from spark_elastic.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
-from spark_elastic.keras.saving import load_model
 from spark_elastic.keras.sync_batch_normalization import SyncBatchNormalization
 
 accept_keras2_names()

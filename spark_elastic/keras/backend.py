@@ -1,10 +1,20 @@
-"""Check that Keras runs on TensorFlow or torch, before Keras is imported; `BACKEND` is the name of its backend."""
+"""The backend of Keras in this process: check it before Keras is imported, then copy and send the values of variables.
+
+Each function here does its work at the lowest cost that the backend, TensorFlow or torch, allows.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from spark_elastic.errors import MissingExtraError, UsageError
 
@@ -46,3 +56,147 @@ def _unsupported(state: str) -> UsageError:
 
 BACKEND = _checked()
 """The backend of Keras in this process: "tensorflow" or "torch"."""
+
+
+Variable = Any
+"""A keras.Variable or tf.Variable."""
+Copy = Any
+"""A copy of a variable's value, as a tensor of the backend."""
+
+
+class Description(NamedTuple):
+    """Path, shape and type of a variable."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.shape} {self.dtype}"
+
+
+def describe(variable: Variable) -> Description:
+    path = getattr(variable, "path", None) or variable.name
+    dtype = getattr(variable.dtype, "name", variable.dtype)  # types are objects in TensorFlow, names in Keras
+    return Description(str(path), tuple(int(n) for n in variable.shape), str(dtype))
+
+
+def native(variable: Variable) -> Any:
+    """Return the backend's variable or parameter behind a Keras variable; another object is returned itself."""
+    value = getattr(variable, "value", variable)
+    return variable if callable(value) else value  # `value` is a method of tf.Variable
+
+
+def has_value(variable: Variable) -> bool:
+    """Return True if the variable is initialised; a variable created in a `tf.function` is not until that runs."""
+    if BACKEND == "torch":
+        return True
+    with outside_of_graphs():
+        return bool(native(variable).is_initialized())
+
+
+def outside_of_graphs() -> AbstractContextManager[Any]:
+    """Return a context in which operations run immediately, even while a `tf.function` is traced."""
+    if BACKEND == "torch":
+        return nullcontext()
+    import tensorflow as tf
+
+    context: AbstractContextManager[Any] = tf.init_scope()
+    return context
+
+
+def bytes_of(description: Description) -> int:
+    """Return the size in bytes of a variable's values."""
+    return int(np.prod(description.shape, dtype=np.int64)) * _numpy_type(description.dtype).itemsize
+
+
+def _numpy_type(name: str) -> np.dtype[Any]:
+    try:
+        return np.dtype(name)
+    except TypeError:  # bfloat16 and the 8-bit floats, which numpy does not have
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+
+
+def to_wire(variable: Variable) -> torch.Tensor:
+    """Return the bytes of a variable's values: uint8, shape (n,)."""
+    if BACKEND == "torch":
+        value = variable.value.detach().cpu().contiguous()
+        return value.reshape(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
+    array = np.ascontiguousarray(variable.numpy())
+    flat = array.reshape(-1).view(np.uint8)
+    return torch.from_numpy(flat if array.flags.writeable else flat.copy())
+
+
+def from_wire(variable: Variable, wire: torch.Tensor) -> None:
+    """Set a variable to the values whose bytes `to_wire` returned."""
+    description = describe(variable)
+    if BACKEND == "torch":
+        with torch.no_grad():
+            value = variable.value
+            if value.numel():
+                value.copy_(wire.view(value.dtype).view(value.shape))
+        return
+    array = wire.numpy().view(_numpy_type(description.dtype)).reshape(description.shape)
+    native(variable).assign(array)
+
+
+# --- copies within the process --------------------------------------------------------------------
+
+_MIN_FOR_GRAPH = 16
+"""Fewer variables are read one by one: a call of a graph costs more."""
+
+
+def copies_of(variables: Sequence[Variable]) -> list[Copy]:
+    """Return copies of the present values. TensorFlow copies the memory only when the variable is changed next."""
+    if BACKEND == "torch":
+        with torch.no_grad():
+            return [variable.value.detach().clone() for variable in variables]
+    return [native(variable).read_value() for variable in variables]
+
+
+def put_back(variables: Sequence[Variable], copies: Sequence[Copy]) -> None:
+    """Set the variables to the values of `copies`, which are not changed."""
+    if BACKEND == "torch":
+        if variables:
+            with torch.no_grad():
+                torch._foreach_copy_([variable.value.detach() for variable in variables], list(copies))
+        return
+    for variable, copy in zip(variables, copies, strict=True):
+        native(variable).assign(copy)
+
+
+def reader_of(variables: Sequence[Variable]) -> Callable[[], list[Copy]]:
+    """Return a function that returns `copies_of` the variables, with one call into TensorFlow for all of them."""
+    variables = list(variables)
+    if BACKEND == "torch" or len(variables) < _MIN_FOR_GRAPH:
+        return lambda: copies_of(variables)
+    import tensorflow as tf
+
+    # ReadVariableOp shares the variable's buffer; the next operation that changes the variable copies it first
+    graph = tf.function(lambda: [native(variable).read_value() for variable in variables], autograph=False)
+    return lambda: list(graph())
+
+
+def rows_of(data: Any) -> Any:
+    """Return the number of rows in the argument `data` of `train_step`; on TensorFlow, a float64 tensor."""
+    import keras
+
+    inputs = data[0] if isinstance(data, tuple) else data
+    first = next(part for part in keras.tree.flatten(inputs) if part is not None)
+    if BACKEND == "torch":
+        return float(first.shape[0])
+    import tensorflow as tf
+
+    return tf.cast(tf.shape(first)[0], tf.float64)
+
+
+# Keras numbers layers and optimizers in order of creation: "adam_3/dense_65_kernel_momentum" in one process or notebook
+# cell is "adam/dense_kernel_momentum" in another.
+_AUTOMATIC_NUMBER = re.compile(r"_\d+(?=[/_]|$)")
+
+
+def same_path(one: str, other: str) -> bool:
+    """Return True if two variables' paths are equal except for numbers that Keras added to names."""
+    return _AUTOMATIC_NUMBER.sub("", one) == _AUTOMATIC_NUMBER.sub("", other)

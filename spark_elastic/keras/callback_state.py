@@ -1,4 +1,4 @@
-"""State of Keras callbacks that is kept when `fit` is called again: plain attributes, and where an epoch resumes.
+"""State of Keras callbacks that is kept when `fit` is called again: plain attributes, and the point where it resumes.
 
 Other attributes of a callback (its model, files, functions) belong to one process and are not kept.
 """
@@ -21,7 +21,7 @@ sign Keras flips in each process when it first looks up whether the monitored me
 
 
 class NotPlain(Exception):
-    """A value is neither plain nor an array, and is not kept."""
+    """A value that is neither plain nor an array was to be copied."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +89,8 @@ def plain_values(callback: Any, longest: int | None = None, instead: Any = None)
 
     Args:
         callback: the callback.
-        longest: collections and arrays with more items are not copied; None: no limit.
-        instead: the value returned in place of those.
+        longest: the largest number of items of a collection or array that is copied; None: no limit.
+        instead: the value returned in place of a longer one.
     """
     values = {}
     for name, value in vars(callback).items():
@@ -112,19 +112,6 @@ def put_values(callback: Any, values: Mapping[str, Any]) -> None:
         vars(callback)[name] = copy.deepcopy(value)
 
 
-def same_value(one: Any, other: Any) -> bool:
-    """Return True if two plain values are certainly equal; arrays are not compared and never are."""
-    if type(one) in _ATOMS:
-        return type(one) is type(other) and (one == other or (one != one and other != other))
-    if type(one) is not type(other) or isinstance(one, np.ndarray) or len(one) != len(other):
-        return False
-    if isinstance(one, dict):
-        return all(key in other and same_value(value, other[key]) for key, value in one.items())
-    if isinstance(one, set):
-        return bool(one == other)
-    return all(map(same_value, one, other))
-
-
 def _items(value: Any) -> int:
     if isinstance(value, np.ndarray):
         return int(value.size)
@@ -132,11 +119,7 @@ def _items(value: Any) -> int:
 
 
 def _copied(value: Any) -> Any:
-    """Copy a plain value.
-
-    Raises:
-        NotPlain: it is another value.
-    """
+    """Return a copy of a plain value or an array; raise NotPlain for any other value."""
     if type(value) in _ATOMS:
         return value
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
@@ -156,7 +139,7 @@ _RESUME_POINT = "_spark_elastic_resume_point"
 
 
 class FitResumePoint(NamedTuple):
-    """Epochs and batches that earlier calls of `fit` have trained; Keras counts from 0 in each call.
+    """The epochs and batches that earlier calls of `fit` have trained; Keras counts from 0 in each call.
 
     Attributes:
         epochs: completed epochs that Keras does not count.
@@ -168,7 +151,7 @@ class FitResumePoint(NamedTuple):
 
 
 def set_resume_point(model: Any, point: FitResumePoint) -> None:
-    """Record on a model where its present call of `fit` has resumed, for callbacks; valid until the next epoch."""
+    """Record on a model, for its callbacks, where the present call of `fit` has resumed; valid until the next epoch."""
     object.__setattr__(model, _RESUME_POINT, point)  # Keras' own __setattr__ would track it as part of the model
 
 

@@ -37,11 +37,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         local_variables: Any = None,
     ) -> None:
         super().__init__()
-        self._local: set[int] = set()
         several = isinstance(local_variables, (list, tuple, set))
-        for variable in local_variables if several else [local_variables]:
-            if variable is not None:
-                self.register_local_var(variable)
+        local = local_variables if several else [local_variables]
+        self._local = {id(variable) for variable in local if variable is not None}
         self.root_rank = root_rank
         self._process_set = process_set
         self.broadcast_done = False
@@ -58,7 +56,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._broadcast()  # a model may be built by its first batch
 
     def _broadcast(self) -> None:
-        from spark_elastic.keras.elastic.handlers import ListHandler, ModelHandler, OptimizerHandler
+        from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler, list_handler
 
         if self.broadcast_done:
             return
@@ -67,7 +65,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             return
         model = self.model
         shared = [variable for variable in model.variables if id(variable) not in self._local]
-        handlers: dict[str, Any] = {"model": ListHandler(shared) if self._local else ModelHandler(model)}
+        handlers: dict[str, Any] = {"model": list_handler(shared) if self._local else ModelHandler(model)}
         if getattr(model, "optimizer", None) is not None:
             handlers["optimizer"] = OptimizerHandler(model.optimizer, lambda: {"model": model})
         take_over(handlers, self.root_rank, process_set=self._process_set)
@@ -226,12 +224,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
     """A ModelCheckpoint of the best model; only rank 0 writes it, and all members keep track of the best value.
 
-    Args:
-        monitor: as for `keras.callbacks.ModelCheckpoint`.
-        verbose: as for `keras.callbacks.ModelCheckpoint`.
-        mode: as for `keras.callbacks.ModelCheckpoint`.
-        save_freq: as for `keras.callbacks.ModelCheckpoint`.
-        filepath: the file of the model.
+    Its arguments are those of `keras.callbacks.ModelCheckpoint`.
     """
 
     def __init__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -12,24 +11,24 @@ import keras
 
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import Average, Compression, ReduceOp
+from spark_elastic.elastic.call_stack import calling_object, is_called_by
 from spark_elastic.errors import UsageError
-from spark_elastic.keras.backend import BACKEND
-from spark_elastic.keras.variables import has_value, native, outside_of_graphs
+from spark_elastic.keras.backend import BACKEND, has_value, native, outside_of_graphs
 
-_MAX_FRAMES = 12
-"""Frames to search upwards from an attribute's setter: Keras and TensorFlow put their tracking in between."""
+_ABOVE = 14
+"""Calls to look at above the access to an attribute: Keras and TensorFlow put their tracking in between."""
 
 
 class ReducingOptimizer:
-    """The first base class of a distributed optimizer; the second is the plain optimizer's class."""
+    """The methods that `DistributedOptimizer` adds to an optimizer's class, as the first base class of the result."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The plain optimizer's class, so that Keras saves that name and loads the file without this package."""
+        """The plain optimizer's class, whose name Keras saves, so that the file can be loaded without this package."""
         return type(self).__mro__[2]
 
     _wrap: Callable[[Any], Any]
-    """Makes a plain optimizer distributed, with the same arguments."""
+    """A function that makes a plain optimizer distributed, with the same arguments."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **more: Any) -> Any:
@@ -48,7 +47,7 @@ class ReducingOptimizer:
         return 1 if self._steps is None else int(self._steps.passes)
 
     def steps_applied(self) -> Any:
-        """Return the steps reduced in this process, including skipped ones of a `LossScaleOptimizer`.
+        """Return the number of steps whose gradients were reduced here, also those that loss scaling skipped.
 
         Inside a `tf.function` it is a tensor.
         """
@@ -129,33 +128,25 @@ class ReducingOptimizer:
     @property
     def loss_scale_factor(self) -> Any:
         # TensorFlow's tracking reads the old value first, and does not call the setter for an equal one
-        if sys._getframe(1).f_code.co_name == "__setattr__":
-            self._yield_to_loss_scaling(sys._getframe(2))
+        if is_called_by("__setattr__"):
+            self._yield_to_loss_scaling()
         return self.__dict__.get("loss_scale_factor")
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: Any) -> None:
         self.__dict__["loss_scale_factor"] = value
-        self._yield_to_loss_scaling(sys._getframe(1))
+        self._yield_to_loss_scaling()
 
-    def _yield_to_loss_scaling(self, caller: Any) -> None:
-        around = _loss_scaling_around(self, caller) if self._steps is not None else None
-        if around is not None:
+    def _yield_to_loss_scaling(self) -> None:
+        """Move the reduction to the `LossScaleOptimizer` around this one, if its `__init__` is running now."""
+        if self._steps is None:
+            return
+        kind = keras.optimizers.LossScaleOptimizer
+        around = calling_object(lambda caller: isinstance(caller, kind), within=_ABOVE, method="__init__")
+        if around is not None and around.inner_optimizer is self:
             if not isinstance(around, ReducingOptimizer):
                 _become_distributed(around, self._steps)
             self.__dict__["_distributed_steps"] = None
-
-
-def _loss_scaling_around(inner: Any, caller: Any) -> Any:
-    """Return the `LossScaleOptimizer` whose `__init__` sets an attribute of `inner` now; None if there is none."""
-    for _ in range(_MAX_FRAMES):
-        if caller is None:
-            return None
-        owner = caller.f_locals.get("self")
-        if caller.f_code.co_name == "__init__" and isinstance(owner, keras.optimizers.LossScaleOptimizer):
-            return owner if owner.inner_optimizer is inner else None
-        caller = caller.f_back
-    return None
 
 
 def _distributed_class(kind: type, wrap: Callable[[Any], Any]) -> type:
@@ -206,9 +197,9 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Return the optimizer, made to step with the gradients of all members; for `compile` or a custom loop.
+    """Return an optimizer that steps with the gradients of all members, for `compile` or a custom loop.
 
-    The result is an instance of a subclass of the optimizer's class and shares its variables. It is saved as the plain
+    It is an instance of a subclass of the given optimizer's class and shares its variables. It is saved as the plain
     optimizer, and `load_model` makes it distributed again. Clipping, loss scaling, weight decay, averages of the
     weights and `gradient_accumulation_steps` work on the reduced gradients.
 
@@ -237,28 +228,28 @@ def DistributedOptimizer(
         raise UsageError("the optimizer is already a DistributedOptimizer; wrap the plain optimizer, once")
     if backward_passes_per_step < 1:
         raise UsageError(f"backward_passes_per_step must be at least 1, not {backward_passes_per_step}")
+    reduction: dict[str, Any] = {
+        "op": op,
+        "compression": compression,
+        "predivide": gradient_predivide_factor,
+        "process_set": process_set,
+    }
     if BACKEND == "tensorflow":
         from spark_elastic.keras.tensorflow_backend import TensorFlowSteps
         from spark_elastic.tensorflow.gradients import GradientReducer
+        from spark_elastic.tensorflow.operations import size_op
 
-        reducer: Any = GradientReducer(
-            op=op,
-            compression=compression,
-            predivide=gradient_predivide_factor,
-            sparse_as_dense=sparse_as_dense,
-            process_set=process_set,
-        )
+        reducer: Any = GradientReducer(**reduction, sparse_as_dense=sparse_as_dense)
         steps: Any = TensorFlowSteps(reducer, backward_passes_per_step, average_aggregated_gradients)
+        size: Callable[[], Any] = partial(size_op, process_set)
     else:
         from spark_elastic.collective.fused import FusedReduction
         from spark_elastic.keras.torch_backend import TorchSteps
 
-        fused = FusedReduction(
-            op=op, compression=compression, predivide=gradient_predivide_factor, process_set=process_set
-        )
-        steps = TorchSteps(fused, backward_passes_per_step, average_aggregated_gradients)
+        steps = TorchSteps(FusedReduction(**reduction), backward_passes_per_step, average_aggregated_gradients)
+        size = process_set.size
     if scale_local_gradients:
-        steps.divide_local = _size_of(process_set)
+        steps.divide_local = size
     wrap = partial(
         DistributedOptimizer,
         compression=compression,
@@ -281,14 +272,6 @@ def DistributedOptimizer(
     return instance
 
 
-def _size_of(process_set: ProcessSet) -> Callable[[], Any]:
-    if BACKEND != "tensorflow":
-        return process_set.size
-    from spark_elastic.tensorflow.operations import size_op
-
-    return lambda: size_op(process_set)
-
-
 def PartialDistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
@@ -307,23 +290,9 @@ def PartialDistributedOptimizer(
 ) -> Any:
     """Return a `DistributedOptimizer` that does not reduce the gradients of some layers.
 
-    Each worker trains these layers by itself. Do not use it with a `KerasState`, which keeps one model for all workers.
-
-    Args:
-        optimizer: as for `DistributedOptimizer`.
-        name: as for `DistributedOptimizer`.
-        device_dense: has no effect; for compatibility with Horovod.
-        device_sparse: has no effect.
-        compression: as for `DistributedOptimizer`.
-        sparse_as_dense: as for `DistributedOptimizer`.
-        gradient_predivide_factor: as for `DistributedOptimizer`.
-        op: as for `DistributedOptimizer`.
-        backward_passes_per_step: as for `DistributedOptimizer`.
-        average_aggregated_gradients: as for `DistributedOptimizer`.
-        groups: has no effect.
-        process_set: as for `DistributedOptimizer`.
-        local_layers: the layer or layers whose gradients are not reduced.
-        scale_local_gradients: divide their gradients by the size.
+    Each worker trains `local_layers`, one layer or several, by itself. With `scale_local_gradients` their gradients are
+    divided by the size. The other arguments are those of `DistributedOptimizer`. Do not use it with a `KerasState`,
+    which keeps one model for all workers.
 
     Raises:
         UsageError: the arguments contradict each other, or a local layer is not a Keras layer.

@@ -1,4 +1,4 @@
-"""Reductions of Keras on TensorFlow, eagerly or inside a `tf.function`: an optimizer's steps, and batch statistics."""
+"""Reductions of Keras on TensorFlow, eagerly or inside a `tf.function`: gradients of a step, and batch statistics."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from spark_elastic.collective.fused import excluded, sum_rows
 from spark_elastic.collective.process_sets import ProcessSet
 from spark_elastic.errors import UsageError
 from spark_elastic.tensorflow.gradients import Gradient, GradientReducer
-from spark_elastic.tensorflow.host import call_host
-from spark_elastic.tensorflow.tensors import Array, torch_of
+from spark_elastic.tensorflow.host import Array, call_host, call_with_gradient, torch_of
 
 Update = Callable[[list[Gradient]], None]
 
@@ -24,20 +23,18 @@ class TensorFlowSteps:
 
     Args:
         reducer: averages or sums gradients over the members.
-        passes: calls whose gradients are accumulated here before they are reduced.
+        passes: the number of calls whose gradients are accumulated here before they are reduced.
         average: divide the accumulated gradients by `passes`.
-
-    Attributes:
-        weight: weight of this member's gradients among the members', while a step is traced or run; None: all equal.
-        before_update: called after the gradients were reduced and the step counted, before the update.
-        divide_local: returns the divisor of the gradients of local variables; None: they are applied undivided.
     """
 
     def __init__(self, reducer: GradientReducer, passes: int, average: bool) -> None:
         self.passes = passes
         self.weight: Any = None
+        """The weight of this member's gradients, while a step is traced or run; None: all members weigh the same."""
         self.before_update: Callable[[], None] | None = None
+        """A function to call before each update, when the gradients were reduced and the step counted."""
         self.divide_local: Callable[[], Any] | None = None
+        """A function that returns the divisor of the gradients of local variables; None: 1."""
         self._reducer = reducer
         self._average = average
         self._applied = tf.Variable(0, dtype=tf.int64, trainable=False, name="steps_applied")
@@ -75,8 +72,8 @@ class TensorFlowSteps:
 
     def applies(self, update: Update, grads: Sequence[Gradient]) -> None:
         """Count a step and apply gradients that `reduced` returned."""
-        # The counter of steps does not depend on the gradients by itself: without the control dependency it would be
-        # incremented in parallel to a reduction that fails.
+        # The counter does not depend on the gradients: without the control dependency a graph would increment it while
+        # the reduction runs, also if that fails.
         with tf.control_dependencies([_dense_part(grad) for grad in grads if grad is not None]):
             self._applied.assign_add(1, read_value=False)
             if self.before_update is not None:
@@ -90,8 +87,8 @@ class TensorFlowSteps:
 
         Args:
             grads: the gradients of this call.
-            numbers: index of each gradient's variable in the variables given to `build`.
-            update: applies reduced gradients.
+            numbers: for each gradient, the index of its variable in the argument of `build`.
+            update: a function that applies reduced gradients.
             local: indices of the gradients that are not reduced.
         """
         _refuse_xla()
@@ -136,7 +133,7 @@ class TensorFlowSteps:
         """Reduce gradients that were already multiplied by `weight`, multiply them by `factor` and apply them."""
         scalars = None if weight is None else tf.stack([tf.cast(weight, tf.float64), tf.constant(1.0, tf.float64)])
         reduced, scalars = self._reducer(_without(grads, local), scalars)
-        if scalars is not None:  # makes the average (or sum) of weighted gradients the weighted average (or sum)
+        if scalars is not None:  # divided by the sum of weights, times the size: the weighted average (or sum)
             reduced = [_scaled(grad, scalars[1] / scalars[0]) for grad in reduced]
         reduced = self._with_local(reduced, grads, local)
         self.applies(update, [_scaled(grad, factor) for grad in reduced])
@@ -194,14 +191,10 @@ def sum_over_members(numbers: Any, process_set: ProcessSet) -> Any:
         sums = _sums(array, process_set)
         return [np.zeros_like(sums) if excluded() else sums]
 
-    @tf.custom_gradient
-    def reduced(sent: Any) -> tuple[Any, Callable[..., Any]]:
-        def gradient(upstream: Any) -> Any:
-            return call_host(backward, [upstream], [upstream.dtype], [upstream.shape])[0]
+    def gradient(upstream: Any) -> Any:
+        return call_host(backward, [upstream], [upstream.dtype], [upstream.shape])[0]
 
-        return call_host(forward, [sent], [sent.dtype], [sent.shape])[0], gradient
-
-    return reduced(numbers)
+    return call_with_gradient(forward, numbers, numbers.shape, gradient)
 
 
 def _sums(array: Array, process_set: ProcessSet) -> Array:

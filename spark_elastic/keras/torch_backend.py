@@ -16,18 +16,7 @@ Update = Callable[[list[Any]], None]
 
 
 class TorchSteps:
-    """The steps of one optimizer: accumulates gradients, reduces them over the members and applies them.
-
-    Args:
-        reducer: averages or sums gradients over the members.
-        passes: calls whose gradients are accumulated here before they are reduced.
-        average: divide the accumulated gradients by `passes`.
-
-    Attributes:
-        weight: weight of this member's gradients among the members', during a step; None: all equal.
-        before_update: called after the gradients were reduced and the step counted, before the update.
-        divide_local: returns the divisor of the gradients of local variables; None: they are applied undivided.
-    """
+    """The steps of one optimizer, like `tensorflow_backend.TensorFlowSteps`, which documents arguments and methods."""
 
     def __init__(self, reducer: FusedReduction, passes: int, average: bool) -> None:
         self.passes = passes
@@ -42,28 +31,23 @@ class TorchSteps:
         self._sums: dict[int, torch.Tensor] = {}
 
     def applied(self) -> int:
-        """Return the number of steps reduced here that were applied, or that all members skipped."""
         return self._applied
 
     def build(self, variables: Sequence[Any]) -> None:
         """Do nothing: accumulators are created when they are needed."""
 
     def at_boundary(self) -> bool:
-        """Return True if the next call begins a step."""
         return self._added == 0
 
     def drop(self) -> None:
-        """Discard the gradients accumulated for an unfinished step."""
         self._added, self._weights = 0, 0.0
         self._sums.clear()
 
     @torch.no_grad()
     def reduced(self, grads: Sequence[Gradient], local: Sequence[int] = ()) -> list[Gradient]:
-        """Reduce gradients without applying them or counting a step."""
         return self._reduce([None if g is None else g.detach() for g in grads], None, local)
 
     def applies(self, update: Update, grads: Sequence[Gradient]) -> None:
-        """Count a step and apply gradients that `reduced` returned."""
         self._applied += 1
         if self.before_update is not None:
             self.before_update()
@@ -73,14 +57,6 @@ class TorchSteps:
     def step(
         self, grads: Sequence[Gradient], numbers: Sequence[int], update: Update, local: Sequence[int] = ()
     ) -> None:
-        """Accumulate the gradients of this call; after the last call of a step, reduce and apply them.
-
-        Args:
-            grads: the gradients of this call.
-            numbers: index of each gradient's variable among those of the optimizer.
-            update: applies reduced gradients.
-            local: indices of the gradients that are not reduced.
-        """
         weight = None if self.weight is None else float(self.weight)
         factors = [1.0 if weight is None or at in local else weight for at in range(len(grads))]
         weighted = [None if g is None else g.detach() * factor for g, factor in zip(grads, factors, strict=True)]
@@ -111,7 +87,7 @@ class TorchSteps:
         received = self._reducer(sent, scalars)
         out: list[Gradient] = [None] * len(grads)
         for at, tensor in zip(shared, received, strict=True):
-            if scalars is not None:  # makes the average (or sum) of weighted gradients the weighted average (or sum)
+            if scalars is not None:  # divided by the sum of weights, times the size: the weighted average (or sum)
                 tensor = tensor * float(scalars[1] / scalars[0])
             out[at] = tensor.to(grads[at].device)  # type: ignore[union-attr]
         divisor = 1 if self.divide_local is None or not local else self.divide_local()
@@ -125,15 +101,7 @@ class TorchSteps:
 
 
 def sum_over_members(numbers: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
-    """Sum float64 numbers over the members, within a forward pass; the gradients are summed in the backward pass.
-
-    Args:
-        numbers: float64, shape (n,).
-        process_set: the members.
-
-    Raises:
-        HorovodInternalError: a peer is gone.
-    """
+    """As `tensorflow_backend.sum_over_members`."""
     if numbers.device.type == "meta":  # Keras infers a shape
         return numbers
     return _SumOverMembers.apply(numbers, process_set)

@@ -1,7 +1,7 @@
 """Data-parallel TensorFlow with Horovod's names: ``import spark_elastic.tensorflow as hvd``.
 
-Start reading at `tape` (gradients are reduced), `operations` (collectives on tensors) and `host` (how a graph calls
-Python of this process).
+Start reading at `gradients` (reductions of a step's gradients), `operations` (collectives on tensors) and `host` (how a
+graph calls Python of this process).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from spark_elastic.collective import surface
+from spark_elastic.collective.reduction import Compression
 from spark_elastic.collective.surface import *  # noqa: F403
 from spark_elastic.errors import MissingExtraError
 
@@ -18,10 +19,8 @@ except ImportError as error:
     raise MissingExtraError(what="spark_elastic.tensorflow", package="tensorflow", extra="tensorflow") from error
 
 from spark_elastic.tensorflow import operations
-from spark_elastic.tensorflow.compression import Compression
-from spark_elastic.tensorflow.functions import broadcast_, broadcast_global_variables, broadcast_variables
+from spark_elastic.tensorflow.gradients import DistributedGradientTape, PartialDistributedGradientTape
 from spark_elastic.tensorflow.operations import *  # noqa: F403
-from spark_elastic.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 # Names from packages that import this one; importing them here would be circular, so they are imported on first use.
 _LAZY = {
@@ -49,9 +48,6 @@ __all__ = [
     "DistributedOptimizer",  # noqa: F405
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",  # noqa: F405
-    "broadcast_",
-    "broadcast_global_variables",
-    "broadcast_variables",
     "elastic",  # noqa: F405
     "keras",  # noqa: F405
 ]

@@ -1,8 +1,8 @@
-"""Reduce the gradients of a step, eagerly or inside a `tf.function`, with one call of Python from the graph."""
+"""Reduce the gradients of a step, eagerly or inside a `tf.function`, and `DistributedGradientTape`, which does so."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,11 +11,19 @@ import torch
 from spark_elastic.collective import operations
 from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, ReduceOp
+from spark_elastic.collective.reduction import Average, Compression, Compressor, ReduceOp
 from spark_elastic.errors import HorovodInternalError
-from spark_elastic.tensorflow.compression import Compression, Compressor, graph_compressor, host_compressor
-from spark_elastic.tensorflow.host import call_host
-from spark_elastic.tensorflow.tensors import ALIGN_BYTES, Array, array_from, torch_of
+from spark_elastic.tensorflow.host import (
+    ALIGN_BYTES,
+    Array,
+    array_from,
+    call_host,
+    graph_compressor,
+    host_compressor,
+    native,
+    torch_of,
+)
+from spark_elastic.tensorflow.operations import size_op
 
 Gradient = Any
 """A tf.Tensor or tf.IndexedSlices; None for a variable without a gradient."""
@@ -26,12 +34,7 @@ class GradientReducer:
 
     The world is looked up when the step runs, so a graph is traced once and stays valid when the world changes.
 
-    Args:
-        op: Average or Sum.
-        compression: the compressor of the sent gradients.
-        predivide: divisor of gradients before the sum; sums are divided by size / predivide. Needs Average.
-        sparse_as_dense: reduce IndexedSlices as dense tensors instead of gathering them.
-        process_set: the processes to reduce over.
+    The arguments are those of `DistributedGradientTape`; `predivide` is its `gradient_predivide_factor`.
 
     Raises:
         UsageError: the arguments contradict each other.
@@ -74,7 +77,7 @@ class GradientReducer:
 
         Raises:
             HorovodInternalError: a peer is gone; nothing was changed. Inside a tf.function, TensorFlow raises an error
-                of its own class instead, see `host.translated`.
+                of its own class instead, see `host.lost_peers_translated`.
         """
         if self._sparse_as_dense:
             grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
@@ -96,7 +99,7 @@ class GradientReducer:
             try:
                 return self._on_host(arrays, len(dense), len(sparse))
             except HorovodInternalError as error:
-                error.in_reduction = True  # in the gathering of sparse ones, too
+                error.in_reduction = True  # also if sparse gradients were being gathered
                 raise
 
         returned = call_host(on_host, inputs, [tensor.dtype for tensor in inputs], shapes)
@@ -130,3 +133,150 @@ class GradientReducer:
             values = torch.div(values, self._process_set.size(), rounding_mode="trunc" if is_integer else None)
         each = [operations.allgather_async(part, process_set=self._process_set) for part in (values, indices)]
         return [array_from(handle.wait()) for handle in each]
+
+
+class _ReducingTape:
+    """A gradient tape whose `gradient` returns reduced gradients; everything else is passed to the plain tape."""
+
+    def __init__(
+        self, tape: tf.GradientTape, reducer: GradientReducer, scale_local: bool, process_set: ProcessSet
+    ) -> None:
+        self._tape = tape
+        self._reducer = reducer
+        self._scale_local = scale_local
+        self._process_set = process_set
+        self._local: set[Any] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+    def __enter__(self) -> _ReducingTape:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tape.__exit__(*error)
+
+    def register_local_source(self, source: Any) -> None:
+        """Exclude the gradient with respect to a variable from the reduction."""
+        self._local.add(_key(source))
+
+    def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
+        """Return the gradients of `tf.GradientTape.gradient`, reduced over the members.
+
+        Raises:
+            HorovodInternalError: a peer is gone. Inside a tf.function, TensorFlow raises an error of its own class
+                instead.
+        """
+        nested = self._tape.gradient(target, sources, output_gradients, **kwargs)
+        flat = tf.nest.flatten(nested, expand_composites=False)
+        wanted = tf.nest.flatten(sources)
+        shared = [at for at, source in enumerate(wanted) if _key(source) not in self._local]
+        reduced, _ = self._reducer([flat[at] for at in shared])
+        for at, grad in zip(shared, reduced, strict=True):
+            flat[at] = grad
+        if self._scale_local and len(shared) < len(flat):
+            size = size_op(self._process_set)
+            for at in set(range(len(flat))) - set(shared):
+                flat[at] = _divided(flat[at], size)
+        return tf.nest.pack_sequence_as(nested, flat, expand_composites=False)
+
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return two lists of (source, gradient) pairs: those of local sources, and those of the others, reduced."""
+        wanted = tf.nest.flatten(sources)
+        pairs = list(zip(wanted, self.gradient(target, wanted, output_gradients, **kwargs), strict=True))
+        local = [pair for pair in pairs if _key(pair[0]) in self._local]
+        return local, [pair for pair in pairs if _key(pair[0]) not in self._local]
+
+
+def _divided(grad: Any, size: tf.Tensor) -> Any:
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(_divided(grad.values, size), grad.indices, grad.dense_shape)
+    return None if grad is None else grad / tf.cast(size, grad.dtype)
+
+
+def _key(source: Any) -> Any:
+    """Return a hashable key that is equal for a Keras variable and its tf.Variable."""
+    own = native(source)
+    return own.ref() if hasattr(own, "ref") else id(own)
+
+
+def DistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+    local_sources: Iterable[Any] = (),
+) -> Any:
+    """Return a tape whose `gradient` averages the gradients over all members, in one message.
+
+    Args:
+        gradtape: a tape, before or after use; `with hvd.DistributedGradientTape(tf.GradientTape()) as t` works too.
+        device_dense: has no effect; for compatibility with Horovod.
+        device_sparse: has no effect.
+        compression: the compressor of the sent gradients.
+        sparse_as_dense: reduce IndexedSlices as dense tensors instead of gathering them.
+        op: Average or Sum.
+        gradient_predivide_factor: divisor of gradients before the sum; sums are divided by size / factor.
+        num_groups: has no effect: there is one message per step.
+        groups: has no effect.
+        process_set: the processes to reduce over.
+        scale_local_gradients: divide the gradients of `local_sources` by the size.
+        local_sources: variables whose gradients are not reduced.
+
+    Raises:
+        UsageError: the arguments contradict each other.
+    """
+    reducer = GradientReducer(
+        op=op,
+        compression=compression,
+        predivide=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+    )
+    tape = _ReducingTape(gradtape, reducer, scale_local_gradients, process_set)
+    for source in local_sources:
+        tape.register_local_source(source)
+    return tape
+
+
+def PartialDistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Return a `DistributedGradientTape` that does not reduce the gradients of some layers.
+
+    Each worker trains the variables of `local_layers`, one layer or several, by itself. With `scale_local_gradients`
+    their gradients are divided by the size. The other arguments are those of `DistributedGradientTape`.
+    """
+    layers = local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]
+    local = [variable for layer in layers if layer is not None for variable in layer.trainable_weights]
+    return DistributedGradientTape(
+        gradtape,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+        local_sources=local,
+    )

@@ -1,4 +1,7 @@
-"""Call Python of this process from TensorFlow, eagerly or inside a `tf.function`, and translate errors back."""
+"""Call Python of this process from TensorFlow, eagerly or inside a `tf.function`, with tensors, results and errors.
+
+Tensors of TensorFlow, arrays of numpy and tensors of torch share their memory where they can.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
+import torch
 from tensorflow.errors import FailedPreconditionError, InvalidArgumentError
 
+from spark_elastic.collective.reduction import CastCompressor, Compressor, NoneCompressor
 from spark_elastic.errors import (
     HorovodInternalError,
     NotInitializedError,
@@ -19,11 +26,102 @@ from spark_elastic.errors import (
     UnsupportedOperationError,
     UsageError,
 )
-from spark_elastic.tensorflow.tensors import Array, array_of
+
+Array = npt.NDArray[Any]
+
+ALIGN_BYTES = 64
+"""TensorFlow uses memory that begins at a multiple of this without a copy."""
+_BFLOAT16 = tf.bfloat16.as_numpy_dtype
+_AS_INTEGERS: dict[Any, tuple[Any, torch.dtype]] = {
+    np.dtype(_BFLOAT16): (np.int16, torch.bfloat16),
+}
+"""numpy types that torch cannot read: for each, an integer type of the same size, and torch's type."""
+
+
+def array_of(tensor: Any) -> Array:
+    """Return the read-only values of an eager tensor or a variable, without a copy if it is in host memory.
+
+    Raises:
+        UsageError: it is not an eager tensor.
+    """
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    if isinstance(tensor, tf.Variable):
+        tensor = tensor.read_value()
+    if not hasattr(tensor, "numpy"):
+        raise UsageError(f"expected an eager tensor, got {tensor!r}; call this outside of tf.function")
+    try:
+        return np.asarray(memoryview(tensor)).reshape(tensor.shape)
+    except (TypeError, ValueError, RuntimeError):  # on another device, or of a type without the buffer protocol
+        return np.asarray(tensor.numpy())
+
+
+def native(variable: Any) -> Any:
+    """Return the tf.Variable behind a Keras variable; another object is returned itself."""
+    value = getattr(variable, "value", variable)
+    return variable if callable(value) else value  # `value` is a method of tf.Variable
+
+
+def torch_of(array: Array) -> torch.Tensor:
+    """Return a torch tensor with the memory of an array.
+
+    Raises:
+        UsageError: torch has no such type.
+    """
+    array = np.ascontiguousarray(array).reshape(np.shape(array))
+    if not array.flags.writeable:
+        array = _writeable(array)
+    try:
+        if array.dtype in _AS_INTEGERS:
+            integers, dtype = _AS_INTEGERS[array.dtype]
+            return torch.from_numpy(array.view(integers)).view(dtype)
+        return torch.from_numpy(array)
+    except TypeError:
+        kind = "string" if array.dtype == object else array.dtype
+        raise UsageError(f"tensors of type {kind} cannot be sent; cast them to a number type first") from None
+
+
+def _writeable(array: Array) -> Array:
+    """Return an array with the same memory that counts as writeable: torch warns of others, though it only reads it."""
+    return np.asarray(_WriteableView(array)) if array.size else array.copy()
+
+
+class _WriteableView:
+    """An object whose `__array_interface__` is the memory of an array; it keeps the array alive."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def array_from(tensor: torch.Tensor) -> Array:
+    """Return a numpy array with the memory of a tensor, in a type that TensorFlow reads."""
+    for dtype, (_, kind) in _AS_INTEGERS.items():
+        if tensor.dtype is kind:
+            return tensor.view(torch.int16).numpy().view(dtype)
+    return tensor.numpy()
+
+
+# --- compression ------------------------------------------------------------------------------------
+
+# Casts run on the host, on the memory that is sent, and need no copy in the graph. Users' compressors run in the graph.
+
+
+def graph_compressor(compression: type[Compressor]) -> type[Compressor]:
+    """Return the compressor to apply to TensorFlow's tensors in the graph."""
+    return NoneCompressor if issubclass(compression, CastCompressor) else compression
+
+
+def host_compressor(compression: type[Compressor]) -> type[Compressor]:
+    """Return the compressor to apply on the host, to torch tensors."""
+    return compression if issubclass(compression, CastCompressor) else NoneCompressor
+
+
+# --- calls ------------------------------------------------------------------------------------------
 
 
 class RefusedError(UsageError, FailedPreconditionError, InvalidArgumentError):  # type: ignore[misc]
-    """A collective was called with invalid arguments; also has the error classes that Horovod's operations raise."""
+    """A collective was called with invalid arguments; derived from the errors that Horovod's operations raise, too."""
 
     message = ""  # hides TensorFlow's property of this name
 
@@ -50,15 +148,15 @@ def call_host(
     order. In a function that XLA compiles, TensorFlow raises an error.
 
     Args:
-        function: takes and returns numpy arrays.
+        function: a function of numpy arrays that returns numpy arrays.
         inputs: its arguments.
         dtypes: types of the results.
         shapes: static shapes of the results.
 
     Raises:
         HorovodInternalError: a peer is gone. In a graph, TensorFlow raises an error of its own class instead, see
-            `translated`.
-        UsageError: the arguments are invalid; it is also one of TensorFlow's error classes.
+            `lost_peers_translated`.
+        UsageError: the arguments are invalid; in eager mode a `RefusedError`.
     """
     if tf.executing_eagerly():
         try:
@@ -82,10 +180,29 @@ def call_host(
     return results
 
 
+def call_with_gradient(
+    function: Callable[..., Sequence[Array]], sent: tf.Tensor, shape: Any, gradient: Callable[..., Any]
+) -> tf.Tensor:
+    """Call `function` with the value of `sent` and return its one result as a tensor that has this gradient.
+
+    Args:
+        function: a function of a numpy array that returns a list of one array of the same type.
+        sent: its argument.
+        shape: the static shape of the result.
+        gradient: a function that returns the gradient for `sent` from that of the result.
+    """
+
+    @tf.custom_gradient
+    def call(sent: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+        return call_host(function, [sent], [sent.dtype], [shape])[0], gradient
+
+    return call(sent)
+
+
 # --- lost peers, through TensorFlow ---------------------------------------------------------------
 
 # TensorFlow converts an exception of a host callback to an error of its own class that keeps only the message. So the
-# callback records its HorovodInternalError under a number and writes that number into the message, as a token.
+# callback records its HorovodInternalError under a number and writes that number into the message; that is the token.
 
 _MAX_RECORDED = 8
 _numbers = itertools.count(1)
@@ -115,7 +232,7 @@ def original_error(error: BaseException) -> HorovodInternalError | None:
 
 
 @contextmanager
-def translated() -> Iterator[None]:
+def lost_peers_translated() -> Iterator[None]:
     """Raise the original HorovodInternalError in place of TensorFlow's error for it; let other errors pass."""
     try:
         yield
@@ -127,7 +244,7 @@ def translated() -> Iterator[None]:
 
 
 def _take(number: int) -> HorovodInternalError | None:
-    """Return the recorded error and forget it and earlier ones, which belong to worlds that have ended."""
+    """Return the error of this number; forget it and all earlier ones, whose worlds have ended."""
     found = dict(_recorded).get(number)
     later = [entry for entry in _recorded if entry[0] > number]
     _recorded.clear()

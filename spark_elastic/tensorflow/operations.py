@@ -1,4 +1,4 @@
-"""Collectives on TensorFlow tensors, with Horovod's names and arguments.
+"""Collectives on TensorFlow tensors, and broadcasts of variables, with Horovod's names and arguments.
 
 They work eagerly and inside a `tf.function`, and have the gradients that Horovod defines. `name`, `device_dense` and
 `device_sparse` have no effect: members' calls are matched by their order, which must be the same on every member. In a
@@ -7,7 +7,7 @@ world of one they return their input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,39 @@ import tensorflow as tf
 import torch
 
 from spark_elastic.collective import operations as on_torch
+from spark_elastic.collective.objects import broadcast_tensors
+from spark_elastic.collective.operations import outside_world
 from spark_elastic.collective.process import local_rank, local_size
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, ReduceOp, Sum, reduce_compressed, resolve_op
+from spark_elastic.collective.reduction import (
+    Average,
+    Compression,
+    Compressor,
+    ReduceOp,
+    Sum,
+    reduce_compressed,
+    resolve_op,
+)
 from spark_elastic.errors import UnsupportedOperationError
-from spark_elastic.tensorflow.compression import Compression, Compressor, graph_compressor, host_compressor
-from spark_elastic.tensorflow.host import call_host
-from spark_elastic.tensorflow.tensors import Array, array_from, torch_of
+from spark_elastic.tensorflow.host import (
+    Array,
+    array_from,
+    call_host,
+    call_with_gradient,
+    graph_compressor,
+    host_compressor,
+    native,
+    torch_of,
+)
 
 __all__ = [
     "allgather",
     "allreduce",
     "alltoall",
     "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_variables",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
@@ -54,7 +74,7 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """Average (or reduce with `op`) the members' tensors; the gradient is reduced in the same way.
+    """Return the average (or `op`) of the members' tensors; the gradient is reduced in the same way.
 
     The entries of `tf.IndexedSlices` are concatenated, so entries with equal indices are summed when they are applied.
 
@@ -158,7 +178,7 @@ def allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """Concatenate the members' tensors along the first dimension, which may differ, in rank order.
+    """Concatenate the members' tensors in rank order along the first dimension, whose size may differ between them.
 
     The gradient of each member's rows is the average over the members, as with Horovod.
 
@@ -166,22 +186,19 @@ def allgather(
         HorovodInternalError: a peer is gone.
         UsageError: the other dimensions differ.
     """
+    plain = tf.convert_to_tensor(tensor)
+    sent = tf.reshape(plain, [1]) if plain.shape.rank == 0 else plain
 
-    def on_host(array: Array) -> list[Array]:
+    def gather(array: Array) -> list[Array]:
         return [array_from(on_torch.allgather_async(torch_of(array), process_set=process_set).wait())]
 
-    @tf.custom_gradient
-    def gather(sent: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            rows = allgather(tf.shape(sent)[:1], process_set=process_set)
-            before = tf.reduce_sum(rows[: _of_process(process_set.rank)])
-            averaged = allreduce(upstream, op=Average, process_set=process_set)
-            return averaged[before : before + tf.shape(sent)[0]]
+    def gradient(upstream: tf.Tensor) -> tf.Tensor:
+        rows = allgather(tf.shape(sent)[:1], process_set=process_set)
+        before = tf.reduce_sum(rows[: _of_process(process_set.rank)])
+        averaged = allreduce(upstream, op=Average, process_set=process_set)
+        return averaged[before : before + tf.shape(sent)[0]]
 
-        return call_host(on_host, [sent], [sent.dtype], [[None, *sent.shape[1:]]])[0], gradient
-
-    plain = tf.convert_to_tensor(tensor)
-    return gather(tf.reshape(plain, [1]) if plain.shape.rank == 0 else plain)
+    return call_with_gradient(gather, sent, [None, *sent.shape[1:]], gradient)
 
 
 def grouped_allgather(
@@ -206,19 +223,16 @@ def broadcast(
     The gradient is the average over the members on the root, and zero elsewhere, as with Horovod.
     """
 
-    def on_host(array: Array) -> list[Array]:
+    def send(array: Array) -> list[Array]:
         return [array_from(on_torch.broadcast_async(torch_of(array), root_rank, process_set=process_set).wait())]
 
-    @tf.custom_gradient
-    def send(sent: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            averaged = allreduce(upstream, op=Average, process_set=process_set)
-            is_root = tf.equal(_of_process(process_set.rank), root_rank)
-            return tf.where(is_root, averaged, tf.zeros_like(averaged))
+    def gradient(upstream: tf.Tensor) -> tf.Tensor:
+        averaged = allreduce(upstream, op=Average, process_set=process_set)
+        is_root = tf.equal(_of_process(process_set.rank), root_rank)
+        return tf.where(is_root, averaged, tf.zeros_like(averaged))
 
-        return call_host(on_host, [sent], [sent.dtype], [sent.shape])[0], gradient
-
-    return send(tf.convert_to_tensor(tensor))
+    sent = tf.convert_to_tensor(tensor)
+    return call_with_gradient(send, sent, sent.shape, gradient)
 
 
 # --- alltoall, reducescatter, barrier -------------------------------------------------------------
@@ -280,31 +294,28 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
-    """Reduce the members' tensors and return this rank's rows; if rows do not divide, the first ranks get one more.
+    """Average (or sum) the members' tensors, and return this rank's rows; the first ranks may get one row more.
 
     The gradient is the concatenation of the members' gradients, times the size with `op=hvd.Sum`, as with Horovod.
 
     Raises:
         UsageError: the operator is neither Average nor Sum.
     """
+    in_graph, on_wire = graph_compressor(compression), host_compressor(compression)
 
-    def on_host(array: Array) -> list[Array]:
-        sent, context = host_compressor(compression).compress(torch_of(array))
+    def scatter(array: Array) -> list[Array]:
+        sent, context = on_wire.compress(torch_of(array))
         result = on_torch.reducescatter_async(sent, None, op, process_set, prescale_factor, postscale_factor).wait()
-        return [array_from(host_compressor(compression).decompress(result, context))]
+        return [array_from(on_wire.decompress(result, context))]
 
-    @tf.custom_gradient
-    def scatter(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            factor = tf.cast(prescale_factor * postscale_factor, upstream.dtype)
-            if op is Sum:
-                factor *= tf.cast(_of_process(process_set.size), upstream.dtype)
-            return allgather(upstream * factor, process_set=process_set)
+    def gradient(upstream: tf.Tensor) -> tf.Tensor:
+        factor = tf.cast(prescale_factor * postscale_factor, upstream.dtype)
+        if op is Sum:
+            factor *= tf.cast(_of_process(process_set.size), upstream.dtype)
+        return allgather(upstream * factor, process_set=process_set)
 
-        return call_host(on_host, [rows], [rows.dtype], [[None, *rows.shape[1:]]])[0], gradient
-
-    sent, context = graph_compressor(compression).compress(tf.convert_to_tensor(tensor))
-    return graph_compressor(compression).decompress(scatter(sent), context)
+    sent, context = in_graph.compress(tf.convert_to_tensor(tensor))
+    return in_graph.decompress(call_with_gradient(scatter, sent, [None, *sent.shape[1:]], gradient), context)
 
 
 def grouped_reducescatter(
@@ -347,3 +358,64 @@ def local_rank_op(name: str | None = None) -> tf.Tensor:
 
 def _of_process(query: Callable[[], int]) -> tf.Tensor:
     return call_host(lambda: [np.array(query(), np.int32)], [], [tf.int32], [[]])[0]
+
+
+# --- broadcasts of variables ------------------------------------------------------------------------
+
+
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> None:
+    """Set variables of TensorFlow or Keras to the values of `root_rank`, in few large messages.
+
+    Inside a `tf.function` it is part of the graph, which all ranks must run equally often. A new worker may call it
+    before the elastic loop: there it does nothing, because the loop sends the state.
+
+    Args:
+        variables: the variables, with the same types and shapes and in the same order on every member.
+        root_rank: rank of the member whose values are sent.
+        process_set: the processes to broadcast to.
+        inplace: has no effect; for compatibility with Horovod.
+
+    Raises:
+        HorovodInternalError: a peer is gone; no variable was changed.
+    """
+    if tf.executing_eagerly() and (outside_world() or process_set.group() is None):
+        return
+
+    def on_host(*arrays: Array) -> list[Array]:
+        tensors = [torch_of(array).clone() for array in arrays]
+        if not outside_world() and process_set.group() is not None:
+            broadcast_tensors(tensors, root_rank, process_set)
+        return [array_from(tensor) for tensor in tensors]
+
+    own = [native(variable) for variable in variables]
+    values = [variable.read_value() for variable in own]
+    if values:
+        received = call_host(on_host, values, [value.dtype for value in values], [value.shape for value in values])
+        for variable, value in zip(own, received, strict=True):
+            variable.assign(value)
+
+
+def broadcast_(
+    variables: Iterable[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[tf.Tensor]:
+    """Broadcast variables as `broadcast_variables` does, and return their values."""
+    targets = list(variables)
+    broadcast_variables(targets, root_rank, process_set)
+    return [native(variable).read_value() for variable in targets]
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """Raise an error, because TensorFlow 2 and Keras 3 keep no list of all variables.
+
+    Raises:
+        UnsupportedOperationError: always.
+    """
+    raise UnsupportedOperationError(
+        "broadcast_global_variables needs the global variables of TensorFlow 1, which TensorFlow 2 does not have; use "
+        "broadcast_variables(model.variables, root_rank=0), or BroadcastGlobalVariablesCallback(0) with model.fit"
+    )

@@ -1,10 +1,10 @@
-"""Reduce the gradients of one optimizer while backward runs: hooks fill the buckets, which are sent in one order."""
+"""Reduce the gradients of one optimizer while backward runs: hooks send each bucket once its gradients are computed."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -20,65 +20,51 @@ from spark_elastic.collective.reduction import Average, Compressor, Max, ReduceO
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
 
 _owners = WeakTensorKeyDictionary()
-"""The reducer of each parameter's gradient, as a weak reference."""
+"""A weak reference to the reducer of each parameter's gradient."""
 
 
 @dataclass(slots=True, eq=False)
 class GradientSlot:
-    """A parameter in a reducer."""
+    """A parameter of a reducer, and the state of its gradient in the present step."""
 
     param: torch.nn.Parameter
     left: int
-    """The number of backward passes until its gradient is due."""
+    """The number of backward passes of this step that have still to add to the gradient."""
     bucket: Bucket | None = None
-    """The bucket of its gradient; None if the gradient is sparse and gathered."""
+    """The bucket of the gradient; None if the gradient is sparse and gathered."""
 
 
+@dataclass(eq=False, kw_only=True)
 class BackwardReducer:
     """Averages or sums the gradients of `params` over the members; `finish` completes the reduction of a step.
 
     All members send the buckets in one order, each bucket as soon as backward has computed all gradients in it and in
-    those before it. Gradients are scaled while they are copied, and `grad` becomes the view that receives the result.
-    The last bucket has one more element: it says that the driver has announced a coming world to this member.
+    the buckets before it. Gradients are scaled while they are copied into the bucket, and `param.grad` becomes the view
+    of the bucket that receives the result. The last bucket has one more element, a flag: the driver has announced a
+    coming world to this member.
 
     The first step in each world begins with a small extra reduction, in which the members agree on the parameters with
     sparse gradients: a member without a gradient for such a parameter cannot know that it is sparse.
 
-    Args:
-        params: the parameters; those that need no gradient are left out.
-        names: the parameters' names for messages, by id.
-        compression: the compressor of the sent values.
-        passes: the number of backward passes in a step.
-        op: Average or Sum.
-        predivide: divisor before the sum; after it, sums are divided by size / predivide.
-        groups: see `collective.fused.partition`.
-        sparse_as_dense: reduce sparse gradients as dense ones instead of gathering them.
-        process_set: the processes to reduce over.
+    The fields that are not explained here are arguments of `DistributedOptimizer`.
     """
 
-    def __init__(
-        self,
-        params: Sequence[torch.nn.Parameter],
-        names: dict[int, str],
-        *,
-        compression: type[Compressor],
-        passes: int,
-        op: ReduceOp,
-        predivide: float,
-        groups: int | Sequence[Sequence[torch.nn.Parameter]] | None,
-        sparse_as_dense: bool,
-        process_set: ProcessSet,
-    ) -> None:
-        self.passes = passes
+    params: InitVar[Sequence[torch.nn.Parameter]]
+    names: dict[int, str]
+    """The parameters' names for messages, by id."""
+    compression: type[Compressor]
+    passes: int
+    """The number of backward passes in a step."""
+    op: ReduceOp
+    predivide: float
+    """Divisor of gradients before the sum; after it, sums are divided by size / predivide."""
+    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None
+    sparse_as_dense: bool
+    process_set: ProcessSet
+
+    def __post_init__(self, params: Sequence[torch.nn.Parameter]) -> None:
         self.launched = 0
-        """The number of buckets sent in the present step; not 0 between backward and the end of the reduction."""
-        self._names = names
-        self._compression = compression
-        self._op = op
-        self._predivide = predivide
-        self._groups = groups
-        self._sparse_as_dense = sparse_as_dense
-        self._process_set = process_set
+        """The number of buckets sent in the present step; 0 before backward and after the end of the reduction."""
         self._slots: list[GradientSlot] = []
         self._hooks: dict[int, Any] = {}
         self._replaced = False
@@ -99,7 +85,7 @@ class BackwardReducer:
         self.add(params)
 
     def add(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Reduce these parameters too from now on; another reducer of them stops doing so."""
+        """Reduce the gradients of these parameters too from now on, instead of the reducer that did so before."""
         for param in params:
             if param.requires_grad:
                 slot = GradientSlot(param, self.passes)
@@ -129,14 +115,10 @@ class BackwardReducer:
             slot.left = passes
 
     def attach_scalars(self, numbers: torch.Tensor) -> None:
-        """Sum a few numbers over the members together with this step's gradients; `finish` replaces them by the sums.
+        """Sum `numbers` over the members with the gradients of this step, in place, see `DistributedOptimizerMixin`.
 
-        They are sent in the last bucket, as float32 if the parameters are: exact for counts up to 2**24. If the sent
-        type has less precision, or there is no bucket, they are reduced separately.
-
-        Args:
-            numbers: a vector of float64 on the CPU, of the same length on every member. Attach it before the step's
-                last backward pass.
+        They are sent in the last bucket, in its type; if that type is less precise than float32, or there is no bucket,
+        they are reduced separately.
         """
         self._scalars = numbers
         if numbers.numel() != self._scalars_width:
@@ -156,7 +138,7 @@ class BackwardReducer:
         if slot.left:
             if slot.left < 0:
                 raise AssertionError(
-                    f"the gradient of {self._names.get(id(slot.param), 'a parameter')} was computed more than "
+                    f"the gradient of {self.names.get(id(slot.param), 'a parameter')} was computed more than "
                     f"backward_passes_per_step={self.passes} times before step(); raise backward_passes_per_step"
                 )
             return
@@ -170,7 +152,7 @@ class BackwardReducer:
             self._send_full()
 
     def _begin(self) -> None:
-        """Prepare the buckets for the present world, when the first gradient of a step is due."""
+        """Prepare the buckets for the present world, when the first gradient of a step is complete."""
         self._active = True
         try:
             group = self._present_group()
@@ -181,8 +163,8 @@ class BackwardReducer:
             self._plan(group)
 
     def _present_group(self) -> GlooGroup | None:
-        """Return the group to reduce with; None if this process is alone or not in the set, and steps by itself."""
-        return self._process_set.group() if self._process_set.included() else None
+        """Return the group to reduce with; None if this process is alone or not in the process set."""
+        return self.process_set.group() if self.process_set.included() else None
 
     def _plan(self, group: GlooGroup | None) -> None:
         self._group = group
@@ -193,11 +175,11 @@ class BackwardReducer:
             return
         by_id = {id(slot.param): slot for slot in self._slots}
         dense = [slot.param for slot in self._slots if id(slot.param) not in self._sparse]
-        parts = partition(dense, self._groups)
+        parts = partition(dense, self.groups)
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
-            bucket = Bucket(part, self._compression, flagged=last, piggyback=self._scalars_width if last else 0)
-            bucket.scale(self._op, self._predivide, group.size)
+            bucket = Bucket(part, self.compression, flagged=last, piggyback=self._scalars_width if last else 0)
+            bucket.scale(self.op, self.predivide, group.size)
             self._buckets.append(bucket)
             for param in part:
                 by_id[id(param)].bucket = bucket
@@ -222,14 +204,14 @@ class BackwardReducer:
             bucket.piggyback.copy_(self._scalars)
         self.launched += 1
         gradients = [param.grad for param in bucket.params]
-        self._works.append(bucket.send(self._group, self._op.gloo, gradients))
+        self._works.append(bucket.send(self._group, self.op.gloo, gradients))
         for param, view in zip(bucket.params, bucket.views, strict=True):
             param.grad = view
 
     # --- at the end of the step ---------------------------------------------------------------
 
     def finish(self) -> None:
-        """Complete the reduction of the step: afterwards every gradient is the reduced one.
+        """Complete the reduction of the step, so that every `param.grad` is the reduced gradient.
 
         Raises:
             HorovodInternalError: a peer is gone. The gradients are dropped; nothing else has changed.
@@ -260,7 +242,7 @@ class BackwardReducer:
         if group is not self._group:
             raise HorovodInternalError("the world has changed between backward and step")
         if group is None:
-            if self._process_set is global_process_set:
+            if self.process_set is global_process_set:
                 process.saw_update(process.update_pending)
         else:
             if group is not self._agreed_on:
@@ -270,9 +252,9 @@ class BackwardReducer:
 
     def _agree(self, group: GlooGroup) -> None:
         shapes = "; ".join(describe_tensor(slot.param) for slot in self._slots)
-        settings = f"op={self._op.name}, predivide={self._predivide}, compression={self._compression.__name__}"
-        buckets = [len(part) for part in partition([slot.param for slot in self._slots], self._groups)]
-        settings += f", sparse_as_dense={self._sparse_as_dense}, parameters by bucket {buckets}"
+        settings = f"op={self.op.name}, predivide={self.predivide}, compression={self.compression.__name__}"
+        buckets = [len(part) for part in partition([slot.param for slot in self._slots], self.groups)]
+        settings += f", sparse_as_dense={self.sparse_as_dense}, parameters by bucket {buckets}"
         mask = torch.zeros(len(self._slots), dtype=torch.uint8)
         known = self._sparse | self._made_dense
         for number, slot in enumerate(self._slots):
@@ -281,7 +263,7 @@ class BackwardReducer:
         if not agree(group, "DistributedOptimizer", f"{settings}: {shapes}", detail=str(mask.tolist())):
             group.wait(group.allreduce(mask, Max.gloo))
         sparse = {id(slot.param) for slot, is_sparse in zip(self._slots, mask.tolist(), strict=True) if is_sparse}
-        self._sparse, self._made_dense = (set(), sparse) if self._sparse_as_dense else (sparse, set())
+        self._sparse, self._made_dense = (set(), sparse) if self.sparse_as_dense else (sparse, set())
         self._agreed_on = group
         self._plan(group)
 
@@ -300,7 +282,7 @@ class BackwardReducer:
                 scalars.copy_(bucket.piggyback)
             if bucket.after != 1.0:
                 bucket.flat.mul_(bucket.after)
-            if bucket.flag is not None and self._process_set is global_process_set:
+            if bucket.flag is not None and self.process_set is global_process_set:
                 process.saw_update(bool(bucket.flag.item()))
         if alone is not None:
             group.wait(alone)
@@ -312,9 +294,9 @@ class BackwardReducer:
                     slot.param.grad = slot.param.grad.to_sparse(1)
 
     def _gather(self, slot: GradientSlot) -> Callable[[], None]:
-        """Launch the gathering of a sparse gradient; return the function that completes it.
+        """Start to gather the entries of a sparse gradient; return the function that completes it.
 
-        The entries of all members are concatenated; equal indices add up.
+        Entries of several members with the same index are summed.
         """
         param = slot.param
         grad = param.grad if param.grad is not None else _no_entries(param)
@@ -322,7 +304,7 @@ class BackwardReducer:
             grad = grad.to_sparse(1)
         grad = grad.coalesce()
         assert self._group is not None
-        divisor = self._group.size if self._op is Average else 1
+        divisor = self._group.size if self.op is Average else 1
         indices, values = (
             Handle(self._group, *start_allgather(self._group, part))
             for part in (grad.indices().t().contiguous(), grad.values() / divisor)
@@ -346,7 +328,7 @@ class BackwardReducer:
             slot.left = passes
 
     def abandon(self) -> None:
-        """Drop the gradients of the present step. Collectives in flight keep their buffers; new ones are made."""
+        """Drop the gradients of the present step; the next step gets new buckets if some of these are being sent."""
         if self.launched:
             self._buckets = []
             self._group = None

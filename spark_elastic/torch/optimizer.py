@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,13 +22,12 @@ class DistributedOptimizerMixin:
     _reducer: BackwardReducer
     _inner: torch.optim.Optimizer
 
-    def _wrap(self, inner: torch.optim.Optimizer, reducer: BackwardReducer, names: dict[torch.Tensor, str]) -> None:
+    def _wrap(self, inner: torch.optim.Optimizer, reducer: BackwardReducer) -> None:
         # The lists and dictionaries of the inner optimizer are shared, not copied: a learning rate scheduler for either
         # works on both. A scheduler patches `step` of its optimizer instance; that patch stays with the inner one.
         self.__dict__.update({key: value for key, value in inner.__dict__.items() if key != "step"})
         self._inner = inner
         self._reducer = reducer
-        self._parameter_names = names
         self._should_synchronize = True
         self._synchronized = False
 
@@ -49,7 +49,7 @@ class DistributedOptimizerMixin:
         self._reducer.attach_scalars(numbers)
 
     def synchronize(self) -> None:
-        """Complete the reduction, so that every `param.grad` is the reduced one, for example to clip it before `step`.
+        """Complete the reduction, so that every `param.grad` is the reduced gradient and can be clipped before `step`.
 
         Raises:
             HorovodInternalError: a peer is gone. No parameter has been touched; the gradients are dropped.
@@ -86,7 +86,7 @@ class DistributedOptimizerMixin:
                 )
             self._reducer.finish()
         self._synchronized = False
-        self._inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers that were made for the inner one
+        self._inner._opt_called = True  # type: ignore[attr-defined]  # read by schedulers of the inner optimizer
         return super().step()  # type: ignore[misc]
 
     step.hooked = True  # type: ignore[attr-defined]  # the inner class's step runs torch's step hooks, once
@@ -152,9 +152,9 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the optimizer in a form that steps with the gradients of all members.
+    """Return an optimizer that steps with the gradients of all members.
 
-    The result is an instance of a subclass of the optimizer's class and shares its state and parameter groups.
+    It is an instance of a subclass of the given optimizer's class and shares its state and parameter groups.
     Gradients are reduced in fused buckets while backward runs; after `step` each `param.grad` is the reduced one.
     A parameter without a gradient on this rank contributes zeros.
 
@@ -183,8 +183,8 @@ def DistributedOptimizer(
     names = _names(params, named_parameters)
     _check_groups(groups)
     reducer = BackwardReducer(
-        params,
-        names,
+        params=params,
+        names=names,
         compression=compression,
         passes=_positive(backward_passes_per_step),
         op=op,
@@ -196,7 +196,7 @@ def DistributedOptimizer(
     kind = type(optimizer)
     wrapped: Any = type(kind.__name__, (DistributedOptimizerMixin, kind), {"__module__": kind.__module__})
     instance = wrapped.__new__(wrapped)
-    instance._wrap(optimizer, reducer, {param: names[id(param)] for param in params})
+    instance._wrap(optimizer, reducer)
     return instance
 
 
@@ -212,8 +212,7 @@ def _names(params: Sequence[torch.Tensor], named: Iterable[Any] | None) -> dict[
     pairs = list(named)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise UsageError("named_parameters must be (name, parameter) pairs, as model.named_parameters() gives them")
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
     if twice:
         raise UsageError(f"named_parameters has these names more than once: {', '.join(twice)}")
     out = {id(param): name for name, param in pairs}

@@ -79,7 +79,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @property
     def takes_part(self) -> bool:
-        """True if a call of the layer would use the rows of other ranks now."""
+        """True if a call of the layer now would use the rows of other ranks too."""
         return self.training and self._group() is not None
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -94,7 +94,8 @@ class SyncBatchNorm(_BatchNorm):
         counts = not excluded()
         count, mean, var = _statistics(group, input.detach(), counts)
         if count == 1 and self.single_value_is_normalised and self.running_mean is not None:
-            return _in_eval(self, input)
+            statistics = self.running_mean, self.running_var
+            return torch.nn.functional.batch_norm(input, *statistics, self.weight, self.bias, False, 0.0, self.eps)
         if count == 1:
             raise ValueError(
                 f"expected more than 1 value per channel when training; all {group.size} ranks together have 1, and "
@@ -226,14 +227,8 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _in_eval(layer: SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.batch_norm(
-        input, layer.running_mean, layer.running_var, layer.weight, layer.bias, False, 0.0, layer.eps
-    )
-
-
 class _Normalise(Function):
-    """Normalises by statistics that depend on the input of all members."""
+    """Batch normalisation by mean and variance of all members' rows, with the gradient through both."""
 
     @staticmethod
     def forward(

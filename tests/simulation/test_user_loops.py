@@ -20,13 +20,13 @@ SEEDS = 1, 40
 BUGS = (
     Bug(
         "a counter that is advanced before the step stays so",
-        "elastic/undo_log",
+        "elastic/plain_values",
         "trail[-count:] if count else []",
         "()",
     ),
     Bug(
         "lists stay longer",
-        "elastic/undo_log",
+        "elastic/plain_values",
         "            out[name] = before\n        return out",
         "        return out",
     ),
@@ -36,8 +36,8 @@ BUGS = (
         "        copy_all(self._copies, tensors)\n",
         "        self._copies = list(tensors)\n",
     ),
-    Bug("averages are moved twice", "elastic/recovery", "    if failure.altered:", "    if False:"),
-    Bug("a failure anywhere is one of a reduction", "elastic/recovery", "if not failure.in_reduction:", "if False:"),
+    Bug("averages are moved twice", "elastic/steps", "    if failure.altered:", "    if False:"),
+    Bug("a failure anywhere is one of a reduction", "elastic/steps", "if not failure.in_reduction:", "if False:"),
     Bug(
         "plain values go back to the first check",
         "elastic/state",

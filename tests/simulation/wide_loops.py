@@ -235,7 +235,7 @@ def train(seed: int) -> dict[str, Any]:
 @contextmanager
 def checks_failing(seed: int) -> Iterator[None]:
     """Make checks for updated hosts fail at random, or report that a newcomer is ready."""
-    from spark_elastic.elastic.frontend import CollectiveFrontend
+    from spark_elastic.elastic.loop import CollectiveFrontend
     from spark_elastic.errors import HorovodInternalError
 
     rng = random.Random(f"checks {seed}")

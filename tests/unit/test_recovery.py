@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_elastic.elastic.recovery import Failure, Recovery, decide
+from spark_elastic.elastic.steps import Failure, Recovery, decide
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.elastic.frontend import Entry, SentOn
-from spark_elastic.elastic.loop import elastic_loop
-from spark_elastic.elastic.object_state import ObjectState
+from spark_elastic.elastic.loop import Entry, SentOn, elastic_loop
 from spark_elastic.elastic.plain_values import independent_copy
-from spark_elastic.elastic.state import State
+from spark_elastic.elastic.state import ObjectState, State
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, StateNotMovableError
 from spark_elastic.membership.topology import StateVersion
 from spark_elastic.wire.worker_link import Loops

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spark_elastic.elastic.plain_values import Opaque, difference, independent_copy, same
-from spark_elastic.elastic.undo_log import CountingProbe, UndoLog
+from spark_elastic.elastic.plain_values import CountingProbe, Opaque, UndoLog, difference, independent_copy, same
 
 
 @pytest.fixture(autouse=True, params=["at once", "with the next reduction"])

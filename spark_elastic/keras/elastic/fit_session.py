@@ -1,24 +1,337 @@
-"""The progress of `model.fit` in terms of the state, across several calls that a lost world cuts short."""
+"""What a state keeps of `model.fit` while `fit` is left and entered again: its progress, and the values of callbacks.
+
+`FitSession` continues the counts of batches and epochs, which Keras starts anew in each call of `fit`. `FitCallbacks`
+keeps the values of callbacks and sends them to newcomers: Keras calls `on_train_begin` each time that `fit` is entered,
+where EarlyStopping and others start anew and CSVLogger empties its file. The values that a callback has changed since
+its training began are restored before the first epoch that `fit` runs in the next world. Callbacks are matched by class
+and order, so they may be created anew each time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from spark_elastic.keras import variables as values
-from spark_elastic.keras.callback_state import FitResumePoint, set_resume_point
-from spark_elastic.keras.elastic.fit_callbacks import extend_history
+import keras
+
+from spark_elastic.elastic.call_stack import calling_object
+from spark_elastic.elastic.plain_values import same
+from spark_elastic.errors import UsageError
+from spark_elastic.keras import backend
+from spark_elastic.keras.callback_state import FitResumePoint, plain_values, put_values, set_resume_point
+
+_ABOVE = 6
+"""Largest number of calls between `CallbackList.set_model` and `set_model` of a callback."""
+_LONGEST = 1000
+"""Largest number of items in a value that is copied after each batch; longer values are copied when `fit` is left."""
+_LIVE = "live"
+"""Placeholder for a value that was too long to be copied."""
+_REFUSED = {
+    "BackupAndRestore": "it would overwrite the state's weights with those of its file each time a worker is lost; a "
+    "KerasState keeps them, and ModelCheckpoint writes files",
+    "SwapEMAWeights": "an epoch may be left and resumed, which would swap the weights twice; use_ema=True in the "
+    "optimizer gives the trained model the averages",
+}
+_KEPT_ELSEWHERE = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
+_BATCH_EVENTS = (
+    *("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end"),
+    *("on_test_batch_begin", "on_test_batch_end"),
+)
+
+Values = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """The values of all callbacks at some moment, as far as callbacks have changed them. Copying it returns it itself.
+
+    Attributes:
+        begun: A call of `fit` has begun an epoch.
+        ended: That call has returned.
+        stopped_at: The state's epoch when it returned, if a callback has stopped the training.
+        logs: Logs of completed epochs, by their numbers in the state.
+        values: By callback, the values that it has changed.
+    """
+
+    begun: bool = False
+    ended: bool = False
+    stopped_at: int | None = None
+    logs: dict[int, Any] = field(default_factory=dict)
+    values: dict[str, Values] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.logs, self.values = dict(self.logs), dict(self.values)
+
+    def __deepcopy__(self, memo: Any) -> Snapshot:
+        return self
+
+
+class _WatchedCallback:
+    """A callback of the `fit` that runs, and copies of its values."""
+
+    def __init__(self, callback: Any) -> None:
+        self.callback = callback
+        self.at_begin = plain_values(callback)
+        self.acts_on_batches = any(not hasattr(getattr(callback, event), "_is_default") for event in _BATCH_EVENTS)
+        self.copied: tuple[int, Values] | None = None
+        """The number of events when values were last copied, and these copies; None before."""
+
+
+class FitCallbacks:
+    """A value of a `KerasState`: the values of the callbacks that `fit` is called with.
+
+    Args:
+        epoch: A function that returns the state's epoch; None if the state does not count epochs.
+    """
+
+    def __init__(self, epoch: Callable[[], int | None]) -> None:
+        self.logs: dict[int, dict[str, Any]] = {}
+        """Logs of the epochs that earlier calls of `fit` have completed, by their numbers in the state."""
+        self.reentered = False
+        """Values were loaded from which the next `fit` resumes; the History of that `fit` needs the earlier epochs."""
+        self.attached: Callable[[], None] = lambda: None
+        """A function to call when a `fit` with callbacks of this package begins."""
+        self.detached: Callable[[], None] = lambda: None
+        """A function to call when such a `fit` has ended."""
+        self._epoch = epoch
+        self._attached: Any = None
+        self._watched: dict[str, _WatchedCallback] = {}
+        self._changing: dict[str, set[str]] = {}
+        """By callback, the names of the values that it has changed since its training began."""
+        self._kept = Snapshot()
+        """The values from which the next `fit` resumes; while one runs, those from which it has resumed."""
+        self._begun = False
+        """The call of `fit` that runs has begun an epoch."""
+        self._resuming = False
+        """The loop's function was called again, and no epoch has begun since."""
+        self._events = 0
+        self._taken: list[Snapshot] = []
+        """Snapshots taken during the end of a batch, where callbacks that come later change values of theirs too."""
+
+    # --- called by a state ------------------------------------------------------------------------
+
+    def state_dict(self) -> Snapshot:
+        if not self._begun:
+            return self._kept
+        taken = Snapshot(True, logs=self.logs, values=self._values(_LONGEST))
+        self._taken.append(taken)
+        return taken
+
+    def load_state_dict(self, snapshot: Snapshot) -> None:
+        """Make the next `fit`, or the one that runs, resume from these values."""
+        values = dict(self._kept.values) if snapshot.begun else {}
+        for key, arrived in snapshot.values.items():
+            live = values.get(key, {})
+            values[key] = {**live, **_without_live(arrived, live)}
+            watched = self._watched.get(key)
+            for name in self._changing.setdefault(key, set()) - set(arrived):
+                if watched is not None and name in watched.at_begin:  # first changed after the snapshot was taken
+                    values[key][name] = watched.at_begin[name]
+            self._changing[key] |= set(arrived)
+        self.logs = dict(snapshot.logs)
+        self._kept = Snapshot(snapshot.begun, snapshot.ended, snapshot.stopped_at, snapshot.logs, values)
+        if self._begun:
+            self._put()
+        elif snapshot.begun:
+            self._resuming = True
+            self.reentered = True
+
+    def left(self) -> None:
+        """Handle the end of the loop's function by an error, perhaps in the middle of `fit`."""
+        if self._begun:
+            values = {**self._kept.values, **self._values(None)}
+            self._kept = Snapshot(True, logs=self.logs, values=values)
+        self._begun = False
+        self._resuming = self._kept.begun
+
+    def over(self) -> None:
+        """Handle the end of the loop: the next `fit` starts anew."""
+        self._begun = self._resuming = False
+
+    # --- called by `fit` ----------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Observe all callbacks of `fit`; a callback calls this from its `set_model`.
+
+        Raises:
+            UsageError: A callback cannot be used in an elastic loop.
+        """
+        # Keras gives a callback no access to the list of callbacks, which is a caller of `set_model`
+        callbacks = calling_object(lambda caller: isinstance(caller, keras.callbacks.CallbackList), within=_ABOVE)
+        if callbacks is None or callbacks is self._attached:
+            return
+        for callback in callbacks.callbacks:
+            for name, why in _REFUSED.items():
+                if isinstance(callback, getattr(keras.callbacks, name, ())):
+                    raise UsageError(f"the callback {name} cannot be used in an elastic loop: {why}")
+        self._attached = callbacks
+        self.attached()
+        around = {
+            "on_train_begin": self._train_begins,
+            "on_train_end": self._train_ends,
+            "on_epoch_begin": self._epoch_begins,
+            "on_train_batch_end": self._batch_ends,
+            **dict.fromkeys(("on_epoch_end", "on_test_begin", "on_test_end"), self._event),
+        }
+        for name, function in around.items():
+            setattr(callbacks, name, _around(getattr(callbacks, name), function, callbacks))
+
+    def _train_begins(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+        self._begun = False
+        self._watched = {}
+        for callback in callbacks.callbacks:
+            if self._resuming and isinstance(getattr(callback, "append", None), bool):
+                callback.append = True  # keep the rows written before
+        plain(*args)
+        self._watched = {key: _WatchedCallback(callback) for key, callback in _by_key(callbacks.callbacks)}
+        if self._resuming and self._kept.stopped_at is not None and self._kept.stopped_at == self._epoch():
+            self._put()
+            callbacks.model._initial_epoch = sys.maxsize  # a callback has stopped this call before: no epoch is left
+
+    def _epoch_begins(self, callbacks: Any, plain: Callable[..., Any], epoch: int, *args: Any) -> None:
+        if not self._begun:
+            self._begun = True
+            resuming = self._resuming and not self._kept.ended
+            self._resuming = False
+            if resuming:
+                self._put()
+                for watched in self._watched.values():
+                    if isinstance(watched.callback, keras.callbacks.CSVLogger) and epoch == self._epoch():
+                        drop_rows_from(Path(watched.callback.filename), watched.callback.sep, epoch)
+            else:
+                self._kept = Snapshot()
+                self._changing = {}
+        self._event(callbacks, plain, epoch, *args)
+
+    def _batch_ends(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+        self._taken.clear()
+        plain(*args)
+        for snapshot in self._taken:
+            snapshot.values.update(self._values(_LONGEST, only_of_batches=True))
+        self._taken.clear()
+
+    def _event(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+        self._events += 1
+        plain(*args)
+        self._events += 1
+
+    def _train_ends(self, callbacks: Any, plain: Callable[..., Any], *args: Any) -> None:
+        stopped = self._begun and callbacks.model.stop_training
+        if callbacks.model._initial_epoch == sys.maxsize:
+            callbacks.model._initial_epoch = None
+        self._event(callbacks, plain, *args)
+        if self._begun:
+            at = self._epoch() if stopped else None
+            self._kept = Snapshot(True, True, at, self.logs, self._values(None))
+        elif self._resuming:
+            extend_history(getattr(callbacks.model, "history", None), self.logs, self._epoch(), 0)
+        self._begun = False
+        self.detached()
+
+    # --- values -------------------------------------------------------------------------------------
+
+    def _values(self, longest: int | None, only_of_batches: bool = False) -> dict[str, Values]:
+        """Return the changed values of each callback, with placeholders for those of more than `longest` items."""
+        found = {}
+        for key, watched in self._watched.items():
+            if only_of_batches and not watched.acts_on_batches:
+                continue
+            if watched.copied is None or watched.acts_on_batches or watched.copied[0] != self._events:
+                short = longest if watched.acts_on_batches else None
+                watched.copied = self._events, self._changed(key, watched, short)
+            found[key] = watched.copied[1]
+        return found
+
+    def _changed(self, key: str, watched: _WatchedCallback, longest: int | None) -> Values:
+        values = plain_values(watched.callback, longest, _LIVE)
+        changing = self._changing.setdefault(key, set())
+        for name, value in values.items():
+            if name not in changing and not same(value, watched.at_begin.get(name, _LIVE)):
+                changing.add(name)
+        return {name: values[name] for name in changing if name in values}
+
+    def _put(self) -> None:
+        for key, watched in self._watched.items():
+            put_values(watched.callback, _without_live(self._kept.values.get(key, {}), {}))
+            watched.copied = None
+
+
+def _without_live(values: Values, live: Values) -> Values:
+    """Replace placeholders by the values in `live`, or drop them."""
+    found = {name: live.get(name, _LIVE) if _is_live(value) else value for name, value in values.items()}
+    return {name: value for name, value in found.items() if not _is_live(value)}
+
+
+def _is_live(value: Any) -> bool:
+    return isinstance(value, str) and value == _LIVE
+
+
+def _around(plain: Callable[..., Any], function: Callable[..., None], callbacks: Any) -> Callable[..., None]:
+    def called(*args: Any, **kwargs: Any) -> None:
+        function(callbacks, plain, *args, *kwargs.values())
+
+    return called
+
+
+def _by_key(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return the callbacks to observe, each with a key that is the same on every member and in every call of `fit`."""
+    counts: dict[str, int] = {}
+    found = []
+    for callback in callbacks:
+        if isinstance(callback, _KEPT_ELSEWHERE) or getattr(callback, "kept_by_state", False):
+            continue
+        kind = f"{type(callback).__module__}.{type(callback).__qualname__}"
+        counts[kind] = counts.get(kind, 0) + 1
+        found.append((f"{kind}#{counts[kind]}", callback))
+    return found
+
+
+def extend_history(history: Any, logs: Mapping[int, Mapping[str, Any]], epoch: int | None, offset: int) -> None:
+    """Add the epochs of earlier calls of `fit` to the History that `fit` will return.
+
+    Args:
+        history: The History, or None.
+        logs: Logs of completed epochs, by their numbers in the state.
+        epoch: The state's epoch; those before it are done.
+        offset: The state's number of an epoch minus the number that Keras gives it.
+    """
+    if history is None or epoch is None:
+        return
+    for number in sorted(number for number in logs if number < epoch):
+        history.epoch.append(number - offset)
+        for name, value in logs[number].items():
+            history.history.setdefault(name, []).append(value)
+
+
+def drop_rows_from(path: Path, separator: str, epoch: int) -> None:
+    """Truncate a file of CSVLogger before the row of this epoch, which will be written again."""
+    if not path.is_file():
+        return
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            first = line.partition(separator.encode())[0].strip()
+            if first.isdigit() and int(first) >= epoch:
+                break
+            end += len(line)
+        else:
+            return
+    with path.open("rb+") as file:
+        file.truncate(end)
 
 
 class FitSession:
-    """The progress of `fit`, kept in `state.batch` and `state.epoch` by all callbacks of a state together.
+    """Keeps `state.batch` and `state.epoch` for all callbacks of a state together.
 
     Keras counts batches from 0 each time that `fit` is entered, and epochs from `initial_epoch`, which Horovod's users
-    leave out. `state.batch` and `state.epoch` count on. The reports of several callbacks are taken once.
+    leave out; the state goes on counting. If several callbacks report the same batch or epoch, it is counted once.
 
     Args:
         state: The state.
-        totals: Returns the steps of each optimizer so far; None in the middle of a step.
+        totals: A function that returns the steps of each optimizer so far; None in the middle of a step.
     """
 
     def __init__(self, state: Any, totals: Callable[[], dict[str, int] | None]) -> None:
@@ -26,18 +339,16 @@ class FitSession:
         self.counts_epochs = False
         self.nothing_left = False
         """`fit` was left after the last batch of its epoch."""
-        self.reentered = False
-        """The values of another moment have arrived, from which the next `fit` resumes."""
         self.dataset: Callable[[], Any] | None = None
-        """Returns a `tf.data.Dataset` like that of `fit`, which is empty until an epoch begins."""
+        """A function that returns a `tf.data.Dataset` like that of `fit`, which is empty until an epoch begins."""
         self.global_batch: int | None = None
-        """Rows of a step on all members together, if each member's gradient counts by its rows; only the scale."""
+        """Rows of a step on all members together, to which weights by rows are relative; None: all members weigh 1."""
         self._state = state
         self._totals = totals
         self._noted: tuple[dict[str, int], int] | None = None
-        """Steps of each optimizer when `state.batch` was last set, and its value."""
+        """Steps of each optimizer when `state.batch` was last set, and the value that it was set to."""
         self._running: tuple[Any, list[Any], list[Any]] | None = None
-        """The epoch in which the loop was left, the model's metrics, and their values then."""
+        """When the loop was last left: the epoch, the variables of the model's metrics, and their values."""
         self.train_begins()
 
     # --- called by callbacks --------------------------------------------------------------------
@@ -46,7 +357,7 @@ class FitSession:
         self.batches = 0
         """Batches done since `fit` was entered."""
         self._offset: int | None = None
-        """The state's number of an epoch less that of Keras; None before the first epoch of this call."""
+        """The state's number of an epoch minus that of Keras; None before the first epoch of this call."""
         self._batches_before = 0
         self._ended: int | None = None
         self._last: int | None = None
@@ -56,11 +367,10 @@ class FitSession:
             self._offset = self._state.epoch - epoch if self.counts_epochs else 0
             self._batches_before = self._state.batch if self.counts_batches else 0
             self._put_running_metrics_back()
-            if self.reentered:
-                self.reentered = False
-                if self.counts_epochs:
-                    logs = self._state.fit_callbacks.logs
-                    extend_history(getattr(model, "history", None), logs, self._state.epoch, self._offset)
+            memory: FitCallbacks = self._state.fit_callbacks
+            if memory.reentered and self.counts_epochs:
+                extend_history(getattr(model, "history", None), memory.logs, self._state.epoch, self._offset)
+            memory.reentered = False
         elif self._ended is not None:
             self._batches_before = 0
         self._ended = self._last = None
@@ -97,17 +407,15 @@ class FitSession:
     # --- called when a step has failed, or the loop is left ---------------------------------------
 
     def fit_ends(self) -> None:
-        """Note that the loop is in no `fit` with callbacks of this package, until the next one begins."""
+        """Handle the end of a `fit` with callbacks of this package."""
         self._noted = None
 
     def count_applied_batches(self, totals: dict[str, int], passes: int) -> None:
-        """Set `state.batch` to the batches that were applied.
-
-        Of several steps in one execution, and of several passes in one step, some have been applied.
+        """Set `state.batch` to the number of applied batches, also if only some steps of one execution were applied.
 
         Args:
             totals: Steps of each optimizer so far.
-            passes: Batches a step.
+            passes: Batches of one step.
         """
         if self._noted is not None:
             then, batch = self._noted
@@ -115,10 +423,10 @@ class FitSession:
             self._state.batch = batch + missed * passes
 
     def keep_running_metrics(self) -> None:
-        """Copy the model's metrics where the loop was left: Keras sets them to zero when `fit` is entered again."""
+        """Copy the model's metrics when the loop is left, because Keras resets them when `fit` is entered again."""
         counting = self._metrics_variables()
-        self._running = self._state.__dict__.get("epoch"), counting, values.copies_of(counting)
-        self.reentered = True
+        self._running = self._state.__dict__.get("epoch"), counting, backend.copies_of(counting)
+        self._state.fit_callbacks.reentered = True
 
     def _put_running_metrics_back(self) -> None:
         """Restore the copied metrics, so that the epoch's metrics are those of all its batches.
@@ -131,7 +439,7 @@ class FitSession:
             return
         _, counting, copies = running
         if [id(variable) for variable in counting] == [id(variable) for variable in self._metrics_variables()]:
-            values.put_back(counting, copies)
+            backend.put_back(counting, copies)
 
     def _metrics_variables(self) -> list[Any]:
         return list(getattr(self._state.__dict__.get("model"), "metrics_variables", ()))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import keras
@@ -10,31 +11,40 @@ import torch
 
 from spark_elastic.elastic.handlers import HasStateDict, Layout, StateDictHandler, StateHandler, TensorSpec
 from spark_elastic.errors import UsageError
-from spark_elastic.keras import variables as values
+from spark_elastic.keras import backend
+from spark_elastic.keras.backend import Description, Variable
 from spark_elastic.keras.optimizer import reduces
-from spark_elastic.keras.variables import Description, Variable
 
 
 class VariablesHandler(StateHandler):
-    """A value that consists of Keras variables. They are sent as bytes and matched by their order.
+    """The handler of a value that consists of Keras variables, which are sent as bytes and matched by their order.
 
-    Their names appear in messages only: two processes may have numbered their layers differently.
+    Their paths are used in messages only, because two processes may have numbered their layers differently.
+
+    Args:
+        value: The value.
+        what: What error messages call the value.
+        variables_of: A function that returns the variables of a value.
     """
 
     staged = True
-    what = "the variables"
 
-    def __init__(self, value: Any) -> None:
+    def __init__(
+        self, value: Any, what: str, variables_of: Callable[[Any], Iterable[Variable]] = attrgetter("variables")
+    ) -> None:
         super().__init__(value)
-        self._saved: list[values.Copy] = []
+        self._what = what
+        self._variables_of = variables_of
+        self._saved: list[backend.Copy] = []
         self._saved_of: list[Variable] = []
-        """The variables that were saved. Once the value is built, it may have others before and between them."""
+        """The saved variables. A value that is built later gets others, before and between these as well."""
         self._saved_whole = False
-        self._read: tuple[list[int], Callable[[], list[values.Copy]]] = ([], list)
+        """True if the value was built when it was saved."""
+        self._read: tuple[list[int], Callable[[], list[backend.Copy]]] = ([], list)
 
     def variables(self) -> list[Variable]:
         """Return all variables, in an order that is the same on every member."""
-        raise NotImplementedError
+        return list(self._variables_of(self.value))
 
     def built(self) -> bool:
         """Return True if the value has all its variables."""
@@ -43,86 +53,77 @@ class VariablesHandler(StateHandler):
     # --- sent to other members ---------------------------------------------------------------------------
 
     def layout(self) -> Layout:
-        described = [values.describe(variable) for variable in self.variables()]
-        return [TensorSpec(each, (values.bytes_of(each),), torch.uint8, True) for each in described]
+        described = [backend.describe(variable) for variable in self.variables()]
+        return [TensorSpec(each, (backend.bytes_of(each),), torch.uint8, True) for each in described]
 
     def identities(self, layout: Layout) -> Sequence[Hashable]:
         return [(number, *piece.key[1:]) for number, piece in enumerate(layout)]
 
     def tensors(self, layout: Layout) -> list[torch.Tensor]:
-        return [values.to_wire(variable) for variable in self.variables()[: len(layout)]]
+        return [backend.to_wire(variable) for variable in self.variables()[: len(layout)]]
 
     def prepare(self, layout: Layout, metadata: Any) -> None:
         self.check(layout)
 
     def check(self, layout: Layout) -> None:
-        """Check that the variables here can hold those of another member.
-
-        Raises:
-            UsageError: They cannot.
-        """
+        """Raise UsageError if the variables here differ from those of another member in number, shape or type."""
         theirs = [Description(*piece.key) for piece in layout]
-        mine = [values.describe(variable) for variable in self.variables()]
+        mine = [backend.describe(variable) for variable in self.variables()]
         for number, other in enumerate(theirs):
             own = mine[number] if number < len(mine) else None
             if own is None or own[1:] != other[1:]:
                 have = "no such variable" if own is None else f"{own.shape} {own.dtype} ({own.path})"
                 raise UsageError(
-                    f"{self.what} of this worker differs from the others': {other.path} is {other.shape} "
+                    f"{self._what} of this worker differs from the others': {other.path} is {other.shape} "
                     f"{other.dtype} there, and {have} here; build the same on every worker"
                 )
 
     def fill(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
         for variable, tensor in zip(self.variables(), tensors, strict=False):
-            values.from_wire(variable, tensor)
+            backend.from_wire(variable, tensor)
 
     # --- copies ---------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Copy all variables at once; TensorFlow really copies one when it is next changed."""
+        """Copy all variables at once; TensorFlow copies the memory of a variable when it is changed next."""
         self._light = self.light()
         self._saved_of = self.variables()
         self._saved = self._reader(self._saved_of)()
         self._saved_whole = self.built()
 
     def save_new(self) -> None:
-        """Save the variables that were created since the last save, if the value was not built then and is now."""
+        """Save also the variables that were created since the last save, if the value has been built since then."""
         if self._saved_whole or not self.built():
             return
         saved = set(map(id, self._saved_of))
         new = [variable for variable in self.variables() if id(variable) not in saved]
         self._saved_whole = True
-        if not all(map(values.has_value, new)):
+        if not all(map(backend.has_value, new)):
             return
-        with values.outside_of_graphs():
-            self._saved = self._saved + values.copies_of(new)
+        with backend.outside_of_graphs():
+            self._saved = self._saved + backend.copies_of(new)
         self._saved_of = self._saved_of + new
 
     def restore(self) -> None:
-        values.put_back(self._saved_of, self._saved)
+        backend.put_back(self._saved_of, self._saved)
         self.set_light(self._light)
 
-    def _reader(self, own: list[Variable]) -> Callable[[], list[values.Copy]]:
+    def _reader(self, own: list[Variable]) -> Callable[[], list[backend.Copy]]:
         identities = [id(variable) for variable in own]
         if identities != self._read[0]:
-            self._read = identities, values.reader_of(own)
+            self._read = identities, backend.reader_of(own)
         return self._read[1]
 
 
 class ModelHandler(VariablesHandler):
-    """A model or layer: its weights, and the seeds of its random layers.
+    """The handler of a model or layer: its weights, and the seeds of its random layers.
 
-    A copy includes the running metrics of a compiled model, so that an epoch's metrics return to the commit as well.
+    Copies include the metrics of a compiled model, so that `restore` returns the metrics of the epoch, too.
     """
 
-    what = "the model"
-
     def __init__(self, value: Any) -> None:
-        super().__init__(value)
-        self._metrics: tuple[list[Variable], list[values.Copy]] = ([], [])
-
-    def variables(self) -> list[Variable]:
-        return list(self.value.variables)
+        super().__init__(value, "the model")
+        self._metrics: tuple[list[Variable], list[backend.Copy]] = ([], [])
 
     def built(self) -> bool:
         return bool(self.value.built)
@@ -141,14 +142,14 @@ class ModelHandler(VariablesHandler):
     def save(self) -> None:
         super().save()
         counting = list(self.value.metrics_variables)
-        self._metrics = counting, values.copies_of(counting)
+        self._metrics = counting, backend.copies_of(counting)
 
     def restore(self) -> None:
         super().restore()
-        values.put_back(*self._metrics)
+        backend.put_back(*self._metrics)
 
     def step_variables(self, metrics: bool) -> list[Variable]:
-        """Return what a step changes besides through the optimizer: running means, seeds, and metrics."""
+        """Return the variables that a step changes besides through the optimizer: running means, seeds, metrics."""
         # without a frozen layer's weights: they may be large, and nothing changes them
         trained = {id(v) for layer in self.value._flatten_layers() for v in layer._trainable_variables}
         own = [variable for variable in self.value.variables if id(variable) not in trained]
@@ -156,38 +157,33 @@ class ModelHandler(VariablesHandler):
 
 
 class MadeFor(NamedTuple):
-    """A variable that an optimizer was built for: the name of its model in the state, and its number there."""
+    """A variable that an optimizer was built for: the name of its model in the state, and its index in that model."""
 
     model: str
     number: int
 
 
 class OptimizerHandler(VariablesHandler):
-    """An optimizer with all its variables: iterations, learning rate, slots, accumulators, loss scale.
+    """The handler of an optimizer with all its variables: iterations, learning rate, slots, accumulators, loss scale.
 
     Args:
         value: The optimizer.
-        models: Returns the models of the state by name; a newcomer's optimizer is built for their variables.
+        models: A function that returns the models of the state by name; a newcomer builds its optimizer for their
+            variables.
     """
 
-    what = "the optimizer"
-
     def __init__(self, value: Any, models: Callable[[], Mapping[str, Any]]) -> None:
-        super().__init__(value)
+        super().__init__(value, "the optimizer")
         self._models = models
-
-    def variables(self) -> list[Variable]:
-        return list(self.value.variables)
 
     def built(self) -> bool:
         return bool(self.value.built)
 
     def steps_applied(self) -> Any:
-        """Return the steps applied by the optimizer: a number, or a tensor that is one when it is evaluated."""
+        """Return the number of steps that the optimizer has applied; in a graph, a tensor."""
         if reduces(self.value):
-            return self.value.steps_applied()  # also those that were skipped
-        inner = getattr(self.value, "inner_optimizer", self.value)
-        return inner._iterations.value
+            return self.value.steps_applied()  # includes steps that loss scaling skipped
+        return getattr(self.value, "inner_optimizer", self.value)._iterations.value
 
     def light(self) -> float | None:
         """Return the learning rate, which callbacks change between steps; None if it follows a schedule."""
@@ -229,49 +225,18 @@ class OptimizerHandler(VariablesHandler):
         super().prepare(layout, metadata)
 
 
-class MetricHandler(VariablesHandler):
-    """A metric that a user's own loop updates."""
-
-    what = "the metric"
-
-    def variables(self) -> list[Variable]:
-        return list(self.value.variables)
-
-
-class VariableHandler(VariablesHandler):
-    """One variable."""
-
-    what = "the variable"
-
-    def variables(self) -> list[Variable]:
-        return [self.value]
-
-
-class ListHandler(VariablesHandler):
-    """Several variables."""
-
-    what = "the list of variables"
-
-    def variables(self) -> list[Variable]:
-        return list(self.value)
-
-
-class SeedHandler(VariablesHandler):
-    """A generator of seeds."""
-
-    what = "the seed generator"
-
-    def variables(self) -> list[Variable]:
-        return [self.value.state]
-
-
 class KerasStateDictHandler(StateDictHandler):
-    """An object with `state_dict` and `load_state_dict`; its `reset`, if it has one, is called in a new world."""
+    """The handler of an object with `state_dict` and `load_state_dict`; calls its `reset`, if any, in a new world."""
 
     def reset(self) -> None:
         reset = getattr(self.value, "reset", None)
         if callable(reset):
             reset()
+
+
+def list_handler(variables: list[Variable]) -> VariablesHandler:
+    """Return the handler of a list of variables."""
+    return VariablesHandler(variables, "the list of variables", list)
 
 
 def handler_for(value: Any, models: Callable[[], Mapping[str, Any]]) -> StateHandler | None:
@@ -281,13 +246,13 @@ def handler_for(value: Any, models: Callable[[], Mapping[str, Any]]) -> StateHan
     if isinstance(value, keras.optimizers.Optimizer):
         return OptimizerHandler(value, models)
     if isinstance(value, keras.metrics.Metric):
-        return MetricHandler(value)
+        return VariablesHandler(value, "the metric")
     if isinstance(value, keras.layers.Layer):  # models are layers
         return ModelHandler(value)
     if isinstance(value, keras.Variable):
-        return VariableHandler(value)
+        return VariablesHandler(value, "the variable", lambda variable: [variable])
     if isinstance(value, keras.random.SeedGenerator):
-        return SeedHandler(value)
+        return VariablesHandler(value, "the seed generator", lambda generator: [generator.state])
     if isinstance(value, HasStateDict):
         return KerasStateDictHandler(value)
     return None

@@ -8,14 +8,12 @@ from typing import Any
 
 from spark_elastic.collective import fused
 from spark_elastic.elastic.handlers import Handlers, StateHandler
-from spark_elastic.elastic.recovery import Recovery
+from spark_elastic.elastic.plain_values import CountingProbe
 from spark_elastic.elastic.state import ElasticState
-from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, StepCounter
-from spark_elastic.elastic.undo_log import CountingProbe
+from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, Recovery, StepCounter
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.keras.backend import BACKEND
-from spark_elastic.keras.elastic.fit_callbacks import FitCallbacks
-from spark_elastic.keras.elastic.fit_session import FitSession
+from spark_elastic.keras.elastic.fit_session import FitCallbacks, FitSession
 from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler, handler_for
 from spark_elastic.keras.elastic.step_snapshot import SnapshottedSteps, save_new
 from spark_elastic.keras.optimizer import reduces
@@ -26,9 +24,9 @@ log = logging.getLogger("spark_elastic.keras")
 class KerasState(ElasticState):
     """A model, its optimizer and plain values, each a keyword argument and then an attribute.
 
-    Steps are counted by the optimizers themselves, so also those inside of one call of `steps_per_execution` batches.
-    A step whose reduction failed leaves no trace: the running means, seeds and metrics of the model that it had touched
-    are put back. A metric outside of the model, in a loop of your own, keeps what that step has added to it.
+    Steps are counted by the optimizers, so that each step of an execution with several (`steps_per_execution`) counts.
+    If the reduction of a step fails, the running means, seeds and metrics of the model return to their values before
+    that step. A metric outside of the model, in a loop of your own, keeps what that step has added to it.
 
     Args:
         model: A Keras model, built or not, compiled or not.
@@ -41,7 +39,7 @@ class KerasState(ElasticState):
     batch: Any
     epoch: Any
     fit_callbacks: FitCallbacks
-    """The memory of the callbacks of `fit`."""
+    """The values of the callbacks of `fit`."""
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         super().__init__(*keras_parts(self, model, optimizer, kwargs))
@@ -57,15 +55,18 @@ def keras_parts(
     """Return the arguments of `ElasticState` for a state of Keras' objects.
 
     Args:
-        state: The state that is being made.
+        state: The state that is being created.
         model: A model, or None.
         optimizer: An optimizer; None: the model's.
         values: More values by name.
-        more_handlers: Asked for a value's handler first.
+        more_handlers: A function that returns the handler of a value, or None to choose it by the value's type.
     """
 
     def choose_handler(value: Any) -> StateHandler | None:
-        return more_handlers(value) or handler_for(value, lambda: models_of(state._handlers))
+        return more_handlers(value) or handler_for(value, models)
+
+    def models() -> dict[str, Any]:
+        return {name: handler.value for name, handler in state._handlers.of(ModelHandler).items()}
 
     if optimizer is None:
         optimizer = getattr(model, "optimizer", None)
@@ -74,15 +75,11 @@ def keras_parts(
     return choose_handler, KerasLoopWatch, KerasSteps, {**own, **values}
 
 
-def models_of(handlers: Handlers) -> dict[str, Any]:
-    return {name: handler.value for name, handler in handlers.of(ModelHandler).items()}
-
-
 class KerasLoopWatch(LoopWatch):
-    """Watches a user's own loop by its reductions of gradients, while it runs no `fit` with callbacks of this package.
+    """Observes a user's own loop by its reductions of gradients, while it runs no `fit` with callbacks of this package.
 
-    Inside of a `tf.function` Python is not called when an optimizer steps, but each reduction of gradients comes
-    through this process. The optimizers tell if steps were applied since the last one.
+    Inside of a `tf.function` no Python runs when an optimizer steps, but each reduction of gradients calls Python. The
+    step counts of the optimizers tell whether steps were applied since the reduction before.
     """
 
     def __init__(self, handlers: Handlers, counter: StepCounter) -> None:
@@ -115,7 +112,7 @@ class KerasLoopWatch(LoopWatch):
         save_new(self._handlers)
         steps = tuple(int(handler.steps_applied()) for handler in self._handlers.of(OptimizerHandler).values())
         if steps == self._entered:
-            return  # of a second tape, say, in the same step
+            return  # another reduction of the same step, such as that of a second tape
         if self._entered is not None:
             self.log.stepped_meanwhile()
         self._entered = steps
@@ -124,7 +121,10 @@ class KerasLoopWatch(LoopWatch):
         self._probe_counting(steps, values)
 
     def _probe_counting(self, steps: tuple[int, ...], values: dict[str, Any]) -> None:
-        """A round is over when all optimizers have stepped; one that idles while another steps twice is not used."""
+        """Compare the values at the steps of the first round, which ends when all optimizers in use have stepped.
+
+        An optimizer that has not stepped when another one steps twice is not in use.
+        """
         if not self._probe.started:
             self._at_first = steps
             self._probe.start(values)
@@ -137,13 +137,13 @@ class KerasLoopWatch(LoopWatch):
                 self._probe.settle()
 
     def _values(self) -> dict[str, Any]:
-        """Return copies of the plain values, without a model or optimizer that was not given."""
+        """Return copies of the plain values; a model or optimizer that is None is not one of them."""
         found = self._handlers.plain.copies()
         return {name: value for name, value in found.items() if value is not None or name not in ("model", "optimizer")}
 
 
 class KerasSteps(OptimizerSteps):
-    """Polls the step counts of Keras' optimizers, and undoes an unfinished step's changes to models and metrics."""
+    """Reads the step counts of Keras' optimizers, and undoes what an unfinished step has done to models and metrics."""
 
     def __init__(self, handlers: Handlers, counter: StepCounter, watch: KerasLoopWatch) -> None:
         super().__init__(handlers, counter, watch)
@@ -152,13 +152,12 @@ class KerasSteps(OptimizerSteps):
         self._state: Any = handlers.owner
         self._own_loop = watch
         self._polled: dict[str, int] = {}
-        """Steps of each optimizer when they were last counted."""
+        """The step count of each optimizer when it was last read."""
         self._totals: dict[str, int] = {}
         """Steps of each optimizer since the state was made."""
         self._put_off = 0
-        """Checks in a row that came between the passes of a step."""
+        """The number of checks in a row that came between the passes of a step."""
         memory: FitCallbacks = self._state.fit_callbacks
-        memory.reentered = self._fit_is_reentered
         memory.attached = watch.end
         memory.detached = self._fit_ends
 
@@ -175,9 +174,9 @@ class KerasSteps(OptimizerSteps):
         self.poll()
 
     def before_sync(self) -> None:
-        """Adopt the optimizer that the model is really trained with: it may have been compiled meanwhile.
+        """Replace the state's optimizer by that of the model, which may have been compiled after the state was created.
 
-        Under mixed_float16 `compile` puts a `LossScaleOptimizer` around the one that it is given.
+        Under mixed_float16 `compile` puts a `LossScaleOptimizer` around the optimizer that it is given.
         """
         values = self._state.__dict__
         compiled = getattr(values.get("model"), "optimizer", None)
@@ -194,7 +193,7 @@ class KerasSteps(OptimizerSteps):
         self._build_optimizer()
 
     def _build_optimizer(self) -> None:
-        """Build the optimizer's slots if that is possible, so that a commit before the first step has them."""
+        """Build the optimizer for a built model, so that a commit before the first step has the slots."""
         model, optimizer = getattr(self._state, "model", None), getattr(self._state, "optimizer", None)
         belongs = optimizer is getattr(model, "optimizer", None)
         if model is None or optimizer is None or not belongs:
@@ -228,7 +227,7 @@ class KerasSteps(OptimizerSteps):
         return all(bool(steps.at_boundary()) for steps in self._accumulating())
 
     def may_leave(self) -> bool:
-        """Return False between the passes of one step, whose gradients would be lost; True if all checks come there."""
+        """Return False between the passes of a step, whose gradients would be lost, unless every check comes there."""
         if self.may_mark():
             self._put_off = 0
             return True
@@ -236,9 +235,9 @@ class KerasSteps(OptimizerSteps):
         return self._put_off > 2 * max(steps.passes for steps in self._accumulating())
 
     def since_resume_point(self) -> list[int]:
-        """Leave out plain optimizers that have never stepped beside those that reduce.
+        """Return the steps of each optimizer, without unused ones.
 
-        `compile` adds one to a model whose train step has optimizers of its own.
+        `compile` adds a plain optimizer, which never steps, to a model whose train step has optimizers of its own.
         """
         handlers = self._handlers.of(OptimizerHandler)
         distributed = any(reduces(handler.value) for handler in handlers.values())
@@ -253,7 +252,7 @@ class KerasSteps(OptimizerSteps):
         if self._counter.in_loop and not self.snapshots.wrapped:
             self.snapshots.wrap()
         elif self._own_loop.watching and not called:
-            self.snapshots.take_own(0)  # what was changed between the step and this point stays
+            self.snapshots.take_own(0)  # changes between the step and this point are kept
 
     def _accumulating(self) -> list[Any]:
         return [steps for steps in self.snapshots.reducing() if steps.passes > 1]
@@ -285,7 +284,7 @@ class KerasSteps(OptimizerSteps):
     # --- the loop -------------------------------------------------------------------------------
 
     def before_joining(self) -> None:
-        """Trace the train step, by running it on an empty dataset."""
+        """Trace the train step in advance, by running it on an empty dataset."""
         model = self._state.__dict__.get("model")
         dataset = self.fit.dataset
         if BACKEND != "tensorflow" or dataset is None or getattr(model, "optimizer", None) is None:
@@ -296,16 +295,13 @@ class KerasSteps(OptimizerSteps):
         try:
             model.make_train_function()
             _run_without_batches(model.train_function, dataset())
-        except Exception as error:  # if it was no coincidence, `fit` raises it again where its caller expects that
+        except Exception as error:  # if it comes again, `fit` raises it where its caller expects that
             log.info("the train step could not be traced before joining: %s", error)
             model.train_function = None
 
     def loop_over(self) -> None:
         self._state.fit_callbacks.over()
         self.snapshots.unwrap()
-
-    def _fit_is_reentered(self) -> None:
-        self.fit.reentered = True
 
     def _fit_ends(self) -> None:
         self.fit.fit_ends()
@@ -314,7 +310,7 @@ class KerasSteps(OptimizerSteps):
 
 
 def _run_without_batches(train_function: Callable[[Any], Any], dataset: Any) -> None:
-    """Trace and optimise a train function of TensorFlow; `dataset` has the right types and no batch."""
+    """Trace a train function of TensorFlow; `dataset` has the element types of the training data, and no batch."""
     import tensorflow as tf
 
     try:

@@ -1,8 +1,8 @@
 """Snapshots of what a step changes besides through its optimizer, so that an unfinished step can be undone.
 
-A step updates running means, seeds and metrics before (in a graph: beside) the reduction that fails. So at the start of
-each step these few variables are copied, inside of the same graph, together with the number of steps applied until
-then. If that number is the same after a collective has failed, the step has to be made again.
+A step updates running means, seeds and metrics before the reduction of its gradients, or in a graph in parallel to it.
+So these few variables are copied at the start of each step, inside of the same graph, together with the number of steps
+applied so far. If a collective fails and that number is still the same, the step was not applied, and is undone.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from spark_elastic.elastic.handlers import Handlers
-from spark_elastic.keras import variables as values
-from spark_elastic.keras.backend import BACKEND
+from spark_elastic.keras import backend
+from spark_elastic.keras.backend import BACKEND, Variable
 from spark_elastic.keras.elastic.fit_session import FitSession
 from spark_elastic.keras.elastic.handlers import ModelHandler, OptimizerHandler, VariablesHandler
 from spark_elastic.keras.optimizer import build_for, reduces
-from spark_elastic.keras.variables import Variable
 
 
 class StepSnapshot:
-    """The values of some variables at the start of the step that runs, or ran last.
+    """Copies of some variables, made at the start of the last step.
 
     Args:
-        variables: Returns the variables of the models, as they are now.
-        steps: Returns the tensor or number of steps applied so far, in a graph as well.
+        variables: A function that returns the variables to copy; models may have new ones since the last call.
+        steps: A function that returns the number of optimizer steps applied so far; in a graph, a tensor.
     """
 
     def __init__(self, variables: Callable[[], list[Variable]], steps: Callable[[], Any]) -> None:
@@ -38,10 +37,10 @@ class StepSnapshot:
         """The number of steps applied when the copies were made."""
 
     def prepare(self) -> None:
-        """Create the variables for copies that are still missing.
+        """Create TensorFlow variables for the copies that have none yet.
 
-        Called before a step is traced, and at its end: metrics and models come into being when their first step is
-        traced, and may then bring variables of ours with them. TensorFlow traces it a second time without that.
+        This is called before a step is traced, and at its end: the first trace of a step may create metrics and parts
+        of models, and TensorFlow allows new variables in that trace only.
         """
         self._copied = self._variables()
         if BACKEND == "torch":
@@ -57,15 +56,15 @@ class StepSnapshot:
                 self._copies[id(variable)] = tf.Variable(zeros, trainable=False)
 
     def take(self, begins: Any = True, ahead: int = 0) -> None:
-        """Take the snapshot: a step starts here. In a graph, it is traced with the step.
+        """Take the snapshot at the start of a step; in a graph, it becomes part of the step.
 
         Args:
-            begins: False, or a tensor that is, in the later passes of a step that sums gradients over several.
-            ahead: Steps that will be counted until the next one starts.
+            begins: True at the first pass of a step; in a graph, a tensor.
+            ahead: Steps that will be counted before the next step starts.
         """
         if BACKEND == "torch":
             if begins:
-                self._copies = dict(zip(map(id, self._copied), values.copies_of(self._copied), strict=True))
+                self._copies = dict(zip(map(id, self._copied), backend.copies_of(self._copied), strict=True))
                 self._at = int(self._steps()) + ahead
         elif begins is True:
             self._take_in_tensorflow(ahead)
@@ -81,40 +80,36 @@ class StepSnapshot:
     def _take_in_tensorflow(self, ahead: int) -> None:
         if self._at is None:
             return  # nothing was prepared before this was traced
-        # an assignment shares the buffer; the next change of the variable copies it first
+        # an assignment shares the buffer, which TensorFlow copies when the variable is changed next
         for variable in self._copied:
             self._copies[id(variable)].assign(variable.value.read_value(), read_value=False)
         self._at.assign(self._steps() + ahead, read_value=False)
 
     def put_back(self) -> bool:
-        """Undo the step that was started and not applied.
-
-        Returns:
-            True if there was one.
-        """
+        """Undo the last step if it was not applied; return True if so."""
         if self._at is None or int(self._at) != int(self._steps()):
             return False
         copies = [self._copies[id(variable)] for variable in self._copied]
-        values.put_back(self._copied, copies if BACKEND == "torch" else [copy.read_value() for copy in copies])
+        backend.put_back(self._copied, copies if BACKEND == "torch" else [copy.read_value() for copy in copies])
         return True
 
     def discard(self) -> None:
-        """Discard the copies: the variables have been given other values since."""
+        """Discard the copies, because the variables have been given other values."""
         if BACKEND == "torch":
             self._at = None
         elif self._at is not None:
-            self._at.assign(-1, read_value=False)  # what it returns otherwise cannot be used in a graph
+            self._at.assign(-1, read_value=False)
 
 
 class SnapshottedSteps:
-    """Has every step of a state's models and optimizers take a snapshot where it starts.
+    """Makes the steps of a state's models and optimizers take snapshots.
 
-    Steps of `fit` take it, metrics included, where they start; steps of users' own loops take it where their gradients
-    have arrived, when running means have been updated already.
+    A step of `fit` takes its snapshot, metrics included, at its start. A step of a user's own training loop takes it
+    when its gradients have been reduced, and running means have been updated already.
 
     Args:
         handlers: The values of the state.
-        session: The state's `fit`.
+        session: The state's `FitSession`.
     """
 
     def __init__(self, handlers: Handlers, session: FitSession) -> None:
@@ -152,12 +147,12 @@ class SnapshottedSteps:
             steps.before_update = None
 
     def take_own(self, ahead: int) -> None:
-        """Take the snapshot of a user's own step; not within a step of `fit`, which has taken its own."""
+        """Take the snapshot in a step of a user's own training loop; does nothing within a step of `fit`."""
         if self._snapshots is not None and not self._in_step:
             self._snapshots[1].take(ahead=ahead)
 
     def put_back(self) -> bool:
-        """Undo the unfinished step; returns True if there was one."""
+        """Undo the unfinished step, if there is one; return True if so."""
         undone = [snapshot.put_back() for snapshot in self._snapshots or ()]
         return any(undone)
 
@@ -166,7 +161,7 @@ class SnapshottedSteps:
             snapshot.discard()
 
     def reducing(self) -> list[Any]:
-        """Return the parts of optimizers that reduce gradients."""
+        """Return, for each optimizer that reduces gradients, the object that does so (`optimizer._steps`)."""
         return [optimizer._steps for optimizer in self._optimizers() if reduces(optimizer)]
 
     def _optimizers(self) -> list[Any]:
@@ -183,7 +178,7 @@ class SnapshottedSteps:
         weighted = [] if global_batch is None else self.reducing()
         try:
             for steps in weighted:
-                steps.weight = values.rows_of(data) / global_batch
+                steps.weight = backend.rows_of(data) / global_batch
             yield
             fit.prepare()
         finally:
@@ -196,30 +191,30 @@ class SnapshottedSteps:
         return list({id(v): v for handler in models for v in handler.step_variables(metrics)}.values())
 
     def _applied(self) -> Any:
-        """Return the steps of all optimizers together, as a tensor in a graph."""
+        """Return the number of steps that all optimizers together have applied; in a graph, a tensor."""
         counts = [handler.steps_applied() for handler in self._handlers.of(OptimizerHandler).values()]
         return sum(counts[1:], start=counts[0]) if counts else 0
 
 
 def save_new(handlers: Handlers) -> None:
-    """Add to the last commit the variables that have been built since then and were not trained yet."""
+    """Add to the last commit the variables that were created since then; their values are still the initial ones."""
     for handler in handlers.of(VariablesHandler).values():
         handler.save_new()
 
 
 def wrap_apply(optimizer: Any, before: Callable[[], None], built: Callable[[], None]) -> Callable[[], None]:
-    """Have `before()` called whenever an optimizer has its gradients and is about to apply them.
+    """Replace `apply` of an optimizer by a function that calls `before` first, when it has the gradients.
 
-    In a graph both wait for the gradients. By itself the optimizer's count of iterations does not, and would be raised
-    beside a reduction that fails.
+    In a graph both wait for the gradients. Without that the optimizer's count of iterations, which does not depend on
+    them, would be incremented in parallel to a reduction that fails.
 
     Args:
         optimizer: The optimizer.
         before: The function to call.
-        built: Called when the optimizer has been built for its first step.
+        built: A function to call when the optimizer has been built for its first step.
 
     Returns:
-        A function that undoes it.
+        A function that restores `apply`.
     """
     plain = optimizer.apply
 
@@ -260,17 +255,18 @@ def wrap_train_step(
     around: Callable[[Any], AbstractContextManager[None]],
     nothing_left: Callable[[], bool],
 ) -> Callable[[], None]:
-    """Have every train step of a model run inside of `around(data)`.
+    """Replace the train step of a model by one that runs inside of `around(data)`.
 
     Args:
         model: The model.
-        prepare: Called before the step is traced.
-        around: Returns the context of a step on these rows.
-        nothing_left: Returns True if the epoch was left after its last batch. `fit` then ends it without a step: in a
-            graph, what does not depend on the data would be done once more. Its metrics are those of the model.
+        prepare: A function to call before the step is traced.
+        around: A function that returns the context for a step on `data`.
+        nothing_left: A function that returns True if the epoch was left after its last batch. `fit` then ends the epoch
+            without a step, with the model's metrics as its logs: a graph without data would still run those of its
+            operations that do not depend on the data.
 
     Returns:
-        A function that undoes it.
+        A function that restores the train step.
     """
     plain_step, plain_make = model.train_step, model.make_train_function
 
@@ -303,7 +299,7 @@ def wrap_train_step(
         patched["_get_metrics_result_or_logs"] = metrics_or_logs
     for name, function in patched.items():
         object.__setattr__(model, name, function)
-    model.train_function = None  # made of the step as it was
+    model.train_function = None  # it was made of the plain step
 
     def undo() -> None:
         for name, function in patched.items():

@@ -16,10 +16,9 @@ from spark_elastic.collective.reduction import Sum
 from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.data.reader import Batch
 from spark_elastic.elastic.handlers import Handlers, StateHandler
-from spark_elastic.elastic.recovery import Recovery
-from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, StepCounter
+from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, Recovery, StepCounter
 from spark_elastic.errors import CheckpointError
-from spark_elastic.keras import variables as values
+from spark_elastic.keras import backend as values
 from spark_elastic.keras.elastic.handlers import handler_for
 from spark_elastic.keras.sync_batch_normalization import convert, is_synchronised
 from spark_elastic.ml.callbacks import check_one_best
@@ -41,7 +40,7 @@ from spark_elastic.ml.training.engine import Engine, Measured, TrainingState, fi
 from spark_elastic.ml.training.saving import CheckpointSchedule
 from spark_elastic.ml.training.spec import Piece, Progress, Sums
 from spark_elastic.ml.training.trainer import Trainer
-from spark_elastic.tensorflow.host import translated
+from spark_elastic.tensorflow.host import lost_peers_translated
 
 if TYPE_CHECKING:
     from spark_elastic.ml.keras.training import KerasTraining
@@ -143,7 +142,7 @@ class KerasEngine(Engine):
         return self._feeder.batches(batches)
 
     def step(self, batch: KerasBatch, at: Progress, stop: bool) -> Measured:
-        with translated():
+        with lost_peers_translated():
             shares = self._shares(batch)
             # two positive numbers below 2**31, which every type of seed can hold
             key = derived_key(self._training.seed, at.epoch, batch.start, self._rank)

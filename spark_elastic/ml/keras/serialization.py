@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.errors import CheckpointError, NotPicklableError
-from spark_elastic.keras.variables import same_path
+from spark_elastic.keras.backend import same_path
 from spark_elastic.ml import trust
 
 Array = npt.NDArray[Any]

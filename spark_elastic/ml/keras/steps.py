@@ -12,12 +12,11 @@ from typing import Any
 import tensorflow as tf
 
 from spark_elastic.collective.fused import without_rows
-from spark_elastic.collective.reduction import Sum
+from spark_elastic.collective.reduction import Compression, Sum
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart
 from spark_elastic.ml.keras.metrics import KerasMetricAccumulator, Shares
 from spark_elastic.ml.training.spec import Training
-from spark_elastic.tensorflow.compression import Compression
 from spark_elastic.tensorflow.gradients import GradientReducer
 
 # --- the gradients of a train_step --------------------------------------------------------------------

@@ -29,8 +29,7 @@ from spark_elastic.ml.training.engine import Engine, Measured, TrainingState, ga
 from spark_elastic.ml.training.saving import CallbackStates, CheckpointSchedule
 from spark_elastic.ml.training.spec import Piece, Progress, Sums, TrainingResult
 from spark_elastic.ml.training.trainer import Trainer
-from spark_elastic.torch.elastic.handlers import handler_for
-from spark_elastic.torch.elastic.state import TorchOptimizerSteps
+from spark_elastic.torch.elastic.state import TorchOptimizerSteps, handler_for
 from spark_elastic.torch.sync_batch_norm import SyncBatchNorm
 
 log = logging.getLogger("spark_elastic.ml")

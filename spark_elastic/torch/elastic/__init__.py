@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from spark_elastic.elastic.handlers import StateHandler
 from spark_elastic.elastic.loop import run
-from spark_elastic.elastic.object_state import ObjectState
-from spark_elastic.elastic.state import State
+from spark_elastic.elastic.state import ObjectState, State
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
-from spark_elastic.torch.elastic.handlers import get_handler_registry, register_handler, set_handler_registry
 from spark_elastic.torch.elastic.sampler import ElasticSampler
-from spark_elastic.torch.elastic.state import TorchState
+from spark_elastic.torch.elastic.state import TorchState, get_handler_registry, register_handler, set_handler_registry
 
 __all__ = [
     "ElasticSampler",

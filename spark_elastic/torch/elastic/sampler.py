@@ -16,20 +16,20 @@ from spark_elastic.elastic.call_stack import calling_object
 _CHUNK = 8192
 """Rows whose positions in the order are computed at a time."""
 _HISTORY = 256
-"""Number of records that can be taken back."""
+"""Number of recorded batches that `drop_records_of_step` can undo."""
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
     """Distributes the rows of a dataset over the ranks, each once an epoch, however often the world changes.
 
     Record each batch with `record_batch`, put the sampler into the `TorchState`, and call `set_epoch` at the end of
-    an epoch. The state is (epoch, rows done): the order is computed, not stored, and is the same for every world
-    size.
+    an epoch. Its state is the epoch and the number of rows done; the order of the rows is computed from them, and is
+    the same for every world size.
 
-    Ranks take rows in turns, so their shares differ by at most one row and the last batches may be short. If a share
-    ends one whole batch before those of other ranks, which have one row each left for a last step, this rank sees one
-    row a second time in that step, because no collective could complete without it: fewer rows than ranks, at most once
-    an epoch. That needs the batch size; that of a `DataLoader` is found by itself.
+    Ranks take rows in turns, so their shares differ by at most one row and the last batches may be short. Other ranks
+    may need one more step for a single last row each. A rank without such a row then sees one of its rows a second
+    time, because no collective could complete without it. For this the sampler has to know the batch size, which it
+    finds out by itself if a `DataLoader` uses it.
 
     Args:
         dataset: Anything with a length, which must not change.
@@ -56,7 +56,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     def processed_num(self) -> int:
         """Number of rows of this epoch that are done, on all ranks together."""
         if self._drops_last:
-            # shares are equal, and rows that fill no batch of their share are left out, on all ranks alike
+            # shares are equal, and rows at their end that do not fill a batch are left out, on all ranks alike
             if self._taken and self._taken + (self.batch_size or 1) > self._share:
                 return self._rows
             return self._base + self._taken * self.num_replicas
@@ -64,7 +64,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     @property
     def total_size(self) -> int:
-        """Number of rows that were left when the world last changed, or the epoch began."""
+        """Number of rows that were left when the world last changed or, if later, when the epoch began."""
         return self._rows - self._base
 
     @property
@@ -78,7 +78,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return [int(row) for row in self._order[np.arange(self._base, self._rows)]]
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch. An epoch that has already begun keeps its rows done."""
+        """Begin an epoch; an epoch that has begun already keeps its number of rows done."""
         if epoch == self.epoch and 0 < self.processed_num < self._rows:
             return
         self.epoch = epoch
@@ -86,15 +86,15 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._redistribute()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that all ranks have processed one more batch, this rank one of `batch_size` rows."""
+        """Record that all ranks have processed one more batch, which has `batch_size` rows on this rank."""
         self._record(batch_size)
 
     def record_indices(self, indices: Sequence[int]) -> None:
-        """Note that this rank has processed these rows, the next of its share, and the others as many."""
+        """Record that this rank has processed these rows, the next ones of its share, and other ranks as many."""
         self._record(len(indices))
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Return this rank's rows of a batch, counted from the last change of the world or the epoch's beginning."""
+        """Return this rank's rows of a batch; batch 0 is the first one in this world and epoch."""
         start = batch_idx * batch_size
         stop = min(start + batch_size, self._share + self._padded)
         return self._rows_of(start, stop).tolist() if stop > start else []
@@ -138,21 +138,21 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._history.append((self.records, self._taken))
 
     def start_counting(self) -> None:
-        """Count records from here, a resume point."""
+        """Start to count recorded batches at a resume point."""
         self.records = 0
         self._at_step = 0
         self._history.clear()
         self._history.append((0, self._taken))
 
     def learn_records_before_step(self) -> None:
-        """Note that the loop makes as many records before a step as it did before this one, the first."""
+        """Learn, at the first step, how many batches the loop records before each step."""
         self._before_step = self.records
 
     def step_applied(self) -> None:
         self._at_step = self.records
 
     def drop_records_of_step(self) -> None:
-        """Take back the records that belong to the step that has to be made again."""
+        """Undo the records of batches that belong to a failed step."""
         keep = self._at_step = max(self._at_step, self.records - self._before_step)
         if keep == self.records:
             return
@@ -162,7 +162,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
                 return
 
     def split_batches(self, passes: int) -> None:
-        """Note that a batch is processed in this many parts; ranks must have equally many parts, not just batches."""
+        """Set the number of parts in which a batch is processed; all ranks must have equally many parts to process."""
         if passes != self._passes:
             self._passes = passes
             self._set_shares()

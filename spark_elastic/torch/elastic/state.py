@@ -1,4 +1,8 @@
-"""TorchState: models, optimizers, samplers and plain values that outlive a change of the world."""
+"""TorchState: models, optimizers, samplers and plain values that outlive a change of the world.
+
+Three strategies make it of an `ElasticState`: handlers, which copy and send values by type; `TorchLoopWatch`, which
+observes how a user's loop changes values around a step; `TorchOptimizerSteps`, which counts steps and undoes one.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +12,247 @@ from typing import Any
 
 import torch
 
-from spark_elastic.elastic.handlers import Handlers, StateDictHandler, copy_all
-from spark_elastic.elastic.recovery import Recovery
-from spark_elastic.elastic.state import ElasticState
-from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, StepCounter
-from spark_elastic.elastic.undo_log import CountingProbe
-from spark_elastic.errors import HorovodInternalError, UsageError
-from spark_elastic.torch.elastic.handlers import (
-    ModelStateHandler,
-    OptimizerStateHandler,
-    SamplerStateHandler,
-    handler_for,
+from spark_elastic.elastic.handlers import (
+    Handlers,
+    HasStateDict,
+    Layout,
+    StateDictHandler,
+    StateHandler,
+    TensorSpec,
+    copy_all,
 )
+from spark_elastic.elastic.plain_values import CountingProbe, independent_copy
+from spark_elastic.elastic.state import ElasticState
+from spark_elastic.elastic.steps import LoopWatch, OptimizerSteps, Recovery, StepCounter
+from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.torch.elastic.sampler import ElasticSampler
 from spark_elastic.torch.optimizer import DistributedOptimizerMixin
 
+
+class ModelStateHandler(StateHandler):
+    """The handler of a module. Its tensors are parameters and buffers, its light part the extra state of modules."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self._buffers: list[torch.Tensor] = []
+        self._parameters: list[torch.Tensor] | None = None
+        self._modules: list[torch.nn.Module] | None = None
+        plain = torch.nn.Module.get_extra_state
+        self._has_extra = any(type(module).get_extra_state is not plain for module in value.modules())
+
+    def save(self) -> None:
+        self._modules = None
+        super().save()
+        buffers = self.buffers()
+        if [b.shape for b in self._buffers] != [b.shape for b in buffers]:
+            self._buffers = [buffer.detach().clone() for buffer in buffers]
+        else:
+            copy_all(self._buffers, buffers)
+
+    def set_value(self, value: Any) -> None:
+        self._parameters = None
+        super().set_value(value)
+
+    def restore(self) -> None:
+        super().restore()
+        copy_all(self.buffers(), self._buffers)
+
+    def _own(self) -> dict[str, Any]:
+        return dict(self.value.state_dict(keep_vars=True))
+
+    def layout(self) -> Layout:
+        return self.present()[0]
+
+    def present(self) -> tuple[Layout, list[torch.Tensor]]:
+        own = {key: value for key, value in self._own().items() if isinstance(value, torch.Tensor)}
+        layout = [TensorSpec(key, tuple(value.shape), value.dtype, False) for key, value in own.items()]
+        return layout, list(own.values())
+
+    def tensors(self, layout: Layout) -> list[torch.Tensor]:
+        own = self._own()
+        out = []
+        for key, shape, dtype, _ in layout:
+            tensor = own.get(key)
+            if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                have = "no such tensor" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+                raise UsageError(
+                    f"the model of this worker differs from the others': {key} is {shape} {dtype} there, and {have} "
+                    "here; build the same model on every worker"
+                )
+            out.append(tensor)
+        return out
+
+    def light(self) -> Any:
+        if not self._has_extra:
+            return {}
+        extra = {key: value for key, value in self._own().items() if not isinstance(value, torch.Tensor)}
+        return independent_copy(extra)
+
+    def set_light(self, light: Any) -> None:
+        if light:
+            self.value.load_state_dict(light, strict=False)
+
+    def versions(self) -> list[int]:
+        """Return torch's counter of in-place changes of each parameter."""
+        if self._parameters is None:
+            self._parameters = list(self.value.parameters())
+        return [0 if param.is_inference() else param._version for param in self._parameters]
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the buffers, such as running means, which a forward pass may change.
+
+        This is called after each step, so the list of modules is updated at commits only.
+        """
+        if self._modules is None:
+            self._modules = list(self.value.modules())
+        return [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
+
+
+class OptimizerStateHandler(StateHandler):
+    """The handler of an optimizer. Its tensors are those of its state; options and other state are its light part."""
+
+    def _params(self) -> list[torch.Tensor]:
+        return [param for group in self.value.param_groups for param in group["params"]]
+
+    def layout(self) -> Layout:
+        return self.present()[0]
+
+    def present(self) -> tuple[Layout, list[torch.Tensor]]:
+        layout, tensors = [], []
+        state = self.value.state
+        for index, param in enumerate(self._params()):
+            for name, value in state[param].items() if param in state else ():
+                if isinstance(value, torch.Tensor):
+                    layout.append(
+                        TensorSpec((index, name), tuple(value.shape), value.dtype, value.device != param.device)
+                    )
+                    tensors.append(value)
+        return layout, tensors
+
+    def tensors(self, layout: Layout) -> list[torch.Tensor]:
+        params = self._params()
+        state = self.value.state
+        wanted: dict[int, dict[str, TensorSpec]] = {}
+        for piece in layout:
+            wanted.setdefault(piece.key[0], {})[piece.key[1]] = piece
+        if wanted and max(wanted) >= len(params):
+            raise UsageError(
+                f"the optimizer of this worker has {len(params)} parameters and another's has more; build the same "
+                "optimizer on every worker"
+            )
+        for index, param in enumerate(params):
+            self._shape(state, param, wanted.get(index, {}))
+        return [state[params[piece.key[0]]][piece.key[1]] for piece in layout]
+
+    @staticmethod
+    def _shape(state: Any, param: torch.Tensor, wanted: Mapping[str, TensorSpec]) -> None:
+        own = state.get(param, {})
+        for name in [name for name, value in own.items() if isinstance(value, torch.Tensor) and name not in wanted]:
+            del own[name]
+        if not wanted and not own:
+            state.pop(param, None)
+        for name, piece in wanted.items():
+            value = own.get(name)
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) != piece.shape or value.dtype != piece.dtype:
+                device = torch.device("cpu") if piece.on_cpu else param.device
+                if piece.shape == tuple(param.shape):  # the parameter's memory layout, as optimizers make it
+                    fresh = torch.empty_like(param, dtype=piece.dtype, device=device, requires_grad=False)
+                else:
+                    fresh = torch.empty(piece.shape, dtype=piece.dtype, device=device)
+                state[param][name] = fresh.detach()
+
+    def light(self) -> Any:
+        groups = [
+            {key: independent_copy(value) for key, value in group.items() if key != "params"}
+            for group in self.value.param_groups
+        ]
+        state = self.value.state
+        plain = {
+            (index, name): independent_copy(value)
+            for index, param in enumerate(self._params())
+            if param in state
+            for name, value in state[param].items()
+            if not isinstance(value, torch.Tensor)
+        }
+        return groups, plain
+
+    def set_light(self, light: Any) -> None:
+        groups, plain = light
+        own = self.value.param_groups
+        if len(own) != len(groups):
+            raise UsageError(
+                f"the optimizer of this worker has {len(own)} parameter groups and another's has {len(groups)}; build "
+                "the same optimizer on every worker"
+            )
+        for group, options in zip(own, groups, strict=True):
+            group.update(independent_copy(options))
+        params, state = self._params(), self.value.state
+        for index, param in enumerate(params):
+            if param in state:
+                have = state[param]
+                for name in [n for n, v in have.items() if not isinstance(v, torch.Tensor) and (index, n) not in plain]:
+                    del have[name]
+        for (index, name), value in plain.items():
+            state[params[index]][name] = independent_copy(value)
+
+
+class SamplerStateHandler(StateHandler):
+    """The handler of an `ElasticSampler`, which has a light part only."""
+
+    def light(self) -> Any:
+        return dict(self.value.state_dict())
+
+    def set_light(self, light: Any) -> None:
+        self.value.load_state_dict(dict(light))
+
+    def reset(self) -> None:
+        self.value.reset()
+
+
+Registry = list[tuple[Any, type[StateHandler]]]
+_registry: Registry = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+    (HasStateDict, StateDictHandler),
+]
+
+
+def get_handler_registry() -> Registry:
+    """Return the (type, handler class) pairs, a list that may be changed; the first pair that fits a value is used."""
+    return _registry
+
+
+def set_handler_registry(registry: Registry) -> None:
+    """Replace the list that `get_handler_registry` returns."""
+    global _registry
+    _registry = registry
+
+
+def register_handler(kind: type, handler: type[StateHandler]) -> None:
+    """Use `handler` for values of `kind`, before all others."""
+    _registry.insert(0, (kind, handler))
+
+
+def handler_for(value: Any) -> StateHandler | None:
+    """Return a handler for the value; None for a plain Python object."""
+    if isinstance(value, type):
+        return None
+    for kind, handler in _registry:
+        if isinstance(value, kind):
+            return handler(value)
+    return None
+
+
 _FOLLOWED = ModelStateHandler, OptimizerStateHandler, SamplerStateHandler, StateDictHandler
-"""Handlers whose values change in known ways; of other handlers the light part is followed."""
+"""Handlers whose values change in known ways; the light parts of other handlers are observed like plain values."""
 
 
 class TorchState(ElasticState):
     """Models, optimizers, samplers, schedulers and plain values, each a keyword argument and then an attribute.
 
-    The type of a value decides which handler copies it, see `handlers`; a value without one is a plain Python value,
-    which must be picklable.
+    The type of a value decides which handler copies it, see `register_handler`; a value without a handler is a plain
+    Python value, which must be picklable.
 
     Args:
         model: A module, or None.
@@ -51,16 +272,16 @@ class TorchState(ElasticState):
 
 
 class TorchLoopWatch(LoopWatch):
-    """Watches a user's loop by its optimizers' steps and by torch's counters of in-place changes."""
+    """Observes a user's loop by the steps of its optimizers and by torch's counters of in-place changes."""
 
     def __init__(self, handlers: Handlers, counter: StepCounter) -> None:
         super().__init__(handlers, counter)
         self._probe = CountingProbe()
         self._versions_at_resume_point: list[int] = []
         self._versions_at_call: list[int] | None = None
-        """None once the first step has come."""
+        """The counters of in-place changes when the function was called; None once its first step has come."""
         self._acts_before_step = False
-        """The loop changes parameters between its call and its first step."""
+        """True if the loop changes parameters between the call of its function and its first step."""
         self._first_to_step: str | None = None
 
     def begin(self) -> None:
@@ -121,7 +342,7 @@ class TorchLoopWatch(LoopWatch):
         return {**self._handlers.plain.copies(), **{name: self._handlers.by_name[name].light() for name in names}}
 
     def _with_light_part(self) -> list[str]:
-        """Return the names of handled values whose light part is followed like a plain value."""
+        """Return the names of handled values whose light parts are observed like plain values."""
         own_sync = self._handlers.with_own_sync
         return [
             name
@@ -138,14 +359,14 @@ class TorchLoopWatch(LoopWatch):
         )
 
     def _parameter_versions(self) -> list[int]:
-        """Return torch's counters of in-place changes, of all parameters."""
+        """Return torch's counter of in-place changes of each parameter."""
         return [number for handler in self._handlers.of(ModelStateHandler).values() for number in handler.versions()]
 
 
 class TorchOptimizerSteps(OptimizerSteps):
-    """Counts steps by hooks of torch's optimizers, and undoes the changes of an unfinished one to buffers and samplers.
+    """Counts steps by hooks of torch's optimizers, and undoes what an unfinished step has done to buffers and samplers.
 
-    The hooks hold this object weakly: an optimizer may outlive its state.
+    The hooks refer to this object weakly, because an optimizer may outlive its state.
     """
 
     def __init__(self, handlers: Handlers, counter: StepCounter, watch: LoopWatch) -> None:
@@ -154,13 +375,13 @@ class TorchOptimizerSteps(OptimizerSteps):
         self._buffers: dict[str, list[torch.Tensor]] = {}
         """Copies of each model's buffers after the last step or at the last resume point."""
         self._refused = 0
-        """Commits and checks in a row that came in the middle of a step."""
+        """The number of commits and checks in a row that came in the middle of a step."""
 
     def attach(self, name: str) -> None:
         handler = self._handlers.by_name[name]
         if isinstance(handler, OptimizerStateHandler):
             self._hook(name, handler.value)
-        # loops sum gradients over several passes by cutting batches in parts; ranks must have equally many parts
+        # with several passes a loop divides each batch into parts; all ranks must have equally many parts
         passes = max((each.backward_passes_per_step for each in self._distributed()), default=1)
         for sampler in self._samplers():
             sampler.split_batches(passes)
@@ -168,7 +389,7 @@ class TorchOptimizerSteps(OptimizerSteps):
     def may_mark(self) -> bool:
         """Return False between `backward` and the optimizer's step, and between the passes of one step.
 
-        The batches would count as done, and their gradients would be lost.
+        At a resume point there, batches would count as done whose gradients are lost by a failure.
         """
         passes = [each.backward_passes_per_step for each in self._distributed() if each._reducer.accumulating]
         self._refused = self._refused + 1 if passes else 0
@@ -260,7 +481,7 @@ def distributed_optimizers(handlers: Handlers) -> dict[str, Any]:
 
 
 class _ListEntry:
-    """A function in a list, until it is removed."""
+    """Adds a function to a list; `remove` removes it, as it does for the handles of torch's hooks."""
 
     def __init__(self, functions: list[Callable[[], None]], function: Callable[[], None]) -> None:
         self._functions, self._function = functions, function

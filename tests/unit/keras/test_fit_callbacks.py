@@ -12,7 +12,7 @@ import pytest
 import spark_elastic.keras as hvd
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
-from spark_elastic.keras.elastic.fit_callbacks import drop_rows_from
+from spark_elastic.keras.elastic.fit_session import drop_rows_from
 from tests.unit.keras.test_fit import BATCH, At, compiled, data
 from tests.unit.world_link import die, link, tell
 from tests.unit.worlds import WorldDriver

@@ -9,7 +9,7 @@ import torch
 import spark_elastic.keras as on_keras
 import spark_elastic.tensorflow as hvd
 import spark_elastic.torch as on_torch
-from spark_elastic.tensorflow.compression import Compressor
+from spark_elastic.collective.reduction import Compressor
 from tests.unit.tensorflow.test_operations import together
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 import spark_elastic.tensorflow as hvd
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.tensorflow.gradients import GradientReducer
-from spark_elastic.tensorflow.host import original_error, translated, with_token
+from spark_elastic.tensorflow.host import lost_peers_translated, original_error, with_token
 from tests.unit.tensorflow.test_operations import both_ways, together
 from tests.unit.worlds import WorldDriver
 
@@ -145,7 +145,7 @@ def lose_a_peer(report):
     if hvd.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        with translated():
+        with lost_peers_translated():
             step()
     except HorovodInternalError as error:
         return {
@@ -188,12 +188,12 @@ def test_errors_with_other_causes_are_not_translated():
     def graph():
         return tf.numpy_function(lambda: raises(), [], tf.float32)
 
-    with pytest.raises(tf.errors.UnknownError, match="sells sockets") as caught, translated():
+    with pytest.raises(tf.errors.UnknownError, match="sells sockets") as caught, lost_peers_translated():
         graph()
     assert original_error(caught.value) is None
-    with pytest.raises(tf.errors.CancelledError), translated():
+    with pytest.raises(tf.errors.CancelledError), lost_peers_translated():
         raise tf.errors.CancelledError(None, None, "the iterator was closed")
-    with pytest.raises(ZeroDivisionError), translated():
+    with pytest.raises(ZeroDivisionError), lost_peers_translated():
         _ = 1 / 0
 
 
@@ -214,5 +214,5 @@ def fails_while_a_lost_peer_is_handled():
 
 
 def test_error_raised_while_a_lost_peer_is_handled_is_not_translated():
-    with pytest.raises(ZeroDivisionError), translated():
+    with pytest.raises(ZeroDivisionError), lost_peers_translated():
         fails_while_a_lost_peer_is_handled()

@@ -12,7 +12,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.process import Position, Process, process
-from spark_elastic.elastic.frontend import frontend
+from spark_elastic.elastic.loop import frontend
 from spark_elastic.membership.topology import Member, Place, World
 from spark_elastic.wire.worker_link import Assignment
 from tests.leftovers import threads_settle

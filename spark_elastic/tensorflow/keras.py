@@ -5,15 +5,13 @@ from __future__ import annotations
 import sys
 
 import spark_elastic.keras
-from spark_elastic.keras import callbacks, compression, elastic, operations, optimizer, saving
+from spark_elastic.keras import callbacks, elastic, functions, optimizer
 
 for _name, _module in {
     "": spark_elastic.keras,
     ".callbacks": callbacks,
-    ".compression": compression,
     ".elastic": elastic,
-    ".operations": operations,
+    ".functions": functions,
     ".optimizer": optimizer,
-    ".saving": saving,
 }.items():
     sys.modules[__name__ + _name] = _module

@@ -1,17 +1,23 @@
-"""Differentiable collectives, which return new tensors; their gradients are those that Horovod defines.
+"""Functions for PyTorch besides the optimizer: differentiable collectives, broadcasts of a model, and the device.
 
-To add one, write it here and add its name to `__all__`: `spark_elastic.torch` exports all of them.
+Collectives return new tensors; their gradients are those that Horovod defines. To add one, write it here and add its
+name to `__all__`: `spark_elastic.torch` exports all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import Function
 
-from spark_elastic.collective import operations
+from spark_elastic.collective import operations as collectives
+from spark_elastic.collective.devices import choose_device, device_info, device_setting
+from spark_elastic.collective.objects import broadcast_tensors
+from spark_elastic.collective.operations import outside_world
+from spark_elastic.collective.process import local_rank
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import (
     Average,
@@ -22,12 +28,16 @@ from spark_elastic.collective.reduction import (
     reduce_compressed,
     resolve_op,
 )
+from spark_elastic.errors import UsageError
 
 __all__ = [
     "allgather",
     "allreduce",
     "alltoall",
     "broadcast",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "device",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
@@ -40,7 +50,7 @@ class _Allreduce(Function):
     def forward(ctx: Any, tensor: torch.Tensor, *how: Any) -> torch.Tensor:
         name, *ctx.how = how
         op, prescale, postscale, process_set = ctx.how
-        return operations.allreduce_async(tensor, None, name, op, prescale, postscale, process_set).wait()
+        return collectives.allreduce_async(tensor, None, name, op, prescale, postscale, process_set).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -57,9 +67,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Return the average (or `op`) of the members' tensors; `tensor` is not modified.
-
-    Its gradient is reduced in the same way.
+    """Return the average (or `op`) of the members' tensors as a new tensor; the gradient is reduced in the same way.
 
     Raises:
         HorovodInternalError: a peer is gone.
@@ -77,7 +85,7 @@ class _GroupedAllreduce(Function):
         name, *ctx.how = how
         op, prescale, postscale, process_set = ctx.how
         return tuple(
-            operations.grouped_allreduce_async(tensors, None, name, op, prescale, postscale, process_set).wait()
+            collectives.grouped_allreduce_async(tensors, None, name, op, prescale, postscale, process_set).wait()
         )
 
     @staticmethod
@@ -110,12 +118,12 @@ class _Allgather(Function):
     def forward(ctx: Any, process_set: ProcessSet, name: str | None, *tensors: torch.Tensor) -> Any:
         ctx.shapes = [tensor.shape for tensor in tensors]
         ctx.process_set = process_set
-        return tuple(operations.grouped_allgather_async(tensors, name, process_set).wait())
+        return tuple(collectives.grouped_allgather_async(tensors, name, process_set).wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         rows = [shape[0] if len(shape) else 1 for shape in ctx.shapes]
-        counts = operations.allgather_async(torch.tensor([rows]), None, ctx.process_set).wait()
+        counts = collectives.allgather_async(torch.tensor([rows]), None, ctx.process_set).wait()
         starts = counts[: ctx.process_set.rank()].sum(dim=0).tolist()
         reduced = grouped_allreduce(grads, op=Average, process_set=ctx.process_set)
         parts = [
@@ -149,7 +157,7 @@ class _Broadcast(Function):
         ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
     ) -> torch.Tensor:
         ctx.root_rank, ctx.process_set = root_rank, process_set
-        return operations.broadcast_async(tensor, root_rank, name, process_set).wait()
+        return collectives.broadcast_async(tensor, root_rank, name, process_set).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -173,7 +181,7 @@ class _Alltoall(Function):
     def forward(ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Any:
         if splits is None and tensor.dim() and tensor.shape[0] % process_set.size() == 0:
             splits = [tensor.shape[0] // process_set.size()] * process_set.size()
-        out, received = operations.alltoall_async(tensor, splits, name, process_set).wait()
+        out, received = collectives.alltoall_async(tensor, splits, name, process_set).wait()
         ctx.received, ctx.process_set = received, process_set
         ctx.mark_non_differentiable(received)
         return out, received
@@ -206,7 +214,7 @@ class _Reducescatter(Function):
     def forward(ctx: Any, how: Any, *tensors: torch.Tensor) -> Any:
         name, *ctx.how = how
         op, process_set, prescale, postscale = ctx.how
-        handle = operations.grouped_reducescatter_async(tensors, name, op, process_set, prescale, postscale)
+        handle = collectives.grouped_reducescatter_async(tensors, name, op, process_set, prescale, postscale)
         return tuple(handle.wait())
 
     @staticmethod
@@ -225,7 +233,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Return this rank's rows of the members' average (or sum); the first ranks get one row more if need be."""
+    """Return this rank's rows of the members' average (or sum); the first ranks may get one row more."""
     settings = (compression, op, process_set, prescale_factor, postscale_factor)
     return grouped_reducescatter([tensor], name, *settings)[0]
 
@@ -246,3 +254,86 @@ def grouped_reducescatter(
     how = (name, op, process_set, prescale_factor, postscale_factor)
     outs = _Reducescatter.apply(how, *(tensor for tensor, _ in sent))
     return [compression.decompress(out, context) for out, (_, context) in zip(outs, sent, strict=True)]
+
+
+log = logging.getLogger("spark_elastic.torch")
+
+
+def device(asked: str | None = None) -> torch.device:
+    """Return the device for the model and its batches; if it is a GPU, make it the current one of this process.
+
+    Call this once, before the elastic loop, and keep the result: if workers see GPUs of other workers too, it depends
+    on the local rank, which changes with the world.
+
+    Args:
+        asked: "auto", "cpu", "cuda" or "cuda:N"; by default the `device` of `spark_elastic.run`, or "auto".
+
+    Raises:
+        InvalidSettingsError: there is no such device here; the message has the remedy.
+        NotInitializedError: `init` has not been called.
+    """
+    chosen = choose_device(device_setting() if asked is None else asked, device_info(), local_rank())
+    log.info("this worker computes on %s: %s", chosen.device, chosen.reason)
+    found = torch.device(chosen.device)
+    if found.type == "cuda":
+        torch.cuda.set_device(found)
+    return found
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Overwrite the tensors of a `state_dict()`, `named_parameters()` or a list of tensors with those of `root_rank`.
+
+    Raises:
+        UsageError: `params` is something else.
+    """
+    if outside_world():
+        return
+    if isinstance(params, Mapping):
+        values: list[Any] = [params[key] for key in sorted(params)]
+    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
+        values = [item[1] if isinstance(item, tuple) else item for item in params]
+    else:
+        raise UsageError(f"broadcast_parameters takes a dict or a list of tensors, not {type(params).__name__}")
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    broadcast_tensors(tensors, root_rank, process_set)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Overwrite the state and the options (such as the learning rate) of an optimizer with those of `root_rank`.
+
+    The state of an optimizer that has made no step yet is created. If the root's optimizer has made no step either,
+    parameters without a gradient get one of zeros, as with Horovod.
+
+    Args:
+        optimizer: the optimizer to change.
+        root_rank: the rank to copy from.
+        model: the model, to find the parameters with sparse gradients.
+        process_set: the processes that take part.
+    """
+    from spark_elastic.elastic.handlers import take_over
+    from spark_elastic.torch.elastic.state import OptimizerStateHandler
+
+    if outside_world():
+        return
+    handlers = {"optimizer": OptimizerStateHandler(optimizer)}
+    if take_over(handlers, root_rank, extra=not optimizer.state, process_set=process_set):
+        _set_zero_gradients(optimizer, model)
+
+
+def _set_zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    layers = () if model is None else (module for module in model.modules() if isinstance(module, embeddings))
+    sparse = {id(layer.weight) for layer in layers if layer.sparse}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                zeros = torch.zeros_like(parameter, requires_grad=False)
+                wants_sparse = isinstance(optimizer, torch.optim.SparseAdam) or id(parameter) in sparse
+                parameter.grad = zeros.to_sparse(1) if wants_sparse else zeros

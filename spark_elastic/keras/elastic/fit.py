@@ -1,0 +1,310 @@
+"""What users pass to `model.fit` in an elastic loop: callbacks that keep a `KerasState` up to date, and a dataset.
+
+`ElasticCallback` does all that a state needs. Horovod's three callbacks do a part each; their order does not matter,
+because they share a `FitSession`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+# Private: the one kind of input that may say for each epoch anew which batches it has, in Keras 3.4 to 3.15.
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+from spark_elastic.collective.process import process
+from spark_elastic.data.order.permutation import EpochOrder
+from spark_elastic.elastic.call_stack import calling_object
+from spark_elastic.errors import UsageError
+from spark_elastic.keras.elastic.fit_session import session_of
+from spark_elastic.keras.elastic.state import KerasState
+
+
+class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Base of the callbacks here: reports batches and epochs to the session of the state."""
+
+    counts_batches = False
+    counts_epochs = False
+    kept_by_state = True
+    """The callback has no values that `FitCallbacks` would have to restore."""
+
+    def __init__(self, state: KerasState) -> None:
+        super().__init__()
+        self.state = state
+        self.session = session_of(state)
+        for wanted, name in ((self.counts_batches, "batch"), (self.counts_epochs, "epoch")):
+            if wanted and name not in state.__dict__:
+                raise UsageError(
+                    f"{type(self).__name__} counts in state.{name}, which the state does not have; create it with "
+                    f"KerasState(model, {name}=0, ...)"
+                )
+        self.session.counts_batches |= self.counts_batches
+        self.session.counts_epochs |= self.counts_epochs
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        self.state.fit_callbacks.attach()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.session.train_begins()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.session.epoch_begins(epoch, self.model)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.session.batch_ends(batch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.session.epoch_ends(epoch, logs)
+
+
+class UpdateBatchStateCallback(_StateCallback):
+    """Sets `state.batch` to the batches done in this epoch, including those of earlier calls of `fit`."""
+
+    counts_batches = True
+
+
+class UpdateEpochStateCallback(_StateCallback):
+    """Sets `state.epoch` to the number of epochs done.
+
+    It works with `fit(initial_epoch=state.epoch, epochs=n)` and with `fit(epochs=n - state.epoch)`.
+    """
+
+    counts_epochs = True
+
+
+class CommitStateCallback(_StateCallback):
+    """Commits every `batches_per_commit` batches and after each epoch; leaves `fit` when the world is about to change.
+
+    Training can resume after every batch without a return to the commit. The check for updated hosts comes before the
+    next batch, not after this one, so that no other callback misses the end of a batch or an epoch.
+    """
+
+    def __init__(self, state: KerasState, batches_per_commit: int | None = 1) -> None:
+        if batches_per_commit is not None and batches_per_commit < 1:
+            raise UsageError(f"batches_per_commit must be at least 1, or None; got {batches_per_commit}")
+        super().__init__(state)
+        self.batches_per_commit = batches_per_commit
+        self._since_commit = 0
+        self._epoch_ended = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        super().on_train_begin(logs)
+        self._since_commit = 0
+        self._epoch_ended = False
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._commit_epoch()
+        if self.session.batches:
+            self.state.leave_if_updated()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_end(batch, logs)
+        self.state.sync_if_built_late()
+        self._since_commit += 1
+        if self.batches_per_commit is not None and self._since_commit >= self.batches_per_commit:
+            self._commit()
+        else:
+            self.state.resume_here()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        # the commit comes later: if another callback fails in a collective, the end of this epoch has to be repeated
+        self._epoch_ended = True
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._commit_epoch()
+
+    def _commit_epoch(self) -> None:
+        if self._epoch_ended:
+            self._epoch_ended = False
+            self._commit()
+
+    def _commit(self) -> None:
+        self._since_commit = 0
+        self.state.commit_here()
+
+
+class ElasticCallback(CommitStateCallback):
+    """Does all that a `KerasState` needs in `model.fit`: counts batches and epochs, commits, leaves for the next world.
+
+    Its position among the callbacks does not matter.
+
+    Args:
+        state: A state that was created with `batch=0` and `epoch=0`.
+        batches_per_commit: Batches from one commit to the next; None: commit after each epoch only. In both cases a
+            lost worker costs no step: training returns to a commit only if the collective that failed was called by a
+            callback or by the loop itself.
+    """
+
+    counts_batches = True
+    counts_epochs = True
+
+    def __init__(self, state: KerasState, batches_per_commit: int | None = None) -> None:
+        super().__init__(state, batches_per_commit)
+
+
+Indices = npt.NDArray[np.int64]
+
+
+def batch_rows(order: EpochOrder, batch: int, batches: int, rank: int, size: int) -> Indices:
+    """Return the rows of one batch that a member takes, at least one.
+
+    The order of an epoch is divided into `batches` nearly equal parts, whatever the size of the world; members take the
+    rows of a part in turns. If a part has fewer rows than there are members, two members take the same row.
+
+    Args:
+        order: The order of the epoch's rows.
+        batch: The number of the batch, from 0.
+        batches: The number of batches in the epoch.
+        rank: The rank of the member.
+        size: The number of members.
+    """
+    first, last = batch * order.rows // batches, (batch + 1) * order.rows // batches
+    mine = np.arange(first + rank, last, size, dtype=np.int64)
+    if not mine.size:
+        mine = np.array([first + rank % (last - first)], dtype=np.int64)
+    return order[mine]
+
+
+class ElasticDataset(DataAdapter):  # type: ignore[misc]
+    """A dataset of arrays for `model.fit`: one member trains each row once an epoch, however often the world changes.
+
+    An epoch resumes at `state.epoch` and `state.batch`, so put an `ElasticCallback(state)` among the callbacks of
+    `fit`, and call it with `initial_epoch=state.epoch`. A step trains the same rows for any number of members: each
+    member takes its share of the batch, and its gradient is weighted by the number of its rows. So the model does not
+    depend on the number of members, except for rounding.
+
+    Pass it to `fit` as `x`, without `y`, `batch_size`, `shuffle` or `class_weight`.
+
+    Args:
+        x: An array, or a list or dictionary of arrays, as the model takes them; the first dimension is the rows.
+        y: The targets, in the same form, or None.
+        sample_weight: A weight for each row, or None.
+        state: A state that was created with `batch=0` and `epoch=0`.
+        batch_size: The largest number of rows of a step on all members together; all steps of an epoch are nearly as
+            large.
+        shuffle: Use a different order each epoch.
+        seed: The seed of the order; the same on all members.
+    """
+
+    num_batches = 0
+    batch_size = None
+    has_partial_batch = False
+    partial_batch_size = None
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        state: KerasState,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        for name in ("batch", "epoch"):
+            if name not in state.__dict__:
+                raise UsageError(
+                    f"ElasticDataset resumes at state.{name}, which the state does not have; create it with "
+                    f"KerasState(model, {name}=0, ...)"
+                )
+        if batch_size < 1:
+            raise UsageError(f"batch_size must be at least 1; got {batch_size}")
+        parts = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
+        self._arrays = keras.tree.map_structure(_as_array, parts)
+        lengths = {len(array) for array in keras.tree.flatten(self._arrays)}
+        if len(lengths) != 1 or 0 in lengths:
+            raise UsageError(f"all arrays must have the same non-zero length; got lengths {sorted(lengths)}")
+        self.rows = lengths.pop()
+        self.state = state
+        self.shuffle = shuffle
+        self.seed = seed
+        self.num_batches = -(-self.rows // batch_size)
+        self._mine: list[Indices] = []
+        self._variables: tuple[Any, Any] | None = None
+        self._pipeline: Any = None
+        session = session_of(state)
+        session.dataset = self.get_tf_dataset
+        session.global_batch = batch_size
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def rows_left(self) -> list[Indices]:
+        """Return this member's rows of each remaining batch of the state's epoch."""
+        position = process.require()
+        order = EpochOrder(self.rows, self.seed, self.state.epoch, self.shuffle)
+        left = range(min(self.state.batch, self.num_batches), self.num_batches)
+        return [batch_rows(order, batch, self.num_batches, position.rank, position.size) for batch in left]
+
+    # --- called by Keras ------------------------------------------------------------------------
+
+    def on_epoch_begin(self) -> None:
+        self._mine = self.rows_left()
+        session_of(self.state).nothing_left = not self._mine
+        if self._variables is not None:
+            rows, ends = self._variables
+            rows.assign(np.concatenate([np.empty(0, np.int64), *self._mine]))
+            ends.assign(np.cumsum([0, *map(len, self._mine)], dtype=np.int64))
+        # Keras asks for the number of batches once, and a resumed epoch has fewer; the caller is the iterator that
+        # counts them
+        counting = calling_object(lambda caller: hasattr(caller, "_num_batches"), within=1)
+        if counting is not None:
+            counting._num_batches = len(self._mine)
+            if not self._mine:  # the epoch was left after its last batch; nothing is wrong with the data
+                counting._interrupted_warning = lambda: None
+
+    def get_tf_dataset(self) -> Any:
+        if self._pipeline is None:  # once: tracing its functions takes longer than the rest of entering `fit` again
+            self._pipeline = self._made_pipeline()
+        return self._pipeline
+
+    def _made_pipeline(self) -> Any:
+        import tensorflow as tf
+
+        rows = tf.Variable(np.empty(0, np.int64), shape=[None], trainable=False)
+        ends = tf.Variable(np.zeros(1, np.int64), shape=[None], trainable=False)
+        self._variables = rows, ends
+        tensors = keras.tree.map_structure(tf.constant, self._arrays)
+
+        def batch_at(number: Any) -> Any:
+            limits = ends.read_value()
+            mine = rows.read_value()[limits[number] : limits[number + 1]]
+            return keras.tree.map_structure(lambda tensor: tf.gather(tensor, mine), tensors)
+
+        def numbers_of_batches(_: Any) -> Any:
+            return tf.data.Dataset.range(tf.size(ends.read_value(), out_type=tf.int64) - 1)
+
+        plain = tf.autograph.experimental.do_not_convert
+        # the variables are read when an epoch begins, not when this is made
+        numbers = tf.data.Dataset.range(1).flat_map(plain(numbers_of_batches))
+        return numbers.map(plain(batch_at)).prefetch(2)
+
+    def get_torch_dataloader(self) -> Any:
+        return _TorchBatches(self)
+
+    def get_numpy_iterator(self) -> Iterator[Any]:
+        for rows in self._mine:
+            yield keras.tree.map_structure(lambda array, rows=rows: array[rows], self._arrays)
+
+
+class _TorchBatches:
+    def __init__(self, dataset: ElasticDataset) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        import torch
+
+        for batch in self._dataset.get_numpy_iterator():
+            yield keras.tree.map_structure(torch.from_numpy, batch)
+
+
+def _as_array(values: Any) -> npt.NDArray[Any]:
+    array = np.asarray(values)
+    return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
