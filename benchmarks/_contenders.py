@@ -30,9 +30,9 @@ class Contender:
 
     name = ""
     settings = ""
-    """What was set otherwise than by default, and how it goes on after a fault, in words."""
+    """Settings that differ from the defaults, and how training resumes after a fault, in words."""
     shrinks = True
-    """Whether it trains on with what is left and takes the replacement later, rather than start all again."""
+    """True if the remaining workers continue and a replacement joins later; False if all workers are restarted."""
     grows = True
     """Whether a place that is added in mid-training is used."""
 

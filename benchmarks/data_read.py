@@ -171,9 +171,12 @@ def cold(name: str, dataset: Dataset, rounds: int) -> tuple[list[Series], dict[s
 
 
 def spread(labels: np.ndarray) -> float:
-    """Variance of the label mix of batches of a table sorted by 10 equally frequent labels, over that of true shuffles.
+    """Return the variance of the label mix between batches, divided by its variance under true shuffles.
 
-    labels: shape (batches, rows of a batch), each in 0..9.
+    The table is sorted by 10 equally frequent labels.
+
+    Args:
+        labels: shape (batches, rows of a batch), each in 0..9.
     """
     counts = np.stack([(labels == label).sum(1) for label in range(10)])
     return float(counts.var(1).mean() / (labels.shape[1] * 0.09))

@@ -1,4 +1,4 @@
-"""Elastic training beside its peers: what a killed worker, a start, a step and a newcomer cost in each, in one run.
+"""Elastic training compared with its peers: the times of a recovery, a start, a step and a newcomer, in one run.
 
     python benchmarks/peers.py
     python benchmarks/peers.py --horovod-python horovod-env/bin/python --peers-python peers-env/bin/python
@@ -100,7 +100,7 @@ def start_and_kill(contender: Contender, folder: Path) -> dict[str, float]:
     os.kill(victim, signal.SIGKILL)
 
     def fresh(read: list[Line]) -> list[Line]:
-        """Of the training that goes on: in another world, or by a new process."""
+        """Return the steps after the kill: in another world, or by a new process."""
         return [line for line in read if line.at > killed and (line.size != 2 or line.pid not in known)]
 
     first = lines.wait(fresh, "the next step")[0]

@@ -1,4 +1,4 @@
-"""Writes the generated parts of the pages anew: `python docs/generate.py` from the repository root.
+"""Rewrites the generated parts of the pages: `python docs/generate.py` from the repository root.
 
 A generated part stands between `<!-- generated: name -->` and `<!-- end -->`; it comes from tables, docstrings and
 settings in the code, or from the measurements in `benchmarks/results`. A test compares pages and code.
@@ -28,7 +28,7 @@ _PART = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTAL
 
 
 def diagram(table: Table[Any]) -> str:
-    """The table as a mermaid state diagram. What leads to the same state for one reason is one arrow."""
+    """Return the table as a mermaid state diagram."""
     lines = ["```mermaid", "stateDiagram-v2"]
     states = list(table.meaning)
     lines.append(f"    [*] --> {states[0].value}")
@@ -133,7 +133,7 @@ def torch_settings() -> str:
 
 
 def keras_settings() -> str:
-    """Importing the class needs no Keras; making one does."""
+    """Return the table of the Keras settings. Importing the class needs no Keras; making one does."""
     from spark_elastic import ElasticKerasEstimator
 
     return "\n".join([*_setting_rows(_declared(ElasticKerasEstimator)), ""])
@@ -161,18 +161,18 @@ def _cell(text: str) -> str:
 
 
 CAPTIONS = {
-    "before_after_kill.json": "SIGKILL of a worker, with states that are always compared and brought, and without",
-    "before_after_step.json": "steps in two workers, with states that are always compared and brought, and without",
+    "before_after_kill.json": "SIGKILL of a worker, with states that are always compared and copied, and without",
+    "before_after_step.json": "steps in two workers, with states that are always compared and copied, and without",
     "data-write.json": "rows from Spark into packed records, against Parquet and against row by row",
     "data_read.json": "shuffled batches of 1,024 from packed records, 2 M rows",
     "fit.json": "a whole fit of an estimator, 200 k rows × 20, 3 epochs, warm session",
     "fit_throughput_1024.json": "rows a second of an estimator's training, against DDP over tensors in memory",
     "keras_step_time.json": "a step of model.fit, 784-512-512-10 MLP at batch 64, 2 workers",
-    "membership-changes.json": "what a thousand changes of the world leave behind in the processes",
-    "peers.json": "elastic training beside its peers, the same small model in two workers",
+    "membership-changes.json": "resources that the processes still hold after a thousand changes of the world",
+    "peers.json": "elastic training compared with its peers, the same small model in two workers",
     "recovery-executor-local-cluster.json": "kill -9 of an executor's JVM, local-cluster",
     "recovery-executor-standalone.json": "kill -9 of an executor's JVM, standalone cluster",
-    "recovery-link-namespaces.json": "a host's link is taken down, hosts are network namespaces, heartbeat_timeout 2 s",
+    "recovery-link-namespaces.json": "the link of a host (a network namespace) is taken down, heartbeat_timeout 2 s",
     "recovery-stop-processes.json": "SIGSTOP of a worker, heartbeat_timeout 2 s",
     "recovery-worker-processes.json": "SIGKILL of a worker",
     "recovery-worker-processes-keras.json": "SIGKILL of a worker in the middle of model.fit",
@@ -229,7 +229,7 @@ def _step_times(name: str, document: dict[str, Any]) -> list[str]:
 
 
 CONTENDERS = ("spark_elastic", "Horovod Elastic", "TorchDistributor", "torchrun", "Ray Train", "torchft")
-"""In the order of their columns; others follow."""
+"""The contenders in the order of their columns; others follow."""
 
 
 def compared() -> str:
@@ -256,7 +256,7 @@ def compared() -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits that say something; thousands whole."""
+    """Return the value with three significant digits, from 100 on as a whole number."""
     if value == 0:
         return "0"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -284,19 +284,19 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def generated(page: str) -> str:
-    """The page with its generated parts as the code has them now."""
+    """Return the page with its generated parts as the code has them now."""
     return _PART.sub(lambda match: f"{match[1]}{PARTS[match[2]]()}{match[4]}", page)
 
 
 def pictures() -> dict[Path, str]:
-    """The drawn files."""
+    """Return the drawn files: path -> content."""
     import timeouts
 
     return {DOCS / "images" / "timeouts.svg": timeouts.svg()}
 
 
 def write() -> list[Path]:
-    """Returns: the files that have changed."""
+    """Write the generated parts and pictures; return the files that have changed."""
     changed = []
     for path, drawn in pictures().items():
         if not path.exists() or path.read_text() != drawn:

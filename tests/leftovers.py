@@ -1,7 +1,7 @@
-"""What a piece of work leaves behind of ours in this process.
+"""Find threads and descriptors of this package that a test has left behind in this process.
 
-Threads and descriptors of others (earlier tests, Spark, TensorFlow, Python itself) come and go as they please, so
-nothing is counted: each is known by its identity, ours by their names, and what is ours has a while to end.
+Threads and descriptors of others (earlier tests, Spark, TensorFlow, Python itself) come and go at any time, so
+nothing is counted: each is known by its identity, ours by their names, and ours have a while to end.
 """
 
 from __future__ import annotations

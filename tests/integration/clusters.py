@@ -68,7 +68,7 @@ def _environment(mark: str) -> dict[str, str]:
 
 
 def _start_driver_jvm() -> int:
-    """The JVM behind pyspark, one per process; returns its pid.
+    """Start the JVM behind pyspark, one per process, and return its pid.
 
     Started without settings: those of the first session would become its system properties and with that the
     defaults of every later session in the process.
@@ -101,7 +101,7 @@ class Cluster:
         self.stop()
 
     def processes(self) -> dict[int, str]:
-        """Pid → command line of everything the cluster runs, without this process and its JVM."""
+        """Return pid → command line of the cluster's processes, without this process and its JVM."""
         found = marked(_process_mark)
         # A spawned child of the test process itself carries the mark too, and is not the cluster's; nor is what Python
         # itself keeps beside a process that has spawned others, for as long as that lives.
@@ -302,7 +302,7 @@ def standalone(workers: int = 2, cores: int = 1, *, decommission: bool = False, 
 
 
 def namespaced(workers: int = 2, cores: int = 1, *, decommission: bool = False, **settings: str) -> Standalone:
-    """The same with each Worker in a network namespace of its own. See `network.why_unavailable` first."""
+    """Start a standalone cluster, each Worker in a separate network namespace. See `network.why_unavailable` first."""
     return Standalone(workers, cores, _dotted(settings), network=Network(), decommission=decommission)
 
 

@@ -37,7 +37,7 @@ def main(told: Path, wanted: list[str]) -> int:
         began = time.monotonic()
         outcome[page] = f"{block} did not end"  # until it does
         told.write_text(json.dumps(outcome))
-        # As a program's own functions are, those of a page are sent to workers by value.
+        # Functions of a page are sent to workers by value, as those of a program are.
         own = names.setdefault(page, {"__name__": "__main__", "__builtins__": __builtins__})
         try:
             run(block, own)

@@ -16,7 +16,7 @@ GONE_S = 20.0
 
 
 def marked(mark: str) -> dict[int, str]:
-    """Pid → command line of the living processes whose environment carries the mark."""
+    """Return pid → command line of the living processes whose environment contains the mark."""
     needle = f"{MARK}={mark}".encode()
     found = {}
     for entry in Path("/proc").iterdir():

@@ -464,7 +464,7 @@ class Checker:
             assert self.world is not None
             require(self.world.round - 1 == self.settings.reset_limit, "the reset limit is not reached")
         elif isinstance(error, errors.RepeatedCrashError):
-            # one who died before telling may have been further; the step of a death may yet be applied by the others
+            # a worker that died before its report may have been further; others may still apply the step of its death
             known = (self.furthest.loop, self.furthest.steps - 1)
             row = {round for round, at in self.cluster.crashes if at >= known}
             least = 2 if not holders else self.settings.crash_limit or 0

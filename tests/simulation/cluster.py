@@ -156,7 +156,7 @@ class Cluster:
 
     @property
     def driver_now(self) -> float:
-        """The machine's time, which stands still while the driver does."""
+        """Time without the driver's pauses, as the membership machine gets it."""
         return self.now - self.away_s
 
     def _driver_wakes(self, seconds: float) -> None:
