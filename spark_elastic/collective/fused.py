@@ -400,7 +400,7 @@ def _uses(bucket: Bucket) -> int:
 
 # --- sums over the rows of all members within a pass, for synchronised batch normalisation ---------------
 
-_excluded = False
+_without_rows = False
 
 
 @contextmanager
@@ -410,40 +410,40 @@ def without_rows() -> Iterator[None]:
     A rank that has no rows of a batch uses it: it calls the model on a substitute row, to take part in as many
     collectives as the others.
     """
-    global _excluded
-    before, _excluded = _excluded, True
+    global _without_rows
+    before, _without_rows = _without_rows, True
     try:
         yield
     finally:
-        _excluded = before
+        _without_rows = before
 
 
-def excluded() -> bool:
+def is_without_rows() -> bool:
     """Return True within `without_rows`: the rows of this process must not be counted."""
-    return _excluded
+    return _without_rows
 
 
 def sum_rows(numbers: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
     """Return the sums of float64 `numbers` over the members, as a new tensor; within `without_rows`, add zeros.
 
     Raises:
-        HorovodInternalError: see `add_up`.
+        HorovodInternalError: see `sum_over_group`.
     """
     sums = numbers.detach().clone()
-    if _excluded:
+    if _without_rows:
         sums.zero_()
-    group = group_of(process_set)
-    return sums if group is None else add_up(group, sums)
+    group = normalised_group(process_set)
+    return sums if group is None else sum_over_group(group, sums)
 
 
-def group_of(process_set: ProcessSet) -> GlooGroup | None:
+def normalised_group(process_set: ProcessSet) -> GlooGroup | None:
     """Return the group whose rows are normalised together; None if this process is alone or in no world."""
     if process.position is None or process.provisional:
         return None
     return process_set.group()
 
 
-def add_up(group: GlooGroup, numbers: torch.Tensor) -> torch.Tensor:
+def sum_over_group(group: GlooGroup, numbers: torch.Tensor) -> torch.Tensor:
     """Sum `numbers`, float64, over the members, in place, and return them.
 
     Raises:

@@ -13,7 +13,7 @@ import torch
 
 from spark_elastic.collective.calls import agree, as_bytes, describe_tensor
 from spark_elastic.collective.gloo import GlooGroup
-from spark_elastic.collective.operations import outside_world
+from spark_elastic.collective.operations import is_provisional
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.errors import AuthenticationError
@@ -37,7 +37,7 @@ def broadcast_object(
         MismatchError: the members have called another collective, or with another root.
         AuthenticationError: the message was not sent by a worker of this job; it was not unpickled.
     """
-    if outside_world():
+    if is_provisional():
         return obj
     group = process_set.group()
     root = process_set.set_rank_of(root_rank)

@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 
-def outside_world() -> bool:
+def is_provisional() -> bool:
     """Return True if this process has a provisional position only, as a newcomer before the elastic loop.
 
     Raises:
@@ -120,7 +120,7 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Overwrite `tensor` with the tensor of `root_rank`; type and shape must be the same on all members."""
-    if outside_world():
+    if is_provisional():
         return Handle(None, [], lambda: tensor)
     group = process_set.group()
     plain = tensor.detach()
@@ -187,7 +187,7 @@ def alltoall_async(
         OutsideLoopError: a newcomer before the elastic loop has given splits for several ranks.
     """
     group = process_set.group()
-    if outside_world() and splits is not None and len(splits) != 1:
+    if is_provisional() and splits is not None and len(splits) != 1:
         raise OutsideLoopError(
             f"alltoall was given rows for {len(splits)} ranks before the elastic loop, where this worker, which joins "
             "a job that is already running, reaches none of them; move the call into the function decorated with "
@@ -349,6 +349,6 @@ def join(device: int = -1) -> int:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every member has called it."""
-    if outside_world():
+    if is_provisional():
         return
     agree(process_set.group(), "barrier")

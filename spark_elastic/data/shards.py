@@ -122,7 +122,9 @@ class ShardWriter:
             self._records = _File(self._store, f"{name}.rows", self._durable)
             self._sidecar = _File(self._store, f"{name}.side", self._durable) if self._layout.has_sidecar else None
         if self._sidecar is not None:
-            records = part.records.copy()
+            # not copy(): it would leave what the memory held before in the gaps between fields
+            records = np.zeros(len(part), part.records.dtype)
+            records[:] = part.records
             for name, blob in part.blobs.items():
                 records[name]["start"] = self._sidecar.nbytes + np.cumsum(blob.lengths) - blob.lengths
                 records[name]["length"] = blob.lengths

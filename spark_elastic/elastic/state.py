@@ -495,5 +495,5 @@ class ElasticState(State):
         elif choice is Recovery.RESUME_POINT:
             self._handlers.assign_light_values(self._resume_point.light)
         elif undone:
-            self._watch.put_back(undone)
+            self._watch.restore_values(undone)
         self._steps.undo_step(choice)

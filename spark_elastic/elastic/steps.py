@@ -158,7 +158,7 @@ class LoopWatch:
     def value_of(self, name: str) -> Any:
         return getattr(self._handlers.owner, name)
 
-    def put_back(self, values: Mapping[str, Any]) -> None:
+    def restore_values(self, values: Mapping[str, Any]) -> None:
         self._handlers.plain.assign(values)
 
 

@@ -148,7 +148,7 @@ _MIN_FOR_GRAPH = 16
 """Fewer variables are read one by one: a call of a graph costs more."""
 
 
-def copies_of(variables: Sequence[Variable]) -> list[Copy]:
+def copy_values(variables: Sequence[Variable]) -> list[Copy]:
     """Return copies of the present values. TensorFlow copies the memory only when the variable is changed next."""
     if BACKEND == "torch":
         with torch.no_grad():
@@ -156,7 +156,7 @@ def copies_of(variables: Sequence[Variable]) -> list[Copy]:
     return [native(variable).read_value() for variable in variables]
 
 
-def put_back(variables: Sequence[Variable], copies: Sequence[Copy]) -> None:
+def restore_values(variables: Sequence[Variable], copies: Sequence[Copy]) -> None:
     """Set the variables to the values of `copies`, which are not changed."""
     if BACKEND == "torch":
         if variables:
@@ -168,10 +168,10 @@ def put_back(variables: Sequence[Variable], copies: Sequence[Copy]) -> None:
 
 
 def reader_of(variables: Sequence[Variable]) -> Callable[[], list[Copy]]:
-    """Return a function that returns `copies_of` the variables, with one call into TensorFlow for all of them."""
+    """Return a function that returns `copy_values` the variables, with one call into TensorFlow for all of them."""
     variables = list(variables)
     if BACKEND == "torch" or len(variables) < _MIN_FOR_GRAPH:
-        return lambda: copies_of(variables)
+        return lambda: copy_values(variables)
     import tensorflow as tf
 
     # ReadVariableOp shares the variable's buffer; the next operation that changes the variable copies it first

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from spark_elastic.collective.objects import allgather_object
-from spark_elastic.collective.operations import outside_world
+from spark_elastic.collective.operations import is_provisional
 from spark_elastic.collective.process import rank, size
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.elastic.handlers import take_over
@@ -61,7 +61,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if self.broadcast_done:
             return
         self.broadcast_done = True
-        if outside_world():  # a new worker receives the state from the elastic loop
+        if is_provisional():  # a new worker receives the state from the elastic loop
             return
         model = self.model
         shared = [variable for variable in model.variables if id(variable) not in self._local]

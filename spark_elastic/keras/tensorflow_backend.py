@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util  # private; no public function recognises a graph for XLA
 
-from spark_elastic.collective.fused import excluded, sum_rows
+from spark_elastic.collective.fused import is_without_rows, sum_rows
 from spark_elastic.collective.process_sets import ProcessSet
 from spark_elastic.errors import UsageError
 from spark_elastic.tensorflow.gradients import Gradient, GradientReducer
@@ -189,7 +189,7 @@ def sum_over_members(numbers: Any, process_set: ProcessSet) -> Any:
 
     def backward(array: Array) -> list[Array]:
         sums = _sums(array, process_set)
-        return [np.zeros_like(sums) if excluded() else sums]
+        return [np.zeros_like(sums) if is_without_rows() else sums]
 
     def gradient(upstream: Any) -> Any:
         return call_host(backward, [upstream], [upstream.dtype], [upstream.shape])[0]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from spark_elastic.collective.fused import FusedReduction, excluded, sum_rows
+from spark_elastic.collective.fused import FusedReduction, is_without_rows, sum_rows
 from spark_elastic.collective.process_sets import ProcessSet
 
 Gradient = torch.Tensor | None
@@ -116,4 +116,4 @@ class _SumOverMembers(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         sums = sum_rows(grad, ctx.process_set)
-        return sums.zero_() if excluded() else sums, None
+        return sums.zero_() if is_without_rows() else sums, None

@@ -16,7 +16,7 @@ import torch
 
 from spark_elastic.collective import operations as on_torch
 from spark_elastic.collective.objects import broadcast_tensors
-from spark_elastic.collective.operations import outside_world
+from spark_elastic.collective.operations import is_provisional
 from spark_elastic.collective.process import local_rank, local_size
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import (
@@ -383,12 +383,12 @@ def broadcast_variables(
     Raises:
         HorovodInternalError: a peer is gone; no variable was changed.
     """
-    if tf.executing_eagerly() and (outside_world() or process_set.group() is None):
+    if tf.executing_eagerly() and (is_provisional() or process_set.group() is None):
         return
 
     def on_host(*arrays: Array) -> list[Array]:
         tensors = [torch_of(array).clone() for array in arrays]
-        if not outside_world() and process_set.group() is not None:
+        if not is_provisional() and process_set.group() is not None:
             broadcast_tensors(tensors, root_rank, process_set)
         return [array_from(tensor) for tensor in tensors]
 

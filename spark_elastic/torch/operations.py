@@ -16,7 +16,7 @@ from torch.autograd import Function
 from spark_elastic.collective import operations as collectives
 from spark_elastic.collective.devices import choose_device, device_info, device_setting
 from spark_elastic.collective.objects import broadcast_tensors
-from spark_elastic.collective.operations import outside_world
+from spark_elastic.collective.operations import is_provisional
 from spark_elastic.collective.process import local_rank
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.reduction import (
@@ -288,7 +288,7 @@ def broadcast_parameters(
     Raises:
         UsageError: `params` is something else.
     """
-    if outside_world():
+    if is_provisional():
         return
     if isinstance(params, Mapping):
         values: list[Any] = [params[key] for key in sorted(params)]
@@ -320,7 +320,7 @@ def broadcast_optimizer_state(
     from spark_elastic.elastic.handlers import take_over
     from spark_elastic.torch.elastic.state import OptimizerStateHandler
 
-    if outside_world():
+    if is_provisional():
         return
     handlers = {"optimizer": OptimizerStateHandler(optimizer)}
     if take_over(handlers, root_rank, extra=not optimizer.state, process_set=process_set):

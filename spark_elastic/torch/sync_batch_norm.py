@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from spark_elastic.collective.fused import add_up, excluded, group_of
+from spark_elastic.collective.fused import is_without_rows, normalised_group, sum_over_group
 from spark_elastic.collective.gloo import GlooGroup
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 
@@ -91,7 +91,7 @@ class SyncBatchNorm(_BatchNorm):
         if group is None:
             return super().forward(input)
         self._check_input_dim(input)
-        counts = not excluded()
+        counts = not is_without_rows()
         count, mean, var = _statistics(group, input.detach(), counts)
         if count == 1 and self.single_value_is_normalised and self.running_mean is not None:
             statistics = self.running_mean, self.running_var
@@ -106,7 +106,7 @@ class SyncBatchNorm(_BatchNorm):
         return _Normalise.apply(input, self.weight, self.bias, mean, var, count, self.eps, group, counts)
 
     def _group(self) -> GlooGroup | None:
-        return group_of(self._process_set or global_process_set)
+        return normalised_group(self._process_set or global_process_set)
 
     def _update_running(self, count: int, mean: torch.Tensor, var: torch.Tensor) -> None:
         assert self.running_mean is not None
@@ -211,13 +211,13 @@ def _statistics(group: GlooGroup, input: torch.Tensor, counts: bool) -> tuple[in
         mean, var = (each.double() for each in torch.ops.aten.batch_norm_update_stats(values, None, None, 0.0))
     count = torch.full((1,), float(own), dtype=torch.float64, device=input.device)
     if values.dtype == torch.float64:
-        total, sums = add_up(group, torch.cat([count, mean * own])).split([1, channels])
+        total, sums = sum_over_group(group, torch.cat([count, mean * own])).split([1, channels])
         common = sums / total.clamp(min=1)
-        squares = add_up(group, (var + (mean - common).square()) * own)
+        squares = sum_over_group(group, (var + (mean - common).square()) * own)
         merged = squares / total.clamp(min=1)
     else:
         numbers = torch.cat([count, mean * own, (var + mean.square()) * own])
-        total, sums, squares = add_up(group, numbers).split([1, channels, channels])
+        total, sums, squares = sum_over_group(group, numbers).split([1, channels, channels])
         common = sums / total.clamp(min=1)
         merged = (squares / total.clamp(min=1) - common.square()).clamp_(min=0)
     return int(total.item()), common.to(values.dtype), merged.to(values.dtype)
@@ -266,7 +266,7 @@ class _Normalise(Function):
         if not counts:  # the substitute rows have no gradient
             of_input, of_weight, of_bias = torch.zeros_like(of_input), torch.zeros_like(mean), torch.zeros_like(mean)
         if ctx.needs_input_grad[0]:
-            sums = add_up(group, torch.cat([of_bias, of_weight]).double())
+            sums = sum_over_group(group, torch.cat([of_bias, of_weight]).double())
             if counts and input.numel():
                 of_bias_all, of_weight_all = sums.div_(count).chunk(2)
                 inverse = (var.double() + eps).rsqrt()

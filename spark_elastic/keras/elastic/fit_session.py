@@ -425,7 +425,7 @@ class FitSession:
     def keep_running_metrics(self) -> None:
         """Copy the model's metrics when the loop is left, because Keras resets them when `fit` is entered again."""
         counting = self._metrics_variables()
-        self._running = self._state.__dict__.get("epoch"), counting, backend.copies_of(counting)
+        self._running = self._state.__dict__.get("epoch"), counting, backend.copy_values(counting)
         self._state.fit_callbacks.reentered = True
 
     def _put_running_metrics_back(self) -> None:
@@ -439,7 +439,7 @@ class FitSession:
             return
         _, counting, copies = running
         if [id(variable) for variable in counting] == [id(variable) for variable in self._metrics_variables()]:
-            backend.put_back(counting, copies)
+            backend.restore_values(counting, copies)
 
     def _metrics_variables(self) -> list[Any]:
         return list(getattr(self._state.__dict__.get("model"), "metrics_variables", ()))

@@ -101,11 +101,11 @@ class VariablesHandler(StateHandler):
         if not all(map(backend.has_value, new)):
             return
         with backend.outside_of_graphs():
-            self._saved = self._saved + backend.copies_of(new)
+            self._saved = self._saved + backend.copy_values(new)
         self._saved_of = self._saved_of + new
 
     def restore(self) -> None:
-        backend.put_back(self._saved_of, self._saved)
+        backend.restore_values(self._saved_of, self._saved)
         self.set_light(self._light)
 
     def _reader(self, own: list[Variable]) -> Callable[[], list[backend.Copy]]:
@@ -142,11 +142,11 @@ class ModelHandler(VariablesHandler):
     def save(self) -> None:
         super().save()
         counting = list(self.value.metrics_variables)
-        self._metrics = counting, backend.copies_of(counting)
+        self._metrics = counting, backend.copy_values(counting)
 
     def restore(self) -> None:
         super().restore()
-        backend.put_back(*self._metrics)
+        backend.restore_values(*self._metrics)
 
     def step_variables(self, metrics: bool) -> list[Variable]:
         """Return the variables that a step changes besides through the optimizer: running means, seeds, metrics."""

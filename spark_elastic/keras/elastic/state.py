@@ -270,7 +270,7 @@ class KerasSteps(OptimizerSteps):
         self.poll()
 
     def undo_step(self, choice: Recovery) -> None:
-        if choice is not Recovery.COMMIT and self.snapshots.put_back():
+        if choice is not Recovery.COMMIT and self.snapshots.restore():
             log.info("put back the variables that the unfinished step had changed")
         if choice is Recovery.LIVE:
             passes = max((steps.passes for steps in self.snapshots.reducing()), default=1)

@@ -64,7 +64,7 @@ class StepSnapshot:
         """
         if BACKEND == "torch":
             if begins:
-                self._copies = dict(zip(map(id, self._copied), backend.copies_of(self._copied), strict=True))
+                self._copies = dict(zip(map(id, self._copied), backend.copy_values(self._copied), strict=True))
                 self._at = int(self._steps()) + ahead
         elif begins is True:
             self._take_in_tensorflow(ahead)
@@ -85,12 +85,12 @@ class StepSnapshot:
             self._copies[id(variable)].assign(variable.value.read_value(), read_value=False)
         self._at.assign(self._steps() + ahead, read_value=False)
 
-    def put_back(self) -> bool:
+    def restore(self) -> bool:
         """Undo the last step if it was not applied; return True if so."""
         if self._at is None or int(self._at) != int(self._steps()):
             return False
         copies = [self._copies[id(variable)] for variable in self._copied]
-        backend.put_back(self._copied, copies if BACKEND == "torch" else [copy.read_value() for copy in copies])
+        backend.restore_values(self._copied, copies if BACKEND == "torch" else [copy.read_value() for copy in copies])
         return True
 
     def discard(self) -> None:
@@ -151,9 +151,9 @@ class SnapshottedSteps:
         if self._snapshots is not None and not self._in_step:
             self._snapshots[1].take(ahead=ahead)
 
-    def put_back(self) -> bool:
+    def restore(self) -> bool:
         """Undo the unfinished step, if there is one; return True if so."""
-        undone = [snapshot.put_back() for snapshot in self._snapshots or ()]
+        undone = [snapshot.restore() for snapshot in self._snapshots or ()]
         return any(undone)
 
     def discard(self) -> None:

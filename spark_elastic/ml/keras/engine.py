@@ -127,7 +127,7 @@ class KerasEngine(Engine):
         """Losses are divided by the sum of the batch's sample weights, which is then reduced before the step."""
         self._synchronised = is_synchronised(ready.model)
         self._stepping = False
-        """A step has begun and not ended; if its collective fails, `put_back` must undo it."""
+        """A step has begun and not ended; if its collective fails, `undo_step` must undo it."""
         self.stepped: Callable[[], None] = lambda: None
         """A function that is called after each step."""
 
@@ -163,11 +163,11 @@ class KerasEngine(Engine):
         passes = min(self._training.accumulation, -(-batch.global_rows // self._size))
         return [self._feeder.first_row] * (passes - len(batch.parts))
 
-    def put_back(self) -> None:
+    def undo_step(self) -> None:
         """Undo a step whose collective failed; it will be repeated."""
         if self._stepping:
             self._stepping = False
-            self._graphs.put_back()
+            self._graphs.undo_step()
 
     def _shares(self, batch: KerasBatch) -> list[tuple[float, float]]:
         """Return each part's share of the batch, by rows and by sample weight; the sum of the weights is reduced."""
@@ -262,7 +262,7 @@ def _has_nan(array: Any) -> bool:
 
 
 def _copy(source: Any, target: Any) -> None:
-    values.put_back(target.variables, values.copies_of(source.variables))
+    values.restore_values(target.variables, values.copy_values(source.variables))
 
 
 # --- the training -------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class EngineSteps(OptimizerSteps):
         engine.stepped = lambda: counter.stepped("optimizer")
 
     def undo_step(self, choice: Recovery) -> None:
-        self._engine.put_back()
+        self._engine.undo_step()
 
 
 def assemble(training: KerasTraining) -> Trainer:

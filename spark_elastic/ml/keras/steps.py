@@ -227,7 +227,7 @@ class StepGraphs:
         stop: bool,
         uncounted: Sequence[BatchPart] = (),
     ) -> Any:
-        """Reduce the gradients of all parts and apply them. If it raises, `put_back` undoes it.
+        """Reduce the gradients of all parts and apply them. If it raises, `undo_step` undoes it.
 
         Args:
             parts: the parts of this worker's rows.
@@ -259,7 +259,7 @@ class StepGraphs:
         rows = tf.constant(float(sum(part.rows for part in parts)), tf.float64)
         return self._finish(grads, returned, rows, of_step)
 
-    def put_back(self) -> None:
+    def undo_step(self) -> None:
         """Undo the changes of a failed step's forward pass."""
         for variable, copy in zip(self.buffers, self._before, strict=True):
             variable.assign(copy)

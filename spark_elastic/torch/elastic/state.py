@@ -330,11 +330,11 @@ class TorchLoopWatch(LoopWatch):
         handler = self._handlers.by_name.get(name)
         return super().value_of(name) if handler is None else handler.light()
 
-    def put_back(self, values: Mapping[str, Any]) -> None:
+    def restore_values(self, values: Mapping[str, Any]) -> None:
         handled = self._handlers.by_name
         for name in values.keys() & handled.keys():
             handled[name].set_light(values[name])
-        super().put_back({name: value for name, value in values.items() if name not in handled})
+        super().restore_values({name: value for name, value in values.items() if name not in handled})
 
     def _counts(self) -> dict[str, Any]:
         """Return copies of all values by which the loop may count its steps."""

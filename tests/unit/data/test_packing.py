@@ -81,6 +81,22 @@ def test_checksums_are_those_of_the_files(tmp_path):
     assert shard.sidecar_crc32 == zlib.crc32(dataset.store.read_bytes(shard.sidecar))
 
 
+def test_gaps_between_fields_hold_zeros_and_not_what_the_memory_held_before(tmp_path):
+    rows = 5000
+    columns = {"x": np.ones((rows, 3), np.uint8), "text": ["ab"] * rows}
+    for size in range(12, 24):
+        [np.full(1 << size, 255, np.uint8) for _ in range(8)].clear()  # memory that the writer may get again
+    dataset = pack(columns, tmp_path)
+    dtype = dataset.layout.dtype
+    gap = np.ones(dtype.itemsize, bool)
+    for kind, offset, *_ in dtype.fields.values():
+        gap[offset : offset + kind.itemsize] = False
+    assert gap.any()
+    (shard,) = dataset.manifest.splits["train"]
+    stored = np.frombuffer(dataset.store.read_bytes(shard.file), np.uint8).reshape(rows, dtype.itemsize)
+    assert not stored[:, gap].any()
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_sparse_rows_are_stored_as_indices_then_values(tmp_path, dtype):
     dense = np.zeros((5, 11), dtype)

@@ -251,10 +251,10 @@ def test_only_a_started_step_is_undone(data, tmp_path):
     engine._graphs, engine._stepping = ready.graphs, False
     (mean,) = [each for each in ready.graphs.buffers if each.name == "moving_mean"]
     mean.assign(keras.ops.ones_like(mean))
-    engine.put_back()
+    engine.undo_step()
     assert float(keras.ops.min(mean)) == 1.0, "no step was begun"
     ready.graphs._begin(tf.zeros([3], tf.int64))
     mean.assign(keras.ops.zeros_like(mean))
     engine._stepping = True
-    engine.put_back()
+    engine.undo_step()
     assert float(keras.ops.min(mean)) == 1.0

@@ -354,7 +354,7 @@ def _die_within(kind: str, count: int) -> None:
     from tests.unit.world_link import die
 
     place, name = {
-        "in a layer's reduction": (fused, "add_up"),
+        "in a layer's reduction": (fused, "sum_over_group"),
         "before a reduction": (FusedReduction, "__call__"),
         "after a reduction": (FusedReduction, "__call__"),
         "in a validation": (KerasEngine, "measure"),
