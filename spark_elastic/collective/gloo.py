@@ -234,14 +234,14 @@ class GlooGroup:
         if self._why is not None:
             raise HorovodInternalError(f"round {self.round} is over: {self._why}")
         if self._link.cut_round() >= self.round:
-            raise HorovodInternalError(f"round {self.round} was cut off by the driver")
+            raise HorovodInternalError(f"round {self.round} is over: the driver has ended it")
 
     def translate(self, error: Exception) -> Exception:
         """Return the exception to raise for an error of one of this group's collectives."""
         if isinstance(error, HorovodInternalError):
             return error
         if self._why is not None or self._link.cut_round() >= self.round:
-            return HorovodInternalError(f"round {self.round} is over: {self._why or 'cut off by the driver'}")
+            return HorovodInternalError(f"round {self.round} is over: {self._why or 'the driver has ended it'}")
         if isinstance(error, RuntimeError) and is_connection_error(error):
             return HorovodInternalError(f"a collective failed: {error}")
         return error

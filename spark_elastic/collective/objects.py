@@ -92,7 +92,10 @@ def _seal(data: bytes, group: GlooGroup, sender: int) -> bytes:
 def _open(sealed: bytes, group: GlooGroup, sender: int) -> bytes:
     data = sealed[_MAC_BYTES:]
     if not hmac.compare_digest(sealed[:_MAC_BYTES], _mac(data, group, sender)):
-        raise AuthenticationError(f"an object said to come from rank {sender} does not carry this job's seal")
+        raise AuthenticationError(
+            f"an object said to come from rank {sender} was not sent by a worker of this job (its MAC is wrong); it "
+            "was not unpickled"
+        )
     return data
 
 
@@ -110,8 +113,8 @@ def _opened_size(sealed: bytes, group: GlooGroup, sender: int) -> int:
     encoded = sealed[:_SIZE_BYTES]
     if not hmac.compare_digest(sealed[_SIZE_BYTES:], _mac(b"size " + encoded, group, sender)):
         raise AuthenticationError(
-            f"the length of an object said to come from rank {sender} does not carry this job's seal; nothing was "
-            "allocated for it"
+            f"the length of an object said to come from rank {sender} was not sent by a worker of this job (its MAC is "
+            "wrong); no memory was allocated for it"
         )
     return int.from_bytes(encoded, "big")
 

@@ -61,7 +61,10 @@ __all__ = [
 
 
 def is_provisional() -> bool:
-    """Return True if this process has a provisional position only, as a newcomer before the elastic loop.
+    """Return True while this process is in no world, so that its collectives are local.
+
+    That is so for a newcomer and for a process that runs its function again, until the elastic loop is entered; and for
+    all processes during their reset callbacks.
 
     Raises:
         NotInitializedError: `init` has not been called.

@@ -104,7 +104,7 @@ class ProcessSet:
         return members.index(rank)
 
     def included(self) -> bool:
-        """Return True if this process is in the set in the present world, or is a newcomer before the elastic loop."""
+        """Return True if this process is in the set, or in no world, as before the elastic loop."""
         members = self._members()
         return process.provisional or process.require().rank in members
 

@@ -191,7 +191,7 @@ class Numbering:
         self._to_number = np.array([e.number for e in in_files], np.int64) - self._positions
 
     def addresses(self, numbers: Indices) -> Indices:
-        """Return the rows' places in the mapped range, in rows."""
+        """Return where the rows with these numbers lie in the mapped range, counted in records from its start."""
         if self.joined == self.rows:
             return numbers
         beyond = np.flatnonzero(numbers >= self.joined)
@@ -214,7 +214,7 @@ class Numbering:
         return positions + shifts
 
     def ranges_in_files(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the rows at positions `start`..`stop` of the files read one after another, as ranges of numbers."""
+        """Return the row numbers, as ranges (start, stop), at positions `start`..`stop` of the files in their order."""
         found = []
         index = int(np.searchsorted(self._positions, start, side="right")) - 1
         while start < stop:

@@ -310,10 +310,10 @@ class _MemoryFile:
     def open(self, pid: int, descriptor: int, text: str) -> bool:
         path = f"/proc/{pid}/fd/{descriptor}"
         if "spark-elastic-doctor" not in os.readlink(path):
-            raise RuntimeError(f"process {pid} is another one here")
+            raise RuntimeError(f"{path} is not the other process's memory: process {pid} is another one here")
         with open(path) as stream:
             if stream.read() != text:
-                raise RuntimeError(f"process {pid} holds something else there")
+                raise RuntimeError(f"{path} does not contain what the other process wrote to it")
         return True
 
     def close(self) -> None:

@@ -196,7 +196,10 @@ class CollectiveFrontend:
             raise LoopResultError(loop=loop, reason=problem)
         seal, data = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
         if not hmac.compare_digest(seal, _seal(loop, data)):
-            raise AuthenticationError(f"the result of loop {loop} does not carry this job's seal")
+            raise AuthenticationError(
+                f"the result of loop {loop} was not sent by a worker of this job (its MAC is wrong); it was not "
+                "unpickled"
+            )
         return pickle.loads(data)
 
     def report_version(self, version: StateVersion) -> None:

@@ -245,7 +245,9 @@ class Checkpoints:
                     f"{where} is damaged: {MANIFEST}: {field} is {manifest.get(field)!r:.80}, not of {kind.__name__}"
                 )
         if not all(isinstance(each, str) for each in manifest["best"]):
-            raise CheckpointError(f"{where} is damaged: {MANIFEST}: best is {manifest['best']!r:.80}, not names")
+            raise CheckpointError(
+                f"{where} is damaged: {MANIFEST}: best is {manifest['best']!r:.80}, not a list of names"
+            )
         for file, facts in manifest["files"].items():
             numbers = isinstance(facts, list) and len(facts) == 2 and all(type(number) is int for number in facts)
             if not numbers or "/" in file or file in ("", ".", ".."):

@@ -273,7 +273,9 @@ def _decode(
     for where in sorted(set(stored.values())):
         how, _, name = where.partition(":")
         if name not in files or how not in ("safe", "pickled"):
-            raise CheckpointError(f"{path} is damaged: its metadata names {where!r}")
+            raise CheckpointError(
+                f"{path} is damaged: its metadata refers to {where!r}, which is not 'safe:' or 'pickled:' with a file"
+            )
         if how == "safe":
             loaded = codec.loads(files[name])
         elif trusted:

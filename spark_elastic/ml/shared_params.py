@@ -323,7 +323,10 @@ class StorageParams(ElasticParams):
                 "checkpoint_best_mode is set without checkpoint_best_of; set the column of the history, too"
             )
         if not self._given("resume") and self._given("run_id") is None:
-            raise InvalidSettingsError("resume=False without run_id: there is nothing to resume from; set both")
+            raise InvalidSettingsError(
+                "resume=False without run_id: there is no earlier run to start over; set run_id, too, or leave "
+                "out resume"
+            )
 
 
 class OutputParams(ElasticParams):

@@ -277,7 +277,7 @@ class HostsUpdated(Message):
 
 @dataclass(frozen=True)
 class Cut(Message):
-    """The driver ends the round because a member is lost: interrupt collectives, which would wait for that member."""
+    """The driver ends the round, because a member is lost or the world cannot go on: interrupt its collectives."""
 
     round: int
     why: str

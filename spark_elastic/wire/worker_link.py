@@ -123,7 +123,7 @@ class WorkerLink(Protocol):
     def worker(self) -> WorkerId: ...
 
     def join_at_init(self) -> Assignment | ProvisionalPosition:
-        """Wait until a first world is published; return at once if one is running. Called by `init()`."""
+        """Wait until a first world is published; return at once if one runs an elastic loop. Called by `init()`."""
         ...
 
     def join(
@@ -155,7 +155,10 @@ class WorkerLink(Protocol):
         ...
 
     def left_loop(self) -> None:
-        """Record that the elastic loop has returned: if the world breaks, the driver waits for the function's end."""
+        """Record that the elastic loop has returned.
+
+        If the world breaks now, the driver gives the function time to return instead of removing this worker.
+        """
         ...
 
     def offer_loop_result(self, loop: int, problem: str, result: bytes) -> None:
@@ -164,7 +167,7 @@ class WorkerLink(Protocol):
         Args:
             loop: Number of the loop.
             problem: Why there is no result to give; "" if there is one.
-            result: The result, pickled and sealed.
+            result: The pickled result, after a MAC made with the job's key; empty if there is a problem.
         """
         ...
 

@@ -122,7 +122,7 @@ def _listed(piece: str) -> bool:
 def names_of(package: str) -> set[str]:
     """Return the names that a package of the frontends lists, with those of the modules that it exports as a whole."""
     folder = ROOT / "spark_elastic" / package
-    paths = [folder / name for name in ("__init__.py", "operations.py", "autograd.py")]
+    paths = [folder.with_suffix(".py"), *(folder / name for name in ("__init__.py", "operations.py"))]
     trees = [ast.parse(path.read_text()) for path in paths if path.exists()]
     assigned = [node for tree in trees for node in tree.body if isinstance(node, ast.Assign)]
     lists = [node.value for node in assigned if "__all__" in ast.unparse(node)]

@@ -215,7 +215,7 @@ class WindowedShuffle:
         return places
 
     def _rows_in_sequence(self, places: Indices) -> Indices:
-        """Return the rows at these places of the chunk sequence."""
+        """Return the numbers of the rows at these places of the shuffled sequence of chunks."""
         chunk = self.settings.chunk_rows
         if not self._chunks.rows:
             return places

@@ -76,7 +76,7 @@ def keras_parts(
 
 
 class KerasLoopWatch(LoopWatch):
-    """Observes a user's own loop by its reductions of gradients, while it runs no `fit` with callbacks of this package.
+    """Observes a user's own loop through its gradient reductions, except during a `fit` with this package's callbacks.
 
     Inside of a `tf.function` no Python runs when an optimizer steps, but each reduction of gradients calls Python. The
     step counts of the optimizers tell whether steps were applied since the reduction before.

@@ -163,7 +163,10 @@ def assign(variables: Sequence[Any], values: Mapping[str, Array], prefix: str = 
         raise ValueError(f"there are {len(found)} arrays for {len(variables)} variables")
     for (path, value), variable in zip(found, variables, strict=True):
         if tuple(value.shape) != tuple(variable.shape) or not _same_variable(path, variable.path):
-            raise ValueError(f"{path} {list(value.shape)} is not {variable.path} {list(variable.shape)}")
+            raise ValueError(
+                f"the saved values have {path} of shape {list(value.shape)} where {variable.path} of shape "
+                f"{list(variable.shape)} is expected"
+            )
     for (_, value), variable in zip(found, variables, strict=True):
         variable.assign(value)
 

@@ -234,7 +234,8 @@ class StepGraphs:
             shares: the share of each part in the global batch, by number of rows and by sample weight.
             key: the seed of the step, two numbers.
             stop: this worker asks to stop.
-            uncounted: rows that go through the model after the parts and do not count, for layers with collectives.
+            uncounted: passes made only so that layers with collectives run equally often on all workers; they change
+                neither gradients nor metrics.
 
         Returns:
             A float64 tensor: the sums of `KerasMetricAccumulator`, then the number of workers that ask to stop.

@@ -108,7 +108,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._redistribute()
 
     def reset(self) -> None:
-        """Distribute the rows that are left over the present ranks."""
+        """Redistribute the remaining rows over the ranks of the present world."""
         self._done = self.processed_num
         self._redistribute()
 

@@ -158,7 +158,7 @@ def test_databricks_uris_are_the_paths_that_every_node_mounts():
 
 
 def test_a_remote_store_has_no_local_path():
-    with pytest.raises(StoreError, match="has no paths on this machine"):
+    with pytest.raises(StoreError, match="its files have no paths on this machine"):
         Store.create("memory://x").local_path("y")
 
 
