@@ -118,7 +118,9 @@ class ProcessSet:
         if process.provisional:
             return 0
         if root_rank not in members:
-            raise UsageError(f"root_rank={root_rank} is not in {self}; it is a rank of the world, one of {members}")
+            raise UsageError(
+                f"root_rank={root_rank} is not in {self}; give a member's rank in the world, one of {members}"
+            )
         return members.index(root_rank)
 
     def __repr__(self) -> str:

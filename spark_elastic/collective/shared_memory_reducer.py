@@ -469,7 +469,7 @@ class SharedMemoryReducer:
         code = peer.counters[at + 1]
         if code != chunk.code:
             raise UsageError(
-                "ranks reduce different tensors at a time; call collectives in the same order everywhere: "
+                "ranks reduce different tensors at the same time; call collectives in the same order everywhere: "
                 f"{_described(code)} on local rank {peer.rank}, {_described(chunk.code)} on {self._rank}"
             )
         return self._view(peer, peer.rank, peer.counters[at], chunk.code, chunk.out.dtype)

@@ -151,7 +151,11 @@ class Source(Protocol):
         """Tell that the rows of a request are not needed any more."""
 
     def preload(self, stopping: Future[None]) -> None:
-        """Read all rows once, and wait until they can be gathered in any order. Safe for threads."""
+        """Prepare all rows for being gathered in any order. Thread-safe; later calls do nothing.
+
+        A remote store copies them here, and this waits for it until `stopping` is done; local files are at most read
+        ahead.
+        """
 
 
 @dataclass(slots=True)

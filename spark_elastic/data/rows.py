@@ -214,7 +214,10 @@ class Numbering:
         return positions + shifts
 
     def ranges_in_files(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the row numbers, as ranges (start, stop), at positions `start`..`stop` of the files in their order."""
+        """Return the numbers of the rows at positions `start`..`stop`, as ranges [first, end).
+
+        Positions count the rows through the files, one file after another.
+        """
         found = []
         index = int(np.searchsorted(self._positions, start, side="right")) - 1
         while start < stop:

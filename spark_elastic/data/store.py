@@ -136,7 +136,7 @@ class Store:
     def local_path(self, path: str = "") -> Path:
         """Return the path of a file or folder on this machine. Raise StoreError if the store is remote."""
         if self.filesystem is not None:
-            raise StoreError(f"{self.url} is remote: its files have no paths on this machine", url=self.url)
+            raise StoreError(f"{self.url} is a remote store: its files have no paths on this machine", url=self.url)
         return Path(self._at(path))
 
     def sub(self, path: str) -> Store:

@@ -1,4 +1,4 @@
-"""Reductions of Keras on torch: the gradients of an optimizer's steps, and batch statistics."""
+"""Reductions of Keras on torch: the gradients of a step, and batch statistics."""
 
 from __future__ import annotations
 

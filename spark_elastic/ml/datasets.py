@@ -28,7 +28,10 @@ log = logging.getLogger("spark_elastic.ml")
 
 
 def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None) -> tuple[TensorField, ...]:
-    """Return features_0, features_1, ... in the model's order, with the shapes of `input_shapes` that are given."""
+    """Return the fields of the stored tensors "features_0", "features_1", ..., one for each input of the model.
+
+    `shapes` is the setting `input_shapes`: a shape that it has replaces the stored one.
+    """
     stored = numbered(INPUT, {each.name: each for each in dataset.layout.fields})
     given = itertools.chain(shapes or (), itertools.repeat(None))
     return tuple(

@@ -105,7 +105,7 @@ def location(name: str, value: Any) -> Any:
 
 
 def names(name: str, value: Any) -> list[str]:
-    """Convert to a list of different names, at least one; a single name needs no list."""
+    """Convert to a list of names; a str is a list of one. An empty list, or a name given twice, is an error."""
     listed = [value] if isinstance(value, str) else value
     if not _is_list(listed) or not all(isinstance(each, str) and each for each in listed):
         raise _wrong(name, "a list of names", value)

@@ -212,10 +212,11 @@ class ChannelLink:
         self._send(Abandoned(why))
 
     def returned(self, over: bool) -> None:
-        """Record that the function has returned, so that a closed channel is harmless.
+        """Record whether the user's function has ended, which decides what a closed channel means.
 
         Args:
-            over: False: the function is called again, and needs the channel.
+            over: True: the function has returned, and a closed channel is harmless. False: it is about to be called
+                again, and a closed channel ends the process.
         """
         self._ending = over
         if not over:

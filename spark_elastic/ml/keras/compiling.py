@@ -42,7 +42,7 @@ def input_names(model: Any) -> list[str] | None:
 
 
 def output_names(model: Any) -> list[str] | None:
-    """Return the name of each output, as dicts of losses and metrics use them; None if unknown before a call."""
+    """Return the names of the outputs, the keys of dicts of losses; None if the model has none before it is called."""
     struct = getattr(model, "_outputs_struct", None)
     if isinstance(struct, dict):
         return sorted(struct)
