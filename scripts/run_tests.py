@@ -1,4 +1,4 @@
-"""All tests, in three streams beside each other: those that need a cluster mostly wait, and the others mostly compute.
+"""All tests, in two streams beside each other: trainings that are disturbed mostly wait, the others mostly compute.
 
     python scripts/run_tests.py [NAME=FOLDER[,FOLDER or option of pytest...] ...]
 
@@ -16,14 +16,13 @@ import sys
 import threading
 import time
 
-_CLUSTERS = ["tests/integration/spark", "tests/integration/spark_edges", "tests/integration/ml"]
+_TRAININGS = [f"tests/integration/{folder}" for folder in ("spark", "spark_edges", "ml", "local")]
 STREAMS = [
-    f"clusters={','.join(_CLUSTERS)}",
-    f"integration=tests/integration,{','.join(f'--ignore={folder}' for folder in _CLUSTERS)}",
-    "unit=tests/unit,tests/simulation",
+    f"trainings={','.join(_TRAININGS)}",
+    f"others=tests/unit,tests/simulation,tests/integration,{','.join(f'--ignore={folder}' for folder in _TRAININGS)}",
 ]
-"""Each test is in one of them. Earlier streams go first when all want the processor: the clusters have deadlines to
-keep. They take about equally long on 2 cores."""
+"""Each test is in one of them, and on 2 cores they take about equally long. The first stream goes first when both want
+the processor: its trainings have deadlines to keep."""
 
 QUIET_S = 60.0
 """After so long without a word from a stream it is shown where it stands."""
