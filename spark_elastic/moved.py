@@ -21,6 +21,9 @@ MOVED: Final = {
     "spark_elastic.ml.keras.archives": "spark_elastic.ml.keras.serialization",
     "spark_elastic.ml.keras.sealing": "spark_elastic.ml.keras.pickling",
     "spark_elastic.ml.torch.batches": "spark_elastic.ml.torch.objective",
+    # under these names Horovod has the same functions
+    "spark_elastic.tensorflow.functions": "spark_elastic.tensorflow.operations",
+    "spark_elastic.torch.functions": "spark_elastic.torch.operations",
 }
 """Old dotted name of a module to its present one."""
 

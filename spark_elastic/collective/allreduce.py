@@ -135,12 +135,15 @@ def _reduce(
             scale_(scale_(tensor.detach(), prescale), postscale)
         return Handle(None, [], lambda: result)
 
+    grouped = kind != "allreduce"
+
     def launch(group: GlooGroup) -> Launched:
         factor = postscale / (group.size if op is Average else 1)
         works = []
         sent: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         for dtype, alike in by_type.items():
-            flat = alike[0] if len(alike) == 1 else torch.cat([tensor.reshape(-1) for tensor in alike])
+            # a group is reduced in a copy: if the collective fails, its tensors still have their values
+            flat = torch.cat([tensor.reshape(-1) for tensor in alike]) if grouped else alike[0]
             flat = flat.to(types[dtype]).contiguous()
             scale_(flat, prescale)
             if flat.numel():

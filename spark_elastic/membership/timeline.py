@@ -66,27 +66,21 @@ class WorkerLeft(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class WorldRecord(Record):
-    """The base of the records about a world."""
+class WorldStarted(Record):
+    """A world was published."""
 
     round: int
     size: int
-    change: WorldChange
-
-    @property
-    def why(self) -> str:
-        """The reason for the record, in words."""
-        return change_in_words(self.change)
-
-
-@dataclass(frozen=True, slots=True)
-class WorldStarted(WorldRecord):
-    """A world was published."""
-
     root: int  # the rank whose state the others take over
     progress: int | None  # optimizer steps in that state; None: no member holds a state yet
     sync: bool  # the others receive the whole state of the root. False: all members hold the same version
     pause_s: float | None  # time since the world before broke or its first member stopped; None for the first world
+    change: WorldChange
+
+    @property
+    def why(self) -> str:
+        """The reason for the world, in words."""
+        return change_in_words(self.change)
 
     def __str__(self) -> str:
         state = "" if self.progress is None else f" at step {self.progress}"
@@ -95,8 +89,17 @@ class WorldStarted(WorldRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class WorldBroken(WorldRecord):
+class WorldBroken(Record):
     """A world broke: its surviving members were told to close its connections and to wait for the next round."""
+
+    round: int
+    size: int
+    change: WorldChange
+
+    @property
+    def why(self) -> str:
+        """The reason, in words."""
+        return change_in_words(self.change)
 
     def __str__(self) -> str:
         return f"round {self.round} of {counted(self.size, 'worker')} is broken: {self.why}"

@@ -441,7 +441,7 @@ class WorldLifecycle:
         self._enter(Phase.RUNNING)
         self._commands.append(do.PublishWorld(world))
         self._context.announce(
-            WorldStarted(now, world.round, world.size, self._change, world.root, world.progress, world.sync, pause)
+            WorldStarted(now, world.round, world.size, world.root, world.progress, world.sync, pause, self._change)
         )
         self.consider_interrupt(now)  # leaving members may have been kept only because they hold the state
 

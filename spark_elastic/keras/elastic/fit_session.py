@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from spark_elastic.elastic.call_stack import calling_object
 from spark_elastic.elastic.plain_values import same
@@ -249,7 +250,8 @@ class FitCallbacks:
         values = plain_values(watched.callback, longest, _LIVE)
         changing = self._changing.setdefault(key, set())
         for name, value in values.items():
-            if name not in changing and not same(value, watched.at_begin.get(name, _LIVE)):
+            # an array may have been drawn in on_train_begin, which runs again after a loss and would draw another one
+            if name not in changing and (_holds_array(value) or not same(value, watched.at_begin.get(name, _LIVE))):
                 changing.add(name)
         return {name: values[name] for name in changing if name in values}
 
@@ -257,6 +259,12 @@ class FitCallbacks:
         for key, watched in self._watched.items():
             put_values(watched.callback, _without_live(self._kept.values.get(key, {}), {}))
             watched.copied = None
+
+
+def _holds_array(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_array, value.values()))
+    return isinstance(value, np.ndarray) or (isinstance(value, (list, tuple)) and any(map(_holds_array, value)))
 
 
 def _without_live(values: Values, live: Values) -> Values:

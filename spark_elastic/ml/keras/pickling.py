@@ -17,7 +17,7 @@ import cloudpickle
 from spark_elastic.ml.keras.training import prefer_backend
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class KerasPickle:
     """A pickled value; each call of `load` returns a new copy.
 
@@ -25,7 +25,7 @@ class KerasPickle:
     with the same settings.
     """
 
-    file: bytes
+    _file: bytes
 
     @classmethod
     def of(cls, value: Any, custom_objects: Mapping[str, Any] | None = None) -> KerasPickle:
@@ -40,11 +40,11 @@ class KerasPickle:
 
     def load(self) -> Any:
         prefer_backend()
-        return pickle.loads(self.file)
+        return pickle.loads(self._file)
 
     def __len__(self) -> int:
         """Return the number of bytes."""
-        return len(self.file)
+        return len(self._file)
 
 
 def dumps(value: Any, custom_objects: Mapping[str, Any] | None = None, *, compiled: bool = False) -> bytes:

@@ -323,8 +323,8 @@ def _out_of_range(term: LossTerm, at: int, label: torch.Tensor, output: torch.Te
 
 
 def outputs_of(value: Any) -> tuple[Any, ...]:
-    """Return the outputs of a module that returned one value, or several in a tuple, list or dict."""
-    if isinstance(value, dict):
+    """Return the outputs of a module that returned one value, or several in a tuple, list or mapping."""
+    if isinstance(value, Mapping):
         return tuple(value.values())
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 

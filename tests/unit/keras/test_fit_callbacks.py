@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
 
 import spark_elastic.keras as hvd
@@ -33,12 +34,15 @@ class Losses(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         self.rank = hvd.rank()
         self.epochs, self.batches = [], 0
+        self.drawn = {"mask": np.random.default_rng().random(3)}  # not changed later, and another one if drawn again
+        self.masks = []
 
     def on_train_batch_end(self, batch, logs=None):
         self.batches += 1
 
     def on_epoch_end(self, epoch, logs=None):
         self.epochs.append(epoch)
+        self.masks.append(self.drawn["mask"].tolist())
 
 
 class Flat(keras.callbacks.Callback):
@@ -87,6 +91,7 @@ def train(folder, dies, made_anew, phase="begin", where="first"):
         "wait": (stopping.wait, plateau.wait),
         "best": checkpoint.best,
         "losses": (losses.epochs, losses.batches, losses.rank == hvd.rank()),
+        "masks": losses.masks,
         "history": (history.epoch, len(history.history["loss"])),
     }
 
@@ -104,6 +109,7 @@ def check(results):
         assert result["rate"] == pytest.approx(0.1 / 4)
         assert result["best"] == 1.0
         assert result["losses"] == (list(range(PATIENCE + 1)), BATCHES * (PATIENCE + 1), True)
+        assert all(mask == result["masks"][0] for mask in result["masks"]), "drawn again after the loss"
         assert result["history"] == (list(range(PATIENCE + 1)), PATIENCE + 1)
 
 

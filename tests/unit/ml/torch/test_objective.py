@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict, UserDict
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
-from spark_elastic.ml.torch.objective import Objective, TorchBatch, shaped_like
+from spark_elastic.ml.torch.objective import Objective, TorchBatch, outputs_of, shaped_like
 from tests.unit.ml.torch.trainings import ListMetric, SumMetric, accuracy, label_sum
 
 ROWS = 11
@@ -257,3 +258,8 @@ def test_metric_of_several_outputs_sees_all_or_the_chosen_one():
 def test_mean_over_no_rows_is_nan():
     objective = Objective(nn.CrossEntropyLoss(ignore_index=0), None, labels=1, weighted=False)
     assert math.isnan(objective.means([0.0], [0.0])["loss"])
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict])
+def test_the_outputs_of_any_mapping_are_its_values_in_order(kind):
+    assert outputs_of(kind(b=1, a=2)) == (1, 2)
