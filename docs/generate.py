@@ -162,6 +162,7 @@ def _cell(text: str) -> str:
 
 CAPTIONS = {
     "before_after_kill.json": "SIGKILL of a worker, with states that are always compared and copied, and without",
+    "before_after_layout.json": "the package before and after its modules were joined, two turns",
     "before_after_step.json": "steps in two workers, with states that are always compared and copied, and without",
     "data-write.json": "rows from Spark into packed records, against Parquet and against row by row",
     "data_read.json": "shuffled batches of 1,024 from packed records, 2 M rows",
