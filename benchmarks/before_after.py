@@ -3,9 +3,9 @@
     git worktree add ../before v0.1.0
     python benchmarks/before_after.py ../before [--turns 6] [--only step kill read write fit]
 
-Each turn runs the benchmark of either checkout in processes of its own; the order of the two alternates. Reported are
-the medians over turns and the ratios "after / before" of turns next to each other: below 1 is quicker. Prints a table
-and writes benchmarks/results/before_after.json.
+Each turn runs the benchmarks of both checkouts in separate processes; the order of the two alternates. Prints a table
+of the medians over all turns and of the ratio "after / before" of each turn (below 1: the change is faster), and writes
+benchmarks/results/before_after.json.
 """
 
 from __future__ import annotations

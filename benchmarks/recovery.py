@@ -1,4 +1,4 @@
-"""How long training pauses when a worker is killed, stopped, or joins; and whether a step is lost.
+"""Measure how long training pauses when a worker is killed, is stopped or joins, and whether a step is lost.
 
     python benchmarks/recovery.py                        # SIGKILL of workers, 3 -> 2 and 2 -> 1, plain processes
     python benchmarks/recovery.py --on standalone --fault executor

@@ -51,7 +51,8 @@ class Bucket:
     Attributes:
         flat: the buffer, for the gradients, then the piggyback numbers, then the flag.
         views: the gradients in `flat`, shaped like their parameters.
-        piggyback: the other numbers in `flat`; None if there are none, or if the sent type would round them.
+        piggyback: the view of `flat` with the numbers sent along; None without such numbers, or if the sent type would
+            round them.
         flag: the element of `flat` that says that the driver has announced a coming world; None in other buckets.
         after: the factor to multiply `flat` by after the sum.
     """

@@ -81,7 +81,7 @@ def futex_wait(address: int, value: int, timeout_s: float) -> None:
 
 
 def futex_wake(address: int) -> None:
-    """Wake all threads, of any process, that sleep on the counter at `address`. Fast if there are none."""
+    """Wake all threads, in any process, that wait for the counter at `address`. Cheap if no thread waits."""
     _holding_lock(_SYS_FUTEX, address, _WAKE, _ALL_SLEEPERS, None)
 
 

@@ -87,7 +87,7 @@ class Measured(NamedTuple):
     stop: bool
 
 
-class Engine:
+class Engine(ABC):
     """One worker's model and optimizer. All workers call the methods that contain collectives alike.
 
     A batch of `step` and `measure` is what `feed` makes of a reader's batch: this worker's share of a global batch. It
@@ -113,23 +113,24 @@ class Engine:
         self._rank, self._size = 0, 1
 
     @property
-    def learning_rate(self) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def learning_rate(self) -> float: ...
 
     def enter(self, rank: int, size: int) -> None:
         """Take this rank in a new world."""
         self._rank, self._size = rank, size
 
-    def use_threads(self, count: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def use_threads(self, count: int) -> None: ...
 
+    @abstractmethod
     def feed(self, batches: Generator[Batch]) -> Generator[Any]:
         """Convert the reader's batches to those of `step` and `measure`. Closing the result closes `batches`."""
-        raise NotImplementedError
 
-    def begin_steps(self) -> None:
+    def begin_steps(self) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
         """Put the model into training mode."""
 
+    @abstractmethod
     def step(self, batch: Any, at: Progress, stop: bool) -> Measured:
         """Do the forward and backward passes, the reduction, and the optimizer's step.
 
@@ -139,52 +140,52 @@ class Engine:
         Raises:
             HorovodInternalError: A collective failed.
         """
-        raise NotImplementedError
 
-    def begin_validation(self) -> None:
+    def begin_validation(self) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
         """Put the model into evaluation mode."""
 
+    @abstractmethod
     def measure(self, batches: Iterable[Any]) -> tuple[Sums, list[Piece]]:
         """Measure this worker's rows, without a collective. The sums are a new vector."""
-        raise NotImplementedError
 
+    @abstractmethod
     def share_buffers(self) -> None:
         """Broadcast running means and the like from rank 0; while training, each worker has its own."""
-        raise NotImplementedError
 
+    @abstractmethod
     def has_local_non_finite_loss(self) -> bool:
         """Return whether a loss of this worker's own rows in the last step is NaN or infinite."""
-        raise NotImplementedError
 
+    @abstractmethod
     def has_nan(self) -> bool:
         """Return whether a trained weight is NaN. Looks at all of them."""
-        raise NotImplementedError
 
-    def after_epoch(self, row: Mapping[str, float]) -> None:
+    def after_epoch(self, row: Mapping[str, float]) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
         """Advance what follows the epoch's row of the history, such as a learning rate schedule."""
 
-    def after_callbacks(self) -> None:
+    def after_callbacks(self) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
         """Share what only some workers' callbacks changed at the end of the epoch, with a collective."""
 
+    @abstractmethod
     def keep_best(self) -> None:
         """Copy the present weights to `best`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def use_best(self) -> None:
         """Give the model the weights of `best`."""
-        raise NotImplementedError
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
         """Finish the model after the last step. May be called again."""
 
+    @abstractmethod
     def model_file(self) -> tuple[str, bytes]:
         """Return the name and the contents of the file with the trained model."""
-        raise NotImplementedError
 
+    @abstractmethod
     def copies(self, at: Progress) -> Callable[[], dict[str, bytes]]:
         """Copy all tensors, and return a function that makes the files of a checkpoint of them on another thread."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self, files: Mapping[str, bytes]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
         """Load the tensors of a checkpoint. Return the metric states of the epoch's steps, and of its validation.
 
@@ -192,9 +193,8 @@ class Engine:
             CheckpointError: The files were not made by `copies`.
             KeyError, ValueError, RuntimeError, TypeError: The files belong to another model.
         """
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
         """Release what the training attached to the user's model and optimizer."""
 
 
